@@ -291,7 +291,7 @@ def _record_batches(file: BinaryIO) -> Iterator[tuple[int, int]]:
         root = 8 + number(8)
         content, length = field(root, 2), number(field(root, 3), 8)
         if number(0) != _MARKER or min(size, length) < 0:
-            raise ValueError(f"at byte {begin:,} is no message of an Arrow stream")
+            raise ValueError(f"byte {begin:,} does not begin a message of an Arrow stream")
         if number(field(root, 1), 1) == _RECORD_BATCH:
             yield number(field(content + number(content), 0), 8), begin
         begin += 8 + size + length

@@ -1,8 +1,7 @@
 """Copy a prepared set to an address (s3://, gs://), such that what a killed copy left is never taken for a set.
 
-`MARK` is the first file there, before the rows are read, which shows that the address can be written; it then says which rows are
-copied. `LAST` comes when all other files are there, and without it nothing there is a set. A second copy of the same rows leaves the
-files that are there as they are.
+`MARK` is the first file at the address, before the rows are read, which shows that the address can be written; it then says which rows
+are copied. `LAST` follows all other files, and files without it are no set. A second copy of the same rows sends what is missing.
 """
 
 import json

@@ -195,7 +195,7 @@ def _find_urls(data: DataArguments, need_validation: bool) -> tuple[str, dict[st
 
 def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, list[str]]:
     if "://" in name and not name.startswith("hf://"):
-        stamp_of(f"{name}/{LAST}")  # raises if what is there is not complete
+        stamp_of(f"{name}/{LAST}")  # raises for a set that is not complete
         return {split: expand(f"{name}/{split}/*.arrow") for split in SPLITS}
     if is_saved(Path(name)):
         splits = load_splits(name, data.dataset_config_name, None, title, data.allow_outside_root)

@@ -126,6 +126,6 @@ def test_an_arrow_file_of_a_server_is_read_from_any_row(rows: int, batch: int, t
         assert found == list(read_rows(str(local), first, Source("shards")))
         assert len(found) == rows - first
     files.pipe("/arrow/a.arrow", b"no arrow" + local.read_bytes()[8:])
-    with pytest.raises(ValueError, match="at byte 0 is no message of an Arrow stream"):
+    with pytest.raises(ValueError, match="byte 0 does not begin a message of an Arrow stream"):
         count_rows(there)
     files.rm("/arrow", recursive=True)

@@ -1,7 +1,7 @@
 """Copy a prepared set to an address (s3://, gs://), such that what a killed copy left is never taken for a set.
 
 `MARK` is the first file at the address, before the rows are read, which shows that the address can be written; it then says which rows
-are copied. `LAST` follows all other files, and files without it are no set. A second copy of the same rows sends what is missing.
+are copied. `LAST` follows all other files, and files without it are not a set. A second copy of the same rows sends what is missing.
 """
 
 import json

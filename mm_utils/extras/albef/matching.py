@@ -17,7 +17,7 @@ from mm_utils.copies import HostCopy, to_device
 from mm_utils.extras.albef.negatives import Negatives
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues, rows_of
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
-from mm_utils.objectives.encoding import knows_padding
+from mm_utils.objectives.encoding import knows_padding, length_groups
 from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
 from mm_utils.objectives.terms import Batch, EncodedBatch, Report, RowPlan, RowTerm
 
@@ -132,11 +132,19 @@ class Matching(RowTerm):
         if len(encoded) < shared.sizes[distributed.rank()]:
             is_here = (pairs.image_P >= start_row) & (pairs.image_P < start_row + len(encoded))
             pairs = Pairs(*(values[is_here] for values in pairs))
+        pairs = Pairs(*(values[(-plan.lengths[pairs.text_P]).argsort(kind="stable")] for values in pairs))
+        lengths = plan.lengths[pairs.text_P].tolist()
+        groups = length_groups(lengths, device.type) if batch.get("lengths") else [range(len(lengths))]
         states, mask, text_P = _texts(model, pairs.text_P, batch, encoded, plan, shared.offset + start_row)
         image_P, is_match_P, weight_P = (
             to_device(each, device) for each in (pairs.image_P - start_row, pairs.is_match_P, pairs.weight_P)
         )
-        logits_P = _score(model, encoded.keys_values, states, mask, image_P, to_device(text_P, device)).float()
+        given, place_P, logits = (model, encoded.keys_values), to_device(text_P, device), []
+        for group in groups:  # of about one length
+            rows = slice(group.start, group.stop)
+            longest = max([1, *lengths[rows]])
+            logits.append(_score(*given, states[:, :longest], mask[:, :longest], image_P[rows], place_P[rows]))
+        logits_P = torch.cat(logits).float()
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
         return (weight_P * losses_P).sum(), (weight_P * ((logits_P > 0) == is_match_P)).sum()
 

@@ -22,7 +22,7 @@ from hypothesis import settings
 from tqdm import tqdm
 
 from tests.faults.conftest import leave_long_tests_out, pytest_configure  # noqa: F401
-from tests.kit.corpora import write_corpus
+from tests.kit.corpora import COLOURS, SHAPES, draw, write_corpus  # noqa: F401
 from tests.kit.finetuning import finetuning_flags, pretrained, questions  # noqa: F401
 from tests.kit.hub import pusher, server  # noqa: F401
 

@@ -22,11 +22,15 @@ def test_families_are_right_or_refused_with_a_reason(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == file.read_text()
 
 
-def test_whole_models_are_taken_by_their_parts_and_others_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits against their own class; another size, another text tower, their class again, and of one its ONNX graphs."""
+@pytest.mark.slow
+def test_a_whole_model_is_exported() -> None:
     assert backbones.check_whole("metaclip_2") == ["right", "yes", "yes", "its own", "yes"]
+
+
+def test_whole_models_are_taken_by_their_parts_and_others_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits against their own class; another size, another text tower, their class again."""
     monkeypatch.setattr(backbones, "exported", lambda *_: "yes")
-    for kind in ("altclip", "clipseg"):
+    for kind in ("altclip", "clipseg", "metaclip_2"):
         assert backbones.check_whole(kind) == ["right", "yes", "yes", "its own", "yes"], kind
     assert backbones.check_whole("tipsv2") == ["right", "yes", "yes", "VisionTextDualEncoderModel", "yes"]
     reasons = {"align": "its text_projection is more than one matrix", "flava": "it has no vision_model"}

@@ -107,8 +107,9 @@ class ModelArguments:
     )
     projection: str = arg(
         "linear",
-        "From a backbone's output to the embedding: linear, or mlp, linear and beside it a small network with much dropout, for "
-        "frozen backbones and some thousand images (docs/training.md); stock transformers classes have no such projection.",
+        "From a backbone's output to the embedding: linear; mlp, linear and beside it a small network with much dropout, for "
+        "frozen backbones and some thousand images; or classes, linear and beside it the names of what the vision backbone's "
+        "classifier sees, for images unlike those trained on (docs/training.md). Stock transformers classes have only linear ones.",
     )
     vision_pooling: str = arg(
         "auto",

@@ -49,7 +49,7 @@ from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_pictur
 MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
 DIRECTIONS = ("text_to_image", "both")
-PROJECTIONS = ("linear", "mlp")
+PROJECTIONS = ("linear", "mlp", "classes")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
 DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap", "xclip")
 UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
@@ -76,7 +76,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
         vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries.
         projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
-        projection: one of `PROJECTIONS`, of new models between backbones: `mlp` is `ResidualProjection`.
+        projection: one of `PROJECTIONS`, of new models between backbones: `mlp` is `ResidualProjection`, and `classes`, of media
+            alone, `ClassesProjection`.
         logit_scale_init_value: initial log inverse temperature; 2.6592 is log(1 / 0.07).
         logit_bias_init_value: initial bias of the sigmoid loss; None for a model without bias.
         vision_pooling, text_pooling: one of `POOLINGS`. `auto` is resolved when the model is built: `pooler` if the backbone
@@ -953,6 +954,8 @@ def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.M
         return nn.Identity()
     if config.projection == "mlp":
         return ResidualProjection(width, config.projection_dim, FEATURE_DROPOUT[tower])
+    if config.projection == "classes" and tower == "vision":
+        return ClassesProjection(width, config.projection_dim, own.num_labels)
     return nn.Linear(width, config.projection_dim, bias=False)
 
 
@@ -978,6 +981,31 @@ class ResidualProjection(nn.Linear):
         variance = (1 - self.center.square().sum()).clamp(min=1e-6) / len(self.center)
         features = of_input((F.normalize(pooled, dim=-1) - self.center) * variance.rsqrt())
         return super().forward(features) + self.output(of_hidden(F.gelu(self.hidden(features))))
+
+
+class ClassesProjection(nn.Linear):
+    """A linear projection of unit features, and beside it the names of the classes that the backbone's classifier sees.
+
+    z = W x / |x| + N softmax(C x + c) of pooled features x `[B, C]`. The classifier C, c and the embedded names N are not trained.
+    """
+
+    classifier: Tensor
+    classifier_bias: Tensor
+    names: Tensor
+
+    def __init__(self, width: int, dim: int, classes: int):
+        super().__init__(width, dim, bias=False)
+        for name, shape in (
+            ("classifier", (classes, width)),
+            ("classifier_bias", (classes,)),
+            ("names", (dim, classes)),
+        ):
+            self.register_buffer(name, torch.zeros(shape))
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """`[B, C]` -> `[B, E]`."""
+        seen = F.linear(pooled, self.classifier, self.classifier_bias).softmax(-1)
+        return super().forward(F.normalize(pooled, dim=-1)) + F.linear(seen, self.names)
 
 
 class MediaTower(nn.Module):
@@ -1048,7 +1076,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             nn.init.xavier_uniform_(module.weight)
             if isinstance(module, ResidualProjection):
                 nn.init.zeros_(module.output.weight)
-                nn.init.zeros_(module.center)
+            for buffer in module.buffers(recurse=False):
+                nn.init.zeros_(buffer)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm):

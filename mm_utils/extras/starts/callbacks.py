@@ -46,7 +46,13 @@ class ClosedFormStart(RunCallback):
         if not joins or given["streaming"]:
             why = "a stream has no rows at hand" if joins else "the run does not join two pretrained towers"
             given.refuse("closed_form_images", why)
-        return cls(given["closed_form_images"], vision) if joins and given["closed_form_images"] else None
+        starts = joins and given["closed_form_images"] > 0
+        if given["projection"] == "classes" and (not starts or given["streaming"]):
+            raise ValueError(
+                "--projection is classes; the closed form between two pretrained backbones fits it, and a stream has none. Give "
+                "--vision_model_name_or_path, --text_model_name_or_path and --closed_form_images, or leave it out."
+            )
+        return cls(given["closed_form_images"], vision) if starts else None
 
     def has_baseline(self, data: TrainingData) -> bool:
         """Return whether there are rows enough; a stream has none at hand."""
@@ -57,7 +63,13 @@ class ClosedFormStart(RunCallback):
         """Fit the projections, unless a checkpoint holds them and nothing is compared with the start."""
         from mm_utils.extras.starts.projection_start import start_projections
 
-        if not self.has_baseline(run.data) or (run.resume_from is not None and not run.given["wise_ft"]):
+        if run.resume_from is not None and not run.given["wise_ft"]:
+            return
+        if not self.has_baseline(run.data):
+            if run.given["projection"] == "classes":
+                raise ValueError(
+                    f"--projection is classes, which is fitted to {FEWEST_IMAGES} training images or more, of one medium. Leave it out."
+                )
             return
         rows = min(len(run.data.splits["train"]), self.images)
         work = partial(start_projections, self.images, self.vision_name, run.data, run.model, run.run.accelerator)

@@ -39,9 +39,31 @@ class SeenClasses:
 
     def __call__(self, pooled_BC: Tensor | None = None) -> Tensor:
         """Return the probabilities of the classes, `[B, classes]`, by the tower's last output, or by a pooled one."""
+        return self._logits(pooled_BC).softmax(-1)
+
+    @torch.no_grad()
+    def linear(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the matrix `[classes, C]` and the vector `[classes]` of the probabilities' logits, of C pooled channels.
+
+        Raises:
+            ValueError: if they are not a linear map of the pooled output.
+        """
+        device = next(self.classifier.parameters()).device
+        if self.reads_pooled:
+            points = torch.cat([torch.zeros(1, width), torch.eye(width), torch.linspace(-1, 1, width)[None]]).to(
+                device
+            )
+            with torch.autocast(device.type, enabled=False):
+                bias, *columns, found = self._logits(points)
+            matrix = torch.stack(columns, 1) - bias[:, None]
+            if torch.allclose(matrix @ points[-1] + bias, found, atol=1e-3):
+                return matrix, bias
+        raise ValueError("the classifier of the vision backbone is not a linear map of its pooled output")
+
+    def _logits(self, pooled_BC: Tensor | None) -> Tensor:
         if pooled_BC is not None:
             self._replay.output = BaseModelOutputWithPooling(pooled_BC.new_empty(0), pooled_BC)
-        return (self.classifier(None).logits.float() / TEMPERATURE).softmax(-1)
+        return self.classifier(None).logits.float() / TEMPERATURE
 
     @torch.no_grad()
     def _reads_pooled(self, tower: PreTrainedModel) -> bool:

@@ -56,6 +56,13 @@ def test_probabilities_are_those_of_the_stock_classifier(kind: str, tmp_path: Pa
             if classes.reads_pooled:
                 torch.testing.assert_close(classes(output.pooler_output.flatten(1)), expected, rtol=0, atol=1e-6)
         assert classes.reads_pooled == (kind in ("mobilenet_v2", "resnet", "convnext"))
+        pooled = output.pooler_output.flatten(1)
+        if classes.reads_pooled:
+            matrix, bias = classes.linear(pooled.shape[1])
+            torch.testing.assert_close((pooled @ matrix.T + bias).softmax(-1), expected, rtol=0, atol=1e-6)
+        else:
+            with pytest.raises(ValueError, match="is not a linear map of its pooled output"):
+                classes.linear(pooled.shape[1])
     assert len(runs) == 2
     assert len(tower._forward_hooks) == 1
 

@@ -125,6 +125,37 @@ def test_names_weigh_as_much_as_they_tell() -> None:
     torch.testing.assert_close(constant.image_AE, fit(dataclasses.replace(few, names_MB=None), 4).image_AE)
 
 
+def test_a_part_for_the_names_adds_their_cosine() -> None:
+    """The dot product is that of the canonical part, and the share of that of names and captions without their means."""
+    features = pairs(40, noise=1.0, names=True)
+    everything = Fold.of(features.unit())
+    unit, share = features.unit(), 0.3
+    image_AE, text_BE = everything.maps_apart(3.0, share, 36)  # nine directions for the names, which is all
+    found = unit.beside_names().image_MA @ image_AE @ (unit.text_TB @ text_BE).T
+    canonical_MA, canonical_TB = (
+        rows @ map_CE
+        for rows, map_CE in zip((unit.image_MA, unit.text_TB), everything.maps(3.0, 0.0, 27), strict=True)
+    )
+    assert unit.names_MB is not None
+    names, texts = unit.names_MB - unit.names_MB.mean(0), without_mean(features.text_TB)
+    expected = [
+        one / one.square().sum(1).mean().sqrt() @ (other / other.square().sum(1).mean().sqrt()).T
+        for one, other in ((canonical_MA, canonical_TB), (names, texts))
+    ]
+    torch.testing.assert_close(found, expected[0] + share * expected[1])
+    assert everything.maps_apart(3.0, 0.0, 4)[0][12:].abs().max() == 0
+
+
+def test_a_part_for_the_names_is_as_large_as_it_tells() -> None:
+    many = pairs(200, noise=1.0, names=True)
+    random = torch.randn(200, 9, generator=torch.Generator().manual_seed(1))
+    for names, tells in ((many.text_TB + 0.5 * random, True), (random, False), (torch.ones(200, 9), False)):
+        found = fit(dataclasses.replace(many, names_MB=names), 8, apart=True)
+        assert (found.name_weight > 0) == tells
+        assert found.image_AE.isfinite().all()
+        assert found.image_AE.shape == (12 + 9 + 1, 8)
+
+
 def test_too_few_images_are_refused() -> None:
     with pytest.raises(ValueError, match="7 images are too few"):
         fit(pairs(7), 4)

@@ -18,7 +18,7 @@ from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.training_data import TrainingData
-from mm_utils.extras.starts import projection_start
+from mm_utils.extras.starts import closed_form, projection_start
 from mm_utils.extras.starts.closed_form import Features
 from mm_utils.extras.starts.projection_start import paired_features, start_projections
 from mm_utils.model.build import ModelArguments, build_model
@@ -72,7 +72,7 @@ def start(towers: dict[str, str], images: int = 100, batch_size: int = 4) -> tup
     Accelerator(cpu=True)
     data, model = training_data(towers, batch_size), joined(towers)
     start_projections(images, towers["vision_model_name_or_path"], data, model, Accelerator())
-    features = paired_features(model, 100, data, Accelerator(), towers["vision_model_name_or_path"])
+    features, _ = paired_features(model, 100, data, Accelerator(), towers["vision_model_name_or_path"])
     return model, features
 
 
@@ -89,6 +89,76 @@ def test_a_residual_projection_starts_from_the_same_cosines(towers: dict[str, st
             cosines.append(image_ME @ model.encode_text(batch["input_ids"], batch["attention_mask"])[0].T)
     torch.testing.assert_close(*cosines, rtol=0, atol=1e-4)
     assert cosines[0].std() > 0.1
+
+
+@pytest.fixture
+def convolutional(towers: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """The towers, with a vision backbone whose classifier reads what it pools."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_sizes": [16, 32],
+        "depths": [1, 1],
+        "num_stages": 2,
+        "image_size": 32,
+        "layer_scale_init_value": 1.0,
+    }
+    names = dict(enumerate([*COLOURS, *SHAPES]))
+    vision = AutoModelForImageClassification.from_config(
+        AutoConfig.for_model("convnext", **sizes, id2label=names, initializer_range=0.1)
+    )
+    torch.nn.init.normal_(vision.classifier.weight, std=10.0)  # classes that differ from image to image
+    vision.save_pretrained(tmp_path / "vision")
+    shutil.copy(Path(towers["vision_model_name_or_path"]) / "preprocessor_config.json", tmp_path / "vision")
+    return {**towers, "vision_model_name_or_path": str(tmp_path / "vision")}
+
+
+def test_a_projection_of_classes_has_the_scores_of_its_closed_form(
+    convolutional: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where names count a lot; the names are not trained, the saved model has them, and no stock class does."""
+    Accelerator(cpu=True)
+    monkeypatch.setattr(closed_form, "NAME_SHARES", (0.0, 1.0))
+    monkeypatch.setattr(
+        closed_form, "_judge", lambda *maps: (-maps[1][-1].abs().max() * torch.ones(12), torch.ones(2))
+    )
+    data, model = training_data(convolutional), joined(convolutional, projection="classes")
+    features, named = paired_features(model, 100, data, Accelerator(), convolutional["vision_model_name_or_path"])
+    found = closed_form.fit(features, model.config.projection_dim, apart=True)
+    assert found.name_weight == 1
+    assert named is not None
+    assert named.matrix_NA.shape[0] == len(COLOURS) + len(SHAPES)
+    start_projections(100, convolutional["vision_model_name_or_path"], data, model, Accelerator())
+    assert {name for name, _ in model.visual_projection.named_parameters()} == {"weight"}
+    model.save_pretrained(tmp_path / "saved")
+    [batch] = data.loaders.evaluation(data.splits["train"], 20)
+    unit = dataclasses.replace(features.unit(), names_MB=features.names_MB.double())  # type: ignore[union-attr]
+    image_ME, text_TE = unit.beside_names().image_MA @ found.image_AE, unit.text_TB @ found.text_BE
+    expected = torch.nn.functional.cosine_similarity(text_TE[:, None], image_ME[None], dim=-1)
+    for each in (model.eval(), FusionDualEncoderModel.from_pretrained(tmp_path / "saved").eval()):
+        with torch.no_grad():
+            image, _ = each.encode_image(batch["pixel_values"])
+            cosines = each.encode_text(batch["input_ids"], batch["attention_mask"])[0] @ image.T
+        torch.testing.assert_close(cosines.double(), expected, rtol=0, atol=1e-4)
+    assert expected.std() > 0.1
+    with pytest.raises(ValueError, match="linear projections, and this model --projection classes"):
+        model.to_dual_encoder()
+
+
+def test_a_projection_of_classes_asks_for_what_it_needs(
+    towers: dict[str, str], tiny_flags: list[str], tmp_path: Path
+) -> None:
+    Accelerator(cpu=True)
+    data, model = training_data(towers), joined(towers, projection="classes")
+    with pytest.raises(
+        ValueError, match=r"--projection is classes; the classifier of .* not a linear map .* Leave it"
+    ):
+        start_projections(100, towers["vision_model_name_or_path"], data, model, Accelerator())
+    flags = flags_of(towers, tiny_flags, tmp_path, "--projection", "classes")
+    for more in (["--closed_form_images", "0"], ["--streaming", "--max_steps", "2"]):
+        with pytest.raises(ValueError, match="--projection is classes; the closed form between two pretrained"):
+            pretrain.main([*flags, *more])
+    with pytest.raises(ValueError, match="is fitted to 8 training images or more"):
+        pretrain.main([*flags, "--closed_form_images", "4"])
 
 
 def start_on_rank(towers: dict[str, str]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -152,9 +222,9 @@ def test_a_sample(towers: dict[str, str]) -> None:
 def test_captions_that_are_all_alike_leave_the_projections(
     towers: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def alike(*args: Any) -> Features:
-        found = paired_features(*args)
-        return dataclasses.replace(found, text_TB=torch.ones_like(found.text_TB))
+    def alike(*args: Any) -> tuple[Features, None]:
+        found, _ = paired_features(*args)
+        return dataclasses.replace(found, text_TB=torch.ones_like(found.text_TB)), None
 
     monkeypatch.setattr(projection_start, "paired_features", alike)
     model, _ = start(towers)

@@ -9,7 +9,8 @@ Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with five changes:
 - If the vision tower has a classifier with named classes, the names that it sees in an image, embedded by the text tower, are a
   second caption of the image. Their weight is chosen out of fold as well, and 0 is an answer.
 - Or they have the last quarter of the embedding to themselves: there an image is the mean of its names, and a caption its
-  features. The cosine of both parts is a weighted mean of two, and the weight is chosen likewise.
+  features. The cosine of both parts is a weighted mean of two. Where the best share out of fold is not 0, it is the largest within a
+  standard error of it (Breiman 1984, Classification and Regression Trees), as names hold for images of other sources too.
 
 Shape letters: M images, T captions, A and B channels of image and text features, E embedding width.
 """
@@ -24,7 +25,14 @@ from torch.nn import functional as F
 FOLDS = 4
 SHRINKAGES = (30.0, 10.0, 3.0, 2.0, 1.0, 0.3, 0.1, 0.03)  # in mean variances of a feature, in the order of trial
 NAME_WEIGHTS = (0.0, 0.3, 1.0, 2.0)  # of the class names; a caption has 1
-NAME_SHARES = (0.0, 0.1, 0.3, 0.6, 1.0)  # of a part of the embedding for the class names; the canonical part has 1
+NAME_SHARES = (
+    0.0,
+    0.1,
+    0.2,
+    0.3,
+    0.6,
+    1.0,
+)  # of a part of the embedding for the class names; the canonical part has 1
 SCALES = tuple(2 ** (power / 2) for power in range(2, 14))  # inverse temperatures, 2 to 91
 
 _ALIKE = 1e-10  # variance of unit features that differ by rounding alone
@@ -222,18 +230,19 @@ def fit(features: Features, width: int, apart: bool = False) -> ClosedForm:
     if apart:
         held_out = [part.beside_names() for part in held_out]
 
-    def judge(shrinkage: float, name_weight: float) -> tuple[float, float, float, float]:
-        """Return the lowest loss, the scale that has it, and both recalls."""
+    def judge(shrinkage: float, name_weight: float) -> tuple[float, float, float, float, float]:
+        """Return the lowest loss, the scale that has it, both recalls, and the standard error of the loss."""
         found = [
             _judge(part, *maps_of(rest, shrinkage, name_weight, width))
             for part, rest in zip(held_out, others, strict=True)
         ]
-        losses, recalls = (torch.stack(column).mean(0) for column in zip(*found, strict=True))
-        best = int(losses.argmin())
-        return losses[best].item(), SCALES[best], *recalls.tolist()
+        losses, recalls = (torch.stack(column) for column in zip(*found, strict=True))
+        best = int(losses.mean(0).argmin())
+        error = losses[:, best].std() / FOLDS**0.5
+        return losses[:, best].mean().item(), SCALES[best], *recalls.mean(0).tolist(), error.item()
 
     # One after the other: the shrinkage depends little on the names. The loss has one minimum, so beyond it none is tried.
-    judged = dict[tuple[float, float], tuple[float, float, float, float]]()
+    judged = dict[tuple[float, float], tuple[float, float, float, float, float]]()
     for shrinkage in SHRINKAGES:
         judged[shrinkage, 0.0] = judge(shrinkage, 0.0)
         if judged[shrinkage, 0.0] > min(judged.values()):
@@ -242,7 +251,10 @@ def fit(features: Features, width: int, apart: bool = False) -> ClosedForm:
     if features.names_MB is not None:
         judged |= {(shrinkage, weight): judge(shrinkage, weight) for weight in weights[1:]}
     shrinkage, name_weight = min(judged, key=judged.__getitem__)
-    _, scale, *recalls = judged[shrinkage, name_weight]
+    if apart and name_weight:  # as much as costs no more than a standard error: names hold for other images too
+        lowest, *_, error = judged[shrinkage, name_weight]
+        name_weight = max(weight for weight in weights if judged[shrinkage, weight][0] <= lowest + error)
+    _, scale, *recalls, _ = judged[shrinkage, name_weight]
     maps = maps_of(everything, shrinkage, name_weight, width)
     means = (total / everything.captions.weight for total in (everything.captions.image, everything.captions.text))
     return ClosedForm(*maps, scale, shrinkage, name_weight, (recalls[0], recalls[1]), images // FOLDS, *means)

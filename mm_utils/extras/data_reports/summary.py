@@ -5,6 +5,7 @@ from datetime import date
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import DatasetDict
 
@@ -38,7 +39,9 @@ def summarize(
         "notes": dict(ingested.notes.most_common()),
         "duplicates": found.duplicates,
         "leakage": found.leakage,
-        "captions": _captions(pairs, all(tally.source.format == "classes" for tally in ingested.sources.values())),
+        "captions": caption_figures(
+            pairs, all(tally.source.format == "classes" for tally in ingested.sources.values())
+        ),
         "storage": _storage(args, found),
     }
     return without_secrets(summary, publishable)
@@ -156,36 +159,41 @@ def _quarantined(faults: list[dict[str, str]]) -> dict[str, Any]:
     }
 
 
-def _captions(pairs: DatasetDict, templated: bool) -> dict[str, Any]:
+def caption_figures(pairs: DatasetDict, templated: bool) -> dict[str, Any]:
     """Count distinct captions, lengths and languages; list captions of too many images, unless templates made them."""
-    texts: list[str] = []
+    texts: list[pa.Array] = []  # still in their files
+    keys: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
     owners: list[np.ndarray] = []
     languages: Counter[str] = Counter()
     images = 0
     for rows in pairs.values():
         names = [name for name in ("captions", "languages") if name in rows.column_names]
         for batch in rows.select_columns(names).with_format("arrow").iter(10_000):
-            texts += pc.list_flatten(batch["captions"]).to_pylist()
+            flat = pc.list_flatten(batch["captions"])
+            texts += flat.chunks
+            own = flat.to_pylist()
+            keys.append(caption_keys(own))
+            lengths.append(np.fromiter(map(len, own), np.int64, len(own)))
             owners.append(
                 np.repeat(images + np.arange(len(batch)), pc.list_value_length(batch["captions"]).to_numpy())
             )
             images += len(batch)
             if "languages" in names:
                 languages.update(pc.list_flatten(batch["languages"]).to_pylist())
-    keys = caption_keys(texts)
-    lengths = np.array(list(map(len, texts)))
+    key_M, length_M, text_M = np.concatenate(keys), np.concatenate(lengths), pa.chunked_array(texts)
     return {
-        "distinct": len(np.unique(keys)),
+        "distinct": len(np.unique(key_M)),
         "shared": [
-            {"caption": texts[one.row], "images": one.images}
-            for one in shared_captions(keys, np.concatenate(owners))[: 0 if templated else _SHARED]
+            {"caption": text_M[one.row].as_py(), "images": one.images}
+            for one in shared_captions(key_M, np.concatenate(owners))[: 0 if templated else _SHARED]
         ],
         "languages": dict(languages.most_common()),
         "characters": {
-            "mean": float(lengths.mean()),
-            "p50": float(np.quantile(lengths, 0.5)),
-            "p95": float(np.quantile(lengths, 0.95)),
-            "max": int(lengths.max()),
+            "mean": float(length_M.mean()),
+            "p50": float(np.quantile(length_M, 0.5)),
+            "p95": float(np.quantile(length_M, 0.95)),
+            "max": int(length_M.max()),
         },
     }
 

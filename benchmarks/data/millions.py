@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=args.folder) as base:
         # 1. Parts, as many processes would have left them.
         datasets.config.HF_DATASETS_CACHE = Path(base, "cache")
-        parts, rng = [], np.random.default_rng(0)
+        parts, rng = list[Path](), np.random.default_rng(0)
         for first in range(0, args.rows, _PART):
             parts.append(Path(base, f"part-{len(parts):06d}.arrow"))
             write_part(parts[-1], first, min(_PART, args.rows - first), buffer.getvalue(), rng)

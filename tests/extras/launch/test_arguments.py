@@ -160,6 +160,14 @@ def test_the_launcher_of_a_command_is_told_again(
         ("working_dir_files/pkg", "train.py", ["--output_dir", "mine"], False, "--output_dir is mine"),
         ("working_dir_files/pkg", "train.py", [], False, "--output_dir is None"),
         ("working_dir_files/pkg", "embed.py", ["--index_dir=a"], False, "--index_dir is a"),
+        ("working_dir_files/pkg", "prepare_data.py", ["--output_dir", "s3://b/set"], False, "--work_dir is None"),
+        (
+            ".",
+            "prepare_data.py",
+            ["--output_dir", "s3://b/set", "--work_dir", "w"],
+            False,
+            "--work_dir is w; all machines",
+        ),
     ],
 )
 def test_a_command_that_would_lose_its_run_is_refused(
@@ -167,10 +175,10 @@ def test_a_command_that_would_lose_its_run_is_refused(
 ) -> None:
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(tmp_path / folder)
-    for name in ("train.py", "embed.py"):
+    for name in ("train.py", "embed.py", "prepare_data.py"):
         Path(name).touch()
     with pytest.raises(ValueError, match=named):
-        read_command(LaunchArguments(tune="seed=1,2" if sweep else None), script, argv)
+        read_command(LaunchArguments(tune="seed=1,2" if sweep else None, address="auto"), script, argv)
 
 
 def test_the_script_names_its_mistakes_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,8 @@ def build_objective(
     for term in weights:
         if term.pairs_per_image and model.fusion is None:
             raise ValueError(
-                f"--objectives asks for {term.name}, and the model has no fusion head. Set --fusion_layers above 0."
+                f"--objectives asks for {term.name}, and the model has no fusion head. Set --fusion_layers above 0 "
+                "where backbones are joined; an earlier run without a head gets none."
             )
         term.prepare(model)
         if rows:

@@ -48,8 +48,8 @@ BUDGETS = {
     "evaluation": 1_400,
     "reports": 750,
     "run": 1_820,
-    "extras": 20_950,
-    "tests": 50_550,
+    "extras": 21_300,
+    "tests": 50_800,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

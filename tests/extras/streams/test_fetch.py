@@ -72,7 +72,7 @@ def test_only_what_is_new_is_fetched_again(local: Path, tmp_path: Path, monkeypa
             files.mv("/bucket/set/train/001.tar", "/bucket/set/train/002.tar")
         came.clear()
         copy = fetched(source, tmp_path / "fetched")
-        assert [path.rpartition("/")[2] for path in came] == wanted
+        assert sorted(path.rpartition("/")[2] for path in came) == wanted
         assert copy.name == source.name == "train"
     assert sorted(path.name for path in Path(copy.path).iterdir()) == ["000.tar", "002.tar"]
     with tarfile.open(Path(copy.path, "002.tar")) as archive:

@@ -50,9 +50,8 @@ class SeenClasses:
         """
         device = next(self.classifier.parameters()).device
         if self.reads_pooled:
-            points = torch.cat([torch.zeros(1, width), torch.eye(width), torch.linspace(-1, 1, width)[None]]).to(
-                device
-            )
+            points = torch.cat([torch.zeros(1, width), torch.eye(width), torch.linspace(-1, 1, width)[None]])
+            points = points.to(device)
             with torch.autocast(device.type, enabled=False):
                 bias, *columns, found = self._logits(points)
             matrix = torch.stack(columns, 1) - bias[:, None]

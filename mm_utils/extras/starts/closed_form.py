@@ -25,14 +25,7 @@ from torch.nn import functional as F
 FOLDS = 4
 SHRINKAGES = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # in mean variances of a feature, in the order of trial
 NAME_WEIGHTS = (0.0, 0.3, 1.0, 2.0)  # of the class names; a caption has 1
-NAME_SHARES = (
-    0.0,
-    0.1,
-    0.2,
-    0.3,
-    0.6,
-    1.0,
-)  # of a part of the embedding for the class names; the canonical part has 1
+NAME_SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of a part for the class names; the canonical part has 1
 SCALES = tuple(2 ** (power / 2) for power in range(2, 14))  # inverse temperatures, 2 to 91
 
 _ALIKE = 1e-10  # variance of unit features that differ by rounding alone

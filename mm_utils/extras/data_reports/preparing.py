@@ -36,7 +36,6 @@ from mm_utils.data.prepare.pipeline import IngestPlan, flush, local_pool
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import Source, close_to
 from mm_utils.data.rows.stored import check_saved
-from mm_utils.extras.streams.send import Destination
 from mm_utils.files import replace_folder, restore_folder
 from mm_utils.stored import key_of
 from mm_utils.text import one_line, redact
@@ -196,7 +195,11 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
         ValueError: if the output folder is taken or cannot be written, or another process is at work there.
         RunError: if the store of an address needs a package that is not installed.
     """
-    store = Destination(args.output_dir) if is_url(args.output_dir) else None
+    store = None
+    if is_url(args.output_dir):
+        from mm_utils.extras.streams.send import Destination
+
+        store = Destination(args.output_dir)
     output = args.place.resolve()
     work = output.with_name(f"{output.name}.partial")
     try:

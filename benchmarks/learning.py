@@ -110,14 +110,24 @@ def report(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     for name in names:
         own = [row for row in rows if row["contestant"] == name]
         if own:
-            cells = [with_interval([row["test"][metric] for row in own]) for metric in SHOWN]
+            cells = [_recall([row["test"] for row in own], metric) for metric in SHOWN]
             seconds, steps = (fmean(row.get(key) or 0 for row in own) for key in ("seconds", "steps"))
             order = fmean(row["test"]["mean_recall"] for row in own)
             table.append((order, [name, *cells, f"{seconds:.0f}", f"{steps:.0f}" if steps else None, len(own)]))
     table.sort(key=lambda each: -each[0])
     titles = [metric.replace("_", " ") for metric in SHOWN]
     text = markdown_table(["contestant", *titles, "seconds", "steps", "runs"], [cells for _, cells in table])
-    return f"{text}\n\nMean and 95 % interval (Student) over seeds; seconds until the weights that were best on validation."
+    return (
+        f"{text}\n\nMean and 95 % interval: over seeds (Student), of a single run over images. Seconds until the weights that were "
+        "best on validation."
+    )
+
+
+def _recall(runs: Sequence[dict[str, Any]], metric: str) -> str:
+    """One figure of one or several runs with its interval."""
+    if len(runs) > 1:
+        return with_interval([run[metric] for run in runs])
+    return f"{runs[0][metric]:.3f} ± {1.96 * runs[0]['errors'][metric]:.3f}"
 
 
 def draw(rows: Sequence[dict[str, Any]], names: Sequence[str], out_path: Path) -> None:

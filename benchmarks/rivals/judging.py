@@ -62,14 +62,16 @@ class Judge:
             measured = {split: self.measure(towers, rows) for split, rows in self.rows.items()}
         self.found.append({"seconds": seconds, **measured})
 
-    def measure(self, towers: Towers, rows: Dataset) -> dict[str, float]:
-        """Recalls of one split; equal captions have equal scores."""
+    def measure(self, towers: Towers, rows: Dataset) -> dict[str, Any]:
+        """Recalls of one split and their standard `errors`; equal captions have equal scores."""
         batches = self.loaders.evaluation(rows, 64)
         image_ME, text_TE = (torch.cat(side) for side in zip(*map(towers, batches), strict=True))
         captions = [caption for own in rows["captions"] for caption in own]
         first: dict[str, int] = {}
         places = [first.setdefault(caption, place) for place, caption in enumerate(captions)]
-        return recalls(image_ME, text_TE[places], caption_relevance(list(rows["captions"]))[0])
+        relevant_MT = caption_relevance(list(rows["captions"]))[0]
+        score_MT = cosines(image_ME, text_TE[places])
+        return with_mean(retrieval_metrics(score_MT, relevant_MT)) | {"errors": standard_errors(score_MT, relevant_MT)}
 
     def result(self) -> dict[str, Any]:
         """What was best on validation, and recall over time."""
@@ -79,8 +81,16 @@ class Judge:
 
 def recalls(image_ME: Tensor, text_TE: Tensor, relevant_MT: Tensor) -> dict[str, float]:
     """Recalls of cosines in both directions, and their mean."""
-    score_MT = F.normalize(image_ME.double().cpu(), dim=-1) @ F.normalize(text_TE.double().cpu(), dim=-1).T
-    found = retrieval_metrics(score_MT, relevant_MT)
+    return with_mean(retrieval_metrics(cosines(image_ME, text_TE), relevant_MT))
+
+
+def cosines(image_ME: Tensor, text_TE: Tensor) -> Tensor:
+    """Scores `[images, captions]`, fp64."""
+    return F.normalize(image_ME.double().cpu(), dim=-1) @ F.normalize(text_TE.double().cpu(), dim=-1).T
+
+
+def with_mean(found: dict[str, float]) -> dict[str, float]:
+    """Add the mean recall."""
     return found | {"mean_recall": sum(found.values()) / len(found)}
 
 
@@ -129,12 +139,27 @@ def retrieval_metrics(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str,
 
     Image to text: any right caption in the first k is a hit. Text to image: likewise, and each caption is a query.
     """
+    return {name: hit.mean().item() for name, hit in _hits(scores, relevant).items()}
+
+
+def standard_errors(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, float]:
+    """The standard error of each recall, clustered by image: an image's captions are one observation.
+
+    `relevant` has a caption's own image alone. Recall is a ratio of sums over images, of hits and of queries; its error is the
+    linearised one (Cochran, Sampling Techniques, 1977, chapter 6).
+    """
+    errors = {}
+    for name, hit in _hits(scores, relevant).items():
+        image = relevant.int().argmax(0) if name.startswith("text_to_image") else torch.arange(len(relevant))
+        of_image = torch.zeros(len(relevant)).double().index_add_(0, image, hit - hit.mean())
+        errors[name] = (of_image.square().sum().sqrt() / len(hit)).item()
+    return errors
+
+
+def _hits(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By recall, 1 for each query that finds, else 0."""
     by_direction = {"text_to_image": ranks(scores.T, relevant.T), "image_to_text": ranks(scores, relevant)}
-    return {
-        f"{direction}_R@{k}": (rank < k).double().mean().item()
-        for direction, rank in by_direction.items()
-        for k in RECALL_AT
-    }
+    return {f"{way}_R@{k}": (rank < k).double() for way, rank in by_direction.items() for k in RECALL_AT}
 
 
 def caption_relevance(captions_by_image: list[list[str]]) -> tuple[torch.Tensor, torch.Tensor]:

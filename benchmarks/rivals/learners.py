@@ -1,7 +1,8 @@
 """The contestants of `benchmarks/learning.py`: ways to join two towers, in equal time.
 
-- `tandem`: scripts/pretrain.py with its defaults, but for the number of steps, which a short run before tells. `tandem_towers`
-  trains no fusion head. Their time includes reading the data, the closed form and checkpoints, which that of the others does not.
+- `tandem`: scripts/pretrain.py with its defaults, but for the number of steps, which a short run before tells; between two frozen
+  towers as many as the defaults have. `tandem_towers` trains no fusion head. Their time includes reading the data, the closed form
+  and checkpoints, which that of the others does not.
 - `cca`: canonical correlations of the frozen towers' features (`mm_utils.extras.starts.closed_form`, without class names).
 - `ridge`: ridge regression of image features to text features and back; the score is the sum of both cosines.
 - `transformers`: the loop of its contrastive-image-text example (`contestants.py`): captions padded to 128 tokens, the text
@@ -12,7 +13,7 @@
 - `sentence_transformers`: its trainer and its symmetric MultipleNegativesRankingLoss (`sentence_pairs.py`).
 
 Schedules of the loops follow the clock, so nobody has to guess a number of steps. All keep the weights that were best on
-validation. The loops begin from random projections of one width; batch norms are trained unless stated otherwise.
+validation. The loops begin from random projections of one width, and train what no flag freezes; batch norms too, unless stated otherwise.
 """
 
 import logging
@@ -171,7 +172,7 @@ class Watch(TrainerCallback):
 
 def tandem(bench: Bench, judge: Judge, budget: float, points: int) -> dict[str, Any]:
     """Train by scripts/pretrain.py for as many steps as fit into the time."""
-    flags = [f"--seed={bench.task.seed}", f"--global_batch_size={bench.task.batch_size}"]
+    flags, frozen = [f"--seed={bench.task.seed}"], bench.task.model["freeze_vision"] and bench.task.model["freeze_text"]
     groups = {DataArguments: bench.task.data, LoaderArguments: bench.task.loader, ModelArguments: bench.task.model}
     for kind, values in groups.items():
         defaults = {each.name: each.default for each in fields(kind)}
@@ -179,14 +180,16 @@ def tandem(bench: Bench, judge: Judge, budget: float, points: int) -> dict[str, 
     if bench.task.contestant == "tandem_towers":
         flags += ["--objectives=contrastive:1", "--fusion_layers=0"]
     with tempfile.TemporaryDirectory() as folder:
-        probe = Watch(Clock(bench.device))
-        pretrain.main(
-            [*flags, f"--max_steps={PROBE_STEPS}", "--save_steps=0", f"--output_dir={folder}/probe"], [probe]
-        )
-        a_step = (probe.ends[-1] - probe.ends[0]) / (PROBE_STEPS - 1)  # the first waits for the loader
-        planned = max(1, int((budget - probe.ready) / a_step))
+        if not frozen:
+            flags.append(f"--global_batch_size={bench.task.batch_size}")
+            probe = Watch(Clock(bench.device))
+            pretrain.main(
+                [*flags, f"--max_steps={PROBE_STEPS}", "--save_steps=0", f"--output_dir={folder}/probe"], [probe]
+            )
+            a_step = (probe.ends[-1] - probe.ends[0]) / (PROBE_STEPS - 1)  # the first waits for the loader
+            flags.append(f"--max_steps={max(1, int((budget - probe.ready) / a_step))}")
         watch = Watch(Clock(bench.device), budget)
-        pretrain.main([*flags, f"--max_steps={planned}", f"--output_dir={folder}/run"], [watch])
+        pretrain.main([*flags, f"--output_dir={folder}/run"], [watch])
         model = load_model(f"{folder}/run", fusion_layers=0).to(bench.device).eval()  # type: ignore[arg-type]
 
         def embed(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -196,7 +199,7 @@ def tandem(bench: Bench, judge: Judge, budget: float, points: int) -> dict[str, 
 
         judge(embed)
     seconds, _ = max(watch.points, key=lambda point: point[1])
-    return {"points": watch.points, "seconds": seconds, "steps": len(watch.ends), "planned_steps": planned}
+    return {"points": watch.points, "seconds": seconds, "steps": len(watch.ends)}
 
 
 # -- one process ------------------------------------------------------------------------------------------------------

@@ -156,8 +156,10 @@ class Bench:
         return {"input_ids": input_ids.to(self.device), "attention_mask": attention_mask.to(self.device)}
 
     def stock_model(self) -> VisionTextDualEncoderModel:
-        """The same model as transformers' class, in the memory layout that it has there."""
+        """The same model as transformers' class, in the memory layout that it has there; what flags freeze is frozen."""
         stock = self.model.to_dual_encoder().to(self.device).train()  # type: ignore[arg-type]
+        stock.vision_model.requires_grad_(not self.model_args.freeze_vision)
+        stock.text_model.requires_grad_(not self.model_args.freeze_text)
         if not self.task.peers_channels_last:
             stock.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         self.count_tokens_of(stock.text_model)

@@ -11,7 +11,7 @@ from mm_utils.distributed import RunError
 
 
 def row(name: str, seed: int, recall: float) -> dict:
-    test = dict.fromkeys(learning.SHOWN, recall) | {"mean_recall": recall}
+    test = dict.fromkeys(learning.SHOWN, recall) | {"mean_recall": recall, "errors": dict.fromkeys(learning.SHOWN, 0.01)}
     return {"contestant": name, "seed": seed, "seconds": 10.0, "test": test, "points": [[5.0, 0.1], [10.0, recall]]}
 
 
@@ -41,6 +41,7 @@ def test_finished_contestants_are_not_repeated(tmp_path, rivals, capsys):
     learning.main([*flags, "1,2"])
     assert rivals == [("tuned", 1), ("cca", 1), ("tuned", 2)]
     assert "| tuned | 0.150 ± 0.635 |" in (tmp_path / "l.md").read_text()
+    assert "| cca | 0.100 ± 0.020 |" in (tmp_path / "l.md").read_text()  # of one run, over images
     assert (tmp_path / "l.png").stat().st_size > 0
     with pytest.raises(ValueError, match="results with other minutes"):
         learning.main([*flags, "1", "--minutes", "9"])

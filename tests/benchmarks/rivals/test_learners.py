@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.rivals.closed_forms import choose_penalty, regress
-from benchmarks.rivals.judging import Clock, Judge, judge_now, mean_of, recalls
+from benchmarks.rivals.judging import Clock, Judge, judge_now, mean_of, recalls, retrieval_metrics, standard_errors
 from benchmarks.rivals.learners import RECIPES, Watch
 from mm_utils.extras.starts.closed_form import Features
 
@@ -54,6 +54,20 @@ def test_recall_by_hand():
     assert recalls(image_ME, 3 * image_ME, relevant_MT)["mean_recall"] == 1
     found = recalls(image_ME, image_ME.roll(1, 0), relevant_MT)  # ties count against
     assert found["text_to_image_R@1"] == found["image_to_text_R@10"] == 0
+
+
+def test_errors_are_those_of_drawing_images_anew():
+    generator = torch.Generator().manual_seed(0)
+    owner = torch.arange(60).repeat_interleave(3)
+    own_MT = torch.arange(60)[:, None] == owner
+    skill_M = torch.randn(60, generator=generator)  # makes captions of one image alike
+    score_MT = torch.randn(60, 180, generator=generator) + 3 * own_MT + 2 * own_MT * skill_M[:, None]
+    found = standard_errors(score_MT, own_MT)
+    best_T = score_MT.argmax(0) == owner
+    drawn = [best_T.view(60, 3)[torch.randint(60, (60,), generator=generator)].double().mean() for _ in range(4000)]
+    assert found["text_to_image_R@1"] == pytest.approx(float(torch.stack(drawn).std()), rel=0.05)
+    one = retrieval_metrics(score_MT, own_MT)["image_to_text_R@1"]
+    assert found["image_to_text_R@1"] == pytest.approx((one * (1 - one) / 60) ** 0.5)
 
 
 def test_the_best_on_validation_is_kept():

@@ -384,12 +384,12 @@ def _has_bert_pooler(text_model: PreTrainedModel) -> bool:
     )
 
 
-def _pool(output: ModelOutput, pooling: str, attention_mask: Tensor | None = None) -> Tensor:
+def pool_output(output: ModelOutput, pooling: str, attention_mask: Tensor | None = None) -> Tensor:
     """Pool the output of a backbone to one vector per row, `[B, C]`."""
     if pooling == "pooler":
         return output["pooler_output"].flatten(1)
     if pooling == "timed":
-        return torch.cat([_pool(output, "pooler"), _pool_over_time(output["last_hidden_state"])], 1)
+        return torch.cat([pool_output(output, "pooler"), _pool_over_time(output["last_hidden_state"])], 1)
     hidden = output["last_hidden_state"]
     if hidden.dim() == 4:
         return hidden.mean((2, 3))
@@ -654,7 +654,7 @@ class FramesTower(nn.Module):
         clips, steps = pixel_values.shape[:2]
         images = pixel_values.flatten(0, 1).contiguous(memory_format=torch.channels_last)
         output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
-        frames = self.look_over_time(_pool(output, self.pooling).unflatten(0, (clips, steps)))
+        frames = self.look_over_time(pool_output(output, self.pooling).unflatten(0, (clips, steps)))
         in_time = frames.transpose(1, 2)[:, :, None]
         states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
         maps = [each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]
@@ -986,11 +986,13 @@ class ResidualProjection(nn.Linear):
 class ClassesProjection(nn.Linear):
     """A linear projection of unit features, and beside it the names of the classes that the backbone's classifier sees.
 
-    z = W x / |x| + N softmax(C x + c) of pooled features x `[B, C]`. The classifier C, c and the embedded names N are not trained.
+    z = W x / |x| + N softmax(C y + c) of pooled features x `[B, C]`, where y is x, or x standardised if the classifier
+    `standardises` it. The classifier C, c and the embedded names N are not trained.
     """
 
     classifier: Tensor
     classifier_bias: Tensor
+    standardises: Tensor
     names: Tensor
 
     def __init__(self, width: int, dim: int, classes: int):
@@ -998,13 +1000,16 @@ class ClassesProjection(nn.Linear):
         for name, shape in (
             ("classifier", (classes, width)),
             ("classifier_bias", (classes,)),
+            ("standardises", ()),
             ("names", (dim, classes)),
         ):
             self.register_buffer(name, torch.zeros(shape))
 
     def forward(self, pooled: Tensor) -> Tensor:
         """`[B, C]` -> `[B, E]`."""
-        seen = F.linear(pooled, self.classifier, self.classifier_bias).softmax(-1)
+        standardised = F.layer_norm(pooled, pooled.shape[-1:], eps=1e-12)
+        read = torch.where(self.standardises > 0, standardised, pooled)
+        seen = F.linear(read, self.classifier, self.classifier_bias).softmax(-1)
         return super().forward(F.normalize(pooled, dim=-1)) + F.linear(seen, self.names)
 
 
@@ -1117,7 +1122,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             best = "timed" if is_map else "pooler"
             best = "mean" if pooler is None or first_token_only else best
             config[name] = best if wanted == "auto" else wanted
-        pooled_width = _pool(vision, config["vision_pooling"]).shape[-1]
+        pooled_width = pool_output(vision, config["vision_pooling"]).shape[-1]
         if medium == "clip" and len(input_shape(vision_model)) == 3:
             vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width)
             vision = _probe(vision_model, "vision")
@@ -1321,7 +1326,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
         output = tower(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
         states = () if head is None else [_along_time(state, tower, medium) for state in output.hidden_states]
-        return _pool(output, config.vision_pooling), () if head is None else head.pool_taps(states)
+        return pool_output(output, config.vision_pooling), () if head is None else head.pool_taps(states)
 
     def project_image(
         self, pooled: Tensor, taps: Sequence[Tensor], medium: str | None = None
@@ -1354,7 +1359,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         states = torch.cat(found, -1)
         if columns is not None:
             states = states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
-        return _pool(output, self.config.text_pooling, mask), states
+        return pool_output(output, self.config.text_pooling, mask), states
 
     def project_text(self, pooled: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Turn the result of `text_features` into that of `encode_text`."""

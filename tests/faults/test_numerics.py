@@ -21,14 +21,6 @@ STRUCK = 5  # the step that something happens in
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("exact") / "run"
-    assert start(1, exact_run(folder)).statuses == [0]
-    return folder
-
-
-@pytest.fixture(scope="module")
 def without_a_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that is put back to where it was before one of its steps."""
     folder = tmp_path_factory.mktemp("without") / "run"

@@ -23,14 +23,6 @@ Straight = Callable[[int], Path]
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run, on one process, of what does not depend on their number."""
-    folder = tmp_path_factory.mktemp("exact") / "run"
-    assert start(1, exact_run(folder)).statuses == [0]
-    return folder
-
-
-@pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     """Uninterrupted runs with dropout, by the number of processes, to be met in every bit."""
     root = tmp_path_factory.mktemp("straight")

@@ -4,14 +4,16 @@ A backbone that was trained on named classes, such as ImageNet's thousand or Aud
 encoder does not use. Its answers are words, and so a second caption that nobody had to write.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForAudioClassification, AutoModelForImageClassification, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
 
 from mm_utils.model.modeling_fusion_dual_encoder import probe_input
 from mm_utils.model.pretrained import explained, load_config
@@ -28,54 +30,65 @@ class SeenClasses:
 
     Attributes:
         names: the names of the classes.
-        reads_pooled: whether the pooled output of the tower is all that it reads.
+        reads_pooled: whether what is pooled of the tower's output is all that it reads.
     """
 
-    def __init__(self, names: list[str], classifier: Any, tower: PreTrainedModel):
+    def __init__(
+        self, names: list[str], classifier: Any, tower: PreTrainedModel, pool: Callable[[ModelOutput], Tensor]
+    ):
         self.names, self.classifier, self._replay = names, classifier, _Replay()
         setattr(classifier, classifier.base_model_prefix, self._replay)
         self.handle = tower.register_forward_hook(self._replay.keep)
-        self.reads_pooled = self._reads_pooled(tower)
+        self.reads_pooled = self._reads_pooled(tower, pool)
 
     def __call__(self, pooled_BC: Tensor | None = None) -> Tensor:
         """Return the probabilities of the classes, `[B, classes]`, by the tower's last output, or by a pooled one."""
         return self._logits(pooled_BC).softmax(-1)
 
     @torch.no_grad()
-    def linear(self, width: int) -> tuple[Tensor, Tensor]:
+    def linear(self, width: int) -> tuple[Tensor, Tensor, bool]:
         """Return the matrix `[classes, C]` and the vector `[classes]` of the probabilities' logits, of C pooled channels.
+
+        The third value says whether they are of channels that are standardised, as AST's classifier does it.
 
         Raises:
             ValueError: if they are not a linear map of the pooled output.
         """
         device = next(self.classifier.parameters()).device
         if self.reads_pooled:
-            points = torch.cat([torch.zeros(1, width), torch.eye(width), torch.linspace(-1, 1, width)[None]])
-            points = points.to(device)
+            units, other = torch.eye(width, device=device), torch.linspace(-1, 1, width, device=device)
             with torch.autocast(device.type, enabled=False):
-                bias, *columns, found = self._logits(points)
+                bias, found, *columns = self._logits(torch.stack([torch.zeros_like(other), other, *units]))
             matrix = torch.stack(columns, 1) - bias[:, None]
-            if torch.allclose(matrix @ points[-1] + bias, found, atol=1e-3):
-                return matrix, bias
-        raise ValueError("the classifier of the vision backbone is not a linear map of its pooled output")
+            # A standardised unit vector is (u - mean) / deviation; the mean plays no part, as standardised channels add up to 0.
+            for standardises, factor in ((False, 1.0), (True, units[0].std(correction=0))):
+                point = F.layer_norm(other, other.shape, eps=0) if standardises else other
+                if torch.allclose(factor * matrix @ point + bias, found, atol=1e-3):
+                    return factor * matrix, bias, standardises
+        raise ValueError(
+            "the classifier of the vision backbone is not a linear map of its pooled output (that of a ViT is with --vision_pooling cls)"
+        )
 
     def _logits(self, pooled_BC: Tensor | None) -> Tensor:
         if pooled_BC is not None:
-            self._replay.output = BaseModelOutputWithPooling(pooled_BC.new_empty(0), pooled_BC)
+            states = pooled_BC[:, None]  # read by those that take the first token
+            self._replay.output = replace(self._replay.output, pooler_output=pooled_BC, last_hidden_state=states)
         return self.classifier(None).logits.float() / TEMPERATURE
 
     @torch.no_grad()
-    def _reads_pooled(self, tower: PreTrainedModel) -> bool:
+    def _reads_pooled(self, tower: PreTrainedModel, pool: Callable[[ModelOutput], Tensor]) -> bool:
         tower(**probe_input(tower, "vision"))
         expected = self()
         try:
-            return torch.allclose(expected, self(self._replay.output.pooler_output.flatten(1)), atol=1e-5)
+            return torch.allclose(expected, self(pool(self._replay.output)), atol=1e-5)
         except Exception:  # what a classifier raises that asks for more depends on the family
             return False
 
 
 @contextmanager
-def read_classes(name: str | None, tower: PreTrainedModel) -> Iterator[SeenClasses | None]:
+def read_classes(
+    name: str | None, tower: PreTrainedModel, pool: Callable[[ModelOutput], Tensor]
+) -> Iterator[SeenClasses | None]:
     """Yield the classes of a backbone; None without any that have names.
 
     A classifier whose backbone is of another class than the tower, as timm's are, is not read.
@@ -83,6 +96,7 @@ def read_classes(name: str | None, tower: PreTrainedModel) -> Iterator[SeenClass
     Args:
         name: the folder or the Hub id that the tower was loaded from; None for that of a whole model, which has no classes.
         tower: the tower, in evaluation mode.
+        pool: what a model takes of its output, `[B, C]`.
     """
     if name is None:
         yield None
@@ -102,7 +116,7 @@ def read_classes(name: str | None, tower: PreTrainedModel) -> Iterator[SeenClass
     if type(getattr(classifier, classifier.base_model_prefix, None)) is not type(tower):
         yield None
         return
-    found = SeenClasses(names, classifier.to(tower.device), tower)
+    found = SeenClasses(names, classifier.to(tower.device), tower, pool)
     try:
         yield found
     finally:

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import datasets
@@ -26,7 +27,12 @@ from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.starts.class_names import SeenClasses, read_classes
 from mm_utils.extras.starts.closed_form import ClosedForm, Features, fit
-from mm_utils.model.modeling_fusion_dual_encoder import ClassesProjection, FusionDualEncoderModel, ResidualProjection
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    ClassesProjection,
+    FusionDualEncoderModel,
+    ResidualProjection,
+    pool_output,
+)
 from mm_utils.objectives.encoding import vision_features
 
 logger = logging.getLogger(__name__)
@@ -76,10 +82,12 @@ class NamedClasses:
 
     Attributes:
         matrix_NA, bias_N, name_NB: of N classes, A channels of the vision tower, B of the text tower.
+        standardises: whether the classifier standardises the channels.
     """
 
     matrix_NA: Tensor
     bias_N: Tensor
+    standardises: bool
     name_NB: Tensor
 
 
@@ -101,8 +109,9 @@ def paired_features(
     pooled = [torch.empty(0, width, device=device)]
     texts, seen = ([torch.empty(0, model.config.text_width, device=device)] for _ in range(2))
     owners, number = [torch.empty(0, dtype=torch.long, device=device)], 0
-    with read_classes(vision_name, model.vision_model) as classes, accelerator.autocast():
-        reads_stored = classes is None or (classes.reads_pooled and model.config.vision_pooling == "pooler")
+    pool = partial(pool_output, pooling=model.config.vision_pooling)
+    with read_classes(vision_name, model.vision_model, pool) as classes, accelerator.autocast():
+        reads_stored = classes is None or classes.reads_pooled
         rows = _sample(data.rows("train") if reads_stored else data.splits["train"], images)
         loader = data.loaders.evaluation(rows, data.eval_batch_size)
         name_NB = None if classes is None else _embed_names(model, classes.names, data, device)
@@ -165,6 +174,7 @@ def write_projections(model: FusionDualEncoderModel, found: ClosedForm, named: N
         if named is not None and isinstance(projection, ClassesProjection):
             projection.classifier.copy_(named.matrix_NA)
             projection.classifier_bias.copy_(named.bias_N)
+            projection.standardises.fill_(named.standardises)
             names_NE = F.pad(named.name_NB.to(of_names_NE), (0, 1), value=1.0) @ of_names_NE
             projection.names.copy_(names_NE.T * scale)
         if isinstance(projection, ResidualProjection):

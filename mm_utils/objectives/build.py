@@ -173,7 +173,7 @@ def build_objective(
         if term.pairs_per_image and model.fusion is None:
             raise ValueError(
                 f"--objectives asks for {term.name}, and the model has no fusion head. Set --fusion_layers above 0 "
-                "where backbones are joined; an earlier run without a head gets none."
+                "where backbones are joined; an earlier run without a head gets one by its folder dual_encoder/ as --model_name_or_path."
             )
         term.prepare(model)
         if rows:

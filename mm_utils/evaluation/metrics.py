@@ -39,8 +39,8 @@ def share_with_interval(name: str, right_N: Tensor) -> dict[str, float]:
     return {name: right_N.double().mean().item(), f"{name}_low": low, f"{name}_high": high}
 
 
-def mean_interval(value_Q: Tensor, group_Q: Tensor) -> tuple[float, float]:
-    """Return the mean of Q values in [-1, 1], and half the width of its 95 % interval.
+def mean_interval(value_Q: Tensor, group_Q: Tensor, weight_Q: Tensor | None = None) -> tuple[float, float]:
+    """Return the mean of Q values in [-1, 1], by default of equal weight, and half the width of its 95 % interval.
 
     Captions of one image are not independent, nor are images with equal captions, so the interval is one over groups of them
     (`Keyed.group`): the variance is that of a ratio of sums over M groups (Cochran, Sampling Techniques, 1977, section 6.3). A
@@ -48,10 +48,11 @@ def mean_interval(value_Q: Tensor, group_Q: Tensor) -> tuple[float, float]:
     (the rule of three).
     """
     value_Q = value_Q.double()
-    _, place_Q, count_M = group_Q.unique(return_inverse=True, return_counts=True)
-    images, mean = len(count_M), value_Q.mean()
-    residual_M = torch.zeros(images, dtype=value_Q.dtype, device=value_Q.device).index_add_(0, place_Q, value_Q - mean)
-    variance = (residual_M**2).sum().item() * images / max(1, images - 1) / len(value_Q) ** 2
+    weight_Q = torch.ones_like(value_Q) if weight_Q is None else weight_Q.double()
+    group_M, place_Q = group_Q.unique(return_inverse=True)
+    images, mean = len(group_M), (weight_Q * value_Q).sum() / weight_Q.sum()
+    residual_M = weight_Q.new_zeros(images).index_add_(0, place_Q, weight_Q * (value_Q - mean))
+    variance = ((residual_M / weight_Q.sum()) ** 2).sum().item() * images / max(1, images - 1)
     return mean.item(), _NORMAL_95 * math.sqrt(variance) if variance > 0 else min(1.0, 3 / images)
 
 
@@ -214,9 +215,16 @@ def _margin(split: Embeddings) -> float:
 
 
 def helps(ranks: dict[str, DirectionRanks]) -> bool:
-    """Return whether re-ranking gains recall@1 beyond its interval, and loses in no direction."""
-    gains = [
-        mean_interval((each.reranked_Q <= 1).double() - (each.cosine_Q <= 1).double(), each.queries.group)
-        for each in ranks.values()
-    ]
-    return min(gain for gain, _ in gains) >= 0 and sum(gain - half_width for gain, half_width in gains) > 0
+    """Return whether re-ranking gains mean recall beyond its interval, and loses in no direction.
+
+    Both directions have the same groups, and their mean one interval. Recall at one cut-off or in one direction is too coarse a
+    figure to tell a small gain from noise.
+    """
+    gains, groups = [], []
+    for each in ranks.values():
+        gained = [(each.reranked_Q <= k).double() - (each.cosine_Q <= k).double() for k in CUTOFFS]
+        gains.append(torch.stack(gained).mean(0))
+        groups.append(each.queries.group)
+    weights = [torch.full_like(gain_Q, 1 / len(gain_Q)) for gain_Q in gains]
+    mean, half_width = mean_interval(torch.cat(gains), torch.cat(groups), torch.cat(weights))
+    return min(gain_Q.mean().item() for gain_Q in gains) >= 0 and mean > half_width

@@ -8,7 +8,7 @@ The score of a pair is the scaled cosine + sum_v weight_v x voice v. The head ha
 
 A voice's weight on the training pairs says nothing, because the towers rank those right already. So weights are fitted on the
 validation split. Its own figures are cross-fitted: the images, those with equal captions together, are cut into two folds, and each
-fold is ranked with the weights fitted on the other. If that does not gain beyond its interval of 95 %, all weights are 0. The
+fold is ranked with the weights fitted on the other. If that does not gain mean recall beyond its interval of 95 %, all weights are 0. The
 weights that the model keeps are then fitted on both folds together; other splits play no part.
 
 Shape letters: M images, T texts, V voices, Q queries, K candidates, P pairs.

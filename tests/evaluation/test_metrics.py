@@ -1,6 +1,7 @@
 """Intervals against a bootstrap over images, and by hand; the health of embeddings against full matrices."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mm_utils.evaluation.embeddings import Embeddings, Texts, cosine_places
 from mm_utils.evaluation.metrics import (
     FEW_GROUPS,
     embedding_health,
+    helps,
     mean_interval,
     share_with_interval,
     wilson_interval,
@@ -64,6 +66,46 @@ def test_differences_have_intervals_too() -> None:
 def test_equal_values_have_the_interval_of_the_rule_of_three() -> None:
     assert mean_interval(torch.ones(600), torch.arange(300).repeat(2)) == (1.0, 0.01)
     assert mean_interval(torch.zeros(1), torch.tensor([4])) == (0.0, 1.0)
+
+
+def test_an_interval_of_weighted_values_is_that_of_drawing_groups_anew() -> None:
+    """As of two directions, one with five queries a group and one with one, that weigh the same."""
+    generator = torch.Generator().manual_seed(0)
+    shared_M = torch.rand(200, generator=generator)
+    first_MC = (torch.rand(200, 5, generator=generator) < shared_M[:, None]).double()
+    second_M = (torch.rand(200, generator=generator) < shared_M).double()
+    value_Q, group_Q = torch.cat([first_MC.flatten(), second_M]), torch.arange(200)
+    group_Q, weight_Q = (
+        torch.cat([group_Q.repeat_interleave(5), group_Q]),
+        torch.cat([torch.ones(1000), 5 * torch.ones(200)]),
+    )
+    mean, half_width = mean_interval(value_Q, group_Q, weight_Q)
+    both_M = (first_MC.mean(1) + second_M) / 2
+    assert mean == pytest.approx(both_M.mean().item())
+    drawn = both_M[torch.randint(0, 200, (20_000, 200), generator=generator)].mean(1)
+    assert half_width == pytest.approx(1.96 * drawn.std().item(), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "other", "expected"),
+    [(60, 20, 0, True), (30, 20, 0, False), (60, 20, -1, False), (0, 0, 0, False)],
+)
+def test_a_head_helps_that_gains_more_than_chance_and_loses_nowhere(
+    better: int, worse: int, other: int, expected: bool
+) -> None:
+    """Of 1,000 captions, some get to the first place and some lose it; images likewise, of 200."""
+    before = torch.tensor([2] * 500 + [1] * 500)
+    after = before.index_fill(0, torch.arange(better), 1).index_fill(0, 500 + torch.arange(worse), 2)
+    images = torch.ones(200, dtype=torch.long)
+    directions = {
+        "text_to_image": (before, after, torch.arange(1000) % 200),
+        "image_to_text": (images, images.index_fill(0, torch.arange(-other), 2), torch.arange(200)),
+    }
+    ranks: Any = {
+        name: SimpleNamespace(cosine_Q=cosine_Q, reranked_Q=reranked_Q, queries=SimpleNamespace(group=group_Q))
+        for name, (cosine_Q, reranked_Q, group_Q) in directions.items()
+    }
+    assert helps(ranks) == expected
 
 
 # -- health of the embeddings -------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ BUDGETS = {
     "reports": 750,
     "run": 1_820,
     "extras": 21_300,
-    "tests": 50_820,
+    "tests": 50_860,
 }
 """Lines at most, blank ones and docstrings included. What raises one says why in docs/decisions.md."""
 

@@ -93,7 +93,7 @@ def test_an_interval_of_weighted_values_is_that_of_drawing_groups_anew() -> None
 def test_a_head_helps_that_gains_more_than_chance_and_loses_nowhere(
     better: int, worse: int, other: int, expected: bool
 ) -> None:
-    """Of 1,000 captions, some get to the first place and some lose it; images likewise, of 200."""
+    """Some of 1,000 captions get to the first place and some lose it; so do some of 200 images."""
     before = torch.tensor([2] * 500 + [1] * 500)
     after = before.index_fill(0, torch.arange(better), 1).index_fill(0, 500 + torch.arange(worse), 2)
     images = torch.ones(200, dtype=torch.long)

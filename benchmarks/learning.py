@@ -127,7 +127,7 @@ def _recall(runs: Sequence[dict[str, Any]], metric: str) -> str:
     """One figure of one or several runs with its interval."""
     if len(runs) > 1:
         return with_interval([run[metric] for run in runs])
-    return f"{runs[0][metric]:.3f} ± {1.96 * runs[0]['errors'][metric]:.3f}"
+    return f"{runs[0][metric]:.3f} ± {runs[0]['half_widths'][metric]:.3f}"
 
 
 def draw(rows: Sequence[dict[str, Any]], names: Sequence[str], out_path: Path) -> None:

@@ -15,6 +15,7 @@ from benchmarks.rivals.loop_bench import Batch, Bench
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media import Image
+from mm_utils.evaluation.metrics import mean_interval
 
 RECALL_AT = (1, 5, 10)
 Towers = Callable[[Batch], tuple[Tensor, Tensor]]
@@ -63,15 +64,15 @@ class Judge:
         self.found.append({"seconds": seconds, **measured})
 
     def measure(self, towers: Towers, rows: Dataset) -> dict[str, Any]:
-        """Recalls of one split and their standard `errors`; equal captions have equal scores."""
+        """Recalls of one split and the `half_widths` of their intervals; equal captions have equal scores."""
         batches = self.loaders.evaluation(rows, 64)
         image_ME, text_TE = (torch.cat(side) for side in zip(*map(towers, batches), strict=True))
         captions = [caption for own in rows["captions"] for caption in own]
         first: dict[str, int] = {}
         places = [first.setdefault(caption, place) for place, caption in enumerate(captions)]
         relevant_MT = caption_relevance(list(rows["captions"]))[0]
-        score_MT = cosines(image_ME, text_TE[places])
-        return with_mean(retrieval_metrics(score_MT, relevant_MT)) | {"errors": standard_errors(score_MT, relevant_MT)}
+        hits = hits_of(cosines(image_ME, text_TE[places]), relevant_MT)
+        return with_mean(means(hits)) | {"half_widths": half_widths(hits, relevant_MT)}
 
     def result(self) -> dict[str, Any]:
         """What was best on validation, and recall over time."""
@@ -139,24 +140,21 @@ def retrieval_metrics(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str,
 
     Image to text: any right caption in the first k is a hit. Text to image: likewise, and each caption is a query.
     """
-    return {name: hit.mean().item() for name, hit in _hits(scores, relevant).items()}
+    return means(hits_of(scores, relevant))
 
 
-def standard_errors(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, float]:
-    """The standard error of each recall, clustered by image: an image's captions are one observation.
-
-    `relevant` has a caption's own image alone. Recall is a ratio of sums over images, of hits and of queries; its error is the
-    linearised one (Cochran, Sampling Techniques, 1977, chapter 6).
-    """
-    errors = {}
-    for name, hit in _hits(scores, relevant).items():
-        image = relevant.int().argmax(0) if name.startswith("text_to_image") else torch.arange(len(relevant))
-        of_image = torch.zeros(len(relevant)).double().index_add_(0, image, hit - hit.mean())
-        errors[name] = (of_image.square().sum().sqrt() / len(hit)).item()
-    return errors
+def means(hits: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Recalls, of the hits of queries."""
+    return {name: hit_Q.mean().item() for name, hit_Q in hits.items()}
 
 
-def _hits(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, torch.Tensor]:
+def half_widths(hits: dict[str, torch.Tensor], own_MT: torch.Tensor) -> dict[str, float]:
+    """Half the width of each recall's 95 % interval over images; `own_MT` says whose captions are whose."""
+    image_of = {"text_to_image": own_MT.int().argmax(0), "image_to_text": torch.arange(len(own_MT))}
+    return {name: mean_interval(hit_Q, image_of[name.partition("_R@")[0]])[1] for name, hit_Q in hits.items()}
+
+
+def hits_of(scores: torch.Tensor, relevant: torch.Tensor) -> dict[str, torch.Tensor]:
     """By recall, 1 for each query that finds, else 0."""
     by_direction = {"text_to_image": ranks(scores.T, relevant.T), "image_to_text": ranks(scores, relevant)}
     return {f"{way}_R@{k}": (rank < k).double() for way, rank in by_direction.items() for k in RECALL_AT}

@@ -172,10 +172,8 @@ class Watch(TrainerCallback):
 
 def tandem(bench: Bench, judge: Judge, budget: float, points: int) -> dict[str, Any]:
     """Train by scripts/pretrain.py for as many steps as fit into the time."""
-    flags, frozen = (
-        [f"--seed={bench.task.seed}"],
-        bench.task.model["freeze_vision"] and bench.task.model["freeze_text"],
-    )
+    flags = [f"--seed={bench.task.seed}"]
+    frozen = bench.task.model["freeze_vision"] and bench.task.model["freeze_text"]
     groups = {DataArguments: bench.task.data, LoaderArguments: bench.task.loader, ModelArguments: bench.task.model}
     for kind, values in groups.items():
         defaults = {each.name: each.default for each in fields(kind)}

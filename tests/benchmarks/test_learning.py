@@ -13,7 +13,7 @@ from mm_utils.distributed import RunError
 def row(name: str, seed: int, recall: float) -> dict:
     test = dict.fromkeys(learning.SHOWN, recall) | {
         "mean_recall": recall,
-        "errors": dict.fromkeys(learning.SHOWN, 0.01),
+        "half_widths": dict.fromkeys(learning.SHOWN, 0.02),
     }
     return {"contestant": name, "seed": seed, "seconds": 10.0, "test": test, "points": [[5.0, 0.1], [10.0, recall]]}
 

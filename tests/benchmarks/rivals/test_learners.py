@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.rivals.closed_forms import choose_penalty, regress
-from benchmarks.rivals.judging import Clock, Judge, judge_now, mean_of, recalls, retrieval_metrics, standard_errors
+from benchmarks.rivals.judging import Clock, Judge, half_widths, hits_of, judge_now, mean_of, recalls
 from benchmarks.rivals.learners import RECIPES, Watch
 from mm_utils.extras.starts.closed_form import Features
 
@@ -56,17 +56,18 @@ def test_recall_by_hand():
     assert found["text_to_image_R@1"] == found["image_to_text_R@10"] == 0
 
 
-def test_errors_are_those_of_drawing_images_anew():
+def test_intervals_are_those_of_drawing_images_anew():
     generator = torch.Generator().manual_seed(0)
     own_MT = torch.eye(60).repeat_interleave(3, 1).bool()
     skill_M1 = torch.randn(60, 1, generator=generator)  # makes captions of one image alike
     score_MT = torch.randn(60, 180, generator=generator) + own_MT * (3 + 2 * skill_M1)
     hits_M = own_MT[score_MT.argmax(0), torch.arange(180)].view(60, 3).double().mean(1)
     drawn = hits_M[torch.randint(60, (4000, 60), generator=generator)].mean(1)
-    found = standard_errors(score_MT, own_MT)
-    assert found["text_to_image_R@1"] == pytest.approx(float(drawn.std()), rel=0.05)
-    one = retrieval_metrics(score_MT, own_MT)["image_to_text_R@1"]
-    assert found["image_to_text_R@1"] == pytest.approx((one * (1 - one) / 60) ** 0.5)
+    hits = hits_of(score_MT, own_MT)
+    found = half_widths(hits, own_MT)
+    assert found["text_to_image_R@1"] == pytest.approx(1.96 * float(drawn.std()), rel=0.05)
+    one = float(hits["image_to_text_R@1"].mean())
+    assert found["image_to_text_R@1"] == pytest.approx(1.959964 * (one * (1 - one) / 59) ** 0.5)
 
 
 def test_the_best_on_validation_is_kept():

@@ -1,4 +1,4 @@
-.PHONY: help run setup style quality test test-slow smoke map road site
+.PHONY: help run setup style quality test test-slow smoke site
 
 VENV ?= .venv
 
@@ -38,12 +38,6 @@ test-slow:  ## The long ones.
 smoke:  ## The main job on a few scenes.
 	accelerate launch scripts/pretrain.py --max_train_samples 256 --max_eval_samples 64 --max_steps 4 \
 		--output_dir outputs/smoke --overwrite_output_dir
-
-map:  ## Write docs/code.md: rooms, lines, extras, reading lists.
-	python -m tests.kit.code_map
-
-road:  ## The files and lines that one step, and one run, of the default enter.
-	python -m tests.kit.road
 
 site: $(VENV)/ready-to-test  ## Build the pages of docs/ into outputs/site.
 	$(VENV)/bin/mkdocs build --strict

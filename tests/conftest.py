@@ -21,7 +21,6 @@ import pytest
 from hypothesis import settings
 from tqdm import tqdm
 
-from tests.faults.conftest import leave_long_tests_out, pytest_configure  # noqa: F401
 from tests.kit.corpora import COLOURS, SHAPES, draw, write_corpus  # noqa: F401
 from tests.kit.finetuning import finetuning_flags, pretrained, questions  # noqa: F401
 from tests.kit.hub import pusher, server  # noqa: F401
@@ -50,8 +49,10 @@ LONGEST = ("test_signature.py", "test_feature_cache.py", "test_graphs.py", "test
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long tests out, and begin with the files that take longest, so that no process waits for one at the end."""
-    leave_long_tests_out(config, items)
+    """Leave the slow tests out unless `-m` or the name of a test asks for them, and begin with the longest files."""
+    if not config.option.markexpr and not any("::" in arg for arg in config.args):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

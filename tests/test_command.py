@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mm_utils import command
-from tests.kit.house import ROOT
+from tests.kit.commands import ROOT
 
 
 def test_every_script_has_a_command() -> None:

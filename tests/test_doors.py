@@ -9,9 +9,9 @@ from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import global_order
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
-from tests.kit.house import PACKAGE
+from tests.kit.commands import ROOT
 
-EXTRAS = sorted(path.parent.name for path in (PACKAGE / "extras").glob("*/door.py"))
+EXTRAS = sorted(path.parent.name for path in (ROOT / "mm_utils/extras").glob("*/door.py"))
 
 
 def delete(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

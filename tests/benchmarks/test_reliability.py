@@ -51,7 +51,6 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "| paths | 5 of 5 | 0 of 5 |" in table
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_this_project_survives_what_is_done_to_it(tmp_path: Path) -> None:
     parts = ["resume", "kill", "kill_often", "damage", "disk", "sigterm", "sigterm_all"]
@@ -64,7 +63,6 @@ def test_this_project_survives_what_is_done_to_it(tmp_path: Path) -> None:
         assert answer["right"] == answer["of"] or answer["notes"], part
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_cost_is_measured_of_all_in_turn(tmp_path: Path) -> None:
     figures, found = run(tmp_path, "--parts", "cost", "--contestants", "tandem,plain_accelerate", "--trials", "1")

@@ -31,7 +31,7 @@ def main():
 run_script(main)
 """
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def launch(folder: Path, fault: str) -> subprocess.Popen[str]:

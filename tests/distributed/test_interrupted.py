@@ -27,7 +27,6 @@ def rows_of_steps(ended: list[tuple[int, int, list[list[int]]]], taken: int) -> 
     return [[row for share in step for row in share] for step in zip(*shares, strict=True)]
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_five_interruptions_with_other_numbers_of_processes_change_nothing(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"max_steps": STEPS, "save_steps": 4}

@@ -73,14 +73,12 @@ class Ended:
         statuses: exit status of every rank, -9 = killed; None where it had to be ended from here.
         texts: what every rank wrote to stderr.
         begun: number of this start of the run, from 0.
-        told: seconds from the fault to the first error that anyone told.
         over: seconds from the fault to the end of the last rank that ended by itself.
     """
 
     statuses: list[int | None]
     texts: list[str]
     begun: int
-    told: float | None
     over: float | None
 
     @property
@@ -267,7 +265,7 @@ def start(
     try:
         if disturb is not None:
             disturb(processes)
-        told, over = _wait(processes, files, LONGEST)
+        over = _wait(processes, LONGEST)
     finally:
         statuses = [process.exitcode for process in processes]
         for process in processes:
@@ -275,26 +273,22 @@ def start(
             process.join()
     texts = [file.read_text(errors="replace") if file.exists() else "" for file in files]
     times = [note["time"] for note in notes_in(run.folder, "faults") if note["begun"] == begun]
-    since = min(times, default=0.0)
-    told, over = (when - since if times and when is not None else None for when in (told, over))
-    return Ended(statuses, texts, begun, told, over)
+    return Ended(statuses, texts, begun, over - min(times) if times and over is not None else None)
 
 
-def _wait(processes: Sequence[Any], files: Sequence[Path], seconds: float) -> tuple[float | None, float | None]:
-    """Until all processes but stopped ones have ended: the times of the first error and of the last end."""
-    told, over, late = None, None, time.monotonic() + seconds
+def _wait(processes: Sequence[Any], seconds: float) -> float | None:
+    """Wait until all processes but stopped ones have ended; return the time of the last end."""
+    over, late = None, time.monotonic() + seconds
     left = list(processes)
     while time.monotonic() < late:
         time.sleep(0.02)
-        if told is None and any(file.exists() and " ERROR " in file.read_text(errors="replace") for file in files):
-            told = time.time()
         now = [process for process in left if process.exitcode is None]
         if len(now) < len(left):
             over = time.time()
         left = now
         if all(_is_stopped(process.pid) for process in left) and len(left) < len(processes):
             break
-    return told, over
+    return over
 
 
 def _is_stopped(pid: int) -> bool:

@@ -31,7 +31,6 @@ from mm_utils.checkpointing.files import (
     verify,
 )
 from mm_utils.checkpointing.writer import CheckpointWriter
-from tests.faults.conftest import Record
 from tests.kit.tiny_run import STEPS, TinyRun, alone, digest, losses, train
 
 LAST, LIMIT = 5, 2
@@ -177,19 +176,15 @@ def kill_at_random(root: Path, times: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_sigkill_at_every_point_of_five_saves(fault: Record, tmp_path: Path) -> None:
+def test_sigkill_at_every_point_of_five_saves(tmp_path: Path) -> None:
     status, (points, wrong) = alone(kill_everywhere, tmp_path)
-    for point in range(points):
-        fault("checkpoints", f"SIGKILL at point {point + 1} of five saves", bytes_lost=0)
     assert (status, wrong) == (0, [])
     assert points > 80
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_sigkill_at_any_time_while_saving(times: int, fault: Record, tmp_path: Path) -> None:
+def test_sigkill_at_any_time_while_saving(times: int, tmp_path: Path) -> None:
     status, (hit, wrong) = alone(kill_at_random, tmp_path, times)
-    for number in range(hit):
-        fault("checkpoints", f"SIGKILL at random instant {number + 1} of {times}", bytes_lost=0)
     assert (status, wrong) == (0, [])
     assert hit, "all were over before"
 
@@ -237,7 +232,7 @@ FILES = (
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(
-    name: str, damage: str, straight: Path, tmp_path: Path, fault: Record, caplog: pytest.LogCaptureFixture
+    name: str, damage: str, straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, older = straight / f"checkpoint-{STEPS}" / name, straight / "checkpoint-9" / name
     if damage == "of another step" and path.read_bytes() == older.read_bytes():
@@ -247,15 +242,13 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(
         _patch(run / f"checkpoint-{STEPS}" / name, 0, 1)  # its last byte is a line's end, which says nothing
     else:
         DAMAGES[damage](run / f"checkpoint-{STEPS}" / name, older)
-    fault("checkpoints", f"{name} {damage}", steps_lost=STEPS - 9, save_interval=3)
     assert find_checkpoint("latest", run) == run / "checkpoint-9"
     assert f"checkpoint-{STEPS} is damaged and passed over: {'' if name == MANIFEST else name}" in caplog.text
     with pytest.raises(ValueError, match="it is damaged: " if name == MANIFEST else name):
         find_checkpoint(str(run / f"checkpoint-{STEPS}"), run)
 
 
-def test_a_checkpoint_of_a_later_format_is_not_read(fault: Record, straight: Path, tmp_path: Path) -> None:
-    fault("checkpoints", "a manifest of a format that is not known")
+def test_a_checkpoint_of_a_later_format_is_not_read(straight: Path, tmp_path: Path) -> None:
     run = shutil.copytree(straight, tmp_path / "run")
     path = run / f"checkpoint-{STEPS}" / MANIFEST
     path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
@@ -273,8 +266,7 @@ class _Canary:
         return (open, (self.path, "w"))
 
 
-def test_what_else_lies_about_is_neither_read_nor_removed(fault: Record, straight: Path, tmp_path: Path) -> None:
-    fault("checkpoints", "foreign files, pickles and links in and beside a checkpoint, and stale temporary folders")
+def test_what_else_lies_about_is_neither_read_nor_removed(straight: Path, tmp_path: Path) -> None:
     run = shutil.copytree(straight, tmp_path / "run")
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").touch()
@@ -306,9 +298,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("limit", "room"), [(1, 2), (2, 3)])
-def test_a_disk_that_fills_up(limit: int, room: int, small_disk: Path, fault: Record) -> None:
+def test_a_disk_that_fills_up(limit: int, room: int, small_disk: Path) -> None:
     """A checkpoint takes 1 MiB, and there is none to spare but for `room` of them."""
-    fault("checkpoints", f"a full disk, --save_total_limit {limit}")
     writer, other = CheckpointWriter(small_disk, limit), small_disk / "of another"
     for step in (2, 3):
         assert save(writer, step, 2**17) == step
@@ -328,11 +319,8 @@ def test_a_disk_that_fills_up(limit: int, room: int, small_disk: Path, fault: Re
     assert not [path for path in checkpoint_folders(small_disk) if verify(path)]
 
 
-def test_a_disk_that_is_full_only_once_it_is_written_to(
-    small_disk: Path, fault: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_only_once_it_is_written_to(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a quota, of which nobody knows before."""
-    fault("checkpoints", "a disk that says that it has room, and has none")
     monkeypatch.setattr(writing, "make_room", lambda *_: None)
     writer = CheckpointWriter(small_disk, 2)
     assert save(writer, 1, 2**17) == 1
@@ -342,8 +330,7 @@ def test_a_disk_that_is_full_only_once_it_is_written_to(
     assert save(writer, 3, 2**17) == 3
 
 
-def test_a_disk_that_becomes_read_only(small_disk: Path, fault: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault("checkpoints", "a disk that becomes read-only")
+def test_a_disk_that_becomes_read_only(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "_PAUSES", ())
     writer = CheckpointWriter(small_disk, 2)
     assert save(writer, 1) == 1
@@ -375,7 +362,7 @@ PLACES = [("batch", 1), ("forward", 2), ("forward", 4), ("end", 6), ("evaluation
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
-    place: tuple[str, int], straight: Path, tmp_path: Path, fault: Record
+    place: tuple[str, int], straight: Path, tmp_path: Path
 ) -> None:
     where, step = place
     run = TinyRun(tmp_path / "run", strike=Killed(tmp_path / "mark", where, step))
@@ -383,7 +370,6 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
     assert status == -signal.SIGKILL
     path, _ = newest_checkpoint(run.folder)
     saved = 0 if path is None else step_of(path)
-    fault("resume", f"SIGKILL, {where} of step {step}", steps_lost=max(0, step - saved), save_interval=3)
     assert step - saved <= 2 * 3  # the newest checkpoint may still have been in the making
     status, (_, last, _) = alone(train, run)
     assert (status, last) == (0, STEPS)
@@ -393,19 +379,17 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [18, 20])
-def test_resumed_from_any_step_and_twice_in_an_epoch(rows: int, tmp_path: Path, fault: Record) -> None:
+def test_resumed_from_any_step_and_twice_in_an_epoch(rows: int, tmp_path: Path) -> None:
     straight = TinyRun(tmp_path / "straight", rows=rows, arguments={"save_steps": 1, "save_total_limit": None})
     assert alone(train, straight)[0] == 0
     for step in range(1, STEPS + 1):
-        fault("resume", f"from step {step} of {STEPS}, {rows} rows")
         resume = str(straight.folder / f"checkpoint-{step}")
         run = TinyRun(tmp_path / str(step), resume, rows=rows, arguments={"save_steps": 1})
         assert alone(train, run)[0] == 0
         assert digest(run.folder) == digest(straight.folder)
 
 
-def test_a_finished_run_is_finished(straight: Path, tmp_path: Path, fault: Record) -> None:
-    fault("resume", "a finished run is started again")
+def test_a_finished_run_is_finished(straight: Path, tmp_path: Path) -> None:
     run = shutil.copytree(straight, tmp_path / "run")
     status, (_, last, seen) = alone(train, TinyRun(run))
     assert (status, last, seen) == (0, STEPS, [])
@@ -433,8 +417,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_run_is_not_gone_on_with(change: str, straight: Path, tmp_path: Path, fault: Record) -> None:
-    fault("resume", change)
+def test_another_run_is_not_gone_on_with(change: str, straight: Path, tmp_path: Path) -> None:
     given, message = CHANGES[change]
     resume = str(straight / "checkpoint-9")
     status, told = alone(refused, TinyRun(tmp_path / "run", resume, **given))

@@ -12,7 +12,6 @@ import pytest
 
 from mm_utils.extras.hub.pusher import STAGING
 from scripts import pretrain
-from tests.faults.conftest import Record
 from tests.kit.corpora import write_corpus
 from tests.kit.hub import CUT, HubServer, MadePushers
 
@@ -41,14 +40,12 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 403, 429, 500, CUT])
 def test_training_goes_on_and_the_end_pushes_what_is_left(
-    fault: Record,
     server: HubServer,
     flags: list[str],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     status: int,
 ) -> None:
-    fault("hub", f"answers {status or 'cut off'} to the first push of a run")
     server.fail("/(preupload|commit)/", status)
     saving = ("--save_steps", "1", "--save_total_limit", "2", "--logging_steps", "1")
     pretrain.main([*flags, *saving, "--max_steps", "4", "--output_dir", str(tmp_path)])
@@ -69,12 +66,10 @@ def named_as_lost(caplog: pytest.LogCaptureFixture) -> str:
 
 @pytest.mark.slow
 def test_a_hub_that_never_answers_lets_the_job_end(
-    fault: Record,
     server: HubServer,
     run_dir: Path,
 ) -> None:
     """The interpreter must end too, although a client waits in a thread."""
-    fault("hub", "accepts connections and never answers")
     server.may_answer.clear()
     script = textwrap.dedent("""
         import sys, time
@@ -101,13 +96,11 @@ def test_a_hub_that_never_answers_lets_the_job_end(
 
 
 def test_an_upload_that_stalls_times_out(
-    fault: Record,
     server: HubServer,
     run_dir: Path,
     caplog: pytest.LogCaptureFixture,
     pusher: MadePushers,
 ) -> None:
-    fault("hub", "an upload stalls half-way")
     server.upload_may_end.clear()
     hub = pusher(run_dir, timeout=5.0, hub_model_id="tester/run")
     began = time.monotonic()
@@ -121,14 +114,12 @@ def test_an_upload_that_stalls_times_out(
 
 @pytest.mark.slow
 def test_a_hub_that_is_away_all_night_gets_everything_from_the_resumed_run(
-    fault: Record,
     server: HubServer,
     flags: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fault("hub", "nothing listens from the first step to the last; the resumed run pushes")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")

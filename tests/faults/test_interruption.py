@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mm_utils.checkpointing.files import newest_checkpoint, step_of
-from tests.faults.conftest import Record
 from tests.kit.ranks import run_on_ranks
 from tests.kit.tiny_run import STEPS, Signalled, TinyRun, alone, digest, exiting, losses, train
 
@@ -43,16 +42,14 @@ OTHERS = [case for case in product(PLACES, (signal.SIGINT, signal.SIGUSR1)) if c
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )
 def test_a_signal_loses_no_step(
-    place: tuple[str, int], number: signal.Signals, straight: Path, tmp_path: Path, fault: Record
+    place: tuple[str, int], number: signal.Signals, straight: Path, tmp_path: Path
 ) -> None:
-    injected = fault("signals", f"{number.name}, {place[0]} of step {place[1]}", save_interval=3)
     run = TinyRun(tmp_path / "run", strike=Signalled(*place, number))
     status, _ = alone(exiting, run)
     path, damaged = newest_checkpoint(run.folder)
     assert not damaged
     assert path is not None
-    injected.steps_lost = max(0, place[1] - step_of(path))
-    assert injected.steps_lost == 0
+    assert step_of(path) >= place[1]
     assert status == 128 + number or (place[1] == STEPS and status == 0)
     status, (_, last, _) = alone(train, replace(run, strike=TinyRun(run.folder).strike))
     assert (status, last) == (0, STEPS)
@@ -60,16 +57,14 @@ def test_a_signal_loses_no_step(
     assert losses(run.folder) == losses(straight)
 
 
-def test_a_storm_of_signals_is_one(straight: Path, tmp_path: Path, fault: Record) -> None:
-    fault("signals", "SIGTERM five times at once")
+def test_a_storm_of_signals_is_one(straight: Path, tmp_path: Path) -> None:
     run = TinyRun(tmp_path / "run", strike=Signalled("forward", 5, signal.SIGTERM, times=5))
     assert alone(exiting, run)[0] == 143
     assert newest_checkpoint(run.folder)[0] == run.folder / "checkpoint-5"
 
 
 @pytest.mark.slow
-def test_a_second_signal_later_ends_at_once(tmp_path: Path, fault: Record) -> None:
-    fault("signals", "SIGTERM twice, 4 s apart", steps_lost=2, save_interval=3)
+def test_a_second_signal_later_ends_at_once(tmp_path: Path) -> None:
     run = TinyRun(tmp_path / "run", strike=Signalled("forward", 5, signal.SIGTERM, times=2, pause=4))
     assert alone(exiting, run)[0] == -signal.SIGTERM
     assert newest_checkpoint(run.folder)[0] == run.folder / "checkpoint-3"
@@ -80,10 +75,7 @@ def test_a_second_signal_later_ends_at_once(tmp_path: Path, fault: Record) -> No
     [*((("forward", 5), only) for only in (0, 1, None)), (("evaluation", 4), 1),
      *(pytest.param(("evaluation", 4), only, marks=pytest.mark.slow) for only in (0, None))],
 )  # fmt: skip
-def test_all_processes_stop_after_the_same_step(
-    place: tuple[str, int], only: int | None, tmp_path: Path, fault: Record
-) -> None:
-    fault("signals", f"SIGTERM to {'both processes' if only is None else f'process {only} of 2'}, {place[0]}")
+def test_all_processes_stop_after_the_same_step(place: tuple[str, int], only: int | None, tmp_path: Path) -> None:
     run = TinyRun(tmp_path / "run", dropout=0.0, strike=Signalled(*place, signal.SIGTERM, only=only))
     ended: list[Any] = run_on_ranks(2, train, run)
     assert [(number, step) for number, step, _ in ended] == [(signal.SIGTERM, place[1])] * 2

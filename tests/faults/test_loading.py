@@ -32,14 +32,12 @@ from mm_utils.extras.streams.flags import StreamingArguments
 from mm_utils.extras.streams.loader import StreamBatches, StreamSteps
 from mm_utils.extras.streams.shards import Shard, ShardReader, count_shards
 from mm_utils.extras.streams.stream import open_stream
-from tests.faults.conftest import Record
 from tests.kit.fault_images import BROKEN, draw, jpeg
 from tests.kit.numbered_rows import CPU, SIZE, equal, loaders, new_tokenizer, rows_of
 from tests.kit.numbered_shards import write_shards
 
 disable_progress_bars()
 pytestmark = [
-    pytest.mark.faults,
     pytest.mark.usefixtures("own_cache"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers in /proc"),
@@ -85,15 +83,12 @@ class Struck:
 
     def __init__(self, loader: DeviceLoader, strike: Callable[[int], None], after: tuple[int, ...]):
         self.loader, self.strike, self.after = loader, strike, after
-        self.slowest = 0.0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         before = children()
         batches = iter(self.loader)
         for number in range(len(self.loader)):
-            start = time.monotonic()
             yield next(batches)
-            self.slowest = max(self.slowest, time.monotonic() - start)
             if number in self.after:
                 self.strike(max(children() - before))
                 time.sleep(0.3)  # a step, in which nothing may be raised
@@ -103,13 +98,11 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_worker_changes_nothing(make: Make, fault: Record, caplog: pytest.LogCaptureFixture) -> None:
-    injected = fault("loading", "three workers killed (SIGKILL)")
+def test_a_killed_worker_changes_nothing(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     before = children()
     struck = Struck(make(2), kill, (1, 2, 15))
     found = list(struck)
     assert len(children() - before) <= 2  # the workers that were not killed have ended, too
-    injected.detection_seconds = struck.slowest
     expected = list(make(0))
     assert len(found) == len(expected) >= STEPS
     assert all(equal(*both) for both in zip(found, expected, strict=True))
@@ -121,10 +114,9 @@ def test_a_killed_worker_changes_nothing(make: Make, fault: Record, caplog: pyte
 
 @pytest.mark.parametrize("named_to_another", [False, True])
 def test_a_worker_killed_between_two_evaluations(
-    named_to_another: bool, tokenizer: PreTrainedTokenizerFast, fault: Record, monkeypatch: pytest.MonkeyPatch
+    named_to_another: bool, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch names it to the loader that asks next, in training; the evaluation would wait for the time limit of a batch."""
-    fault("loading", "a worker killed between two evaluations")
     monkeypatch.setattr(loader_workers, "TIMEOUT", 40)
     rows, order = tokenize_captions(rows_of(13), tokenizer, 16), GlobalOrder(13, BatchSizes((0,), (5,)), seed=3)
     training = iter(loaders(1).train(rows, order, 0, 10))
@@ -143,9 +135,8 @@ def test_a_worker_killed_between_two_evaluations(
 
 
 def test_a_killed_worker_of_another_loader_loses_no_batch(
-    tokenizer: PreTrainedTokenizerFast, fault: Record, monkeypatch: pytest.MonkeyPatch
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault("loading", "a worker of another loader killed")
     monkeypatch.setattr(loader_workers, "TIMEOUT", 5)
     rows = tokenize_captions(rows_of(13), tokenizer, 16)
     order = GlobalOrder(13, BatchSizes((0,), (5,)), seed=3)
@@ -194,12 +185,10 @@ def test_a_repeated_fault_ends_the_run(
     restarts: int,
     message: str,
     tokenizer: PreTrainedTokenizerFast,
-    fault: Record,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With one line that names the batch."""
-    fault("loading", "a worker ends at the same image again and again, or hangs")
     monkeypatch.setattr(loader_workers, "TIMEOUT", 2)
     monkeypatch.setattr(
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5
@@ -215,8 +204,7 @@ def test_a_repeated_fault_ends_the_run(
     assert len([record for record in caplog.records if "New workers" in record.message]) == restarts
 
 
-def test_faults_far_apart_are_forgotten(fault: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault("loading", "eight workers killed, far apart")
+def test_faults_far_apart_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_workers, "RESTART_WINDOW", 4)
     others = forks()
     loader = RestartingLoader(lambda number: numbers(range(number, 40)), 40, str, 1)
@@ -254,29 +242,23 @@ def forks() -> set[int]:
     return {pid for pid in children() if Path(f"/proc/{pid}/cmdline").read_bytes() == own}
 
 
-def test_a_worker_killed_in_the_middle_of_a_message(fault: Record) -> None:
+def test_a_worker_killed_in_the_middle_of_a_message() -> None:
     """A pipe holds 64 kB; a process that has read the first half waits for the rest."""
-    injected = fault("loading", "a worker with half a message sent: SIGKILL")
     others = forks()
     loader = RestartingLoader(lambda number: numbers(range(number, 12), 300_000), 12, str, 1)
-    struck_at = 0.0
     for number, item in enumerate(loader):
         assert item == bytes([number]) * 300_000
-        if number == 4:
-            injected.detection_seconds = time.monotonic() - struck_at
         if number == 3:
             time.sleep(0.5)
             [worker] = forks() - others
             kill(worker)
-            struck_at = time.monotonic()
     assert number == 11
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, OSError, ValueError])
 def test_an_exception_in_a_worker_is_raised(
-    kind: type[Exception], tokenizer: PreTrainedTokenizerFast, fault: Record, monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault("loading", "an exception in a worker")
 
     def fail() -> None:
         raise kind("of its own")
@@ -294,12 +276,8 @@ _SHOWN = {"too_small", "extreme_aspect", "too_many_parts", "a JPEG whose end is 
 UNREADABLE = [case for case in BROKEN if not {case.reason, case.kind} & _SHOWN]
 
 
-def test_broken_files_of_unprepared_data_are_replaced(
-    tokenizer: PreTrainedTokenizerFast, fault: Record, tmp_path: Path
-) -> None:
+def test_broken_files_of_unprepared_data_are_replaced(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Among them bombs of 9000 x 9000 pixels, truncated files, text, EPS and nothing at all."""
-    for case in UNREADABLE:
-        fault("loading", f"a pair of data not prepared: {case.kind}")
     good = 4 * len(UNREADABLE)
     lines = []
     for number, content in enumerate(
@@ -344,9 +322,8 @@ class Faltering:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET])
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_a_shard_is_read_again_after_a_disk_error(
-    kind: str, code: int, fault: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault("loading", f"a shard on a disk that falters three times: {errno.errorcode[code]}")
     write_shards(tmp_path, kind, [8])
     path, pauses = str(tmp_path / f"000.{kind}"), []  # type: tuple[str, list[float]]
     expected = ShardReader([Shard(path, 0, 8)], Source("shards")).read(0, 0, 8)
@@ -359,9 +336,8 @@ def test_a_shard_is_read_again_after_a_disk_error(
 
 
 def test_a_shard_that_stays_unreadable_is_skipped_with_its_reason(
-    fault: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault("loading", "a shard that cannot be read any more: EIO")
     write_shards(tmp_path, "parquet", [8])
     path = str(tmp_path / "000.parquet")
     monkeypatch.setattr(time, "sleep", lambda _: None)
@@ -372,10 +348,7 @@ def test_a_shard_that_stays_unreadable_is_skipped_with_its_reason(
         count_shards([path])
 
 
-def test_a_shard_deleted_amid_an_epoch_loses_only_its_rows(
-    tokenizer: PreTrainedTokenizerFast, fault: Record, tmp_path: Path
-) -> None:
-    fault("loading", "a shard deleted in mid-epoch")
+def test_a_shard_deleted_amid_an_epoch_loses_only_its_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     source = DataArguments(train_file=write_shards(tmp_path, "tar", [30, 30, 30]))
     stream = open_stream(source, StreamingArguments(True, 3, 8), BatchSizes((0,), (6,)), 3)
     transform = TrainingTransform(media.Image(SIZE), seed=3)

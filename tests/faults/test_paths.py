@@ -12,7 +12,6 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
 from tests.data.prepare.fault_rows import line
-from tests.faults.conftest import Record
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.recording_server import RecordingServer, recording
@@ -20,9 +19,8 @@ from tests.kit.recording_server import RecordingServer, recording
 
 @pytest.mark.parametrize(("written", "stored"), [("Caf\u00e9.png", "Cafe\u0301.png"), ("photo.PNG", "photo.png")])
 def test_a_name_in_another_form_is_no_match_and_gets_a_hint(
-    written: str, stored: str, fault: Record, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    written: str, stored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fault("paths", f"{written!a} for {stored!a}")
     (tmp_path / stored).write_bytes(png(draw(0)))
     with pytest.raises(ValueError, match=r"line 1: .*there is .*which differs in (case|Unicode form)"):
         main(["--sources", str(write(tmp_path, [written])), "--output_dir", str(tmp_path / "out"), "--num_proc", "1"])
@@ -47,9 +45,8 @@ def server() -> Iterator[RecordingServer]:
 @pytest.mark.parametrize("allowed", [False, True], ids=["by default", "with downloads"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "127.1"])
 def test_no_row_makes_this_machine_ask_its_own_network(
-    host: str, allowed: bool, fault: Record, server: RecordingServer, tmp_path: Path
+    host: str, allowed: bool, server: RecordingServer, tmp_path: Path
 ) -> None:
-    fault("paths", f"http://{host}, downloads {allowed}")
     address = f"http://{host}:{server.server_address[1]}/metadata"
     flags = ["--output_dir", str(tmp_path / "out"), "--num_proc", "1", *(["--allow_download"] if allowed else [])]
     with pytest.raises(ValueError, match="private_address" if allowed else "url_not_allowed"):
@@ -57,8 +54,7 @@ def test_no_row_makes_this_machine_ask_its_own_network(
     assert server.asked == []
 
 
-def test_training_asks_no_server(fault: Record, server: RecordingServer, tmp_path: Path) -> None:
-    fault("paths", "trained on: addresses in JSONL and in Parquet")
+def test_training_asks_no_server(server: RecordingServer, tmp_path: Path) -> None:
     address = f"http://127.0.0.1:{server.server_address[1]}/a.png"
     good = [f"{number}.png" for number in range(4)]
     for number, name in enumerate(good):
@@ -116,9 +112,8 @@ def halve(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [remove, pipe, folder, device, empty, halve], ids=lambda change: change.__name__)
 def test_a_file_that_changes_while_training_is_named_and_the_run_goes_on(
-    change: Callable[[Path], None], fault: Record, tmp_path: Path
+    change: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    fault("paths", f"while training: {change.__doc__}")
     names = [f"{number}.png" for number in range(6)]
     for number, name in enumerate(names):
         (tmp_path / name).write_bytes(png(draw(number)))

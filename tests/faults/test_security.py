@@ -34,7 +34,6 @@ from scripts.prepare_data import main
 from scripts.pretrain import main as pretrain
 from tests.data.prepare.fault_layouts import add_member
 from tests.data.prepare.fault_rows import line
-from tests.faults.conftest import Record
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import new_tokenizer
 from tests.kit.stock_folders import write_stock
@@ -134,10 +133,7 @@ DOORS: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("kind", ["marsupial", "bert"])
 @pytest.mark.parametrize("door", DOORS)
-def test_code_that_a_model_brings_is_not_run(
-    door: str, kind: str, fault: Record, canary: Canary, tmp_path: Path
-) -> None:
-    fault("security", f"a {kind} with Python code of its own, by {door}")
+def test_code_that_a_model_brings_is_not_run(door: str, kind: str, canary: Canary, tmp_path: Path) -> None:
     name = write_model_with_code(tmp_path / "model", canary, kind)
     with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
         DOORS[door](name)
@@ -157,8 +153,7 @@ def test_code_is_run_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     assert canary.sang
 
 
-def test_compiled_code_that_a_config_names_is_not_fetched(fault: Record, tmp_path: Path) -> None:
-    fault("security", "a config.json that names a repository of kernels")
+def test_compiled_code_that_a_config_names_is_not_fetched(tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "attn_implementation": "someone/attention"}))
@@ -168,10 +163,7 @@ def test_compiled_code_that_a_config_names_is_not_fetched(fault: Record, tmp_pat
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "adapter_model.bin"])
 @pytest.mark.parametrize("honest", [True, False], ids=["honest", "hostile"])
-def test_weights_that_are_a_pickle_are_refused(
-    honest: bool, name: str, fault: Record, canary: Canary, tmp_path: Path
-) -> None:
-    fault("security", f"{name} in the place of model.safetensors, {honest=}")
+def test_weights_that_are_a_pickle_are_refused(honest: bool, name: str, canary: Canary, tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path / "bert")
     folders = {"load_model": write_stock(tmp_path / "clip", "clip"), "--text_model_name_or_path": tmp_path / "bert"}
     for door, folder in folders.items():
@@ -182,8 +174,7 @@ def test_weights_that_are_a_pickle_are_refused(
             load(str(folder))
 
 
-def test_weights_beside_a_pickle_are_read_without_it(fault: Record, canary: Canary, tmp_path: Path) -> None:
-    fault("security", "hostile pickles beside model.safetensors")
+def test_weights_beside_a_pickle_are_read_without_it(canary: Canary, tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"weights": canary}, tmp_path / name)
@@ -206,15 +197,12 @@ def garble(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [cut, claim, garble], ids=lambda damage: damage.__name__)
-def test_damaged_weights_are_named(damage: Callable[[bytes], bytes], fault: Record, tmp_path: Path) -> None:
-    injected = fault("security", f"model.safetensors {damage.__doc__}")
+def test_damaged_weights_are_named(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    start = time.perf_counter()
     with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
         build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
-    injected.detection_seconds = time.perf_counter() - start
     assert str(tmp_path) in str(caught.value)
 
 
@@ -229,8 +217,7 @@ def test_damaged_weights_are_named(damage: Callable[[bytes], bytes], fault: Reco
     ],
     ids=str,
 )
-def test_odd_values_in_a_model_configuration_are_one_line(odd: dict[str, Any], fault: Record, tmp_path: Path) -> None:
-    fault("security", f"config.json with {odd}")
+def test_odd_values_in_a_model_configuration_are_one_line(odd: dict[str, Any], tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **odd}))
@@ -255,12 +242,11 @@ def prepare(source: object, folder: Path, *flags: str) -> None:
     main(["--sources", str(source), "--output_dir", str(folder), "--num_proc", "1", "--max_bad_fraction", "1", *flags])
 
 
-def test_no_pickle_in_a_shard_is_read(fault: Record, canary: Canary, tmp_path: Path) -> None:
+def test_no_pickle_in_a_shard_is_read(canary: Canary, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "0.tar", "w") as archive:
         for number, suffix in enumerate(
             ("txt", "pkl", "pickle", "pyd", "pth", "pt", "joblib", "npy", "npz", "txt", "txt")
         ):
-            fault("security", f"tar: a hostile .{suffix}")
             add_member(archive, f"{number}.png", png(draw(number)))
             add_member(archive, f"{number}.txt", b"picture %d" % number)
             if suffix != "txt":
@@ -293,8 +279,7 @@ def hostile_array(folder: Path, canary: Canary) -> bytes:
     return (folder / "array.npy").read_bytes()
 
 
-def test_no_pickle_in_a_data_folder_is_read(fault: Record, canary: Canary, tmp_path: Path) -> None:
-    fault("security", "hostile pickles beside the rows")
+def test_no_pickle_in_a_data_folder_is_read(canary: Canary, tmp_path: Path) -> None:
     source = write_rows(tmp_path)
     for name in ("pairs.pkl", "dataset.pkl", "state.pkl", "data.pt", "0.npy"):
         (tmp_path / name).write_bytes(hostile_array(tmp_path, canary) if name == "0.npy" else pickle.dumps(canary))
@@ -305,9 +290,8 @@ def test_no_pickle_in_a_data_folder_is_read(fault: Record, canary: Canary, tmp_p
     load_pairs(DataArguments(dataset_name=str(tmp_path / "out")))
 
 
-def test_no_pickle_in_the_schema_of_a_table_is_read(fault: Record, canary: Canary, tmp_path: Path) -> None:
+def test_no_pickle_in_the_schema_of_a_table_is_read(canary: Canary, tmp_path: Path) -> None:
     """pyarrow once unpickled the types of columns (CVE-2023-47248)."""
-    fault("security", "Parquet: a hostile extension type")
     write_rows(tmp_path)
     hostile = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(canary)}
     schema = pa.schema([pa.field("image", pa.string()), pa.field("caption", pa.string(), metadata=hostile)])
@@ -317,8 +301,7 @@ def test_no_pickle_in_the_schema_of_a_table_is_read(fault: Record, canary: Canar
     prepare(tmp_path / "pairs.parquet", tmp_path / "out")
 
 
-def test_a_script_in_a_data_folder_is_not_run(fault: Record, canary: Canary, tmp_path: Path) -> None:
-    fault("security", "a folder of data with a loading script")
+def test_a_script_in_a_data_folder_is_not_run(canary: Canary, tmp_path: Path) -> None:
     folder = tmp_path / "pairs"
     folder.mkdir()
     (folder / "pairs.py").write_text(f"import pathlib; pathlib.Path({str(canary.path)!r}).write_text('sang')")
@@ -330,10 +313,7 @@ HOSTILE_NAMES = ["../../escape", "/tmp/escape", "a/../../b", "new\nline", "~/esc
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
-def test_no_id_and_no_source_names_a_file(
-    name: str, fault: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault("security", f"{name!a} as an id and as the name of a source")
+def test_no_id_and_no_source_names_a_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = tmp_path / "deep" / "inside"
     inside.mkdir(parents=True)
     source = write_rows(inside, id=name)
@@ -346,12 +326,11 @@ def test_no_id_and_no_source_names_a_file(
         assert not place.exists()
 
 
-def test_a_folder_that_is_no_prepared_data_set_is_not_replaced(fault: Record, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_prepared_data_set_is_not_replaced(tmp_path: Path) -> None:
     source = write_rows(tmp_path)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("hello")
     for folder in (tmp_path, tmp_path / "home"):
-        fault("security", f"--overwrite_output_dir of {'the data' if folder == tmp_path else 'a home'}")
         with pytest.raises(ValueError, match=r"^--output_dir is [^\n]* Give another folder\.$"):
             prepare(source, folder, "--overwrite_output_dir")
     assert source.is_file()
@@ -362,8 +341,7 @@ def test_a_folder_that_is_no_prepared_data_set_is_not_replaced(fault: Record, tm
 
 
 @pytest.mark.parametrize("special", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", "<s>", "<|endoftext|>"])
-def test_a_special_token_in_a_caption_is_text(special: str, fault: Record) -> None:
-    fault("security", f"a caption with {special}")
+def test_a_special_token_in_a_caption_is_text(special: str) -> None:
     tokenizer = new_tokenizer([special])
     [ids] = encode_captions(tokenizer, [f"picture {special} one{special}two"], None, 32)
     names = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
@@ -376,14 +354,12 @@ def test_a_special_token_in_a_caption_is_text(special: str, fault: Record) -> No
     "text", ["word " * 2_400_000, "x" * 1_000_000, "a" + "\u0301" * 1_000_000, "\U0001f468\u200d" * 300_000, "\0" * 10**6],
     ids=["12 MB of words", "a word of 1 MB", "a million marks", "an endless family", "a million NULs"],
 )  # fmt: skip
-def test_an_endless_caption_takes_no_time(text: str, fault: Record) -> None:
-    injected = fault("security", f"a caption of {len(text):,} characters")
+def test_an_endless_caption_takes_no_time(text: str) -> None:
     tokenizer = new_tokenizer()
     start = time.process_time()
     [ids] = encode_captions(tokenizer, [text], None, 32)
-    injected.detection_seconds = time.process_time() - start
     assert len(ids) <= 32
-    assert injected.detection_seconds < 1
+    assert time.process_time() - start < 1
 
 
 # -- configuration files ------------------------------------------------------------------------------------------------
@@ -425,16 +401,13 @@ CONFIGS = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_hostile_or_mistaken_config_ends_in_one_line(
-    kind: str, fault: Record, canary: Canary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, canary: Canary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injected = fault("security", f"--config: {kind}")
     text, wanted = CONFIGS[kind]
     path = tmp_path / "config.yaml"
     path.write_text(text.replace("{canary}", str(canary.path)))
-    start = time.perf_counter()
     with pytest.raises(SystemExit) as ended:
         parse_args(Flags, argv=["--config", str(path)])
-    injected.detection_seconds = time.perf_counter() - start
     assert ended.value.code == 2
     message = capsys.readouterr().err.split("error: ")[-1].rstrip("\n")
     assert "\n" not in message
@@ -443,10 +416,7 @@ def test_a_hostile_or_mistaken_config_ends_in_one_line(
 
 
 @pytest.mark.parametrize("content", [b"max_steps: \xff\xfe1\n", "max_steps: 1\n".encode("utf-16")])
-def test_a_config_that_is_no_utf8_is_named(
-    content: bytes, fault: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fault("security", f"--config: {content[:4]!r}")
+def test_a_config_that_is_no_utf8_is_named(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     with pytest.raises(SystemExit):
@@ -457,9 +427,7 @@ def test_a_config_that_is_no_utf8_is_named(
 # -- runs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_no_pickle_in_a_run_is_read_when_it_goes_on(
-    fault: Record, canary: Canary, tmp_path: Path, tiny_flags: list[str]
-) -> None:
+def test_no_pickle_in_a_run_is_read_when_it_goes_on(canary: Canary, tmp_path: Path, tiny_flags: list[str]) -> None:
     output = tmp_path / "run"
     flags = [*tiny_flags, "--output_dir", str(output), "--save_steps", "2"]
     pretrain([*flags, "--max_steps", "2"])
@@ -469,7 +437,6 @@ def test_no_pickle_in_a_run_is_read_when_it_goes_on(
         *("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "training_args.bin"),
         *("pytorch_model.bin", "optimizer.pt", "rng_state.pth", "scaler.pt", "dl_state_dict.bin"),
     ):
-        fault("security", f"a hostile {name} in a run and in its checkpoints")
         for folder in (output, *checkpoints):
             torch.save({"state": canary}, folder / name)
     pretrain([*flags, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
@@ -531,10 +498,9 @@ def tar_header(size: int) -> tuple[str, bytes]:
     ids=lambda make: make.__name__,
 )
 def test_eight_times_the_data_take_about_eight_times_the_time(
-    make: Callable[[int], tuple[str, bytes]], fault: Record, tmp_path: Path
+    make: Callable[[int], tuple[str, bytes]], tmp_path: Path
 ) -> None:
     """Quadratic work takes sixty-four times as long, each time; on a busy machine, linear work may once take thirty."""
-    fault("security", f"time: {make.__doc__}")
     (tmp_path / "0.png").write_bytes(png(draw(0)))
 
     def seconds(size: int) -> float:

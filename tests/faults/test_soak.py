@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.conftest import Record
 from tests.kit.tiny_run import TinyRun, alone, train
 
 STEPS, EVERY = 2000, 100
@@ -35,10 +34,8 @@ class Measure:
 
 
 @pytest.mark.slow
-@pytest.mark.faults
-def test_two_thousand_steps_hold_no_more_than_five_hundred(tmp_path: Path, fault: Record) -> None:
+def test_two_thousand_steps_hold_no_more_than_five_hundred(tmp_path: Path) -> None:
     """With evaluation, logging and checkpoints all the time."""
-    fault("soak", f"{STEPS:,} steps", save_interval=EVERY)
     arguments = {"max_steps": STEPS, "save_steps": 20, "eval_steps": 25, "logging_steps": 5, "save_total_limit": 2}
     run = TinyRun(tmp_path / "run", strike=Measure(tmp_path / "held"), arguments=arguments)
     assert alone(train, run)[0] == 0
@@ -55,8 +52,7 @@ def few_files(run: TinyRun) -> object:
     return train(run)
 
 
-def test_few_handles_are_enough(tmp_path: Path, fault: Record) -> None:
+def test_few_handles_are_enough(tmp_path: Path) -> None:
     """Files are closed: with room for 24 more, a run with a checkpoint a step reaches its end."""
-    fault("soak", "24 file handles left")
     status, (_, last, _) = alone(few_files, TinyRun(tmp_path / "run", arguments={"save_steps": 1}))
     assert (status, last) == (0, 10)

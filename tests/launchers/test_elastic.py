@@ -34,7 +34,6 @@ def start(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=variables, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_machine_joins_and_is_killed(tmp_path: Path, agents: list[subprocess.Popen[bytes]]) -> None:
     port = free_port()

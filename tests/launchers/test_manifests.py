@@ -1,4 +1,4 @@
-"""The Kubernetes files: what schemas can check, commands that parse, and what every pod needs."""
+"""The Kubernetes files: commands that parse, and what every pod needs."""
 
 import shlex
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.kit.commands import Command, parse
-from tests.launchers.schemas import SCHEMAS
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "launchers").glob("*.yaml"))
@@ -41,32 +40,6 @@ def torchrun_arguments(document: dict[str, Any]) -> Any:
 def document_of(kind: str) -> dict[str, Any]:
     [match] = [each.values[0] for each in DOCUMENTS if each.values[0]["kind"] == kind]
     return match
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_a_document_has_the_fields_of_its_kind(document: dict[str, Any]) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft202012Validator.check_schema(SCHEMAS[document["kind"]])
-    jsonschema.validate(document, SCHEMAS[document["kind"]])
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("spec", "failurePolicy", "maxRestart"), 3),
-        (("spec", "replicatedJobs", 0, "template", "spec", "backoffLimit"), "12"),
-        (("metadata", "name"), "Tandem"),
-    ],
-)
-def test_a_mistake_is_found(place: tuple[Any, ...], value: Any) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    wrong = yaml.safe_load((ROOT / "launchers/jobset.yaml").read_text())
-    inner = wrong
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(wrong, SCHEMAS["JobSet"])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -147,7 +147,6 @@ def test_when_the_job_is_requeued(
     assert (tmp_path / "saved").exists() == (sent == signal.SIGTERM), "the script waits for its run"
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_run_is_saved_requeued_and_resumed(job: Any, tmp_path: Path) -> None:
     (tmp_path / "hold").touch()

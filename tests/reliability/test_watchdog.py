@@ -42,7 +42,6 @@ def healthy() -> None:
                 time.sleep(5)  # alone, longer than the timeout
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_healthy_run_logs_nothing() -> None:
     for ended in launch(3, healthy):

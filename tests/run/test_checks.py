@@ -283,7 +283,6 @@ def test_forked_processes_tokenize_with_one_thread(children: list[int], monkeypa
 
 
 @LINUX
-@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launched_process_ends_with_the_launcher(

@@ -99,14 +99,6 @@ def test_unread_flags_are_refused(
         assert f"{name} is " in caplog.messages[-1]
 
 
-def test_every_rule_has_its_row() -> None:
-    told = {setting.partition("=")[0] for _, settings, _ in RULES for setting in settings.split()}
-    rules = flags.unread(parse_args(*flags.PRETRAINING, *Doors("pretrain").arguments, argv=[]))
-    ruled = {name for names, _, _ in rules for name in names.split()}
-    off = {"fusion_hierarchy", "greater_is_better"}  # asked for by false, as which they are harmless
-    assert ruled - off - {"peak_tflops"} <= told  # which `finetune` alone does not read
-
-
 OF_OTHER_SCRIPTS = [
     (eval_retrieval, "--model_name_or_path m", "min_crop_area=0.5 horizontal_flip=true similar_captions_per_batch=2"),
     (eval_zero_shot, "--model_name_or_path m --dataset_name d", "fixed_crop=true color_jitter=0.1 sound_jitter=2"),

@@ -111,7 +111,6 @@ def test_without_a_list_nothing_is_recorded(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_launcher_that_restarts_finds_the_folder_and_ends_when_nothing_is_gained(
     tmp_path: Path, children: list[int]

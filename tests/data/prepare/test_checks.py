@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image, features
 
 from mm_utils.data import images
-from mm_utils.data.faults import NOTES, REASONS, Fault
+from mm_utils.data.faults import NOTES, Fault
 from mm_utils.data.prepare import checks
 from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
 from mm_utils.model import reading
@@ -369,12 +369,3 @@ def test_long_captions_are_cut_before_they_are_looked_at(unit: str, monkeypatch:
     assert seen == [2 * LIMITS.max_caption_characters]
     assert 0 < len(text) <= LIMITS.max_caption_characters
     assert "caption_cut" in notes
-
-
-def test_every_reason_and_note_is_explained() -> None:
-    for key, text in {**REASONS, **NOTES}.items():
-        assert key.isidentifier()
-        assert key == key.lower()
-        assert text.endswith(".")
-        assert "\n" not in text
-    assert not set(REASONS) & set(NOTES)

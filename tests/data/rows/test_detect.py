@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, Image, Value, disable_progress_bars
 
-from mm_utils.data.rows.source import FORMATS, Source
+from mm_utils.data.rows.source import Source
 from tests.kit.reading import PAIRS, check_format, joined, lines, read, write
 
 disable_progress_bars()
@@ -81,10 +81,6 @@ def test_every_format_is_recognised_and_gives_the_same_pairs(
     folder: Path, make: Callable[[Path], Path | Source], expected: str
 ) -> None:
     check_format(folder, make(folder), expected)
-
-
-def test_the_table_of_formats_is_complete() -> None:
-    assert {name for _, name in EVERY} == set(FORMATS)
 
 
 def test_a_folder_of_images_beside_their_list_points_at_the_list(folder: Path) -> None:

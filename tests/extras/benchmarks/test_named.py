@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from mm_utils.data.rows.source import resolved
-from mm_utils.doors import entries
 from mm_utils.extras.benchmarks import named
 from mm_utils.extras.benchmarks.named import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark
 from mm_utils.extras.data_reports.preparing import parse_source
@@ -27,11 +26,6 @@ KNOWN = {
     "mnist": {0: "0", 9: "9"},
     "svhn": {0: "zero", 9: "nine"},
 }  # fmt: skip
-
-
-def test_the_door_names_the_table() -> None:
-    assert list(entries("CLASS_BENCHMARKS")) == list(CLASSIFICATION)
-    assert sorted(entries("NAMED_SOURCES")) == sorted(RETRIEVAL)
 
 
 def test_every_list_has_its_number_of_names_in_the_order_of_the_labels() -> None:

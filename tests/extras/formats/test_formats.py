@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mm_utils.data.rows.source import FORMATS, Source, known_formats
+from mm_utils.data.rows.source import Source
 from tests.kit.reading import (
     NAMES,
     PAIRS,
@@ -63,11 +63,6 @@ def test_every_file_is_recognised_and_gives_the_same_pairs(name: str, text: str,
 @pytest.mark.parametrize("make", [two_lists, two_folders])
 def test_two_lists_or_folders_are_recognised(make: Callable[[Path], Path | Source], folder: Path) -> None:
     check_format(folder, make(folder), "parallel")
-
-
-def test_every_format_is_tested() -> None:
-    others = {"webdataset", "sqlite"}  # which have extras of their own
-    assert {form for *_, form in FILES} | {"classes", "parallel"} | others == set(known_formats()) - set(FORMATS)
 
 
 LISTS = put("images/0.png", "images/dog/1.png", "captions/0.txt", "captions/dog/1.txt")

@@ -286,7 +286,6 @@ def test_a_full_disk_is_a_failed_push(
     assert not (run_dir / STAGING).exists()
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 def test_a_run_killed_during_a_push_ends_its_client_and_the_next_run_pushes(
     server: HubServer, run_dir: Path, pusher: MadePushers

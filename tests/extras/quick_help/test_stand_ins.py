@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.house import ROOT
+from tests.kit.commands import ROOT
 
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 # One process for all: each script is run in a fork of a Python that has imported nothing.

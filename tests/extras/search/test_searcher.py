@@ -213,7 +213,7 @@ def test_the_script_prints_a_table_and_json(index: Path, photos: Path, capsys: p
 
 @pytest.mark.slow
 def test_a_search_loads_few_modules(index: Path) -> None:
-    """`tests/test_layout.py` counts those of the script's imports. A query needs the index, the model and its processor: not the loaders, rows and trackers of a training run."""
+    """A query needs the index, the model and its processor: not the loaders, rows and trackers of a training run."""
     code = f"""import sys
 from scripts import search
 search.main(["--index_dir", {str(index)!r}, {QUERY!r}])

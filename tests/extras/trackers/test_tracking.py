@@ -129,7 +129,6 @@ def test_a_tracker_gets_no_secret(track: Callable[..., Tracking], monkeypatch: p
     assert sys.argv[-1] == url
 
 
-@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "log"])
 def test_an_interrupted_process_sends_its_last_logs_and_ends(tmp_path: Path, fault: str) -> None:

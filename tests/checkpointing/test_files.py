@@ -331,3 +331,17 @@ def test_checkpoints_after_the_resumed_step_are_set_aside(tmp_path: Path) -> Non
     names = ["checkpoint-1", "checkpoint-2.superseded", "checkpoint-3.damaged"]
     assert sorted(each.name for each in tmp_path.iterdir()) == names
     assert (tmp_path / "checkpoint-3.damaged/model.safetensors").exists()
+
+
+def test_damage_behind_the_first_block_of_a_file_is_found(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / STATE_FILE).write_bytes(b"{}")
+        (folder / "model.safetensors").write_bytes(bytes(files._BLOCK + 9))
+
+    path = checkpoint_path(tmp_path, 1)
+    write_checkpoint(path, write)
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    [wrong] = verify(path)
+    assert wrong.startswith("model.safetensors")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mm_utils.evaluation import retrieval
-from mm_utils.evaluation.reranking import Listed, fit_weights
+from mm_utils.evaluation.reranking import Listed, combine, fit_weights
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel
 
@@ -110,3 +110,8 @@ def test_a_fold_is_ranked_with_weights_that_did_not_see_it(monkeypatch: pytest.M
     assert seen == [{1}, {0}, {0, 1}]
     assert used[0].tolist() == used[1].tolist() == [[1.0], [2.0]]  # fold 0 with weights of fold 1, and the other way
     assert weights == {"match": 3.0}
+
+
+def test_each_fold_is_ranked_with_its_own_row_of_weights() -> None:
+    scores = combine(torch.zeros(2, 3), torch.ones(1, 2, 3), torch.tensor([[1.0], [2.0]]), torch.tensor([4, 7]))
+    assert scores.tolist() == [[1.0] * 3, [2.0] * 3]

@@ -359,3 +359,15 @@ def test_the_cuts_are_few_and_the_last_is_the_largest():
     assert [len(cut) for cut in cuts(10, 4)] == [3, 3, 4]
     assert cuts(10, 9) == [range(1), range(1, 10)]
     assert cuts(0, 4) == [range(0)]
+
+
+def test_every_part_drops_out_again_what_it_did() -> None:
+    objective, seen = tiny_objective("contrastive"), []
+    dropout = objective.model.text_model.embeddings.dropout = nn.Dropout(0.5)
+    dropout.register_forward_hook(lambda module, given, out: seen.append(out == 0))
+    objective.train()
+    step_in_parts(objective, global_batch(), 3, seed=11)
+    first, second, _, again, again_second = seen  # parts of 3 rows; the last is embedded once
+    assert not torch.equal(first[:, :3], second[:, :3])
+    assert torch.equal(first, again)
+    assert torch.equal(second, again_second)

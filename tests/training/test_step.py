@@ -19,7 +19,7 @@ from mm_utils.checkpointing.files import newest_checkpoint
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.reliability.signals import Interrupted
 from mm_utils.training.arguments import NONFINITE_FILE
-from mm_utils.training.callbacks import CallbackRunner
+from mm_utils.training.callbacks import CallbackRunner, TemperatureClamp
 from mm_utils.training.trainer import Trainer
 from tests.kit.ranks import run_on_ranks
 from tests.kit.tiny_run import Signalled, TinyRun, build
@@ -163,3 +163,26 @@ def test_what_is_set_on_one_rank_is_done_on_all_a_call_later() -> None:
 def test_alone_nothing_is_left_open() -> None:
     runner = CallbackRunner([], lambda: (SimpleNamespace(), None, {}), torch.device("cpu"))  # type: ignore[arg-type, return-value]
     assert runner.agree(4, 0, later=True) == [[4, 0]]
+
+
+def test_the_gradient_that_moves_the_weights_is_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build(TinyRun(tmp_path), [])
+    step: Any = trainer.step
+    step.optimizer_args.max_grad_norm, norms = 1e-3, []
+
+    def note(*_: Any) -> None:
+        gradients = [weight.grad for weight in trainer.model.parameters() if weight.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    monkeypatch.setattr(step.optimizer, "step", note)
+    [batch] = trainer.data.train_batches(0, 1)
+    report = step.run(batch, 0)
+    assert float(report["grad_norm"]) > 1e-2
+    assert norms == [pytest.approx(1e-3, rel=1e-2)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(-3.0, 0.0), (2.0, 2.0), (9.0, 4.605170)])
+def test_the_inverse_temperature_stays_between_1_and_its_bound(before: float, after: float) -> None:
+    model = SimpleNamespace(logit_scale=torch.tensor(before))
+    TemperatureClamp(100.0).on_step_end(None, None, None, model=model)  # type: ignore[arg-type]
+    assert float(model.logit_scale) == pytest.approx(after)

@@ -226,7 +226,7 @@ def main() -> int:
     KEPT.mkdir(exist_ok=True)
     git, failed = ["git", "-C", str(ROOT)], 0
     commit = subprocess.check_output([*git, "rev-parse", f"{args.revision}^{{commit}}"], text=True).strip()
-    with tempfile.TemporaryDirectory() as name, (KEPT / "lock").open("w") as lock:
+    with tempfile.TemporaryDirectory() as name, (KEPT / f"{commit}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two comparisons with one revision share what it leaves
         tree, now = Path(name, "tree").resolve(), Path(name, "now")
         if not inputs.exists():

@@ -186,3 +186,12 @@ def test_the_inverse_temperature_stays_between_1_and_its_bound(before: float, af
     model = SimpleNamespace(logit_scale=torch.tensor(before))
     TemperatureClamp(100.0).on_step_end(None, None, None, model=model)  # type: ignore[arg-type]
     assert float(model.logit_scale) == pytest.approx(after)
+
+
+def test_each_step_draws_its_own_dropout_and_the_same_when_it_is_repeated(tmp_path: Path) -> None:
+    trainer, drawn = build(TinyRun(tmp_path), []), []
+    trainer.model.text_model.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(1))))
+    [batch] = trainer.data.train_batches(0, 1)
+    for step in (0, 1, 0):
+        trainer.step.run(batch, step)
+    assert drawn[0] == drawn[2] != drawn[1]

@@ -26,6 +26,7 @@ from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.parquet import check_files
 from mm_utils.data.paths import Jail, is_url
 from mm_utils.data.rows.records import image_path
+from mm_utils.places import use_cache_without_network
 from mm_utils.text import one_line
 
 _BUILDERS = ("arrow", "csv", "imagefolder", "json", "parquet", "text", "webdataset")
@@ -50,6 +51,8 @@ def load_splits(
             check_saved(folder, Jail(name, bool(allow_outside)))
             source = load_from_disk(name)
         else:
+            if not folder.is_dir():
+                use_cache_without_network()
             builder = open_builder(name, config, bool(allow_outside))
             builder.download_and_prepare(num_proc=num_proc)
             source = builder.as_dataset()

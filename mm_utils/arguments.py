@@ -246,8 +246,8 @@ def launcher() -> str:
 
 
 def processes_launcher() -> str:
-    """Return `accelerate launch` in a process that accelerate or torchrun has started, else `python`."""
-    launched = not {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
+    """Return `accelerate launch` where a launcher has started this process, else `python`, as the user's shell finds them."""
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
     return f"{_executable('accelerate')} launch" if launched else _executable("python")
 
 

@@ -19,7 +19,7 @@ Sounds or clips with their captions, 16,000 samples and 4 frames a second of whi
     python scripts/prepare_data.py --sources videos.jsonl --output_dir data/clips --clip_fps 4 --max_seconds 30
 
 Train on it, and look later whether a copy is whole:
-    accelerate launch scripts/pretrain.py --dataset_name data/mine
+    python scripts/pretrain.py --dataset_name data/mine
     python scripts/prepare_data.py --verify data/mine
 
 Find captions that are not of their image, by a model that was trained on other pairs:
@@ -30,7 +30,7 @@ On the machines of a Ray cluster, with the same result; sources and result are o
 
 From a store to a store; rows are kept in --work_dir meanwhile, by default in the datasets cache:
     python scripts/prepare_data.py --sources "s3://bucket/web-{000..999}.tar" --output_dir s3://bucket/set
-    accelerate launch scripts/pretrain.py --streaming --dataset_name s3://bucket/set --max_steps 20000
+    python scripts/pretrain.py --streaming --dataset_name s3://bucket/set --max_steps 20000
 
 Push it to a private repository of the Hub, with its report and a card:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --push_to_hub --license cc-by-4.0

@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
     model = accelerator.unwrap_model(model)
-    metrics = in_turn(evaluator, *others)(model, loader, accelerator)
+    metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)

@@ -85,7 +85,7 @@ def main(
 
     # 4. Train.
     of_terms = objective.evaluators(data.medium)
-    others = [*of_terms, *evaluators]
+    others = [*of_terms, *given[flags.EvaluationArguments].own_evaluators(), *evaluators]
     if (measured := doors.first("evaluators", given, data, others)) is None:
         held_out = validation_evaluator(given[flags.EvaluationArguments], data)
         measured = {data.medium: held_out}, [held_out, *others, *train_recall(data, args.seed)]

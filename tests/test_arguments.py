@@ -208,9 +208,18 @@ def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytes
         ("--per_device_train_batch_size 8", "is --global_batch_size here"),
         ("--batch-size 8", "is --global_batch_size here"),
         ("--gradient_accumulation_steps=4", "is --micro_batch_size here"),
-        ("--bf16", "goes before the script: accelerate launch --mixed_precision bf16"),
-        ("--fp16 true", "goes before the script: accelerate launch --mixed_precision bf16"),
-        ("--mixed_precision bf16", "goes before the script: accelerate launch --mixed_precision bf16"),
+        (
+            "--bf16",
+            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
+        ),
+        (
+            "--fp16 true",
+            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
+        ),
+        (
+            "--mixed_precision bf16",
+            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
+        ),
         ("--num_processes 4", "goes before the script: accelerate launch --num_processes 4"),
         ("--do_train", "is not needed"),
         ("--eval_strategy steps", "is --eval_steps here"),

@@ -312,7 +312,7 @@ def test_the_evaluation_reads_the_data_of_the_run(settings: dict[str, object], w
         assert command is None
     else:
         assert command is not None
-        assert shlex.split(command)[3:] == ["--model_name_or_path", "m", *words, "--split", "validation"]
+        assert shlex.split(command)[2:] == ["--model_name_or_path", "m", *words, "--split", "validation"]
 
 
 def test_raw_pairs_have_the_same_held_out_rows_in_every_evaluation(trained: Finished) -> None:

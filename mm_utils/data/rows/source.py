@@ -12,7 +12,6 @@ from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
 from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
 from mm_utils.doors import entries, load
-from mm_utils.places import missing
 from mm_utils.text import redact
 
 FORMATS = {
@@ -85,9 +84,6 @@ class DataArguments:
         for name in ("validation_file", "test_file"):
             if getattr(self, name) and sources and not self.train_file:
                 raise ValueError(f"--{name} is given with {sources[0]}; it goes with --train_file. Drop one of them.")
-        for name in (self.dataset_name or "").split(","):
-            if problem := missing(name):
-                raise ValueError(f"--dataset_name is {name}; {problem}")
         if self.dataset_config_name and not self.dataset_name:
             raise ValueError(
                 f"--dataset_config_name is {self.dataset_config_name}; there is no --dataset_name. Give both or none."

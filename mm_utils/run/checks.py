@@ -111,7 +111,9 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
     path = Path(name)
     if not path.is_dir():
         # The Hub id of a whole model has one slash.
-        if problem := missing(name if "/" in name else f"./{name}"):
+        problem = missing(name if "/" in name else f"./{name}").removesuffix(" Check the path.")
+        if problem or path.exists():
+            problem = problem or "there is no such folder."
             raise ValueError(f"{title}; {problem} Give the folder of a run, or a Hub id such as owner/name.")
     elif not (path / "config.json").is_file():
         saved = checkpoint_folders(path)

@@ -298,6 +298,7 @@ def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixtu
     assert "--global_batch_size" in usual
     assert "--max_grad_norm" not in usual
     assert "--help-all WORD" in usual
+    assert "  --help-all [GROUP]" in usual
     assert {"--max_grad_norm", "--learning_rate"} <= set(optimizer.split())
     assert "--global_batch_size" not in optimizer
     assert len(usual.splitlines()) < len(shown("--help-all").splitlines()) / 2

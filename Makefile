@@ -2,11 +2,11 @@
 
 VENV ?= .venv
 
-help:  ## Print the targets.
+help:  ## Print the targets; all of them use .venv.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 run: $(VENV)/ready  ## Install into .venv, and train on the embedded scenes: four minutes on two CPU cores.
-	$(VENV)/bin/accelerate launch scripts/pretrain.py $(ARGS)
+	$(VENV)/bin/python scripts/pretrain.py $(ARGS)
 
 $(VENV)/ready: requirements.txt pyproject.toml
 	python3 -m venv $(VENV)
@@ -17,26 +17,29 @@ $(VENV)/ready-to-test: $(VENV)/ready requirements-dev.txt
 	$(VENV)/bin/pip install -r requirements-dev.txt
 	touch $@
 
-setup:  ## Install everything into the active environment.
-	pip install -r requirements-dev.txt ruff mypy types-PyYAML types-tqdm
+$(VENV)/ready-to-check: $(VENV)/ready-to-test
+	$(VENV)/bin/pip install ruff mypy types-PyYAML types-tqdm
+	touch $@
 
-style:  ## Mend what can be mended.
-	ruff check --fix .
-	ruff format .
+setup: $(VENV)/ready-to-check  ## Install into .venv what the other targets need.
 
-quality:  ## What the continuous integration checks besides tests.
-	ruff check .
-	ruff format --check .
-	mypy
+style: $(VENV)/ready-to-check  ## Mend what can be mended.
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
-test: $(VENV)/ready-to-test  ## Install into .venv, and run the quick tests.
+quality: $(VENV)/ready-to-check  ## What the continuous integration checks besides tests.
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+test: $(VENV)/ready-to-test  ## The quick tests.
 	$(VENV)/bin/python -m pytest -n 2
 
-test-slow:  ## The long ones.
-	python -m pytest -n 2 -m slow
+test-slow: $(VENV)/ready-to-test  ## The long ones.
+	$(VENV)/bin/python -m pytest -n 2 -m slow
 
-smoke:  ## The main job on a few scenes.
-	accelerate launch scripts/pretrain.py --max_train_samples 256 --max_eval_samples 64 --max_steps 4 \
+smoke: $(VENV)/ready  ## The main job on a few scenes.
+	$(VENV)/bin/python scripts/pretrain.py --max_train_samples 256 --max_eval_samples 64 --max_steps 4 \
 		--output_dir outputs/smoke --overwrite_output_dir
 
 site: $(VENV)/ready-to-test  ## Build the pages of docs/ into outputs/site.

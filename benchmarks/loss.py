@@ -1,8 +1,8 @@
 """Measure time and memory of the contrastive loss alone: in tiles, and as N x N matrix.
 
-    accelerate launch -m benchmarks.loss
-    accelerate launch -m benchmarks.loss --pairs 1024,65536 --embedding_dim 768 --output_file loss.json
-    accelerate launch -m benchmarks.loss --pairs 8192,131072 --own_pairs 512
+    python -m benchmarks.loss
+    python -m benchmarks.loss --pairs 1024,65536 --embedding_dim 768 --output_file loss.json
+    python -m benchmarks.loss --pairs 8192,131072 --own_pairs 512
 
 `tiled` is `mm_utils.objectives.losses.info_nce`, on one process. `naive` is the usual two cross-entropies of one matrix of logits.
 Each measurement is a process of its own, in fp32 on random unit vectors. Seconds are the fastest of `--repeats`, memory is

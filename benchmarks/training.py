@@ -1,9 +1,9 @@
 """Measure pairs a second and memory of training: this project, variants, peers, in turn.
 
 The embedded data set and a tiny model, in a few minutes:
-    accelerate launch -m benchmarks.training
+    python -m benchmarks.training
 Your own pairs and backbones, at two batch sizes, all figures to a file:
-    accelerate launch -m benchmarks.training --train_file pairs.jsonl --batch_sizes 64,128 --output_file speed.json \\
+    python -m benchmarks.training --train_file pairs.jsonl --batch_sizes 64,128 --output_file speed.json \\
         --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
 The model's own ceiling on a GPU, without a loader:
     accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.training --synthetic \\

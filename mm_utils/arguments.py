@@ -11,6 +11,7 @@ import difflib
 import logging
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -241,17 +242,35 @@ def in_notebook() -> bool:
 
 def launcher() -> str:
     """Return what stands before the script in the command that starts this run once more."""
-    return os.environ.get(LAUNCH_VARIABLE) or "accelerate launch"
+    return os.environ.get(LAUNCH_VARIABLE) or processes_launcher()
 
 
-def launch_command(script: str, words: Sequence[str], launcher: str = "accelerate launch") -> str:
+def processes_launcher() -> str:
+    """Return `accelerate launch` where a launcher has started this process, else `python`, as the user's shell finds them."""
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return f"{_executable('accelerate')} launch" if launched else _executable("python")
+
+
+def _executable(name: str) -> str:
+    """Return what starts a program of this environment in the user's shell: its name, or its path if PATH has another."""
+    own = Path(sys.executable).parent
+    found = shutil.which(name)
+    if own == Path() or (found and os.path.realpath(Path(found).parent) == os.path.realpath(own)):
+        return name
+    own = own / name if (own / name).exists() else Path(sys.executable)
+    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))
+
+
+def launch_command(script: str, words: Sequence[str], launcher: str | None = None) -> str:
     """Return the shell command that launches a script, to be pasted in the working folder.
 
     Args:
         script: the script's name, such as `pretrain`.
         words: its arguments.
-        launcher: what stands before the script.
+        launcher: what stands before the script; default: `processes_launcher`.
     """
+    launcher = launcher or processes_launcher()
+    launcher = _executable("python") if launcher == "python" else launcher
     path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
     if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
         path = scripts_folder() / f"{script}.py"
@@ -324,7 +343,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         if options and options[0].startswith(_RARE):
             return f"--set {action.dest}=VALUE"
         shown = copy.copy(action)  # without the spelling --a-b of --a_b
-        shown.option_strings = [each for each in options if each == f"--{action.dest}" or "-" not in each.lstrip("-")]
+        shown.option_strings = [
+            each for each in options if each in (f"--{action.dest}", "--help-all") or "-" not in each.lstrip("-")
+        ]
         return super()._format_action_invocation(shown)
 
     def _get_help_string(self, action: argparse.Action) -> str:

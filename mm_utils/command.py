@@ -20,7 +20,7 @@ COMMANDS = {
     "ray": ("launch_ray", "run a script on a Ray cluster"),
 }
 LAUNCHED = ("pretrain", "finetune", "mine", "eval", "zero-shot", "embed")
-"""Commands on all processes that `accelerate config` has set up."""
+"""Commands that `accelerate launch` starts where `accelerate config` has written a file, on all processes that it sets up."""
 
 
 def scripts_folder() -> Path:
@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:  # removed meanwhile; Python, and the libraries, ask for it when they start
         sys.exit(f"tandem: the current folder is gone ({error.strerror}). Change to another.")
     script = str(scripts_folder() / f"{COMMANDS[name][0]}.py")
-    launches = name in LAUNCHED and not {"-h", "--help", "--help-all"} & set(words)
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    is_set_up = any((home / f"accelerate/default_config.{kind}").is_file() for kind in ("yaml", "json"))
+    launches = name in LAUNCHED and is_set_up and not {"-h", "--help", "--help-all"} & set(words)
     launcher = ["-m", "accelerate.commands.launch"] if launches else []
     os.execv(sys.executable, [sys.executable, *launcher, script, *words])

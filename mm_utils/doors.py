@@ -11,9 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 EXTRAS = Path(__file__).parent / "extras"
 
@@ -43,16 +41,16 @@ def entry(kind: str, name: str, asked: str) -> Any:
     return load(path)
 
 
-def load_own(path: str, flag: str, base: type[T]) -> type[T]:
-    """Import a class given as module.Class, from the current folder, an installed package or `__main__`.
+def load_own(path: str, flag: str, base: type | None = None) -> Any:
+    """Import what is given as module.name, from the current folder, an installed package or `__main__`.
 
     Args:
         path: what was given.
         flag: the flag that it was given by.
-        base: what it must be a subclass of.
+        base: the class that it must be a subclass of; default: it must be a function, or callable as one.
 
     Raises:
-        ValueError: if there is no such class.
+        ValueError: if there is no such thing.
     """
     module, _, name = path.rpartition(".")
     sys.path.insert(0, os.getcwd())
@@ -60,11 +58,14 @@ def load_own(path: str, flag: str, base: type[T]) -> type[T]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{flag} has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with a class {name}."
+            f"{flag} has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with {name} in it."
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if base is None:
+        if isinstance(found, type) or not callable(found):
+            raise ValueError(f"{flag} has {path}; that is not a function. Name one.")
+    elif not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(
             f"{flag} has {path}; that is not a subclass of {base.__module__}.{base.__name__}. Make it one."
         )

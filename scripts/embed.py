@@ -1,13 +1,13 @@
 """Embed images, clips or sounds into an index, which scripts/search.py searches by text or by what is like them.
 
 A folder of images, with all folders in it; run it again after changes, and only new and changed images are embedded:
-    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
+    python scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
 
 The images, clips or sounds of tar shards, with or without captions:
-    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --images "web-{000..009}.tar" --index_dir outputs/index
+    python scripts/embed.py --model_name_or_path outputs/mine --images "web-{000..009}.tar" --index_dir outputs/index
 
 A prepared data set with its captions, or any other source that scripts/pretrain.py takes:
-    accelerate launch scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
+    python scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
 """
 
 import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library

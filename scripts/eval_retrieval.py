@@ -1,15 +1,15 @@
 """Measure text-to-image and image-to-text retrieval of a trained model, with and without re-ranking by its fusion head.
 
 The test split of the embedded data set:
-    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/pretrain-1 --split test
+    python scripts/eval_retrieval.py --model_name_or_path outputs/pretrain-1 --split test
 
 Your own pairs, re-ranking the first 32 of every query, with the curve of recall against their number and what it costs:
-    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
+    python scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
         --split validation --rerank_top_k 32 --output_dir outputs/retrieval
 
 A benchmark by its protocol, from the Hub; or from your files:
-    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k
-    accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k \\
+    python scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k
+    python scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k \\
         --train_file dataset_flickr30k.json --image_root flickr30k-images
 
 The figures also go into the model card of the run's folder, where the Hub reads them.
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
     model = accelerator.unwrap_model(model)
-    metrics = in_turn(evaluator, *others)(model, loader, accelerator)
+    metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)

@@ -1,15 +1,15 @@
 """Measure zero-shot classification: an image, clip or sound is given the class whose text, "a photo of a {}.", is nearest.
 
 A benchmark by name, with its classes and prompts, from the Hub; or from a local folder of it:
-    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes cifar10
-    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes imagenet1k --dataset_name imagenet/
+    python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes cifar10
+    python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes imagenet1k --dataset_name imagenet/
 
 A folder of images, clips or sounds per class, with the table and picture of confusions:
-    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
+    python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --classes names.txt --output_dir outputs/zero-shot
 
 Templates of your own, and the fusion head re-ranking the first 5 classes of every image:
-    accelerate launch scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
+    python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --templates "a scan of a {}." "{}, seen from above" --rerank_top_k 5
 
 The figures also go into the model card of the run's folder, where the Hub reads them.

@@ -1,21 +1,21 @@
 """Fine-tune a trained model on classes: of pairs (entailment, questions with frequent answers), of media, or of texts.
 
 On a laptop, from the model that scripts/pretrain.py trained: the colour of the things in a picture
-    accelerate launch scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour
+    python scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour
 
 The same from both embeddings side by side, for comparison:
-    accelerate launch scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour \\
+    python scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour \\
         --classifier_inputs pair
 
 Questions about your own images, answered by one of the 1,000 most frequent answers:
-    accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl \\
+    python scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl \\
         --text_column question --label_column answers --num_answers 1000
 
 Sounds of a prepared set, whose captions tell the classes; a folder per class, or a file with a column of labels, goes as well:
-    accelerate launch scripts/finetune.py --model_name_or_path outputs/sounds --dataset_name data/sounds
+    python scripts/finetune.py --model_name_or_path outputs/sounds --dataset_name data/sounds
 
 A folder of images per class; adapters in a vision transformer, lower layers slower, weights between start and end:
-    accelerate launch scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/ \\
+    python scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --lora_rank 8 --lora_towers vision --layerwise_lr_decay 0.9 --wise_ft
 """
 

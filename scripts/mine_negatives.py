@@ -1,11 +1,11 @@
 """Find captions that a trained model takes for those of other images, as hard negatives to train on.
 
 The prepared data set again, with the column `negatives`; negatives.json says how many were found, and left out, and why:
-    accelerate launch scripts/mine_negatives.py --model_name_or_path outputs/mine --dataset_name data/mine \\
+    python scripts/mine_negatives.py --model_name_or_path outputs/mine --dataset_name data/mine \\
         --output_dir data/mined
 
 A model that has not seen the pairs finds better ones than one that was trained on them, such as a stock CLIP:
-    accelerate launch scripts/mine_negatives.py --model_name_or_path openai/clip-vit-base-patch32 \\
+    python scripts/mine_negatives.py --model_name_or_path openai/clip-vit-base-patch32 \\
         --dataset_name data/mine --output_dir data/mined
 """
 

@@ -1,39 +1,14 @@
 """Turn raw sources of images and captions into one verified pair data set, and a report on what was found.
 
-A file with one image and its caption, or captions, a row:
+A file with one image and its caption, or captions, a row; what was found is in data/mine/report.md:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine
 
-Several sources of any kind: COCO captions and shards, three pairs of the first for one of the second:
+Several sources of any kind, three pairs of the first for one of the second:
     python scripts/prepare_data.py --output_dir data/mixed --sources \\
         coco/captions_train2017.json,image_root=coco/train2017,weight=3  "shards/web-{000000..000099}.tar,weight=1"
 
-A table with columns of other names; two lists, whose lines are key, tab, path and key, tab, caption:
-    python scripts/prepare_data.py --output_dir data/mixed --sources photos.csv,image_column=Bild,caption_column=Text
-    python scripts/prepare_data.py --output_dir data/lists --sources images.tsv,captions=captions.tsv
-
-A thousand rows of each, to try; the report is in data/try/report.md:
-    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/try --max_rows 1000
-
-Sounds or clips with their captions, 16,000 samples and 4 frames a second of which are kept:
-    python scripts/prepare_data.py --sources sounds.jsonl --output_dir data/sounds
-    python scripts/prepare_data.py --sources videos.jsonl --output_dir data/clips --clip_fps 4 --max_seconds 30
-
-Train on it, and look later whether a copy is whole:
-    accelerate launch scripts/pretrain.py --dataset_name data/mine
-    python scripts/prepare_data.py --verify data/mine
-
-Find captions that are not of their image, by a model that was trained on other pairs:
-    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --score_with openai/clip-vit-base-patch32
-
-On the machines of a Ray cluster, with the same result; sources and result are on a drive that all share:
-    python scripts/launch_ray.py --num_workers 32 scripts/prepare_data.py --sources "web-{000..999}.tar" --output_dir data/web
-
-From a store to a store; rows are kept in --work_dir meanwhile, by default in the datasets cache:
-    python scripts/prepare_data.py --sources "s3://bucket/web-{000..999}.tar" --output_dir s3://bucket/set
-    accelerate launch scripts/pretrain.py --streaming --dataset_name s3://bucket/set --max_steps 20000
-
-Push it to a private repository of the Hub, with its report and a card:
-    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --push_to_hub --license cc-by-4.0
+A table with columns of other names, its first thousand rows, to try:
+    python scripts/prepare_data.py --sources photos.csv,image_column=Bild,caption_column=Text --output_dir data/try --max_rows 1000
 
 An interrupted run continues where it stopped when the same command is given again.
 """

@@ -1,20 +1,20 @@
 """Train an image encoder and a text encoder together, from pairs of images and captions.
 
 On a laptop, with the embedded data set, in about four minutes:
-    accelerate launch scripts/pretrain.py
+    python scripts/pretrain.py
 
 Your own pairs, from pretrained encoders, on every GPU that `accelerate config` has set up:
-    accelerate launch scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine \\
+    python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine \\
         --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
 
 The time, memory and disk that it will take, tried in a minute:
-    accelerate launch scripts/pretrain.py --train_file pairs.jsonl --dry_run
+    python scripts/pretrain.py --train_file pairs.jsonl --dry_run
 
 Parquet or tar shards, read while training goes on:
-    accelerate launch scripts/pretrain.py --streaming --train_file "shards/web-{0000..0999}.tar" --max_steps 20000
+    python scripts/pretrain.py --streaming --train_file "shards/web-{0000..0999}.tar" --max_steps 20000
 
 Continue after an interruption, on any number of GPUs:
-    accelerate launch scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
+    python scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
 """
 
 import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
@@ -85,7 +85,7 @@ def main(
 
     # 4. Train.
     of_terms = objective.evaluators(data.medium)
-    others = [*of_terms, *evaluators]
+    others = [*of_terms, *given[flags.EvaluationArguments].own_evaluators(), *evaluators]
     if (measured := doors.first("evaluators", given, data, others)) is None:
         held_out = validation_evaluator(given[flags.EvaluationArguments], data)
         measured = {data.medium: held_out}, [held_out, *others, *train_recall(data, args.seed)]

@@ -208,9 +208,18 @@ def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytes
         ("--per_device_train_batch_size 8", "is --global_batch_size here"),
         ("--batch-size 8", "is --global_batch_size here"),
         ("--gradient_accumulation_steps=4", "is --micro_batch_size here"),
-        ("--bf16", "goes before the script: accelerate launch --mixed_precision bf16"),
-        ("--fp16 true", "goes before the script: accelerate launch --mixed_precision bf16"),
-        ("--mixed_precision bf16", "goes before the script: accelerate launch --mixed_precision bf16"),
+        (
+            "--bf16",
+            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
+        ),
+        (
+            "--fp16 true",
+            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
+        ),
+        (
+            "--mixed_precision bf16",
+            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
+        ),
         ("--num_processes 4", "goes before the script: accelerate launch --num_processes 4"),
         ("--do_train", "is not needed"),
         ("--eval_strategy steps", "is --eval_steps here"),
@@ -289,6 +298,7 @@ def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixtu
     assert "--global_batch_size" in usual
     assert "--max_grad_norm" not in usual
     assert "--help-all WORD" in usual
+    assert "  --help-all [GROUP]" in usual
     assert {"--max_grad_norm", "--learning_rate"} <= set(optimizer.split())
     assert "--global_batch_size" not in optimizer
     assert len(usual.splitlines()) < len(shown("--help-all").splitlines()) / 2
@@ -309,7 +319,7 @@ def test_to_dict_reads_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_flat_and_typed(recipe: Path) -> None:
-    assert recipe.read_text(encoding="utf-8").startswith("# accelerate launch scripts/")
+    assert recipe.read_text(encoding="utf-8").startswith("# python scripts/")
     values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     assert all(isinstance(value, (str, int, float, bool, type(None))) for value in values.values())
 

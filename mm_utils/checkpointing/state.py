@@ -50,7 +50,7 @@ _FREE_FLAGS = {
     "gradient_checkpointing pack_captions per_device_eval_batch_size rerank_cache_gb ddp_timeout",
     "length and limits": "num_train_epochs max_steps early_stopping_patience max_nonfinite_steps max_corrupt_share",
     "evaluation, saving and reports": "logging_steps eval_steps save_steps save_minutes save_total_limit save_best_limit "
-    "rerank_top_k rerank_weights peak_tflops report_to run_name push_to_hub hub_model_id hub_private_repo license hub_strategy",
+    "rerank_top_k rerank_weights evaluators peak_tflops report_to run_name push_to_hub hub_model_id hub_private_repo license hub_strategy",
     "one start": "output_dir overwrite_output_dir resume_from_checkpoint allow_changed_run dry_run trust_remote_code",
 }
 FREE_FLAGS = frozenset(" ".join(_FREE_FLAGS.values()).split())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mm_utils.arguments import arg
 from mm_utils.distributed import full_tensor
+from mm_utils.doors import load_own
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
 from mm_utils.evaluation.metrics import embedding_health, helps, mean_recall, retrieval_metrics
 from mm_utils.evaluation.probes import Probes, probe_cosines
@@ -47,7 +48,7 @@ VOICES = ("match", "caption")
 
 @dataclass
 class EvaluationArguments:
-    """Re-ranking in evaluations."""
+    """Evaluations: re-ranking, and evaluators of your own."""
 
     rerank_top_k: int = arg(
         10, "Also measure retrieval after the fusion head reorders the first K candidates of every query; 0 = do not."
@@ -62,13 +63,22 @@ class EvaluationArguments:
         "Memory per process for the head's keys and values of images; images that do not fit are encoded twice.",
         rare=True,
     )
+    evaluators: str | None = arg(
+        None, "Evaluators of your own, module.function[,module.function]: docs/objectives.md#four-doors."
+    )
 
     def __post_init__(self) -> None:
+        self.own_evaluators()  # complain now, not after the data is loaded
         if self.rerank_top_k < 0:
             raise ValueError(f"--rerank_top_k is {self.rerank_top_k}; give a number of candidates, or 0 for none.")
         self.given_weights  # noqa: B018  (complain now, not after the data is loaded)
         if not self.rerank_cache_gb > 0:
             raise ValueError(f"--set rerank_cache_gb is {self.rerank_cache_gb}; give gigabytes above 0.")
+
+    def own_evaluators(self) -> list[Evaluate]:
+        """Return the functions that `--evaluators` names."""
+        names = [name.strip() for name in (self.evaluators or "").split(",") if name.strip()]
+        return [load_own(name, "--evaluators") for name in names]
 
     @property
     def given_weights(self) -> dict[str, float] | None:

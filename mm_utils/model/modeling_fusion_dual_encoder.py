@@ -1587,8 +1587,8 @@ class FusionDualEncoderModel(PreTrainedModel):
     def rerank(self, text: str, images: Any, batch_size: int = 32) -> list[tuple[int, float]]:
         """Order images, or what the model reads, for a text; return their places with their scores, the best first.
 
-        The score is the scaled cosine + `head_scores`. Without weights that were fitted and help, that is the order of the
-        cosines. Arguments and errors are those of `encode`.
+        The score is the cosine, plus `head_scores` divided by the logit scale where the head's fitted weights help. Arguments
+        and errors are those of `encode`.
         """
         self.eval()
         input_ids, attention_mask = self.text_inputs([text])
@@ -1596,9 +1596,10 @@ class FusionDualEncoderModel(PreTrainedModel):
         scores: list[float] = []
         for pixels in self._inputs(images, self.config.medium, batch_size):
             image_embeds, keys_values = self.encode_image(pixels)
-            score = self.logit_scale.exp() * (image_embeds @ text_embed[0])
+            score = image_embeds @ text_embed[0]
             if keys_values is not None:
-                score = score + self.head_scores(keys_values, text_states, attention_mask, input_ids)
+                head = self.head_scores(keys_values, text_states, attention_mask, input_ids)
+                score = score + head / self.logit_scale.exp()
             scores += score.tolist()
         return sorted(enumerate(scores), key=lambda hit: -hit[1])
 

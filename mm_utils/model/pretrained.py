@@ -16,6 +16,7 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig,
 
 from mm_utils.doors import entries, load
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig, probe_input
+from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,10 @@ def explained(what: str, name: str) -> Iterator[None]:
         OwnCodeError: if the model needs Python code of its own.
         ValueError: if it has only pickled weights, or cannot be read.
     """
+    if not Path(name).is_dir():
+        if problem := missing(name):
+            raise ValueError(f"{what}; {problem}")
+        use_cache_without_network()
     try:
         yield
     except (

@@ -161,11 +161,6 @@ def _center_square_processor(
     """
     size = size or _own_side(own, what)
     mean, std = _normalisation(own, what)
-    if getattr(own, "resample", None) not in (None, Image.Resampling.BICUBIC):
-        logger.info(
-            "%s; its %s resizes with %s, here images are resized with BICUBIC", what, type(own).__name__,
-            Image.Resampling(int(own.resample)).name,
-        )  # fmt: skip
     return CLIPImageProcessor(
         size={"shortest_edge": size}, crop_size={"height": size, "width": size}, image_mean=mean, image_std=std
     )

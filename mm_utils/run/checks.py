@@ -4,7 +4,6 @@ A problem on any machine is logged once, and an error is raised on every rank, s
 """
 
 import ctypes
-import difflib
 import functools
 import logging
 import os
@@ -27,6 +26,7 @@ from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.model.build import load_config
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig
 from mm_utils.model.pretrained import is_dual_encoder, opened
+from mm_utils.places import missing
 from mm_utils.run.restarts import code_digest, device_name, versions
 
 logger = logging.getLogger(__name__)
@@ -110,14 +110,11 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
     title, name = f"{flag} is {name}", opened(name)
     path = Path(name)
     if not path.is_dir():
-        folders = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, folders, n=1)
-        # A Hub id has one slash; a file, or a first part that is a folder here, says that a path was meant.
-        if close or path.exists() or name[:1] in "./~" or name.count("/") != 1 or path.parent.is_dir():
-            hint = f" Did you mean {path.parent / close[0]}?" if close else ""
-            raise ValueError(
-                f"{title}; there is no such folder.{hint} Give the folder of a run, or a Hub id such as owner/name."
-            )
+        # The Hub id of a whole model has one slash.
+        problem = missing(name if "/" in name else f"./{name}").removesuffix(" Check the path.")
+        if problem or path.exists():
+            problem = problem or "there is no such folder."
+            raise ValueError(f"{title}; {problem} Give the folder of a run, or a Hub id such as owner/name.")
     elif not (path / "config.json").is_file():
         saved = checkpoint_folders(path)
         raise ValueError(

@@ -413,3 +413,22 @@ def test_loading_for_training_keeps_the_probes(monkeypatch: Any, tmp_path: Any) 
     rows = pairs.load_pairs(pairs.DataArguments(max_eval_samples=5))["validation"]
     assert list(rows["order_pair"]) == list(scenes["validation"]["order_pair"])[:5]
     assert list(rows["captions"]) == list(scenes["validation"]["captions"])[:5]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("math.hypot, math.dist", ""),
+        ("math.no_such", "--evaluators has math.no_such; .*no_such"),
+        ("no_such_file.measure", "Put no_such_file.py in the current folder, with measure in it"),
+        ("measure", "--evaluators has measure; "),
+        ("math.pi", "--evaluators has math.pi; that is not a function. Name one"),
+        ("pathlib.Path", "--evaluators has pathlib.Path; that is not a function. Name one"),
+    ],
+)
+def test_evaluators_of_ones_own_are_functions(given: str, message: str) -> None:
+    if not message:
+        assert EvaluationArguments(evaluators=given).own_evaluators() == [math.hypot, math.dist]
+        return
+    with pytest.raises(ValueError, match=message):
+        EvaluationArguments(evaluators=given)

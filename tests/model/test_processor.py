@@ -1,6 +1,5 @@
 """The WordPiece tokenizer (determinism, size, cache, languages, special tokens), and colours as backbones want them."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +144,3 @@ def test_the_crop_decides_the_size_where_there_is_one() -> None:
         own = CLIPImageProcessor(**sizes, do_center_crop=crops)
         assert tokenizers._center_square_processor(own).crop_size["height"] == side
     assert tokenizers._center_square_processor(CLIPImageProcessor(**sizes), 24).crop_size["height"] == 24
-
-
-def test_another_filter_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        tokenizers._center_square_processor(CLIPImageProcessor())
-        assert not caplog.text
-        tokenizers._center_square_processor(ViTImageProcessor())
-    assert "its ViTImageProcessor resizes with BILINEAR, here images are resized with BICUBIC" in caplog.text

@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from mm_utils.arguments import launch_command
+from mm_utils.arguments import LAUNCH_VARIABLE, launch_command, launcher
 from mm_utils.extras.dry_run.dry_run import command_without_dry_run
 from mm_utils.run.commands import evaluation_command, longer_command, search_commands
 from scripts import eval_retrieval, finetune, prepare_data, pretrain
@@ -261,10 +261,37 @@ def test_the_command_after_a_dry_run_lacks_the_flag(words: list[str], kept: list
 def test_a_script_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["scripts/pretrain.py", "--seed", "1"])
-    assert launch_command("eval_retrieval", ["a b"]) == "accelerate launch scripts/eval_retrieval.py 'a b'"
+    assert launch_command("eval_retrieval", ["a b"]) == "python scripts/eval_retrieval.py 'a b'"
     monkeypatch.chdir(ROOT.parent)
     monkeypatch.setattr(sys, "argv", [f"{ROOT.name}/scripts/pretrain.py"])
-    assert launch_command("finetune", []) == f"accelerate launch {ROOT.name}/scripts/finetune.py"
+    assert launch_command("finetune", []) == f"python {ROOT.name}/scripts/finetune.py"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_on_path", "started"),
+    [
+        ({}, True, "python"),
+        ({}, False, ".venv/bin/python"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, True, "accelerate launch"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, False, ".venv/bin/accelerate launch"),
+        ({"WORLD_SIZE": "2"}, True, "accelerate launch"),
+        ({LAUNCH_VARIABLE: "python scripts/launch_ray.py"}, False, "python scripts/launch_ray.py"),
+    ],
+)
+def test_a_command_works_in_the_shell_that_started_the_run(
+    environment: dict[str, str], is_on_path: bool, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "accelerate"):
+        (programs / name).touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin" if is_on_path else "/usr/bin")
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launcher() == started
 
 
 @pytest.mark.parametrize(
@@ -285,7 +312,7 @@ def test_the_evaluation_reads_the_data_of_the_run(settings: dict[str, object], w
         assert command is None
     else:
         assert command is not None
-        assert shlex.split(command)[3:] == ["--model_name_or_path", "m", *words, "--split", "validation"]
+        assert shlex.split(command)[2:] == ["--model_name_or_path", "m", *words, "--split", "validation"]
 
 
 def test_raw_pairs_have_the_same_held_out_rows_in_every_evaluation(trained: Finished) -> None:

@@ -137,6 +137,7 @@ ALLOWED = {
     "max_corrupt_share": "it is read once a row cannot be, see tests/reliability/test_skipped.py",
     "license": "the model card reads it among the settings, see tests/reports",
     "callbacks": "it is read before the run",
+    "evaluators": "it is read before the run",
     "dry_run": "it is read before the run",
 }
 
@@ -239,7 +240,7 @@ def test_every_flag_is_read_or_refused(
 # -- a resume compares what is learnt -----------------------------------------------------------------------------------
 UNTRIED = {
     "max_steps num_train_epochs": "a longer run has another schedule, as docs/reliability.md says",
-    "output_dir resume_from_checkpoint dry_run push_to_hub callbacks": "they belong to one start",
+    "output_dir resume_from_checkpoint dry_run push_to_hub callbacks evaluators": "they belong to one start",
     "micro_batch_size torch_compile": "halves of a batch, and compiled kernels, differ by rounding; see docs/reliability.md",
 }
 

@@ -26,6 +26,7 @@ from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.parquet import check_files
 from mm_utils.data.paths import Jail, is_url
 from mm_utils.data.rows.records import image_path
+from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
 _BUILDERS = ("arrow", "csv", "imagefolder", "json", "parquet", "text", "webdataset")
@@ -45,11 +46,15 @@ def load_splits(
     folder = Path(name)
     if folder.is_file():
         raise ValueError(f"{title}; that is a file. Give it as --train_file.")
+    if problem := missing(name):
+        raise ValueError(f"{title}; {problem}")
     try:
         if is_saved(folder):
             check_saved(folder, Jail(name, bool(allow_outside)))
             source = load_from_disk(name)
         else:
+            if not folder.is_dir():
+                use_cache_without_network()
             builder = open_builder(name, config, bool(allow_outside))
             builder.download_and_prepare(num_proc=num_proc)
             source = builder.as_dataset()

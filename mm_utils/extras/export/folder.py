@@ -28,7 +28,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_text, publishable
 
 USAGE = {
-    "plain": """`without_torch.py` embeds images and texts with numpy, onnxruntime, tokenizers and Pillow alone:
+    "plain": """`without_torch.py`, with `reading.py` beside it, embeds images and texts with numpy, onnxruntime, tokenizers and Pillow alone:
 
 ```bash
 pip install numpy onnxruntime pillow tokenizers
@@ -54,7 +54,7 @@ const { text_embeds } = await texts(tokenizer(["a red door"], { padding: PADDING
 const { image_embeds } = await images(await processor(await RawImage.read("photo.jpg")));
 ```
 
-Embeddings have unit length. `without_torch.py` does the same in Python, without torch.
+Embeddings have unit length. `without_torch.py`, with `reading.py` beside it, does the same in Python, without torch.
 """,
     "immich": """Put this folder into the model cache of Immich's machine-learning service under the name of a model that it knows, with
 embeddings of WIDTH numbers:

@@ -69,14 +69,14 @@ class Towers:
         return self._joined(self._run("text_model", **self._tokens(text))[0] for text in _many(texts))
 
     def rank(self, text: str, images: _Pictures) -> np.ndarray:
-        """Return a text's score for each image, `[N]`: scaled cosine, plus an exported head's term."""
+        """Return a text's score for each image, `[N]`: the cosine, plus an exported head's term over the logit scale."""
         many = _many(images)
-        scores = self.settings["logit_scale"] * (self.images(many) @ self.texts(text)[0])
+        scores = self.images(many) @ self.texts(text)[0]
         if not self.settings["rerank_weights"] or not many:
             return scores
         sides = [self._run("reranker_images", pixel_values=self._pixels(image)) for image in many]
         blocks = {f"keys_values_{at}": np.concatenate(block) for at, block in enumerate(zip(*sides, strict=True))}
-        return scores + self._run("reranker", **self._tokens(text), **blocks)[0][0]
+        return scores + self._run("reranker", **self._tokens(text), **blocks)[0][0] / self.settings["logit_scale"]
 
     def _joined(self, rows: Any) -> np.ndarray:
         return np.concatenate([np.zeros((0, self.settings["projection_dim"]), np.float32), *rows])

@@ -69,10 +69,6 @@ def cache_features(
         for source in frozen:
             features = source.open_or_compute()
             if source.name == "vision":
-                if split == "train":
-                    logger.info(
-                        "Vision features are cached: training sees centre squares, and --min_crop_area has no effect"
-                    )
                 skipped = features.data.column(SKIPPED).drop_null()
                 if len(skipped):
                     kind, first = {"train": "training"}.get(split, split), skipped[:3].to_pylist()
@@ -145,7 +141,8 @@ class Source(ABC):
                 self.accelerator.wait_for_everyone()
             distributed.on_first(writing.close)
         size = sum(path.stat().st_size for path in folder.iterdir())
-        logger.info("%s features: %.2f GB in %s", self.name.capitalize(), size / 1e9, folder)
+        if size >= 1e8:
+            logger.info("%s features: %.1f GB in %s", self.name.capitalize(), size / 1e9, folder)
         return open_rows(folder)
 
     def _compute(self, folder: Path) -> None:

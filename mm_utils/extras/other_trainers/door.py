@@ -3,7 +3,7 @@
 FLAGS_OF_OTHERS = {
     "bf16 fp16 tf32 mixed_precision precision amp": (
         "",
-        "goes before the script: accelerate launch --mixed_precision bf16",
+        "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
     ),
     "num_processes num_machines multi_gpu gpu_ids": (
         "",

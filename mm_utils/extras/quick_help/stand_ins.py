@@ -1,4 +1,6 @@
-"""Answer a script's `--help` without loading torch and the other large libraries: each script imports this first.
+"""Answer a script's `--help`, and a path that leads nowhere, without loading torch and the other large libraries.
+
+Each script imports this first.
 
 Where the first word of a script's command line asks for help, what it imports of those libraries is a stand-in that can be
 subclassed, called and used in annotations, which is all that importing our modules does with them. The flags and their text
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_utils.command import scripts_folder
+from mm_utils.places import check_words
 
 LIBRARIES = (
     "accelerate aiohttp datasets evaluate fsspec huggingface_hub langcodes matplotlib peft PIL psutil pyarrow safetensors scipy "
@@ -94,5 +97,7 @@ def _answer() -> None:
         del sys.modules[name]
 
 
-if Path(sys.argv[0]).resolve().parent == scripts_folder() and _asks_for_help(sys.argv[1:]):
-    _answer()
+if Path(sys.argv[0]).resolve().parent == scripts_folder():
+    if _asks_for_help(sys.argv[1:]):
+        _answer()
+    check_words(Path(sys.argv[0]).name, sys.argv[1:])

@@ -105,7 +105,7 @@ def table_of_hits(hits: Sequence[Any], reranks: bool, medium: str) -> list[str]:
     """Return a head, and a line for each hit."""
     lines = [f"rank   score{'  re-ranked' if reranks else ''}  {medium}"]
     for hit in hits:
-        again = "" if not reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.2f}':>11}"
+        again = "" if not reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.3f}':>11}"
         caption = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
         lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{caption}"))
     return lines

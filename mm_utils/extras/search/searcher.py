@@ -50,7 +50,7 @@ class Hit:
         row: its row in the index.
         rank: its place in the answer, from 1.
         score: cosine of the query and the image.
-        reranked: scaled cosine + what the fusion head adds; None if the head has not seen it.
+        reranked: cosine + what the fusion head adds, divided by the logit scale; None if the head has not seen it.
         id, path, captions: as the index has them.
     """
 
@@ -310,7 +310,7 @@ class Searcher:
         keys_values = self._model.fusion.encode_vision(taps)
         added_K = self._model.head_scores(keys_values, states, mask, ids).tolist()
         scale = self._model.logit_scale.float().exp().item()
-        return {row: scale * cosine + added for (row, cosine), added in zip(hits, added_K, strict=True)}
+        return {row: cosine + added / scale for (row, cosine), added in zip(hits, added_K, strict=True)}
 
     def _example(self, row: int) -> Tensor:
         """Return what evaluations take of an index's clip, sound or (by `_image`) image."""

@@ -66,9 +66,9 @@ def test_commands_of_a_run_name_its_launcher(tmp_path: Path) -> None:
     assert args.resume_command == f"{begin} {own}"
     assert own_command("pretrain", ["--seed", "1"]).startswith(f"{begin} ")
     assert again_command("pretrain", Path("outputs/mine")).startswith(f"{begin} ")
-    assert launch_command("embed", []).startswith("accelerate launch ")  # as it may run on less than what trained
+    assert launch_command("embed", []).startswith("python scripts/")  # as it may run on less than what trained
     os.environ[LAUNCH_VARIABLE] = ""
-    assert args.resume_command == f"accelerate launch {own}"
+    assert args.resume_command == f"python {own}"
 
 
 @pytest.mark.usefixtures("restored")

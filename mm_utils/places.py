@@ -1,0 +1,78 @@
+"""Where a name leads: to a folder or file of this machine, or to a repository of the Hub; it imports no library."""
+
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_ON_HUB = [
+    *("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path", "teacher_name_or_path"),
+    *("score_with", "dataset_name", "sources"),
+]
+_NOT_A_PATH = re.compile(r".*://|(pipe|data|st):|.*[*?\[{]")  # addresses, and patterns of many files
+_OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".tar", ".zip", ".db", ".sqlite")
+
+
+def missing(name: str, kind: str = "folder", on_hub: bool = True) -> str:
+    """Return the fault of a name that leads nowhere, for a message; empty if it may be right.
+
+    Args:
+        name: a path, or where `on_hub` a Hub id, too: a name without a slash, or owner/name where there is no folder owner.
+        kind: what is wanted, folder or file.
+    """
+    path = Path(name).expanduser()
+    if not name or os.path.lexists(path) or _NOT_A_PATH.match(name):
+        return ""
+    owner, *rest = name.split("/")
+    is_id = not rest or (len(rest) == 1 and rest[0] != "" and not os.path.isdir(owner))
+    if on_hub and is_id and name[0] not in "./~" and not name.lower().endswith(_OF_DATA):
+        return ""
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"there is no such {kind}. {f'Did you mean {path.parent / close[0]}?' if close else 'Check the path.'}"
+
+
+def check_words(script: str, words: Sequence[str]) -> None:
+    """End the program with one line if a path on the command line of a script leads nowhere."""
+    places = {f"--{name}": ("folder", True) for name in _ON_HUB}
+    places |= {"--train_file": ("file", False), "--images": ("folder", False)}
+    if script == "search.py":
+        places["--index_dir"] = ("folder", False)
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag, _, word = word.partition("=")
+        if flag not in places:
+            continue
+        # A source is PATH,key=value; several data sets, or towers of several media, are separated by commas.
+        names = [re.split(r"(?<!\\),", word)[0].replace("\\,", ",")] if flag == "--sources" else word.split(",")
+        for name in names:
+            if problem := missing(name, *places[flag]):
+                sys.stderr.write(f"{script}: error: {flag} is {name}; {problem}\n")
+                sys.exit(2)
+
+
+@cache
+def use_cache_without_network() -> None:
+    """Ask the Hub once, for at most five seconds; if it does not answer, work as with HF_HUB_OFFLINE=1.
+
+    Otherwise its libraries ask six times for every file, for a minute and a half, and print each attempt twice.
+    """
+    import datasets.config
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5.0)
+    except Exception as error:  # of whatever library the Hub's client uses
+        logger.warning("%s does not answer (%s); only its cache on this machine is used", constants.ENDPOINT, error)
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # of the processes that this one starts

@@ -1,0 +1,90 @@
+"""A path that leads nowhere is named in one line before any library is loaded; a Hub id is not taken for one."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mm_utils.places import missing, use_cache_without_network
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "on_hub", "found"),
+    [
+        ("data/mine", "folder", True, ""),
+        ("data/typo", "folder", True, "there is no such folder. Check the path."),
+        ("data/mime", "folder", True, "there is no such folder. Did you mean data/mine?"),
+        ("./mine", "folder", True, "there is no such folder. Check the path."),
+        ("../mine", "folder", True, "there is no such folder. Check the path."),
+        ("/no/such", "folder", True, "there is no such folder. Check the path."),
+        ("~/no/such", "folder", True, "there is no such folder. Check the path."),
+        ("a/b/c", "folder", True, "there is no such folder. Check the path."),
+        ("owner/", "folder", True, "there is no such folder. Check the path."),
+        ("typo.jsonl", "folder", True, "there is no such folder. Check the path."),
+        ("owner/name", "folder", True, ""),
+        ("owner/name-v1.5", "folder", True, ""),
+        ("bert-base-uncased", "folder", True, ""),
+        ("s3://bucket/no/such", "folder", True, ""),
+        ("web-{000..009}.tar", "file", False, ""),
+        ("photos", "folder", False, "there is no such folder. Check the path."),
+        ("pairs.csv", "file", False, "there is no such file. Check the path."),
+    ],
+)
+def test_only_what_can_be_a_hub_id_may_be_missing(
+    name: str, kind: str, on_hub: bool, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data/mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert missing(name, kind, on_hub) == found
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("pretrain", ["--dataset_name", "data/typo"]),
+        ("pretrain", ["--dataset_name=owner/name,data/typo"]),
+        ("pretrain", ["--vision_model_name_or_path", "./typo"]),
+        ("pretrain", ["--text_model_name_or_path", "../typo"]),
+        ("pretrain", ["--train_file", "typo.csv"]),
+        ("prepare_data", ["--output_dir", "new", "--sources", "data", "typo/pairs/a.csv,weight=3"]),
+        ("embed", ["--model_name_or_path", "owner/name", "--images", "typo", "--index_dir", "new"]),
+        ("eval_retrieval", ["--model_name_or_path", "data/typo"]),
+        ("search", ["--index_dir", "typo", "a fox"]),
+    ],
+)
+def test_a_script_looks_before_it_loads_libraries(script: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    start = time.perf_counter()
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "; there is no such f" in ended.stderr
+    assert time.perf_counter() - start < 5  # the libraries take 8
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Silent:
+        def head(self, address: str, timeout: float) -> None:
+            asked.append(address)
+            raise ConnectionError("no network")
+
+    import datasets.config
+    from huggingface_hub import constants
+
+    for module in (constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("huggingface_hub.utils.get_session", Silent)
+    use_cache_without_network.cache_clear()
+    use_cache_without_network()
+    use_cache_without_network()
+    assert asked == [constants.ENDPOINT]
+    assert constants.HF_HUB_OFFLINE
+    assert datasets.config.HF_HUB_OFFLINE
+    use_cache_without_network.cache_clear()

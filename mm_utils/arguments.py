@@ -152,7 +152,13 @@ def required(help: str, **metadata: Any) -> Any:
     return arg(None, help, **metadata)
 
 
-def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | None = None, rest: str = "") -> Parsed:
+def parse_args(
+    *arg_classes: Any,
+    argv: Sequence[str] | None = None,
+    doc: str | None = None,
+    rest: str = "",
+    recipe: str | None = None,
+) -> Parsed:
     """Parse the command line into one instance of each dataclass.
 
     Any mistake, a ``ValueError`` of a dataclass's ``__post_init__`` included, ends the program with one line and exit
@@ -163,6 +169,7 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         argv: the words to parse; default: the command line.
         doc: the script's docstring, which becomes the description in ``--help``.
         rest: the name of a flag whose value may also be given without it, such as the text of a search.
+        recipe: a file of flags that stands behind that of `--config`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(
@@ -185,7 +192,7 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         parser.add_argument("--set", metavar="NAME=VALUE", help="Set a flag by its name: the rare ones below, or any.")
         parser.add_argument_group("Rare settings")._group_actions.extend(parser.rare)
     path = _take_config(parser, argv)
-    in_config = [] if path is None else _set_defaults(parser, path)
+    in_config = [name for file in (recipe, path) if file for name in _set_defaults(parser, file)]
     words = _explicit(parser, argv)
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
     named = {action.dest for action in actions if action is not None}
@@ -208,7 +215,7 @@ def parse_args(*arg_classes: Any, argv: Sequence[str] | None = None, doc: str | 
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_advice(word.lstrip('-'), known)}" for word in flags))
-    return Parsed(parsed, path, named, in_config)
+    return Parsed(parsed, path or recipe, named, in_config)
 
 
 def to_dict(*parsed: Any) -> dict[str, Any]:

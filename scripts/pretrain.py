@@ -36,6 +36,7 @@ from mm_utils.objectives import build_objective
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors, RunContext, all_callbacks
 from mm_utils.run.finish import finish_run
+from mm_utils.run.recipes import recipe_for
 from mm_utils.run.start import run_script, start_run
 from mm_utils.training.optim import build_optimizer
 from mm_utils.training.trainer import Trainer
@@ -53,7 +54,10 @@ def main(
     """
     # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
     doors = Doors("pretrain", callbacks)
-    given = parse_args(*flags.PRETRAINING, *doors.arguments, argv=argv, doc=__doc__)
+    groups = (*flags.PRETRAINING, *doors.arguments)
+    given = parse_args(*groups, argv=argv, doc=__doc__)
+    if recipe := recipe_for(given):  # pairs of one's own, and no start is named: not from scratch
+        given = parse_args(*groups, argv=argv, doc=__doc__, recipe=recipe)
     model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
     args = given[flags.TrainingArguments]
     flags.check_flags(given)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from mm_utils.arguments import arg
 
@@ -18,7 +19,8 @@ LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
 """The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
 (arXiv 2205.10287)."""
 TOWERS = ("vision_model.", "text_model.")
-_MEDIUM = re.compile(r"media\.\w+\.")  # a further medium, with a tower of its own
+NEW_RATE = 1e-3  # the peak rate of projections, heads, and the tiny backbones
+WARMUP_STEPS = 20  # with 1.5 steps of warm-up, small backbones need 20 steps to leave chance
 _JOINTS = ("visual_projection", "text_projection", "logit_scale", "logit_bias")
 
 # Class, mask and register tokens, and positions: position_embeddings (BERT, ViT), absolute_pos_embed, wpe (GPT), and tables
@@ -36,11 +38,15 @@ _STAGED = re.compile(r"((?:[a-z]\w*\.)*?\w+\.\d+)\.(?:(?:layers|blocks)\.)?\d+(?
 class OptimizerArguments:
     """Optimizer: AdamW and its schedule."""
 
-    learning_rate: float = arg(1e-3, "Peak learning rate of newly initialised parameters.")
+    learning_rate: float | None = arg(
+        None,
+        "Peak learning rate of newly initialised parameters; default: 1e-3, and less for a transformer from scratch that is "
+        "wider or deeper than the tiny one.",
+    )
     backbone_learning_rate: float | None = arg(
         None,
         "Peak learning rate of the two backbones, and of projections that are not new; default: a tenth of --learning_rate if "
-        "pretrained, else equal.",
+        "pretrained, else that of new parameters.",
     )
     head_share: float = arg(
         0.5,
@@ -59,7 +65,11 @@ class OptimizerArguments:
     lr_scheduler_type: str = arg(
         "cosine", "'cosine' to zero, or 'constant_with_cooldown' (linear to zero at the end)."
     )
-    warmup_ratio: float = arg(0.05, "Share of the steps in which the rate rises linearly from zero.")
+    warmup_ratio: float | None = arg(
+        None,
+        "Share of the steps in which the rate rises linearly from zero; default: 0.05, or 20 steps where that is fewer, but at "
+        "most 0.4.",
+    )
     cooldown_ratio: float = arg(0.2, "Share of the steps in which 'constant_with_cooldown' falls to zero.", rare=True)
     batch_size_lr_rule: str = arg(
         "sqrt",
@@ -77,9 +87,10 @@ class OptimizerArguments:
             raise ValueError(
                 f"--set batch_size_lr_rule is {self.batch_size_lr_rule!r}; choose one of {', '.join(LR_RULES)}."
             )
-        if not (self.warmup_ratio >= 0 and self.cooldown_ratio >= 0 and self.warmup_ratio + self.cooldown_ratio <= 1):
+        warmup = self.warmup_ratio or 0.0
+        if not (warmup >= 0 and self.cooldown_ratio >= 0 and warmup + self.cooldown_ratio <= 1):
             raise ValueError("--warmup_ratio and --set cooldown_ratio are shares of the run; together at most 1.")
-        if self.learning_rate < 0:
+        if self.learning_rate is not None and self.learning_rate < 0:
             raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
         if not 0 <= self.head_share < 1:
             raise ValueError(f"--head_share is {self.head_share}; give a share of the run in [0, 1), e.g. 0.5.")
@@ -87,9 +98,28 @@ class OptimizerArguments:
             raise ValueError(f"--layerwise_lr_decay is {self.layerwise_lr_decay}; give a share in (0, 1], e.g. 0.9.")
 
 
+def scratch_rate(config: PreTrainedConfig) -> float:
+    """Return the peak rate of a backbone from scratch: `NEW_RATE`, and less for wide or deep transformers.
+
+    AdamW's first steps move every weight by about the whole rate. At 1e-3, twelve layers of width 384 then embed all images
+    alike within ten steps, and the gradient that is left is too small to part them again (docs/training.md#learning-rates).
+    """
+    width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
+    if not width or not layers:  # a network of convolutions
+        return NEW_RATE
+    return NEW_RATE * min(1.0, 192 / width * math.sqrt(2 / layers))
+
+
+def warmup_steps(max_steps: int, args: OptimizerArguments) -> float:
+    """Return the steps in which the rate rises."""
+    if args.warmup_ratio is not None:
+        return args.warmup_ratio * max_steps
+    return max(0.05 * max_steps, min(WARMUP_STEPS, 0.4 * max_steps))
+
+
 def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
     """Return the learning rate of a step, counted from 0, as a share of its peak."""
-    warmup = args.warmup_ratio * max_steps
+    warmup = warmup_steps(max_steps, args)
     if step + 1 < warmup:
         return (step + 1) / warmup
     if args.lr_scheduler_type == "cosine":
@@ -139,14 +169,12 @@ def build_optimizer(
         device: the device of the parameters.
         has_baseline: True if projections and temperature are not new parameters either, and learn at the backbones' rate.
     """
-    rates = _peak_rates(model, args, pretrained)
-    if has_baseline:
-        rates |= {name: backbone_rate(args, pretrained) for name in rates if name.split(".")[0] in _JOINTS}
+    rates = _peak_rates(model, args, pretrained, has_baseline)
     groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        backbone = any(f".{tower}" in f".{name}" for tower in TOWERS)
+        backbone = name.startswith(TOWERS)
         rate, decays = rates[name], _decays(name, parameter)
         group = groups.setdefault(
             (backbone, rate, decays),
@@ -174,25 +202,21 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
 
 
-def backbone_rate(args: OptimizerArguments, pretrained: bool) -> float:
-    """Return the peak rate of the backbones."""
-    if args.backbone_learning_rate is not None:
-        return args.backbone_learning_rate
-    return args.learning_rate * (0.1 if pretrained else 1.0)
-
-
-def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool) -> dict[str, float]:
+def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool, has_baseline: bool) -> dict[str, float]:
     """Return the peak rate of every parameter, by name."""
-    rates = {name: args.learning_rate for name, _ in model.named_parameters()}
-    media = sorted({found[0] for name in rates if (found := _MEDIUM.match(name))})
-    for part, tower in ((part, tower) for part in (None, *media) for tower in TOWERS):
-        inside = {
-            name: name.rpartition(f".{tower}")[2].removeprefix(tower)
-            for name in rates
-            if f".{tower}" in f".{name}" and (name.startswith(part) if part else not _MEDIUM.match(name))
-        }
+    new = NEW_RATE if args.learning_rate is None else args.learning_rate
+    rates = {name: new for name, _ in model.named_parameters()}
+    for tower in TOWERS:
+        rate = args.backbone_learning_rate
+        if rate is None and pretrained:
+            rate = 0.1 * new
+        elif rate is None:
+            rate = new if args.learning_rate is not None else scratch_rate(getattr(model, tower.rstrip(".")).config)
+        inside = {name: name.removeprefix(tower) for name in rates if name.startswith(tower)}
         depths = depths_below_the_top(inside.values()) if args.layerwise_lr_decay < 1 else {}
         for name, short in inside.items():
             if ".lora_" not in name:
-                rates[name] = backbone_rate(args, pretrained) * args.layerwise_lr_decay ** depths.get(short, 0)
+                rates[name] = rate * args.layerwise_lr_decay ** depths.get(short, 0)
+        if has_baseline:  # projections and temperature are no new parameters either
+            rates |= {name: rate for name in rates if name.split(".")[0] in _JOINTS}
     return rates

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from transformers import TrainerControl, TrainerState
 
+from mm_utils import distributed
 from mm_utils.arguments import Parsed
 from mm_utils.objectives import ObjectiveArguments
 from mm_utils.training.callbacks import RunCallback
+from mm_utils.training.optim import OptimizerArguments, warmup_steps
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ ONE_DIRECTION, ONE_POINT = 1.5, 0.01  # effective rank; spread, which is a mean 
 FORGOTTEN = (
     0.1  # share of the best mean recall by which a later one is lower; that of 165 photographs varies by half of it
 )
+COLLAPSED, STILL, COLLAPSE_STEPS = 0.01, 0.01, 50  # within 1 % of chance, at a gradient norm below 0.01, for 50 steps
+FEW_STEPS = 50  # the smallest encoders from scratch need about 20 to leave chance
 FLAT_MARGIN = 0.1  # in logits: true pairs are 10 % more likely than others
 
 
@@ -55,19 +59,19 @@ class CollapseWarning(RunCallback):
     (`mm_utils.evaluation.metrics`).
 
     Args:
-        warmup_ratio: the share of steps in which nothing is judged.
+        optimizer_args: the arguments of the schedule, in whose warm-up nothing is judged.
         max_logit_scale: the upper bound of the inverse temperature, which the model of a run may set; the lower one is 1.
     """
 
     scripts = ("pretrain",)
 
-    def __init__(self, warmup_ratio: float, max_logit_scale: float = math.inf):
-        self.warmup_ratio, self.max_logit_scale = warmup_ratio, max_logit_scale
+    def __init__(self, optimizer_args: OptimizerArguments, max_logit_scale: float = math.inf):
+        self.optimizer_args, self.max_logit_scale = optimizer_args, max_logit_scale
 
     @classmethod
     def attach(cls, given: Parsed) -> "CollapseWarning":
         """Return the callback of any run."""
-        return cls(given["warmup_ratio"])
+        return cls(given[OptimizerArguments])
 
     def on_start(self, run: Any) -> None:
         """Read the bound of the temperature."""
@@ -87,15 +91,21 @@ class CollapseWarning(RunCallback):
             list(self._read(row, args, state))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Judge the newest row."""
+        """Judge the newest row; stop a run that has collapsed.
+
+        Raises:
+            distributed.RunError: if it has.
+        """
         for cause, message in self._read(kwargs["logs"], args, state):
             if cause not in self.said and state.is_world_process_zero:
                 logger.warning("%s", message)
             self.said.add(cause)
+        if args.stop_collapsed and _has_collapsed(self.rows, kwargs["logs"]):
+            raise distributed.RunError(_collapse(self.rows))
 
     def _read(self, row: Row, args: Any, state: TrainerState) -> Iterator[Finding]:
         """Add a row of the log."""
-        judged = row["step"] > self.warmup_ratio * state.max_steps
+        judged = row["step"] > warmup_steps(state.max_steps, self.optimizer_args)
         window = self.rows[-self.lines :] if len(self.rows) >= self.lines else []
         if "eval_image_effective_rank" in row:
             yield from _of_recall(row, self.best, bool(args.keeps_best))
@@ -114,7 +124,7 @@ class CollapseWarning(RunCallback):
         self.rows = [*self.rows[1 - self.head_lines :], row]
         window = self.rows[-self.lines :]
         if len(window) == self.lines:
-            yield from _of_loss(window, self.lowest, self.evaluation)
+            yield from _of_loss(window, self.lowest, self.evaluation, state.max_steps)
             yield from _of_temperature(window, self.max_logit_scale)
             self.lowest = min(self.lowest, _mean(window, "ratio"))
         if len(self.rows) == self.head_lines:
@@ -136,7 +146,32 @@ def _of_gradient(row: Row) -> Iterator[Finding]:
         )
 
 
-def _of_loss(window: list[Row], lowest: float, evaluation: Row) -> Iterator[Finding]:
+def _has_collapsed(rows: list[Row], newest: Row) -> bool:
+    """Return whether all embeddings are alike, and the gradient is too small to part them.
+
+    Chance alone does not say so: a run may stay there for 20 steps before it learns, at a gradient norm of 0.1 and more.
+    """
+    still = [row for row in rows if row["ratio"] > 1 - COLLAPSED and row.get("grad_norm", math.inf) < STILL]
+    if not rows or still[-1:] != rows[-1:]:
+        return False
+    if "eval_image_spread" in newest:
+        return max(newest["eval_image_spread"], newest["eval_text_spread"]) < ONE_POINT
+    last = next((row["step"] for row in reversed(rows) if row not in still), rows[0]["step"] - 1)
+    return rows[-1]["step"] - last >= COLLAPSE_STEPS
+
+
+def _collapse(rows: list[Row]) -> str:
+    """Return why a collapsed run ends, and what to do."""
+    last = rows[-1]
+    return (
+        f"contrastive_loss is {last['contrastive_loss']:.4g} at step {last['step']:.0f}, which is chance, and grad_norm is "
+        f"{last['grad_norm']:.1g}; all images, or all texts, are embedded alike, and so small a gradient does not part them again. "
+        "Start anew with a lower rate: leave --learning_rate and --warmup_ratio out, which then fit the encoders, or give a tenth "
+        "of it; or start from pretrained encoders. --set stop_collapsed=false goes on."
+    )
+
+
+def _of_loss(window: list[Row], lowest: float, evaluation: Row, max_steps: int) -> Iterator[Finding]:
     """Judge the loss as a share of chance, as a schedule's larger batch has a higher loss."""
     half, ratios = len(window) // 2, [row["ratio"] for row in window]
     found = f"contrastive_loss is {_mean(window, 'contrastive_loss'):.3g} over {_steps(window)}"
@@ -148,13 +183,15 @@ def _of_loss(window: list[Row], lowest: float, evaluation: Row) -> Iterator[Find
         )
     elif min(ratios) > 1 - NEAR and _mean(window[-half:], "ratio") > (1 - NEAR) * _mean(window[:half], "ratio"):
         found = f"{found}; chance is {window[-1]['chance']:.3g}"
-        yield Finding("chance", f"{found}, and {_reason(window, evaluation)}")
+        yield Finding("chance", f"{found}, and {_reason(window, evaluation, max_steps)}")
 
 
-def _reason(window: list[Row], evaluation: Row) -> str:
+def _reason(window: list[Row], evaluation: Row, max_steps: int = FEW_STEPS) -> str:
     """Return the likely reason of a loss at chance."""
     if not any(row.get("learning_rate", 1.0) for row in window):
         return "learning_rate is 0. Raise --learning_rate."
+    if max_steps < FEW_STEPS:
+        return f"{max_steps} steps are too few. Raise --num_train_epochs, or start from pretrained encoders."
     for modality in ("image", "text"):
         if evaluation.get(f"eval_{modality}_spread", 1.0) < ONE_POINT:
             return f"all {modality}s are embedded alike. Lower --learning_rate or raise --warmup_ratio."

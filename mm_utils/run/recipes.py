@@ -1,0 +1,77 @@
+"""The start of a run on pairs of one's own whose command names none: a recipe, by what the pairs hold."""
+
+import logging
+from itertools import islice
+from pathlib import Path
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+
+from mm_utils.arguments import Parsed, read_flat_yaml
+from mm_utils.command import scripts_folder
+from mm_utils.data.media import kind_of
+from mm_utils.data.pairs import sources_of
+from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
+from mm_utils.data.rows.detect import read_source
+from mm_utils.data.rows.records import Record
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
+from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
+STARTS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path", "vision_config", "text_config")
+"""Flags that say what a run starts from."""
+FIRST_ROWS = 100  # that are looked at
+_RECIPES = {
+    "image": ("photographs", "a frozen image encoder and a frozen text encoder, joined in minutes on a laptop"),
+    "clip": ("photographs", "a frozen image encoder over every frame and a frozen text encoder"),
+    "sound": ("sounds", "a stock CLAP, trained on with small rates"),
+    "stream": ("clip", "a stock CLIP, trained on with small rates"),
+}
+
+
+def recipe_for(given: Parsed) -> str | None:
+    """Return the file of flags that a run takes its start from; None if the command names a start, or no data of one's own.
+
+    Raises:
+        ValueError: if a model that the recipe names is neither on this machine nor to be had.
+    """
+    data = given[DataArguments]
+    if given.is_given(*STARTS) or not (sources := sources_of(data)) or is_embedded(data.dataset_name):
+        return None
+    medium = "stream" if given["streaming"] and data.medium == "auto" else _medium(data, sources[0])
+    name, what = _RECIPES[medium]
+    folder = scripts_folder().parent / "recipes"
+    path = folder / f"{name}.yaml"
+    for flag, entry in read_flat_yaml(str(path)).items():
+        if flag in STARTS:
+            _check_reachable(str(entry.value), sources[0].title, path)
+    logger.info(
+        "No start is named, so this run takes %s: %s. Others: --config %s trains a CLIP on, and --vision_config small "
+        "--text_config small trains from scratch, which takes 100,000 pairs and more",
+        path,
+        what,
+        folder / "clip.yaml",
+    )
+    return str(path)
+
+
+def _medium(data: DataArguments, source: Source) -> str:
+    """Return what the first rows on this machine hold."""
+    if data.medium != "auto" or not Path(source.path).exists():
+        return "image" if data.medium == "auto" else data.medium
+    if is_prepared(source.path):
+        return kind_of(open_prepared(source.path, source.title)["train"].features)
+    rows = islice(read_source(source, PathArguments(data.image_root, data.allow_outside_root)), FIRST_ROWS)
+    return next((row.medium for row in rows if isinstance(row, Record)), "image")
+
+
+def _check_reachable(name: str, title: str, recipe: Path) -> None:
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of any HTTP library
+        raise ValueError(
+            f"{title}, and no start is named, so {recipe} applies; it takes {name}, which is not on this machine, and the Hub "
+            f"cannot be reached ({one_line(error)}). Give folders as --vision_model_name_or_path and --text_model_name_or_path, or "
+            "--vision_config small --text_config small to train from scratch."
+        ) from error

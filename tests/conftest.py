@@ -128,6 +128,7 @@ def tiny_flags(corpus: Path) -> list[str]:
     return [
         *("--train_file", str(corpus), "--image_size", "32", "--global_batch_size", "8", "--max_steps", "4"),
         *("--logging_steps", "1", "--dataloader_num_workers", "0", "--rerank_top_k", "4", "--fusion_layers", "1"),
+        *("--vision_config", "tiny", "--text_config", "tiny"),
     ]
 
 

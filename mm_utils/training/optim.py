@@ -174,7 +174,7 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        backbone = name.startswith(TOWERS)
+        backbone = any(f".{tower}" in f".{name}" for tower in TOWERS)
         rate, decays = rates[name], _decays(name, parameter)
         group = groups.setdefault(
             (backbone, rate, decays),
@@ -207,12 +207,15 @@ def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool, ha
     new = NEW_RATE if args.learning_rate is None else args.learning_rate
     rates = {name: new for name, _ in model.named_parameters()}
     for tower in TOWERS:
+        inside = {name: name.rpartition(tower)[2] for name in rates if f".{tower}" in f".{name}"}
+        if not inside:
+            continue
         rate = args.backbone_learning_rate
         if rate is None and pretrained:
             rate = 0.1 * new
         elif rate is None:
-            rate = new if args.learning_rate is not None else scratch_rate(getattr(model, tower.rstrip(".")).config)
-        inside = {name: name.removeprefix(tower) for name in rates if name.startswith(tower)}
+            prefix = next(iter(inside)).rpartition(tower)[0] + tower.rstrip(".")
+            rate = new if args.learning_rate is not None else scratch_rate(model.get_submodule(prefix).config)
         depths = depths_below_the_top(inside.values()) if args.layerwise_lr_decay < 1 else {}
         for name, short in inside.items():
             if ".lora_" not in name:

@@ -34,6 +34,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags of a run on few pairs with a push at every save."""
     pairs = write_corpus(tmp_path_factory.mktemp("few"))
     small = ("--image_size", "32", "--global_batch_size", "8", "--rerank_top_k", "4", "--fusion_layers", "1")
+    small += ("--vision_config", "tiny", "--text_config", "tiny")
     return ["--train_file", str(pairs), *small, "--dataloader_num_workers", "0", *FLAGS]
 
 

@@ -91,6 +91,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._serve()
 
+    def do_HEAD(self) -> None:
+        self._serve()
+
     def do_PUT(self) -> None:
         self._serve()
 
@@ -145,6 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
             ("GET", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)/tree/main", self._tree),
             ("GET", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)(?:/revision/main)?", self._info),
             ("POST", r"/(?:datasets/)?(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", self._lfs_batch),
+            ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)", self._file),
+            ("HEAD", r"/(?P<repo>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)", self._file),
             ("PUT", r"/storage/(?P<oid>[0-9a-f]{64})", self._lfs_put),
         ):
             match = re.fullmatch(pattern, path)
@@ -176,6 +181,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, body: bytes, repo: str) -> None:
         self._answer(200, {"id": repo, "sha": "0" * 40, "siblings": []})
+
+    def _file(self, body: bytes, repo: str, file: str) -> None:
+        data = self.server.repos[repo].get(file)
+        if data is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+        else:
+            self.send_response(200)
+            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", str(len(data or b"")))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data or b"")
 
     def _tree(self, body: bytes, repo: str) -> None:
         files = self.server.repos[repo].items()

@@ -1,5 +1,6 @@
 """Which parameters decay and learn how fast, and the learning rate over the steps."""
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -9,10 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreTrainedConfig, ViTConfig
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.training.optim import OptimizerArguments, build_optimizer, depths_below_the_top, schedule
+from mm_utils.training.optim import (
+    OptimizerArguments,
+    build_optimizer,
+    depths_below_the_top,
+    schedule,
+    scratch_rate,
+    warmup_steps,
+)
 
 CPU = torch.device("cpu")
 
@@ -194,6 +202,38 @@ def test_cosine() -> None:
     assert rates[550] == pytest.approx(0.5)
     assert rates[325] == pytest.approx(0.5 + math.sqrt(0.125))
     assert 0 < rates[999] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "rate"),
+    [
+        (BertConfig(hidden_size=192, num_hidden_layers=2), 1e-3),
+        (BertConfig(hidden_size=64, num_hidden_layers=1), 1e-3),
+        (BertConfig(hidden_size=384, num_hidden_layers=6), 2.89e-4),
+        (ViTConfig(hidden_size=384, num_hidden_layers=12), 2.04e-4),
+        (ViTConfig(), 1.02e-4),
+        (ConvNextConfig(), 1e-3),
+    ],
+)
+def test_wide_and_deep_transformers_from_scratch_have_lower_rates(config: PreTrainedConfig, rate: float) -> None:
+    assert scratch_rate(config) == pytest.approx(rate, rel=0.01)
+
+
+def test_a_given_rate_and_warm_up_win(model: FusionDualEncoderModel) -> None:
+    model = copy.deepcopy(model)
+    model.vision_model.config.hidden_size, model.vision_model.config.num_hidden_layers = 768, 12
+    for args, pretrained, backbone in (
+        (OptimizerArguments(), False, 1e-3 / 4 / math.sqrt(6)),
+        (OptimizerArguments(learning_rate=1e-3), False, 1e-3),
+        (OptimizerArguments(backbone_learning_rate=2e-3), False, 2e-3),
+        (OptimizerArguments(), True, 1e-4),
+    ):
+        groups = build_optimizer(model, args, pretrained=pretrained, device=CPU).param_groups
+        rates = {id(each): group["lr"] for group in groups for each in group["params"]}
+        assert all(rates[id(each)] == pytest.approx(backbone) for each in model.vision_model.parameters())
+    steps = {steps: warmup_steps(steps, OptimizerArguments()) for steps in (10, 60, 1000)}
+    assert steps == {10: 4.0, 60: 20.0, 1000: 50.0}
+    assert warmup_steps(60, OptimizerArguments(warmup_ratio=0.0)) == 0
 
 
 def test_cooldown() -> None:

@@ -151,7 +151,7 @@ def _has_collapsed(rows: list[Row], newest: Row) -> bool:
 
     Chance alone does not say so: a run may stay there for 20 steps before it learns, at a gradient norm of 0.1 and more.
     """
-    still = [row for row in rows if row["ratio"] > 1 - COLLAPSED and row.get("grad_norm", math.inf) < STILL]
+    still = [row for row in rows if row["ratio"] > 1 - COLLAPSED and 0 < row.get("grad_norm", math.inf) < STILL]
     if not rows or still[-1:] != rows[-1:]:
         return False
     if "eval_image_spread" in newest:

@@ -12,10 +12,12 @@ import torch
 from torch.nn.functional import normalize
 from transformers import TrainerControl, TrainerState
 
+from mm_utils.distributed import RunError
 from mm_utils.extras.diagnosis.warnings import CollapseWarning, chance_loss
 from mm_utils.extras.sigmoid.term import sigmoid_loss
 from mm_utils.objectives.losses import gather_batch, info_nce
 from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.optim import OptimizerArguments
 from scripts import pretrain
 
 CHANCE = math.log(64)
@@ -85,7 +87,7 @@ class Run:
     def __init__(self, main: bool = True, history: list[dict] | None = None, max_steps: int = 400, **args: Any):
         self.state = TrainerState(max_steps=max_steps, is_world_process_zero=main, log_history=history or [])
         self.args: Any = TrainingArguments(**{"logging_steps": 10} | args)
-        self.warning = CollapseWarning(0.05, 100.0)
+        self.warning = CollapseWarning(OptimizerArguments(warmup_ratio=0.05), 100.0)
         self.step = history[-1]["step"] if history else 20
         self.warning.on_train_begin(self.args, self.state, TrainerControl())
 
@@ -133,6 +135,40 @@ def test_silent_on_the_default_run(said: Said) -> None:
             run.evaluate(**dict(zip(DEFAULT_EVALUATIONS, evaluations[step], strict=True)))
     assert len(run.state.log_history) == 38 + 5
     assert said() == []
+
+
+COLLAPSED = {"contrastive_loss": CHANCE - 0.001, "grad_norm": 6e-5}
+
+
+@pytest.mark.parametrize(
+    ("figures", "lines", "evaluated", "flags", "stops"),
+    [
+        pytest.param(COLLAPSED, 6, {}, {}, True, id="50 steps at chance, with no gradient"),
+        pytest.param(COLLAPSED, 4, {}, {}, False, id="40 steps"),
+        pytest.param(COLLAPSED, 1, {"image_spread": 1e-4, "text_spread": 1e-4}, {}, True, id="an evaluation sees it"),
+        pytest.param(COLLAPSED, 1, {"image_spread": 1e-4}, {}, False, id="only images are alike"),
+        pytest.param(COLLAPSED | {"grad_norm": 0.1}, 9, {}, {}, False, id="a plateau before learning"),
+        pytest.param(COLLAPSED | {"contrastive_loss": CHANCE - 0.1}, 9, {}, {}, False, id="below chance"),
+        pytest.param(COLLAPSED, 9, {}, {"stop_collapsed": False}, False, id="asked to go on"),
+    ],
+)
+def test_a_collapsed_run_stops(figures, lines, evaluated, flags, stops) -> None:
+    run = Run(**flags)
+
+    def go_on() -> None:
+        run.log(lines, **figures)
+        if evaluated:
+            run.evaluate(**evaluated)
+
+    if not stops:
+        return go_on()
+    with pytest.raises(RunError, match=r"embedded alike.*leave --learning_rate and --warmup_ratio out"):
+        go_on()
+
+
+def test_a_run_of_few_steps_is_told_so(said: Said) -> None:
+    Run(max_steps=24, logging_steps=2).log(9, contrastive_loss=CHANCE)
+    assert "24 steps are too few. Raise --num_train_epochs" in said()[0]
 
 
 ALL_ALIKE = {"text_spread": 0.001}
@@ -293,6 +329,6 @@ def test_a_resumed_run_knows_what_was_logged_before(said: Said) -> None:
 
 
 def test_a_real_run_that_learns_nothing_is_named(tiny_flags: list[str], tmp_path: Path, said: Said) -> None:
-    flags = ["--max_steps", "6", "--learning_rate", "0", "--freeze_vision", "--freeze_text"]
+    flags = ["--max_steps", "10", "--learning_rate", "0", "--freeze_vision", "--freeze_text"]
     pretrain.main([*tiny_flags, *flags, "--output_dir", str(tmp_path)])
     assert any("contrastive_loss is" in message and "learning_rate is 0" in message for message in said())

@@ -1,0 +1,88 @@
+"""What a run on pairs of one's own starts from, if its command names no start."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mm_utils.arguments import parse_args, read_flat_yaml
+from mm_utils.run import flags, recipes
+from scripts import prepare_data, pretrain
+from tests.kit.corpora import write_corpus
+from tests.kit.hub import HubServer
+from tests.kit.stock_folders import write_stock
+
+ROOT = Path(__file__).parents[2]
+IMAGES, SOUNDS, CLIPS, SHARDS = '{"image": "a.png"', '{"audio": "a.wav"', '{"video": "a.mp4"', "--streaming"
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models are to be had."""
+    monkeypatch.setattr(recipes, "_check_reachable", lambda *_: None)
+
+
+@pytest.mark.usefixtures("reachable")
+@pytest.mark.parametrize(
+    ("words", "row", "recipe"),
+    [
+        ("", IMAGES, "photographs"),
+        ("--learning_rate 1e-3 --fusion_layers 1", IMAGES, "photographs"),
+        ("", SOUNDS, "sounds"),
+        ("", CLIPS, "photographs"),
+        ("--medium sound", '{"file_name": "a.wav"', "sounds"),
+        ("--streaming --max_steps 9", IMAGES, "clip"),
+        ("--vision_config small", IMAGES, None),
+        ("--text_config tiny", IMAGES, None),
+        ("--model_name_or_path some/clip", SOUNDS, None),
+        ("--vision_model_name_or_path some/vit", IMAGES, None),
+        ("", None, None),
+        ("--dataset_name sounds", None, None),
+    ],
+)
+def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, tmp_path, caplog) -> None:
+    caplog.set_level("INFO")
+    if row is not None:
+        for name in ("a.png", "a.wav", "a.mp4"):
+            (tmp_path / name).touch()
+        (tmp_path / "rows.jsonl").write_text(f'{row}, "caption": "a dog"}}\n' * 3, encoding="utf-8")
+        words = f"{words} --train_file {tmp_path / 'rows.jsonl'}"
+    given = parse_args(*pretrain.Doors("pretrain").arguments, *flags.PRETRAINING, argv=words.split())
+    found = recipes.recipe_for(given)
+    assert found == (recipe and str(ROOT / f"recipes/{recipe}.yaml"))
+    assert (f"this run takes {found}" in caplog.text) == bool(recipe)
+
+
+@pytest.mark.usefixtures("reachable")
+def test_a_prepared_set_says_what_it_holds(tmp_path: Path) -> None:
+    corpus, folder = write_corpus(tmp_path / "raw"), str(tmp_path / "set")
+    prepare_data.main(["--sources", str(corpus), "--output_dir", folder, "--on_leakage", "keep"])
+    given = parse_args(*pretrain.Doors("pretrain").arguments, *flags.PRETRAINING, argv=["--dataset_name", folder])
+    assert Path(str(recipes.recipe_for(given))).stem == "photographs"
+
+
+def test_what_cannot_be_had_is_one_line_that_says_what_to_do(corpus: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"photographs.yaml applies; it takes google/mobilenet.*--vision_config small"
+    ):
+        pretrain.main(["--train_file", str(corpus)])
+
+
+def test_a_run_takes_its_start_from_the_hub(corpus: Path, server: HubServer, tmp_path: Path, monkeypatch) -> None:
+    """Both encoders are downloaded and frozen; the command line wins over the recipe."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    clip, recipe = Path(write_stock(tmp_path / "clip", "clip")), ROOT / "recipes/photographs.yaml"
+    names = [str(entry.value) for entry in read_flat_yaml(str(recipe)).values()][:2]
+    for name in names:
+        server.repos[name] = {path.name: path.read_bytes() for path in clip.iterdir() if path.is_file()}
+    words = ["--train_file", str(corpus), "--num_train_epochs", "2", "--output_dir", str(tmp_path / "out")]
+    command = [sys.executable, str(ROOT / "scripts/pretrain.py"), *words, "--dataloader_num_workers", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    config = {name: entry.value for name, entry in read_flat_yaml(str(tmp_path / "out/config.yaml")).items()}
+    assert [config[f"{tower}_model_name_or_path"] for tower in ("vision", "text")] == names
+    assert (config["freeze_vision"], config["freeze_text"], config["num_train_epochs"]) == (True, True, 2)
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any(row["step"] == 0 and "eval_mean_recall" in row for row in rows)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.host_reads import HostReads
+from tests.kit.host_reads import HostReads
 from mm_utils import distributed
 from mm_utils.objectives import JointObjective, Objective
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts, is_out_of_memory

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModel
 
-from benchmarks.host_reads import HostReads
+from tests.kit.host_reads import HostReads
 from mm_utils.distributed import RunError
 from mm_utils.extras.packing import packing as packing_module
 from mm_utils.extras.packing.packing import PackedTower, encode_packed, pack_captions

@@ -93,7 +93,9 @@ class Judge:
 
     def measure(self, embed: Embed, rows: Dataset) -> dict[str, tuple[float, float]]:
         """Recalls of one split with half widths; equal captions have equal scores."""
-        image_ME, text_TE = (torch.cat(side) for side in zip(*map(embed, self.loaders.evaluation(rows, 64)), strict=True))
+        image_ME, text_TE = (
+            torch.cat(side) for side in zip(*map(embed, self.loaders.evaluation(rows, 64)), strict=True)
+        )
         captions = [caption for own in rows["captions"] for caption in own]
         first: dict[str, int] = {}
         places = [first.setdefault(caption, place) for place, caption in enumerate(captions)]
@@ -326,7 +328,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = flags_of(__doc__)
     parser.add_argument("--minutes", type=float, default=4.0, help="time of each contestant, without evaluation")
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="seeds of those that draw at random")
-    parser.add_argument("--contestants", type=names([*CONTESTANTS]), default=",".join(CONTESTANTS), help="who takes part")
+    parser.add_argument(
+        "--contestants", type=names([*CONTESTANTS]), default=",".join(CONTESTANTS), help="who takes part"
+    )
     parser.add_argument("--points", type=int, default=5, help="how often a loop is judged")
     add_data_flags(parser)
     args = parser.parse_args(argv)

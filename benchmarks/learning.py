@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from benchmarks.harness import MODEL_FLAGS, Contestant, flags_of, names, numbers, print_table, synchronize
+from benchmarks.harness import MODEL_FLAGS, Contestant, flags_of, names, print_table, synchronize
 from benchmarks.peers import Batch, Bench, add_data_flags, clip_loss, mean_of, transformers_batches, tuned_batches
 from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.tokens import tokenize_captions
@@ -327,16 +327,17 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Print the table and return its rows."""
     parser = flags_of(__doc__)
     parser.add_argument("--minutes", type=float, default=4.0, help="time of each contestant, without evaluation")
-    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="seeds of those that draw at random")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of those that draw at random, with commas between")
     parser.add_argument(
         "--contestants", type=names([*CONTESTANTS]), default=",".join(CONTESTANTS), help="who takes part"
     )
     parser.add_argument("--points", type=int, default=5, help="how often a loop is judged")
     add_data_flags(parser)
     args = parser.parse_args(argv)
+    seeds = [int(seed) for seed in args.seeds.split(",")]
     rows: list[dict[str, Any]] = []
     for name in args.contestants:
-        for seed in args.seeds[:1] if name in ("cca", "ridge") else args.seeds:
+        for seed in seeds[:1] if name in ("cca", "ridge") else seeds:
             process = Contestant(Learner, argparse.Namespace(**{**vars(args), "contestant": name, "seed": seed}))
             best = process.ask()
             process.end()

@@ -160,7 +160,7 @@ def make_step(
     )
     train_step = TrainStep(args, optimizer_args, accelerator, objective, optimizer, 10**6, 40)
 
-    def step(number: int) -> float:
+    def step(number: int) -> Tensor:
         report = train_step.run(batch, number)
         train_step.finish()
         setting["held"] = train_step.micro_batch.size

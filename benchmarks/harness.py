@@ -116,6 +116,7 @@ def _serve(pipe: Any, make: Callable[[Any], Callable[[Any], dict[str, Any]]], ta
     os.setpgrp()  # it is stopped and ended together with its workers
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped process would outlive its parent
+    multiprocessing.set_start_method(None, force=True)  # its loader workers start as anywhere else, not by spawning
     try:
         answer = make(task)
         while True:

@@ -190,7 +190,8 @@ class LmdbPairs(Dataset):
     """Number -> encoded image; opened in the worker that reads it."""
 
     def __init__(self, bench: Bench):
-        self.bench, self.transaction = bench, None
+        self.bench = bench
+        self.transaction: Any = None
         self.folder = make_once(bench.folder / f"lmdb-{bench.count}", self.write)
 
     def write(self, folder: Path) -> None:
@@ -242,6 +243,7 @@ def numbered(contents: list[bytes], row: int) -> dict[str, Any]:
 def shards_of_a_library(bench: Bench, name: str) -> Batches:
     """litdata's or mosaicml-streaming's `StreamingDataLoader` in its default order; epoch follows epoch."""
     args, contents = bench.args, bench.contents()
+    more: dict[str, Any] = {}
     if name == "litdata":
         from litdata import StreamingDataLoader, StreamingDataset, optimize
 
@@ -249,7 +251,7 @@ def shards_of_a_library(bench: Bench, name: str) -> Batches:
         fill = partial(optimize, fn=partial(numbered, contents), inputs=list(range(len(contents))), **settings)
         folder = make_once(bench.folder / f"litdata-{bench.count}", lambda new: fill(output_dir=str(new)))
         place = {"input_dir": str(folder), "shuffle": True, "seed": SEED}
-        more = {"multiprocessing_context": "fork"} if args.num_workers else {}
+        more |= {"multiprocessing_context": "fork"} if args.num_workers else {}
     else:
         from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
@@ -259,7 +261,7 @@ def shards_of_a_library(bench: Bench, name: str) -> Batches:
                 for row in range(len(contents)):
                     sink.write(numbered(contents, row))
 
-        folder, more = make_once(bench.folder / f"mosaic-{bench.count}", write), {}
+        folder = make_once(bench.folder / f"mosaic-{bench.count}", write)
         place = {"local": str(folder), "shuffle": True, "shuffle_seed": SEED, "batch_size": args.batch_size}
 
     class Rows(StreamingDataset):

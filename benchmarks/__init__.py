@@ -1,1 +1,1 @@
-"""Measure Tandem and what it is compared with. For developers; users need none of it."""
+"""Benchmarks: each module is a script that prints a Markdown table."""

@@ -1,30 +1,32 @@
-"""Measure what a training step is made of on a GPU: time, utilisation, launches, waits.
+"""What a training step is made of on a GPU: time, utilisation, launches and waits, beside a plain loop.
 
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.gpu --output_file gpu.json
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.gpu
     python -m benchmarks.gpu --pairs 16 --vision_config tiny --text_config tiny --image_size 32   # a trial on a CPU
+    python -m benchmarks.gpu --half_hour          # everything that a GPU is wanted for, in at most 25 minutes
+    python -m benchmarks.gpu --half_hour --tiny   # a rehearsal of that with tiny shapes, on any machine
 
-Each setting of `--pairs`, `--objectives_tried` and `--compiled` takes steps of the real `TrainStep` on random pixels and captions
-of about 13 tokens (a normal distribution, deviation 3, cut to 7 to 40) that stay on the device, so no loader takes part.
-`--micro_batch_size auto` finds the size as `pretrain` does. `packed` is the same with `--set pack_captions=true`. `bare` is the loop one
-would write: both towers once, captions padded to the longest, two cross-entropies of the whole matrix of logits, the same fused
-AdamW and clipping, and one `.item()` a step. The loss of the last step, from equal weights and batches, shows what a precision,
-compiling or packing changes.
+Each setting takes steps of the real `TrainStep` on random pixels and captions of about 13 tokens, which stay on the device, so no
+loader takes part. `bare` is the loop one would write: both encoders once, captions padded to the longest, two cross-entropies of the
+whole matrix of logits, the same optimizer and clipping, and one `.item()` a step. The loss of the last step, from equal weights and
+batches, shows what a precision or compiling changes.
 
-Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is model FLOPs of real tokens
-(`mm_utils.extras.flops.counts`) by the rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the
-step in which a kernel runs, matmul the share of matrix products in that, launches and waits are calls of CUDA's runtime, all by
-torch's profiler, which slows a step down; the log has the kernels' names.
-Kernels and reads need no GPU (`benchmarks.host_reads`): operations that are more than a view, and values that the host waits for
-with all that was launched before them; a value that it asked for earlier is none. Compiled rows have neither, because counting
-runs the uncompiled code. A setting that does not fit into memory is a row with its error; the table is written after every row.
+Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is the FLOPs of both encoders for real tokens, by the
+rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the step in which a kernel runs,
+matmul the share of matrix products in that, launches and waits are calls of CUDA's runtime, all by torch's profiler. A setting
+that does not fit into memory is a row with its error; the table is printed again after every row.
+
+`--half_hour` runs a list of commands, each a process with a time limit; one that fails or hangs is a line of the report.
 """
 
-import json
-import logging
+import argparse
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -34,65 +36,64 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.half_hour import run_half_hour
-from benchmarks.harness import device_name, give_memory_back, machine, synchronize
-from benchmarks.host_reads import HostReads
-from mm_utils.arguments import arg, parse_args
-from mm_utils.extras.flops.counts import measure_flops
+from benchmarks.harness import (
+    ROOT,
+    add_model_flags,
+    device_name,
+    flags_of,
+    give_memory_back,
+    machine,
+    model_arguments,
+    names,
+    numbers,
+    print_table,
+    synchronize,
+)
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import ObjectiveArguments, build_objective
-from mm_utils.objectives.encoding import length_groups
 from mm_utils.objectives.grad_cache import TooManyPairsError, is_out_of_memory
-from mm_utils.run.start import make_accelerator, run_script
-from mm_utils.text import markdown_table
+from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.memory import peak_bytes, reset_peak
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from mm_utils.training.step import TrainStep
 
-logger = logging.getLogger(__name__)
-
 Step = Callable[[int], Any]
 
-MATRIX = 8192
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 PRODUCTS = ("gemm", "cutlass", "nvjet", "xmma")  # in the names of kernels that multiply matrices
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-COLUMNS = {
-    "loop": "loop", "objectives": "objectives", "pairs": "pairs", "compiled": "compiled", "milliseconds": "ms a step",
-    "pairs_per_second": "pairs/s", "utilisation": "utilisation", "peak_gib": "peak GiB", "loss": "loss", "busy": "busy",
-    "products": "matmul",
-    "launches": "launches", "waits": "waits", "kernels": "kernels", "reads": "reads", "groups": "text groups", "held": "held",
-}  # fmt: skip
 
-
-@dataclass
-class GpuBenchmarkArguments:
-    """What to measure."""
-
-    pairs: str = arg("256,1024", "Pairs per step.")
-    objectives_tried: str = arg("contrastive/contrastive,captioning", "Values of --objectives, with a slash between.")
-    compiled: str = arg("false,true", "With and without --torch_compile.")
-    loops: str = arg(
-        "tandem,bare",
-        "tandem is this project's step, packed the same with --set pack_captions=true; bare, for contrastive alone, a plain one.",
-    )
-    micro_batch_size: str | None = arg(None, "Pairs held at a time, or auto, as in pretrain.")
-    rounds: int = arg(3, "Turns.")
-    steps: int = arg(10, "Steps of a turn.")
-    profiled: bool = arg(True, "Also profile three steps of each setting.")
-    output_file: str | None = arg(None, "Write all figures to this JSON file, and the table beside it (.md).")
-    half_hour: bool = arg(
-        False,
-        "Run every measurement that a GPU is wanted for, into --output_file (gpu.json): benchmarks/half_hour.py.",
-    )
-    tiny: bool = arg(False, "With --half_hour, take tiny shapes and few steps, to rehearse on any machine.")
+MINUTES = 25
+B32 = "--vision_config {folder}/b32.json --text_config base --vocab_size 30522"
+GPU = f"-m benchmarks.gpu {B32} --objectives contrastive"
+HALF_HOUR = (  # title, precision, seconds, what follows `python`
+    ("Right before fast", "bf16", 150, "-m pytest -q -x tests/gpu"),
+    ("ViT-B/32 and BERT", "bf16", 240, f"{GPU} --pairs 4096,1024,256 --compiled false"),
+    ("The same, compiled", "bf16", 240, f"{GPU} --pairs 4096,1024 --compiled true"),
+    ("Loops of open_clip and transformers", "bf16", 240,
+     f"-m benchmarks.training --synthetic 32 {B32} --batch_size 1024 --contestants tandem,open_clip,transformers,tandem_in_8_parts"),
+    ("fp16 with a loss scaler", "fp16", 90, f"{GPU} --pairs 1024 --compiled false"),
+    ("fp32, with TF32 outside of the loss", "no", 90, f"{GPU} --loops tandem --pairs 1024 --compiled false"),
+    ("The default objective, and matching", "bf16", 120,
+     f"-m benchmarks.gpu {B32} --objectives contrastive,captioning/contrastive,matching --loops tandem --pairs 1024 --compiled false"),
+    ("ViT-B/16 and the automatic micro-batch", "bf16", 150,
+     "-m benchmarks.gpu --vision_config base --text_config base --vocab_size 30522 --objectives contrastive --loops tandem "
+     "--pairs 8192 --compiled false --micro_batch_size auto --rounds 1 --steps 3"),
+    ("The loss alone", "no", 90, "-m benchmarks.loss --pairs 8192,32768"),
+    ("Bound by the loader or not: data_wait in the log", "bf16", 90,
+     "scripts/pretrain.py --max_steps 200 --eval_steps 0 --overwrite_output_dir --output_dir {folder}/loader"),
+)  # fmt: skip
+TINY = {"--pairs": "8", "--batch_size": "8", "--rounds": "1", "--steps": "1", "--max_steps": "4", "--vision_config": "tiny",
+        "--text_config": "tiny", "--vocab_size": "100 --image_size 32", "--synthetic": "8"}  # fmt: skip
 
 
 def captions(pairs: int, vocabulary: int) -> dict[str, Any]:
-    """Random captions of COCO-like lengths, longest first, as the collator pads them."""
+    """Random captions as long as COCO's (13 ± 3 tokens, 7 to 40), longest first, as the collator pads them."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(pairs, generator=generator).mul(3).add(13).round().clamp(7, 40).int()
     lengths = sorted(drawn.tolist(), reverse=True)
@@ -104,7 +105,7 @@ def captions(pairs: int, vocabulary: int) -> dict[str, Any]:
 def random_batch(pairs: int, vocabulary: int, image_size: int, device: torch.device) -> dict[str, Any]:
     """A batch of pairs that are all different, on the device."""
     batch = captions(pairs, vocabulary) | {
-        "pixel_values": torch.randn(pairs, 3, image_size, image_size),
+        "pixel_values": torch.randn(pairs, 3, image_size, image_size, generator=torch.Generator().manual_seed(1)),
         "ids": torch.arange(2 * pairs).view(pairs, 2),
         "rows": torch.arange(pairs),
     }
@@ -136,7 +137,7 @@ def bare_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: dict[
 def make_step(
     accelerator: Accelerator, setting: dict[str, Any], model_args: ModelArguments, micro_batch_size: str | None
 ) -> tuple[Step, float]:
-    """The step of one setting, and the model FLOPs of it."""
+    """The step of one setting, and the FLOPs of both encoders in it."""
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
     torch.manual_seed(0)
     model_args.torch_compile = setting["compiled"]
@@ -144,46 +145,49 @@ def make_step(
     if len(processor.tokenizer) < model_args.vocab_size:
         model.text_model.resize_token_embeddings(model_args.vocab_size)
     image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), model_args.vocab_size)
-    objective_args = ObjectiveArguments(setting["objectives"], pack_captions=setting["loop"] == "packed")
     optimizer_args = OptimizerArguments(warmup_ratio=0.0, head_share=0.0)  # the bare loop's rate; all terms in a step
-    joint = build_objective(model, objective_args, 0, processor.tokenizer)
-    flops = measure_flops(model, image_size, 40)
+    objective = build_objective(model, ObjectiveArguments(setting["objectives"]), 0, processor.tokenizer)
     model.to(accelerator.device)
     batch = random_batch(setting["pairs"], vocabulary, image_size, accelerator.device)
-    lengths, scored = batch["lengths"], joint.pairs_per_image * setting["pairs"]
-    operations = flops.training_step(len(lengths), lengths, scored, round(sum(lengths) / len(lengths)))
-    if setting["loop"] == "tandem":
-        setting["groups"] = len(length_groups(lengths, accelerator.device.type))
+    operations = count_flops(model, batch)
     optimizer = build_optimizer(model, optimizer_args, pretrained=False, device=accelerator.device)
     if setting["loop"] == "bare":
-        model.to(accelerator.device).train()
+        model.train()
         return bare_step(accelerator, model, accelerator.prepare(optimizer), batch), operations
-    objective, optimizer = accelerator.prepare(joint, optimizer)
+    objective, optimizer = accelerator.prepare(objective, optimizer)
     args = TrainingArguments(
         output_dir="unused", max_steps=10**6, global_batch_size=setting["pairs"], micro_batch_size=micro_batch_size
     )
     train_step = TrainStep(args, optimizer_args, accelerator, objective, optimizer, 10**6, 40)
 
-    def step(number: int) -> dict[str, Tensor]:
+    def step(number: int) -> Tensor:
         report = train_step.run(batch, number)
         train_step.finish()
         setting["held"] = train_step.micro_batch.size
-        return report
+        return report["loss"]
 
     return step, operations
 
 
+@torch.no_grad()
+def count_flops(model: Any, batch: dict[str, Any]) -> float:
+    """FLOPs of both encoders in a step, for real tokens; a backward pass counts as two forward passes."""
+    length = round(sum(batch["lengths"]) / len(batch["lengths"]))
+    model.eval()
+    eager = torch.compiler.set_stance("force_eager")  # compiled code cannot be counted
+    with eager, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.encode_image(batch["pixel_values"][:1], with_keys_values=False)
+        model.encode_text(batch["input_ids"][:1, :length], batch["attention_mask"][:1, :length], with_states=False)
+    return 3.0 * counter.get_total_flops() * len(batch["lengths"])
+
+
 def profile(step: Step, device: torch.device, milliseconds: float) -> dict[str, float]:
     """Busy share, launches and waits of a step, by torch's profiler."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile() as profiler:
         for number in range(3):
             step(number)
         synchronize(device)
     events = profiler.key_averages()
-    table = events.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70)
-    logger.info("%s", table)
     kernels = {
         event.key.lower(): event.self_device_time_total
         for event in events
@@ -191,54 +195,48 @@ def profile(step: Step, device: torch.device, milliseconds: float) -> dict[str, 
     }
     busy = sum(kernels.values()) / 3e3
     products = sum(time for name, time in kernels.items() if any(part in name for part in PRODUCTS)) / 3e3
-    count = {
-        name: sum(e.count for e in events if e.key in names) / 3
-        for name, names in (("launches", LAUNCHES), ("waits", WAITS))
+    launches, waits = (sum(e.count for e in events if e.key in known) / 3 for known in (LAUNCHES, WAITS))
+    return {
+        "busy": busy / milliseconds,
+        "matmul": products / busy if busy else 0.0,
+        "launches": launches,
+        "waits": waits,
     }
-    return {"busy": busy / milliseconds, "products": products / busy if busy else 0.0, **count}
 
 
-def measure(
-    accelerator: Accelerator,
-    setting: dict[str, Any],
-    args: GpuBenchmarkArguments,
-    model_args: ModelArguments,
-    peak: float,
-) -> dict[str, Any]:
-    """The figures of one setting; the first three steps, which compile, are not counted."""
+def measure(accelerator: Accelerator, setting: dict[str, Any], args: argparse.Namespace, peak: float) -> None:
+    """Add the figures of one setting to it; the first three steps, which compile, are not counted."""
     torch._dynamo.reset()
     reset_peak(accelerator.device)
-    step, operations = make_step(accelerator, setting, model_args, args.micro_batch_size)
-    begin = time.perf_counter()
+    step, operations = make_step(accelerator, setting, model_arguments(args), args.micro_batch_size)
     for number in range(3):
         step(number)
-    synchronize(accelerator.device)
-    setting["start_seconds"] = time.perf_counter() - begin
     times: list[float] = []
-    last: Any = None
+    loss: Any = None
     for _ in range(args.rounds):
+        synchronize(accelerator.device)
         begin = time.perf_counter()
         for number in range(args.steps):
-            last = step(number)
+            loss = step(number)
         synchronize(accelerator.device)
         times.append((time.perf_counter() - begin) / args.steps)
     seconds = median(times)
-    setting |= {"milliseconds": 1e3 * seconds, "slowest": 1e3 * max(times), "fastest": 1e3 * min(times)}
-    setting |= {"pairs_per_second": setting["pairs"] / seconds, "utilisation": operations / seconds / peak}
-    setting |= {"tflop": operations / 1e12, "peak_gib": peak_bytes(accelerator.device) / 2**30}
-    setting["loss"] = float(last if setting["loop"] == "bare" else last["loss"])
-    if not setting["compiled"]:  # the count would run the graph's source instead
-        with HostReads() as reads:
-            step(args.rounds * args.steps)
-        reads.found.pop("optimizer.py:step", None)  # of AdamW that is not fused, whose counts of steps lie on the host
-        setting |= {"kernels": reads.kernels, "reads": sum(reads.found.values())}
-    return setting | (profile(step, accelerator.device, 1e3 * seconds) if args.profiled else {})
+    setting |= {"ms a step": 1e3 * seconds, "pairs/s": setting["pairs"] / seconds}
+    setting |= {
+        "utilisation": operations / seconds / peak,
+        "peak GiB": peak_bytes(accelerator.device) / 2**30,
+        "loss": float(loss),
+    }
+    if accelerator.device.type == "cuda":
+        setting |= profile(step, accelerator.device, 1e3 * seconds)
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
+def ceilings(device: torch.device) -> tuple[float, float]:
     """FLOPs a second of a large bf16 matrix product, bytes a second of a large copy."""
-    side = MATRIX if device.type == "cuda" else 512
+    side = 8192 if device.type == "cuda" else 512
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(side * side * 8, device=device)
+    target = torch.empty_like(source)
 
     def seconds(work: Callable[[], Any]) -> float:
         times = []
@@ -250,63 +248,110 @@ def ceilings(device: torch.device) -> dict[str, float]:
             times.append(time.perf_counter() - begin)
         return median(times[3:])
 
-    source = torch.randn(side * side * 8, device=device)
-    target = torch.empty_like(source)
-    product_seconds, copy_seconds = seconds(lambda: left @ right), seconds(lambda: target.copy_(source))
-    return {"flops": 2 * side**3 / product_seconds, "bytes": 2 * source.nbytes / copy_seconds}
+    return 2 * side**3 / seconds(lambda: left @ right), 2 * source.nbytes / seconds(lambda: target.copy_(source))
+
+
+def run_half_hour(tiny: bool) -> list[dict[str, Any]]:
+    """Run the list of commands; print and return what became of each."""
+    sections: list[dict[str, Any]] = []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
+    with suppress(OSError):
+        sys.stdout.write(subprocess.run(query, capture_output=True, text=True, check=False).stdout)
+    sys.stdout.write(f"{machine()}\n")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "b32.json").write_text('{"model_type": "vit", "patch_size": 32}', encoding="utf-8")
+        end = time.monotonic() + 60 * MINUTES
+        for title, precision, seconds, command in HALF_HOUR:
+            words = command.format(folder=folder).split()
+            limit = min(seconds, end - time.monotonic())
+            on_cpu = tiny and not torch.cuda.is_available()
+            if tiny:
+                limit, words = 4 * seconds, shrunk(words)
+            variables = {"ACCELERATE_MIXED_PRECISION": "bf16" if on_cpu and precision == "fp16" else precision}
+            variables |= {"TANDEM_GPU_TESTS": "cpu"} if on_cpu else {}
+            begin = time.monotonic()
+            status, output = run(words, limit, variables) if limit > 0 else ("no time was left", "")
+            sections.append(
+                {"section": title, "status": status, "seconds": time.monotonic() - begin, "output": output}
+            )
+            command = " ".join(words).replace(folder, ".")
+            sys.stdout.write(f"\n## {title}\n\n{status}, precision {precision}: `python {command}`\n\n{output}\n")
+            sys.stdout.flush()
+    return sections
+
+
+def shrunk(words: list[str]) -> list[str]:
+    """The command with tiny shapes and few steps."""
+    small = [TINY.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    if "pytest" in words:
+        small += ["-k", "tiled"]
+    if words[0] == "scripts/pretrain.py":
+        small += ["--max_train_samples", "256", "--max_eval_samples", "16"]
+    return " ".join(small).split()
+
+
+def run(words: list[str], limit: float, variables: dict[str, str]) -> tuple[str, str]:
+    """Run Python with `words` for at most `limit` seconds; return how it ended and its table, or the end of its output."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env={**os.environ, **variables, "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit)
+        status = "done" if process.returncode == 0 else f"failed with exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its workers, too
+        output, _ = process.communicate()
+        status = f"ended after its {limit:.0f} s"
+    lines = output.splitlines()
+    tables = [place for place, line in enumerate(lines) if line.startswith("|---")]
+    return status, "\n".join(lines[tables[-1] - 1 :] if tables else lines[-25:])
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the script and return its results; `argv` lets tests and notebooks call it."""
-    given = parse_args(GpuBenchmarkArguments, ModelArguments, argv=argv, doc=__doc__)
-    args, model_args = given[GpuBenchmarkArguments], given[ModelArguments]
-    if args.half_hour:
-        return run_half_hour(Path(args.output_file or "gpu.json"), args.tiny)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logger.setLevel(logging.INFO)
-    accelerator = make_accelerator()
-    name = device_name(accelerator.device)
-    ceiling = ceilings(accelerator.device)
-    logger.info("%s: %.0f TFLOP/s, %.2f TB/s", name, ceiling["flops"] / 1e12, ceiling["bytes"] / 1e12)
-    settings = product(
-        args.pairs.split(","), args.objectives_tried.split("/"), args.compiled.split(","), args.loops.split(",")
+    """Print the table and return its rows."""
+    parser = flags_of(__doc__)
+    parser.add_argument("--pairs", type=numbers, default=[256, 1024], help="pairs per step")
+    parser.add_argument("--objectives", default="contrastive/contrastive,captioning", help="a slash between settings")
+    parser.add_argument(
+        "--compiled", type=names(["false", "true"]), default="false,true", help="--torch_compile or not"
     )
-    ceiling_text = f"{ceiling['flops'] / 1e12:.0f} TFLOP/s, {ceiling['bytes'] / 1e12:.2f} TB/s"
-    about = machine() | {"device": name, "precision": accelerator.mixed_precision, "ceiling": ceiling_text}
-    results: list[dict[str, Any]] = []
-    for pairs, objectives, compiled, loop in settings:
+    parser.add_argument(
+        "--loops", type=names(["tandem", "bare"]), default="tandem,bare", help="bare: contrastive alone"
+    )
+    parser.add_argument("--micro_batch_size", help="pairs held at a time, or auto, as in scripts/pretrain.py")
+    parser.add_argument("--rounds", type=int, default=3, help="turns")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--half_hour", action="store_true", help="run everything that a GPU is wanted for")
+    parser.add_argument("--tiny", action="store_true", help="with --half_hour: tiny shapes and few steps")
+    add_model_flags(parser)
+    args = parser.parse_args(argv)
+    if args.half_hour:
+        return run_half_hour(args.tiny)
+    accelerator = make_accelerator()
+    peak, copied = ceilings(accelerator.device)
+    about = f"{device_name(accelerator.device)}, {accelerator.mixed_precision}: a product reaches {peak / 1e12:.0f} TFLOP/s, "
+    rows: list[dict[str, Any]] = []
+    for pairs, objectives, compiled, loop in product(
+        args.pairs, args.objectives.split("/"), args.compiled, args.loops
+    ):
         if loop == "bare" and objectives != "contrastive":
             continue
-        setting = {"loop": loop, "objectives": objectives, "pairs": int(pairs), "compiled": compiled == "true"}
+        row = {"loop": loop, "objectives": objectives, "pairs": pairs, "compiled": compiled == "true"}
+        rows.append(row)
         try:
-            setting = measure(accelerator, setting, args, model_args, ceiling["flops"])
+            measure(accelerator, row, args, peak)
         except (RuntimeError, TooManyPairsError) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise
-            setting["error"] = str(error).split(".")[0]
-        logger.info("%s", json.dumps(setting))
-        results.append(setting)
-        write_table(results, about, args.output_file)
+            row["error"] = str(error).split(".")[0]
+        print_table(rows, [f"{about}a copy {copied / 1e12:.2f} TB/s"])
         accelerator.free_memory()
         give_memory_back(accelerator.device)
-    sys.stdout.write(table_text(results, about))
-    return results
-
-
-def table_text(results: list[dict[str, Any]], about: dict[str, str]) -> str:
-    """The table, and the machine that it was measured on."""
-    cells = [[result.get(column) for column in COLUMNS] for result in results]
-    errors = [f"\n- {row['loop']}, {row['pairs']} pairs: {row['error']}" for row in results if "error" in row]
-    table = markdown_table(list(COLUMNS.values()), cells)
-    return f"{table}\n{''.join(errors)}\n{'; '.join(f'{what}: {value}' for what, value in about.items())}\n"
-
-
-def write_table(results: list[dict[str, Any]], about: dict[str, str], file: str | None) -> None:
-    """Write the figures so far to `file` and the table beside it."""
-    if file:
-        Path(file).write_text(json.dumps({"about": about, "results": results}, indent=2) + "\n", encoding="utf-8")
-        Path(file).with_suffix(".md").write_text(table_text(results, about), encoding="utf-8")
+    return rows
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

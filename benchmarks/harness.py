@@ -1,7 +1,8 @@
-"""What benchmarks share: processes that take turns, memory, the machine, and a table."""
+"""What the benchmarks share: flags, contestants that take turns, the clock, the machine, and the table."""
 
+import argparse
 import ctypes
-import json
+import multiprocessing
 import os
 import platform
 import resource
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -17,107 +18,133 @@ from typing import Any
 
 import psutil
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.ticker import NullLocator
 
 from mm_utils import distributed
-from mm_utils.reports.plots import BLUE, INK, LIGHT, MUTED, new_figure
+from mm_utils.model.build import ModelArguments
+from mm_utils.text import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-_LIBC = ctypes.CDLL(None)
+MODEL_FLAGS = {
+    "vision_model_name_or_path": str, "text_model_name_or_path": str, "vision_config": str, "text_config": str,
+    "image_size": int, "vocab_size": int,
+}  # fmt: skip
 
 
-class TurnTaker:
-    """A Python program that works only between a question and its answer, each one line of JSON.
+def flags_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser that prints the module's docstring as its help."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
 
-    After an answer its process group (with its loader workers) is stopped, so that nothing it does falls into another's
-    time. On Linux it ends with this process, from its first moment on, and this process with its launcher: what is left of
-    a command that was ended would answer into a broken pipe. The program's side is `serve`.
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `scripts/pretrain.py` that choose the two encoders."""
+    for name, kind in MODEL_FLAGS.items():
+        parser.add_argument(f"--{name}", type=kind, help="as in scripts/pretrain.py")
+
+
+def model_arguments(args: argparse.Namespace, **fixed: Any) -> ModelArguments:
+    """What those flags say; `fixed` are further fields."""
+    chosen = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
+    return ModelArguments(**chosen, **fixed)
+
+
+def numbers(text: str) -> list[int]:
+    """`64,128` as numbers above 0, for argparse."""
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
+    return values
+
+
+def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A type for argparse: a list of some of the `known` names, with commas between."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := sorted(set(chosen) - set(known)):
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not known; choose from {','.join(known)}")
+        return chosen
+
+    return parse
+
+
+class Contestant:
+    """A process that works only between a question and its answer, and is stopped in between, with its loader workers.
+
+    Args:
+        make: called with `task` in the process; what it returns is called with each question.
 
     Attributes:
         error: why it is out, if it is; it answers nothing more then.
     """
 
-    def __init__(self, program: Path, *arguments: str):
-        from mm_utils.run.checks import end_with_launcher  # which the programs need not import
-
-        end_with_launcher()
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            [sys.executable, str(program), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-            preexec_fn=_begin_group,
-        )
+    def __init__(self, make: Callable[[Any], Callable[[Any], dict[str, Any]]], task: Any):
+        context = multiprocessing.get_context("spawn")  # nothing of this process falls into its memory
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, make, task))
+        self.process.start()
+        theirs.close()
         self.error: str | None = None
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one question; empty if the program is out."""
-        if self.error is not None or self.process.stdin is None or self.process.stdout is None:
+    def ask(self, question: Any = None) -> dict[str, Any]:
+        """The answer to one question; empty if the process is out."""
+        if self.error is not None:
             return {}
         self._signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline() or '{"error": "it ended without an answer"}')
+        try:
+            self.pipe.send(question)
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            answer = {"error": "it ended without an answer"}
         self._signal(signal.SIGSTOP)
         self.error = answer.get("error")
         return answer if self.error is None else {}
 
     def end(self) -> None:
-        """End the program and its workers."""
+        """End the process and its workers."""
         self._signal(signal.SIGKILL)
         self.process.kill()
-        self.process.communicate()
+        self.process.join()
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # it has ended
-            os.killpg(self.process.pid, number)
+        with suppress(ProcessLookupError):  # it has ended, or has no group yet
+            os.killpg(self.process.pid or 0, number)
 
 
-def _begin_group() -> None:
-    """Let this process and its workers be stopped together, and be killed with the parent."""
-    os.setpgrp()
-    with suppress(AttributeError):
-        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
-
-
-def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer a `TurnTaker` until it asks no more; what else is printed goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+def _serve(pipe: Any, make: Callable[[Any], Callable[[Any], dict[str, Any]]], task: Any) -> None:
+    os.setpgrp()  # it is stopped and ended together with its workers
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped process would outlive its parent
+    multiprocessing.set_start_method(None, force=True)  # its loader workers start as anywhere else, not by spawning
     try:
-        for line in sys.stdin:
-            answers.write(json.dumps(answer(json.loads(line))) + "\n")
+        answer = make(task)
+        while True:
+            pipe.send(answer(pipe.recv()))
+    except EOFError:
+        pass
     except Exception as error:
-        answers.write(json.dumps({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}) + "\n")
-        raise
+        pipe.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+
+
+def take_turns(contestants: Sequence[Contestant], question: Any, rounds: int) -> list[list[dict[str, Any]]]:
+    """Ask all of them in turn, each time from another one on; what slows the machine down hits all alike."""
+    answers: list[list[dict[str, Any]]] = [[] for _ in contestants]
+    for turn in range(rounds):
+        for number in range(len(contestants)):
+            place = (turn + number) % len(contestants)
+            answers[place].append(contestants[place].ask(question))
+    return answers
 
 
 def cpu_seconds() -> float:
-    """CPU time so far of this process, its living children and theirs, and ended children.
-
-    On Linux in nanoseconds, by each process's own clock; elsewhere by psutil. What a process has used between two calls is
-    lost if it ended between them and is not yet waited for.
-    """
+    """CPU time so far of this process, its living children and theirs, and its ended children."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + ended.ru_utime + ended.ru_stime
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            total += _process_clock(child.pid) if sys.platform == "linux" else sum(child.cpu_times()[:2])
+        with suppress(psutil.NoSuchProcess):
+            total += sum(child.cpu_times()[:2])
     return total
-
-
-def _process_clock(pid: int) -> float:
-    clock = ctypes.c_int()
-    if error := _LIBC.clock_getcpuclockid(pid, ctypes.byref(clock)):
-        raise ProcessLookupError(error, os.strerror(error))
-    try:
-        return time.clock_gettime(clock.value)
-    except OSError as error:  # EINVAL: it has ended meanwhile
-        raise ProcessLookupError(pid) from error
 
 
 def synchronize(device: torch.device) -> None:
@@ -130,8 +157,8 @@ def give_memory_back(device: torch.device) -> None:
     """Return what the allocators keep, so that others find room."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if platform.libc_ver()[0] == "glibc":
-        _LIBC.malloc_trim(0)
+    elif platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def device_name(device: torch.device) -> str:
@@ -139,36 +166,22 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def machine() -> dict[str, str]:
+def machine() -> str:
     """Processor, cores, versions, date and commit, for the reader of a table."""
     model = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = ""
     with suppress(OSError):
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "processor": f"{model}, {distributed.available_cores()} cores",
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-        "commit": commit or "unknown",
-    }
+    cores = distributed.available_cores()
+    return f"{model}, {cores} cores; torch {torch.__version__}; {date.today()}; commit {commit or 'unknown'}"
 
 
-def draw_bars(values: dict[str, float], title: str, ours: str, out_path: Path) -> None:
-    """Draw horizontal bars with their values; names that begin with `ours` are in colour."""
-    figure = new_figure(7, 0.9 + 0.32 * len(values))
-    ax = figure.add_subplot()
-    places = list(range(len(values)))
-    colors = [BLUE if name.startswith(ours) else MUTED for name in values]
-    ax.barh(places, list(values.values()), color=colors, height=0.66)
-    for place, value in zip(places, values.values(), strict=True):
-        ax.text(value, place, f" {float(f'{value:.3g}'):,g}", va="center", fontsize=8, color=INK)
-    ax.set_yticks(places, list(values), fontsize=8, color=INK)
-    ax.tick_params(length=0)
-    ax.xaxis.set_major_locator(NullLocator())
-    ax.spines[["top", "right", "bottom"]].set_visible(False)
-    ax.spines["left"].set_color(LIGHT)
-    ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
-    ax.set(xlim=(0, 1.12 * max(values.values(), default=1.0)), ylim=(len(values) - 0.5, -0.5))
-    FigureCanvasAgg(figure).print_png(str(out_path))
+def print_table(rows: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> None:
+    """Print a Markdown table, a column for each name that a row has; below it notes and the machine."""
+    titles = list(dict.fromkeys(name for row in rows for name in row))
+    table = markdown_table(titles, [[row.get(name) for name in titles] for row in rows])
+    sys.stdout.write("\n".join([table, "", *(f"- {note}" for note in (*notes, machine()))]) + "\n")
+    sys.stdout.flush()

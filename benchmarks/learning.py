@@ -1,204 +1,357 @@
 """Which way of joining two encoders finds held-out images best, in equal time.
 
-    python -m benchmarks.learning --train_file photos_en/captions.jsonl --minutes 4 --output_file learning.jsonl \\
+    python -m benchmarks.learning --train_file photos_en/captions.jsonl --minutes 4 \\
         --vision_model_name_or_path mobilenet_v2_1.0_224 --text_model_name_or_path all-MiniLM-L6-v2
 
-What the contestants do is described in `benchmarks/rivals/learners.py`. Each is a process of its own, one after the other, with every
-seed (closed forms, which draw nothing at random, once). Results are added to the file as they come; started again, it goes on
-with what is missing. Only evaluation, reading the encoders and, but for this project, reading the data cost no time.
+- `tandem`: scripts/pretrain.py with its defaults; a short run before tells how many steps fit into the time (between two frozen encoders
+  it takes as many as the defaults have). Its time includes reading the data, the closed form and checkpoints.
+- `cca`: canonical correlations of the frozen encoders' features; `ridge`: ridge regression both ways, the penalty chosen by folds of the
+  training split, the score the sum of both cosines. Both are closed forms, which draw nothing at random.
+- `tuned`: a plain loop with what experience suggests: 1e-3 for projections and 5e-5 for encoders, warm-up and cosine, crops of at least
+  80 %, captions padded to the longest, channels-last images, frozen batch norms, clipping.
+- `transformers`: the loop of its contrastive-image-text example: captions padded to 128 tokens, the text encoder's pooler, a linear
+  schedule, and a learning rate of 5e-4 in place of 5e-5, with which it learns less.
 
-Whatever is chosen is chosen on the validation split: which weights, and how strong a penalty by folds of the training split.
-The table is of the test split. The file gets a table (.md) and a picture of validation recall over time (.png).
+Each contestant is a process, one after the other. Evaluation costs no time. The loops' schedules follow the clock, so nobody has to
+guess a number of steps. All keep the weights that were best on validation; the table is of the test split, by an image's own captions,
+with 95 % intervals over images.
 """
 
-import json
+import argparse
 import logging
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import fmean
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from tqdm.auto import tqdm
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import TrainerCallback
 
-from benchmarks.ablations.report import with_interval
-from benchmarks.harness import ROOT, TurnTaker, machine
-from mm_utils.arguments import arg, parse_args
-from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.rows.source import DataArguments
-from mm_utils.distributed import RunError
-from mm_utils.files import append_rows
-from mm_utils.model.build import ModelArguments
-from mm_utils.reports.plots import COLORS, INK, MUTED, new_figure, save_figure, set_title, small_legend, style_axes
-from mm_utils.run.start import run_script, set_up_logging
-from mm_utils.text import markdown_table
+from benchmarks.harness import MODEL_FLAGS, Contestant, flags_of, names, print_table, synchronize
+from benchmarks.peers import Batch, Bench, add_data_flags, clip_loss, mean_of, transformers_batches, tuned_batches
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.media import Image
+from mm_utils.evaluation.metrics import mean_interval
+from mm_utils.extras.starts.closed_form import FOLDS, Features, fit
+from mm_utils.model.build import load_model
+from scripts import pretrain
 
-logger = logging.getLogger(__name__)
-
-CLOSED_FORMS = "cca,ridge"
-CONTESTANTS = "tandem,tandem_towers,cca,ridge,transformers,open_clip,tuned,sentence_transformers"
-SHOWN = ("text_to_image_R@1", "text_to_image_R@10", "image_to_text_R@1", "image_to_text_R@10")
-
-
-@dataclass
-class LearningArguments:
-    """Who takes part, for how long."""
-
-    minutes: float = arg(4.0, "Time of each contestant, without evaluation.")
-    seeds: str = arg("0,1,2", "Seeds of the contestants that draw at random, e.g. 0,1,2.")
-    contestants: str = arg(CONTESTANTS, "Who takes part.")
-    global_batch_size: int = arg(64, "Pairs per step.")
-    points: int = arg(5, "How often a loop is judged, at equal fractions of the time.")
-    output_file: str = arg("learning.jsonl", "Results, one a line; table and picture are put beside it.")
-    dry_run: bool = arg(False, "Only list what would be run.")
-
-    def __post_init__(self) -> None:
-        self.names = self.contestants.split(",")
-        if unknown := set(self.names) - set(CONTESTANTS.split(",")):
-            raise ValueError(f"--contestants has {', '.join(sorted(unknown))}; choose from {CONTESTANTS}.")
-        if not all(seed.isdecimal() for seed in self.seeds.split(",")):
-            raise ValueError(f"--seeds is {self.seeds!r}; write numbers, e.g. 0,1,2.")
-        if self.minutes <= 0 or self.points < 1:
-            raise ValueError(f"--minutes is {self.minutes:g}, --points {self.points}; give more than 0.")
-        if Path(self.output_file).suffix in (".md", ".png"):
-            raise ValueError(f"--output_file is {self.output_file}; its table and picture end so. Give a .jsonl file.")
+PROBE_STEPS = 8
+PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of ridge regression, in mean variances of a feature
+Embed = Callable[[Batch], tuple[Tensor, Tensor]]
+"""From a batch of evaluation to embeddings of its images [n, E] and captions [t, E]."""
 
 
-def plan(args: LearningArguments) -> list[tuple[str, int]]:
-    """Contestants and seeds, the seeds outermost: a run that is stopped has some of everyone."""
-    seeds = [int(seed) for seed in args.seeds.split(",")]
-    return [
-        (name, seed)
-        for seed in seeds
-        for name in args.names
-        if seed == seeds[0] or name not in CLOSED_FORMS.split(",")
-    ]
+class Clock:
+    """Seconds of work; what happens while it is paused does not count."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.begin = device, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until now, all work done."""
+        synchronize(self.device)
+        return time.perf_counter() - self.begin
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what is done within."""
+        synchronize(self.device)
+        left = time.perf_counter()
+        yield
+        self.begin += time.perf_counter() - left
 
 
-def read_results(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the results that the file already has.
+class Judge:
+    """Held-out recall by one code for all; the clock stands still meanwhile."""
 
-    Raises:
-        ValueError: if they were found with other settings.
-    """
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    for row in rows:
-        if other := sorted(name for name in settings if row["settings"].get(name) != settings[name]):
-            raise ValueError(f"{path} has results with other {', '.join(other)}. Give another --output_file.")
-    return rows
+    def __init__(self, bench: Bench):
+        if "test" not in bench.splits:
+            raise ValueError("The data have no test split. Give some rows of --train_file the split test.")
+        self.clock, self.points = Clock(bench.device), list[dict[str, Any]]()
+        self.loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, Image(*bench.geometry))
+        self.splits = {
+            split: tokenize_captions(bench.splits[split], bench.tokenizer, bench.max_tokens)
+            for split in ("validation", "test")
+        }
 
+    def __call__(self, embed: Embed) -> None:
+        """Embed the held-out splits and keep what they give."""
+        seconds = self.clock.seconds
+        with self.clock.paused(), torch.no_grad():
+            found = {split: self.measure(embed, rows) for split, rows in self.splits.items()}
+        self.points.append({"seconds": seconds, **found})
 
-def compete(name: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Let one contestant learn in a process of its own; a result, or `error`."""
-    task = {
-        **{part: settings[part] for part in ("data", "loader", "model")},
-        **{"contestant": name, "seed": seed, "batch_size": settings["global_batch_size"], "caption_tokens": "real"},
-        **{"synthetic": False, "peers_keep_memory": True, "peers_channels_last": name == "tuned"},
-    }
-    process = TurnTaker(ROOT / "benchmarks/rivals/learners.py")
-    try:
-        found = process.ask({"task": task, "minutes": settings["minutes"], "points": settings["points"]})
-        return found if process.error is None else {"error": process.error}
-    finally:
-        process.end()
-
-
-def report(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """The table of the test split: means over seeds, 95 % intervals, best mean recall first."""
-    table = []
-    for name in names:
-        own = [row for row in rows if row["contestant"] == name]
-        if own:
-            cells = [_recall([row["test"] for row in own], metric) for metric in SHOWN]
-            seconds, steps = (fmean(row.get(key) or 0 for row in own) for key in ("seconds", "steps"))
-            order = fmean(row["test"]["mean_recall"] for row in own)
-            table.append((order, [name, *cells, f"{seconds:.0f}", f"{steps:.0f}" if steps else None, len(own)]))
-    table.sort(key=lambda each: -each[0])
-    titles = [metric.replace("_", " ") for metric in SHOWN]
-    text = markdown_table(["contestant", *titles, "seconds", "steps", "runs"], [cells for _, cells in table])
-    return (
-        f"{text}\n\nMean and 95 % interval: over seeds (Student), of a single run over images. Seconds until the weights that were "
-        "best on validation."
-    )
-
-
-def _recall(runs: Sequence[dict[str, Any]], metric: str) -> str:
-    """One figure of one or several runs with its interval."""
-    if len(runs) > 1:
-        return with_interval([run[metric] for run in runs])
-    return f"{runs[0][metric]:.3f} ± {runs[0]['half_widths'][metric]:.3f}"
-
-
-def draw(rows: Sequence[dict[str, Any]], names: Sequence[str], out_path: Path) -> None:
-    """Validation recall over time: each contestant's mean; a star for what needs no training."""
-    figure = new_figure(7.5, 4.2)
-    ax = figure.add_subplot()
-    style_axes(ax)
-    for place, name in enumerate(names):
-        runs = [row["points"] for row in rows if row["contestant"] == name]
-        if not runs:
-            continue
-        # A run that was ended by the clock has a point less or more.
-        points = [[fmean(axis) for axis in zip(*points, strict=True)] for points in zip(*runs, strict=False)]
-        seconds, recalls = zip(*points, strict=True)
-        style: dict[str, Any] = (
-            {"marker": "*", "markersize": 11} if len(points) == 1 else {"marker": "o", "markersize": 3}
+    def measure(self, embed: Embed, rows: Dataset) -> dict[str, tuple[float, float]]:
+        """Recalls of one split with half widths; equal captions have equal scores."""
+        image_ME, text_TE = (
+            torch.cat(side) for side in zip(*map(embed, self.loaders.evaluation(rows, 64)), strict=True)
         )
-        line = "--" if place >= len(COLORS) else "-"
-        ax.plot(seconds, recalls, line, color=COLORS[place % len(COLORS)], linewidth=1.6, label=name, **style)
-    set_title(ax, "Validation: mean recall")
-    ax.set_xlabel("seconds", fontsize=8, color=MUTED)
-    ax.tick_params(labelcolor=INK)
-    small_legend(ax, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    save_figure(figure, out_path)
+        captions = [caption for own in rows["captions"] for caption in own]
+        first: dict[str, int] = {}
+        places = [first.setdefault(caption, place) for place, caption in enumerate(captions)]
+        owner_T = torch.tensor([image for image, own in enumerate(rows["captions"]) for _ in own])
+        return recalls(image_ME, text_TE[places], owner_T)
+
+
+def recalls(image_ME: Tensor, text_TE: Tensor, owner_T: Tensor) -> dict[str, tuple[float, float]]:
+    """Recalls both ways with half of their 95 % intervals over images; a tie with a wrong candidate counts against the model."""
+    score_MT = F.normalize(image_ME.double().cpu(), dim=-1) @ F.normalize(text_TE.double().cpu(), dim=-1).T
+    images_M = torch.arange(len(score_MT))
+    right_MT = images_M[:, None] == owner_T
+    found = {}
+    for way, scores, right, image_of in (
+        ("text to image", score_MT.T, right_MT.T, owner_T),
+        ("image to text", score_MT, right_MT, images_M),
+    ):
+        best = scores.masked_fill(~right, -math.inf).amax(1, keepdim=True)
+        rank_Q = ((scores >= best) & ~right).sum(1)
+        for k in (1, 5, 10):
+            found[f"{way} R@{k}"] = mean_interval((rank_Q < k).double(), image_of)
+    return found
+
+
+def mean_recall(found: dict[str, tuple[float, float]]) -> float:
+    """The mean of all recalls of a split."""
+    return sum(value for value, _ in found.values()) / len(found)
+
+
+def stock_embed(bench: Bench, model: Any, pools_by_mean: bool = True, projects: bool = True) -> Embed:
+    """The stock class, pooled by the mean or its own way, with or without projections."""
+
+    def embed(batch: Batch) -> tuple[Tensor, Tensor]:
+        input_ids = batch["input_ids"].to(bench.device)
+        attention_mask = (input_ids != bench.pad_token_id).long()
+        seen = model.vision_model(pixel_values=batch["pixel_values"].to(bench.device, non_blocking=True))[1]
+        states, pooled, *_ = model.text_model(input_ids=input_ids, attention_mask=attention_mask).to_tuple()
+        read = mean_of(states, attention_mask) if pools_by_mean else pooled
+        return (model.visual_projection(seen), model.text_projection(read)) if projects else (seen, read)
+
+    return embed
+
+
+# -- closed forms -----------------------------------------------------------------------------------------------------
+
+
+def frozen_features(bench: Bench, judge: Judge) -> tuple[Embed, Features]:
+    """The encoders without projections, and their unit features of the training split, fp64."""
+    embed = stock_embed(bench, bench.stock_model().eval(), projects=False)
+    images, texts, owners, number = list[Tensor](), list[Tensor](), list[Tensor](), 0
+    with torch.no_grad():
+        for batch in judge.loaders.evaluation(bench.rows, 64):
+            image_nA, text_tB = embed(batch)
+            images.append(image_nA)
+            texts.append(text_tB)
+            owners.append(batch["caption_image"] + number)
+            number += len(image_nA)
+    return embed, Features(torch.cat(images), torch.cat(texts), torch.cat(owners)).unit()
+
+
+def cca(bench: Bench, judge: Judge, args: argparse.Namespace) -> None:
+    """Canonical correlations."""
+    embed, features = frozen_features(bench, judge)
+    start = fit(features, bench.model.config.projection_dim)
+
+    def mapped(batch: Batch) -> tuple[Tensor, Tensor]:
+        image_nA, text_tB = (side.cpu().double() for side in embed(batch))
+        return image_nA @ start.image_AE, text_tB @ start.text_BE
+
+    judge(mapped)
+
+
+def regress(features: Features, penalty: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Fit both ways; return what embeds features so that a product is the sum of cosines."""
+    image_TA, text_TB = features.image_MA[features.owner_T], features.text_TB
+    image_A, text_B = image_TA.mean(0), text_TB.mean(0)
+    image_TA, text_TB = image_TA - image_A, text_TB - text_B
+
+    def solve(given: Tensor, wanted: Tensor) -> Tensor:
+        covariance = given.T @ given / len(given)
+        shrunk = covariance + penalty * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+        return torch.linalg.solve(shrunk, given.T @ wanted / len(given))
+
+    to_text_AB, to_image_BA = solve(image_TA, text_TB), solve(text_TB, image_TA)
+
+    def embed(image_MA: Tensor, text_TB: Tensor) -> tuple[Tensor, Tensor]:
+        image_MA, text_TB = image_MA - image_A, text_TB - text_B
+        image = [F.normalize(side, dim=-1) for side in (image_MA @ to_text_AB, image_MA)]
+        text = [F.normalize(side, dim=-1) for side in (text_TB, text_TB @ to_image_BA)]
+        return torch.cat(image, dim=-1), torch.cat(text, dim=-1)
+
+    return embed
+
+
+def ridge(bench: Bench, judge: Judge, args: argparse.Namespace) -> None:
+    """Ridge regression both ways, with the penalty that ranks images left out best, in four folds."""
+    features_of, features = frozen_features(bench, judge)
+    fold_M = torch.arange(len(features.image_MA)) % FOLDS
+
+    def left_out(penalty: float) -> float:
+        total = 0.0
+        for fold in range(FOLDS):
+            rest, part = features.take(fold_M != fold), features.take(fold_M == fold)
+            total += mean_recall(recalls(*regress(rest, penalty)(part.image_MA, part.text_TB), part.owner_T))
+        return total
+
+    embed = regress(features, max(PENALTIES, key=left_out))
+    judge(lambda batch: embed(*(F.normalize(side.cpu().double(), dim=-1) for side in features_of(batch))))
+
+
+# -- loops ------------------------------------------------------------------------------------------------------------
+
+
+def loop(bench: Bench, judge: Judge, args: argparse.Namespace, tuned: bool) -> None:
+    """Train until the time is over, and be judged at equal fractions of it."""
+    model, loss_of, budget = bench.stock_model(), clip_loss(), 60 * args.minutes
+    if tuned:
+        model.to(memory_format=torch.channels_last)
+    embed = stock_embed(bench, model, pools_by_mean=tuned)
+    heads = [*model.visual_projection.parameters(), *model.text_projection.parameters(), model.logit_scale]
+    rest = [weight for part in (model.vision_model, model.text_model) for weight in part.parameters()]
+    rates = (5e-5, 1e-3) if tuned else (5e-4, 5e-4)
+    groups = [{"params": part, "peak": peak} for part, peak in zip((rest, heads), rates, strict=True)]
+    settings = {"weight_decay": 0.05, "betas": (0.9, 0.98)} if tuned else {"weight_decay": 0.1}
+    optimizer = bench.accelerator.prepare(torch.optim.AdamW(groups, **settings))  # type: ignore[arg-type]
+    for batch in tuned_batches(bench) if tuned else transformers_batches(bench):
+        model.train()
+        if tuned:
+            for module in model.modules():
+                module.train(not isinstance(module, nn.BatchNorm2d) and module.training)
+        share = min(1.0, judge.clock.seconds / budget)
+        factor = (1 + math.cos(math.pi * share)) / 2 * min(1.0, (share + 1e-3) / 0.1) if tuned else 1 - share
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+        with bench.accelerator.autocast():
+            image_NE, text_NE = (F.normalize(side.float(), dim=-1) for side in embed(batch))
+            loss = loss_of(image_NE, text_NE, model.logit_scale.exp())
+        bench.accelerator.backward(loss)
+        bench.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, math.log(100))
+        if judge.clock.seconds >= budget * (len(judge.points) + 1) / args.points:
+            model.eval()
+            judge(embed)
+        if judge.clock.seconds >= budget:
+            return
+
+
+class Watch(TrainerCallback):
+    """Follows a run of scripts/pretrain.py by a clock without evaluations; ends it in time."""
+
+    def __init__(self, clock: Clock, budget: float = math.inf):
+        self.clock, self.budget = clock, budget
+        self.ready = self.left = 0.0
+        self.ends: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Training is ready to begin."""
+        self.ready = self.clock.seconds
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the clock, and end training once the time is over."""
+        self.ends.append(self.clock.seconds)
+        control.should_training_stop |= self.ends[-1] >= self.budget
+
+    def on_evaluate_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop the clock."""
+        self.left = time.perf_counter()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start it again."""
+        self.clock.begin += time.perf_counter() - self.left
+
+
+def tandem(bench: Bench, judge: Judge, args: argparse.Namespace) -> None:
+    """Train by scripts/pretrain.py for as many steps as fit into the time."""
+    chosen = ("train_file", "dataloader_num_workers", "max_seq_length", *MODEL_FLAGS)
+    flags = [f"--{name}={getattr(args, name)}" for name in chosen if getattr(args, name) is not None]
+    flags += [f"--{name}" for name in ("freeze_vision", "freeze_text") if getattr(args, name)]
+    flags.append(f"--seed={args.seed}")
+    budget = 60 * args.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        if not (args.freeze_vision and args.freeze_text):
+            flags.append(f"--global_batch_size={bench.batch_size}")
+            probe = Watch(Clock(bench.device))
+            short = ["--save_steps=0", f"--max_steps={PROBE_STEPS}", f"--output_dir={folder}/probe"]
+            pretrain.main([*flags, *short], [probe])
+            a_step = (probe.ends[-1] - probe.ends[0]) / (PROBE_STEPS - 1)  # the first waits for the loader
+            flags.append(f"--max_steps={max(1, int((budget - probe.ready) / a_step))}")
+        judge.clock = Clock(bench.device)
+        pretrain.main([*flags, f"--output_dir={folder}/run"], [Watch(judge.clock, budget)])
+        model = load_model(f"{folder}/run", fusion_layers=0).to(bench.device).eval()
+
+        def embed(batch: Batch) -> tuple[Tensor, Tensor]:
+            image_nE, _ = model.encode_image(batch["pixel_values"], with_keys_values=False)
+            return image_nE, model.encode_text(batch["input_ids"], batch["attention_mask"], with_states=False)[0]
+
+        judge(embed)
+
+
+CONTESTANTS: dict[str, Callable[[Bench, Judge, argparse.Namespace], None]] = {
+    "tandem": tandem,
+    "cca": cca,
+    "ridge": ridge,
+    "tuned": partial(loop, tuned=True),
+    "transformers": partial(loop, tuned=False),
+}
+
+
+class Learner:
+    """One contestant in its process, which learns once."""
+
+    def __init__(self, args: argparse.Namespace):
+        logging.disable(logging.INFO)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        self.args = args
+
+    def __call__(self, _: Any) -> dict[str, Any]:
+        """Return both splits' recalls at the weights that were best on validation."""
+        bench = Bench(self.args, self.args.seed)
+        judge = Judge(bench)
+        CONTESTANTS[self.args.contestant](bench, judge, self.args)
+        return max(judge.points, key=lambda point: mean_recall(point["validation"]))
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the script and return its results; `argv` lets tests and notebooks call it."""
-    # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (LearningArguments, DataArguments, LoaderArguments, ModelArguments)
-    given = parse_args(*groups, argv=argv, doc=__doc__)
-    args = given[LearningArguments]
-    others: list[Any] = [given[each] for each in groups[1:]]
-    set_up_logging()
-    parts: dict[str, Any] = dict(zip(("data", "loader", "model"), map(asdict, others), strict=True))
-    settings = {name: getattr(args, name) for name in ("minutes", "points", "global_batch_size")} | parts
-
-    # 2. The plan, without what is finished.
-    path = Path(args.output_file)
-    rows = read_results(path, settings)
-    done = {(row["contestant"], row["seed"]) for row in rows}
-    runs = plan(args)
-    due = [run for run in runs if run not in done]
-    if args.dry_run:
-        sys.stdout.writelines(f"{name}, seed {seed}\n" for name, seed in due)
-        return rows
-
-    # 3. One after the other.
-    failed = []
-    with tqdm(total=len(runs), initial=len(runs) - len(due), desc="Learning", unit="run", dynamic_ncols=True) as bar:
-        for name, seed in due:
-            bar.set_postfix_str(f"{name}, seed {seed}")
-            found = compete(name, seed, settings)
-            if "error" in found:
-                failed.append(f"{name}, seed {seed}: {found['error']}")
-                logger.warning("%s did not finish: %s", name, found["error"])
+    """Print the table and return its rows."""
+    parser = flags_of(__doc__)
+    parser.add_argument("--minutes", type=float, default=4.0, help="time of each contestant, without evaluation")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of those that draw at random, with commas between")
+    parser.add_argument(
+        "--contestants", type=names([*CONTESTANTS]), default=",".join(CONTESTANTS), help="who takes part"
+    )
+    parser.add_argument("--points", type=int, default=5, help="how often a loop is judged")
+    add_data_flags(parser)
+    args = parser.parse_args(argv)
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    rows: list[dict[str, Any]] = []
+    for name in args.contestants:
+        for seed in seeds[:1] if name in ("cca", "ridge") else seeds:
+            process = Contestant(Learner, argparse.Namespace(**{**vars(args), "contestant": name, "seed": seed}))
+            best = process.ask()
+            process.end()
+            row: dict[str, Any] = {"contestant": name, "seed": seed}
+            if process.error:
+                row["error"] = process.error
             else:
-                rows.append({"contestant": name, "seed": seed, **found, "settings": settings, "machine": machine()})
-                append_rows(path, [rows[-1]])
-            bar.update()
-
-    # 4. Compare.
-    if rows:
-        text = report(rows, args.names)
-        sys.stdout.write(text + "\n")
-        path.with_suffix(".md").write_text(f"{text}\n\n{'; '.join(machine().values())}\n", encoding="utf-8")
-        draw(rows, args.names, path.with_suffix(".png"))
-    if failed:
-        raise RunError(f"{len(failed)} of {len(due)} did not finish; start again to repeat them. {'; '.join(failed)}")
+                shown = {way: figure for way, figure in best["test"].items() if not way.endswith("R@5")}
+                row |= {way: f"{value:.3f} ± {half:.3f}" for way, (value, half) in shown.items()}
+                row |= {"validation, mean recall": mean_recall(best["validation"]), "best after, s": best["seconds"]}
+            rows.append(row)
+            print_table(rows)
     return rows
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

@@ -1,175 +1,428 @@
-"""Measure what training survives, beside plain Accelerate and transformers' Trainer.
+"""Ways to interrupt and resume a training run, beside plain Accelerate and transformers' Trainer: are the weights equal, bit for bit?
 
-All faults, all contestants, in about half an hour on two cores:
     python -m benchmarks.reliability
-Some of them, all figures and what went wrong to a file, the table beside it:
-    python -m benchmarks.reliability --parts resume,damage --contestants tandem,plain_accelerate --output_file faults.json
+    python -m benchmarks.reliability --cases 1,12,13 --contestants tandem,accelerate
 
-What is done to each, and what counts as right, is described with the parts in `benchmarks/rivals/reliability/process.py`, the
-contestants beside it. A figure is in how many of how many trials all was right:
-
-- resume: 21 ways to train on two processes, interrupted once; right is the uninterrupted run's weights, bit for bit. What
-  stands for a way of Accelerate's in this project is in the list of the file. Nothing where it has no setting to train so.
-- kill: SIGKILL at evenly spread instants of a save; right is a restart by itself from a right state.
-- kill_often: the same at random, `--kills` times in one run that saves after every step; right is that the newest checkpoint
-  found is of the last acknowledged step or a later one.
-- damage: 14 kinds, to a file of the newest checkpoint; right is that it is noticed. `named` counts where the file is named.
-- nan: a batch of NaN; right is finite weights and checkpoints.
-- disk: no room for a checkpoint, with and without rotation; right is an older one that loads and an error that says it.
-  It takes root, as small disks are mounted.
-- sigterm, sigterm_all: to one of two processes, or both; right is that both save at one step and end within half a minute.
-- paths: five image paths that lead out of the data's folder; right is that they are refused.
-- cost: seconds that the loop stands still for a save, and until it is complete, with a model of the preset `small` and
-  Adam's state; medians, and ratios to the first contestant. Here, checkpoints are synchronised to the disk and verified by
-  this project alone.
+Each of 21 cases trains 16 steps on two processes (gloo, CPU), once straight, with a checkpoint on the way, and once from that
+checkpoint. Right is that it goes on at the checkpoint's step and ends with the straight run's weights. `tandem` is
+scripts/pretrain.py, with what stands there for a way of Accelerate's in brackets. `accelerate` is a loop as Accelerate's guide and
+example `checkpointing.py` write it: seedable sampler, `set_epoch`, `skip_first_batches`, or torchdata's StatefulDataLoader (package
+torchdata) where the loader has a state. `trainer` is `transformers.Trainer`. A dash is a way for which a contestant has no setting.
 """
 
+import hashlib
+import importlib.util
+import io
 import json
-import logging
-import sys
+import multiprocessing
+import os
+import shutil
+import socket
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks.harness import ROOT, TurnTaker, machine
-from mm_utils.arguments import arg, parse_args
-from mm_utils.distributed import RunError
-from mm_utils.run.start import run_script
-from mm_utils.text import markdown_table
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
-logger = logging.getLogger(__name__)
+from benchmarks.harness import flags_of, names, numbers, print_table
+from scripts import pretrain
 
-PROGRAM = ROOT / "benchmarks/rivals/reliability/process.py"
-CONTESTANTS = "tandem,plain_accelerate,accelerate_trigger,plain_trainer"
-TRIALS = {
-    "resume": 21, "kill": 20, "kill_often": 1, "damage": 14, "nan": 1, "disk": 2, "sigterm": 10, "sigterm_all": 10,
-    "paths": 5, "cost": 5,
-}  # fmt: skip
-LEFT_OUT = {
-    "accelerate_trigger": {*TRIALS} - {"sigterm", "sigterm_all"},  # it differs in nothing else
-    "plain_accelerate": {"kill_often"},
-    "plain_trainer": {"kill_often", "paths"},  # it reads no paths
-}
-COSTS = {
-    "still": "loop stands still, s",
-    "complete": "complete after, s",
-    "verify": "verified in, s",
-    "megabytes": "MB",
-}
+STEPS, BATCH, SEED, RANKS = (
+    16,
+    4,
+    7,
+    2,
+)  # passes of the loop, pairs of a process in each, seed of everything, processes
+SECONDS = 300  # that a run may take
 
 
-@dataclass
-class ReliabilityBenchmarkArguments:
-    """What is done to whom, how often."""
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
 
-    parts: str = arg(",".join(TRIALS), "What is done.")
-    contestants: str = arg(CONTESTANTS, "Who takes part; ratios of costs are to the first.")
-    trials: int = arg(100, "At most N trials of each part.")
-    kills: int = arg(200, "Kills of kill_often.")
-    output_file: str | None = arg(None, "Write all figures to this JSON file, and the tables beside it (.md).")
+    Attributes:
+        title: what the table calls it.
+        sampler: `seedable` or `random`, as Accelerate calls them.
+        stateful: the loader's own state is saved; here: pairs are streamed.
+        set_epoch: the loop tells the loader which epoch it is; here, without: resumed twice.
+        save: after how many passes of the loop a checkpoint is saved.
+        accumulate: passes of the loop that make one optimizer step; here: parts of the batch.
+    """
 
-    def __post_init__(self) -> None:
-        for flag, given, known in (
-            ("parts", self.parts, TRIALS),
-            ("contestants", self.contestants, CONTESTANTS.split(",")),
-        ):
-            if unknown := set(given.split(",")) - set(known):
-                raise ValueError(f"--{flag} has {', '.join(sorted(unknown))}; choose from {','.join(known)}.")
-        if min(self.trials, self.kills) < 1:
-            raise ValueError(f"--trials is {self.trials}, --kills {self.kills}; both count from 1.")
-
-    def takes_part(self, contestant: str, part: str) -> bool:
-        """Whether there is anything to find out."""
-        return part not in LEFT_OUT.get(contestant, ())
+    title: str
+    workers: int = 0
+    rows: int = 64
+    save: int = 5
+    sampler: str = "seedable"
+    stateful: bool = False
+    set_epoch: bool = True
+    dropout: float = 0.0
+    augment: bool = False
+    accumulate: int = 1
 
 
-def compete(args: ReliabilityBenchmarkArguments, folder: str) -> dict[str, dict[str, Any]]:
-    """What was found: part -> contestant -> answer of the process."""
-    process = TurnTaker(PROGRAM)
-    found: dict[str, dict[str, Any]] = {}
+CASES = (
+    Case("plain"),
+    Case("2 workers", workers=2),
+    Case("61 rows, no multiple of the batch", rows=61),
+    Case("saved at the end of an epoch", save=8),
+    Case("saved in epoch 2", save=12),
+    Case("another order (similar captions together)", sampler="random"),
+    Case("loader with a state (streaming)", stateful=True),
+    Case("the same, another order (other blocks)", stateful=True, sampler="random"),
+    Case("the same, saved in epoch 2", stateful=True, save=12),
+    Case("the same, 61 rows", stateful=True, rows=61),
+    Case("accumulation over 4, saved at a step (batch in 4 parts)", accumulate=4, save=4),
+    Case("dropout 0.3", dropout=0.3),
+    Case("augmentation", augment=True),
+    Case("augmentation, 2 workers", augment=True, workers=2),
+    Case("saved in epoch 2, set_epoch not called (resumed twice)", set_epoch=False, save=12),
+    Case("another order, saved in epoch 2 (similar captions together)", sampler="random", save=12),
+    Case("loader with a state, 2 workers (streaming)", stateful=True, workers=2),
+    Case("the same, another order (other blocks)", stateful=True, workers=2, sampler="random"),
+    Case("the same, augmentation", stateful=True, workers=2, augment=True),
+    Case("loader with a state, saved at the end of an epoch (streaming)", stateful=True, save=8),
+    Case("accumulation over 4, saved inside (batch in 4 parts)", accumulate=4),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What each process of a contestant does: train in `folder`, save after `save` passes, from the newest checkpoint or not."""
+
+    case: Case
+    folder: Path
+    data: Path
+    save: int
+    resume: bool
+
+    def began(self, step: int) -> None:
+        """Write down the step of the checkpoint that was loaded."""
+        (self.folder / "began").write_text(str(step))
+
+    def ended(self, model: nn.Module) -> None:
+        """Write down a digest of the weights."""
+        digest = hashlib.sha256()
+        for name, value in sorted(model.state_dict().items()):
+            digest.update(name.removeprefix("module.").encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        if os.environ["RANK"] == "0":
+            (self.folder / "ended").write_text(digest.hexdigest())
+
+
+class Watch(TrainerCallback):
+    """Saves when the run says so, and writes down where it begins and how it ends; for both kinds of Trainer."""
+
+    def __init__(self, run: Run, leaves: bool):
+        self.run, self.leaves = run, leaves
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write down the step that was resumed."""
+        self.run.began(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save if it is due; write down the weights of the last step."""
+        control.should_save = state.global_step == self.run.save
+        if state.global_step == state.max_steps:
+            self.run.ended(kwargs["model"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the process, as the final evaluation says nothing here."""
+        if self.leaves:
+            os._exit(0)
+
+
+# -- this project -----------------------------------------------------------------------------------------------------
+
+
+def tandem(run: Run) -> None:
+    """scripts/pretrain.py."""
+    case, other_order = run.case, run.case.sampler == "random"
+    configs = write_data(run.data, case)
+    flags = [
+        *("--train_file", str(run.data / f"train-{case.rows}.parquet"), "--output_dir", str(run.folder)),
+        *("--validation_file", str(run.data / "validation.parquet"), "--objectives", "contrastive"),
+        *("--vision_config", configs[0], "--text_config", configs[1], "--image_size", "32", "--fusion_layers", "0"),
+        *("--global_batch_size", str(BATCH * RANKS), "--max_steps", str(STEPS), "--seed", str(SEED)),
+        *("--learning_rate", "1e-3", "--max_seq_length", "16", "--dataloader_num_workers", str(case.workers)),
+        *("--save_steps", "0", "--eval_steps", "0", "--min_crop_area", "0.5" if case.augment else "1"),
+        *("--set", f"color_jitter={0.3 if case.augment else 0}"),
+    ]
+    if case.accumulate > 1:
+        flags += ["--micro_batch_size", str(BATCH // case.accumulate)]
+    if case.stateful:
+        flags += ["--streaming", "--set", f"shuffle_block_size={16 if other_order else 8}"]
+    elif other_order:
+        flags += ["--similar_captions_per_batch", "2"]
+    pretrain.main([*flags, *(["--resume_from_checkpoint", "latest"] if run.resume else [])], [Watch(run, leaves=True)])
+
+
+def write_data(folder: Path, case: Case) -> tuple[str, str]:
+    """Write the pairs and the configs of both encoders, if they are not there; return the configs' paths."""
+    if int(os.environ.get("RANK", 0)) or (folder / f"text-{case.dropout}.json").exists():
+        return str(folder / "vision.json"), str(folder / f"text-{case.dropout}.json")
+    image = datasets.Image(decode=False)
+    schema = datasets.Features(
+        {"image": image, "captions": [datasets.Value("string")], "id": datasets.Value("string")}
+    )
+    for name, rows in (("train-64", range(64)), ("train-61", range(61)), ("validation", range(100, 104))):
+        table = pa.Table.from_pylist([draw_pair(number) for number in rows], schema.arrow_schema)
+        pq.write_table(table, folder / f"{name}.parquet", row_group_size=8)
+    wide = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    vision = {"model_type": "vit", **wide, "patch_size": 16, "image_size": 32}
+    text = {
+        "model_type": "bert",
+        **wide,
+        "hidden_dropout_prob": case.dropout,
+        "attention_probs_dropout_prob": case.dropout,
+    }
+    (folder / "vision.json").write_text(json.dumps(vision))
+    (folder / f"text-{case.dropout}.json").write_text(json.dumps(text))
+    return write_data(folder, case)
+
+
+def draw_pair(number: int) -> dict[str, Any]:
+    """A row with an image of noise."""
+    buffer = io.BytesIO()
+    generator = torch.Generator().manual_seed(number)
+    pixels = torch.randint(0, 256, (36, 40, 3), dtype=torch.uint8, generator=generator)
+    Image.fromarray(pixels.numpy()).save(buffer, "PNG")
+    caption = " ".join(["picture", *str(number), *["again"] * (number % 5)])
+    return {"image": {"bytes": buffer.getvalue(), "path": None}, "captions": [caption], "id": f"id-{number}"}
+
+
+# -- plain Accelerate and transformers' Trainer -----------------------------------------------------------------------
+
+
+class Encoders(nn.Module):
+    """Two encoders of one layer, and the contrastive loss over the local batch."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.image, self.text, self.dropout = nn.Linear(8, 16), nn.Linear(8, 16), nn.Dropout(dropout)
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        """The loss of these pairs."""
+        logits = self.dropout(self.image(image)) @ self.dropout(self.text(text)).T
+        return {"loss": F.cross_entropy(logits, torch.arange(len(logits)))}
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Rows as functions of their number, but for an augmentation by torch's generator."""
+
+    def __init__(self, case: Case):
+        self.case = case
+
+    def __len__(self) -> int:
+        return self.case.rows
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        image, text = torch.randn(2, 8, generator=torch.Generator().manual_seed(1000 + row))
+        return {"image": image + 0.1 * torch.rand(8) if self.case.augment else image, "text": text}
+
+
+class Progress:
+    """How far the run is; registered for checkpoints."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """For Accelerate."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """For Accelerate."""
+        self.step = state["step"]
+
+
+def accelerate(run: Run) -> None:
+    """The loop of Accelerate's guide."""
+    case = run.case
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=case.accumulate,
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=case.sampler == "seedable", use_stateful_dataloader=case.stateful
+        ),
+        project_config=ProjectConfiguration(str(run.folder), automatic_checkpoint_naming=True),
+    )
+    set_seed(SEED)
+    bare = Encoders(case.dropout)
+    adam = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+    rows = torch.utils.data.DataLoader(Pairs(case), batch_size=BATCH, shuffle=True, num_workers=case.workers)
+    decay = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.1, 50)
+    model, optimizer, loader, scheduler = accelerator.prepare(bare, adam, rows, decay)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    if run.resume:
+        accelerator.load_state()
+        accelerator.project_configuration.iteration = 1
+    run.began(progress.step)
+    for batch in batches(accelerator, loader, case, progress.step):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        progress.step += 1
+        if progress.step == run.save:
+            accelerator.save_state()
+    run.ended(bare)
+
+
+def batches(accelerator: Accelerator, loader: Any, case: Case, step: int) -> Iterator[dict[str, Tensor]]:
+    """The batches after `step`; the first epoch may be one that was begun."""
+    begun, skipped = divmod(step, len(loader))
+    for epoch in count(begun):
+        active = loader
+        if epoch == begun and skipped and not case.stateful:  # a loader with a state skips by itself
+            active = accelerator.skip_first_batches(loader, skipped)
+        if case.set_epoch:
+            active.set_epoch(epoch)
+        for batch in active:
+            if step == STEPS:
+                return
+            yield batch
+            step += 1
+
+
+def trainer(run: Run) -> None:
+    """`transformers.Trainer`, as its scripts call it."""
+    set_seed(SEED)
+    case = run.case
+    run = Run(case, run.folder, run.data, run.save // case.accumulate, run.resume)  # it counts optimizer steps
+    arguments = TrainingArguments(
+        output_dir=str(run.folder),
+        max_steps=STEPS // case.accumulate,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=case.accumulate,
+        learning_rate=1e-2,
+        save_strategy="no",  # decided by the callback
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=SEED,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        dataloader_num_workers=case.workers,
+        accelerator_config={"use_seedable_sampler": case.sampler == "seedable"},
+    )
+    built = Trainer(Encoders(case.dropout), arguments, train_dataset=Pairs(case), callbacks=[Watch(run, leaves=False)])
+    built.train(resume_from_checkpoint=get_last_checkpoint(str(run.folder)) if run.resume else None)
+
+
+def has(contestant: str, case: Case) -> bool:
+    """Whether a contestant has a setting to train so."""
+    if contestant == "accelerate":
+        return not case.stateful or importlib.util.find_spec("torchdata") is not None
+    return contestant == "tandem" or (not case.stateful and case.set_epoch and case.save % case.accumulate == 0)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+CONTESTANTS: dict[str, Callable[[Run], None]] = {"tandem": tandem, "accelerate": accelerate, "trainer": trainer}
+
+
+def train(contestant: str, run: Run) -> str:
+    """Train on forked processes; return why that failed, or nothing."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "ended").unlink(missing_ok=True)
+    context = multiprocessing.get_context("fork")  # everything is imported once
+    ranks = [context.Process(target=work, args=(contestant, run, rank, port)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    lines = (run.folder / "log").read_text(errors="replace").strip().splitlines()
+    return "" if (run.folder / "ended").exists() else lines[-1][:200] if lines else "it ended without a word"
+
+
+def work(contestant: str, run: Run, rank: int, port: int) -> None:
+    """One process."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in where.items()}
+    os.environ |= {"MASTER_ADDR": "localhost", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+    printed = os.open(run.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    torch.set_num_threads(1)
     try:
-        for part in args.parts.split(","):
-            names = [name for name in args.contestants.split(",") if args.takes_part(name, part)]
-            trials = args.kills if part == "kill_often" else min(args.trials, TRIALS[part])
-            question = {"part": part, "folder": folder, "trials": trials}
-            rounds = trials if part == "cost" else 1
-            answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-            for _ in range(rounds):  # costs are measured in turn
-                for name in names:
-                    answers[name].append(process.ask({**question, "contestant": name}))
-                    if process.error:
-                        raise RunError(f"{part} of {name} could not be measured: {process.error}")
-            found[part] = {name: median_costs(each) if part == "cost" else each[0] for name, each in answers.items()}
-            logger.info("%s: %s", part, ", ".join(f"{name} {cell(found[part][name])}" for name in names))
-    finally:
-        process.end()
-    return found
+        CONTESTANTS[contestant](run)
+    except BaseException as error:
+        os.write(printed, f"\n{type(error).__name__}: {' '.join(str(error).split())}\n".encode())
+    os._exit(0)  # an orderly end of gloo and of worker processes takes seconds
 
 
-def median_costs(answers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the median of every cost."""
-    return {name: median(answer[name] for answer in answers) for name in answers[0]}
+def try_case(contestant: str, case: Case, folder: Path, data: Path) -> str:
+    """Train straight and from a checkpoint; return what is wrong, or nothing."""
+    straight, resumed = folder / "straight", folder / "resumed"
+    problem = train(contestant, Run(case, straight, data, case.save, resume=False))
+    if problem:
+        return problem
+    right = (straight / "ended").read_text()
+    shutil.copytree(straight, resumed)
+    again = case.save if case.set_epoch else case.save + 2  # resumed twice: once more, in the same epoch
+    for save, step in ((again, case.save), (0, again)) if not case.set_epoch else ((0, case.save),):
+        if problem := train(contestant, Run(case, resumed, data, save, resume=True)):
+            return problem
+        began = int((resumed / "began").read_text())
+        if began * (case.accumulate if contestant == "trainer" else 1) != step:
+            return f"it went on at step {began}"
+    return "" if (resumed / "ended").read_text() == right else "other weights"
 
 
-def cell(answer: dict[str, Any] | None) -> str | None:
-    """What the table says of a contestant."""
-    if answer is None or "right" not in answer:
-        return None if answer is None else f"{answer['still']:.3g} s"
-    named = f", named {answer['named']}" if "named" in answer else ""
-    return f"{answer['right']} of {answer['of']}{named}" if answer["of"] else None
-
-
-def report(found: dict[str, dict[str, Any]], names: list[str]) -> str:
-    """The tables: counts, every way of resuming, costs; what went wrong; the machine."""
-    counted = [part for part in found if part != "cost"]
-    rows = [[part, *(cell(found[part].get(name)) for name in names)] for part in counted]
-    lines = [markdown_table(["", *names], rows), ""] if counted else []
-    if ways := {title for answer in found.get("resume", {}).values() for title in answer["cases"]}:
-        marks = {True: "yes", False: "**no**", None: "-"}
-        answers = [found["resume"].get(name, {}).get("cases", {}) for name in names]
-        titles = sorted(ways, key=lambda title: int(title.split()[0]))
-        table = [[title, *(marks[answer.get(title)] for answer in answers)] for title in titles]
-        lines += [markdown_table(["equal weights after a resume", *names], table), ""]
-    if costs := found.get("cost"):
-        first = next(iter(costs.values()))
-        table = [
-            [
-                name,
-                *(answer.get(key) for key in COSTS),
-                answer["still"] / first["still"],
-                answer["complete"] / first["complete"],
-            ]
-            for name, answer in costs.items()
-        ]
-        lines += [markdown_table(["", *COSTS.values(), "ratio still", "ratio complete"], table), ""]
-    for part in counted:
-        for name, answer in found[part].items():
-            lines += [f"- {part}, {name}: {note}" for note in answer["notes"]]
-    return "\n".join([*lines, "- " + "; ".join(f"{name}: {value}" for name, value in machine().items())])
-
-
-def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the script; return how often all was right, as `part/contestant`."""
-    # 1. Arguments.
-    args = parse_args(ReliabilityBenchmarkArguments, argv=argv, doc=__doc__)[ReliabilityBenchmarkArguments]
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logger.setLevel(logging.INFO)
-
-    # 2. Measure.
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        found = compete(args, folder)
-
-    # 3. Report.
-    text = report(found, args.contestants.split(","))
-    sys.stdout.write(text + "\n")
-    if args.output_file:
-        Path(args.output_file).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        Path(args.output_file).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    figures = {f"{part}/{name}": answer for part, answers in found.items() for name, answer in answers.items()}
-    return {name: float(answer.get("right", answer.get("still"))) for name, answer in figures.items()}
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    """Print the table and return its rows."""
+    parser = flags_of(__doc__)
+    parser.add_argument(
+        "--contestants", type=names([*CONTESTANTS]), default=",".join(CONTESTANTS), help="who takes part"
+    )
+    parser.add_argument(
+        "--cases", type=numbers, default=range(1, len(CASES) + 1), help="numbers of cases; default: all"
+    )
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    notes: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="reliability-") as temporary:
+        datasets.config.HF_DATASETS_CACHE = Path(temporary, "cache")
+        data = Path(temporary, "data")
+        data.mkdir()
+        for number in args.cases:
+            case = CASES[number - 1]
+            write_data(data, case)
+            rows.append({"equal weights after a resume": f"{number} {case.title}"})
+            for name in args.contestants:
+                folder = Path(temporary, f"{number}-{name}")
+                problem = try_case(name, case, folder, data) if has(name, case) else None
+                rows[-1][name] = "-" if problem is None else "**no**" if problem else "yes"
+                notes += [f"{number}, {name}: {problem}"] if problem else []
+                shutil.rmtree(folder, ignore_errors=True)
+        counts = {name: [row[name] for row in rows] for name in args.contestants}
+    total = {name: f"{marks.count('yes')} of {len(marks) - marks.count('-')}" for name, marks in counts.items()}
+    rows.append({"equal weights after a resume": "all", **total})
+    print_table(rows, notes)
+    return rows
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

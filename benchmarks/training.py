@@ -1,178 +1,253 @@
-"""Measure pairs a second and memory of training: this project, variants, peers, in turn.
+"""Pairs per second and memory of this project's training loop and its peers', on the same pairs.
 
-The embedded data set and a tiny model, in a few minutes:
     python -m benchmarks.training
-Your own pairs and backbones, at two batch sizes, all figures to a file:
-    python -m benchmarks.training --train_file pairs.jsonl --batch_sizes 64,128 --output_file speed.json \\
-        --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
-The model's own ceiling on a GPU, without a loader:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.training --synthetic \\
-        --vision_config base --text_config base --vocab_size 30522 --caption_lengths 32 --batch_sizes 1024 --peak_tflops 989
+    python -m benchmarks.training --train_file pairs.jsonl --vision_model_name_or_path mobilenet_v2_1.0_224 \\
+        --text_model_name_or_path all-MiniLM-L6-v2
+    python -m benchmarks.training --synthetic 32 --batch_size 1024   # one random batch on the device, captions of 32 tokens
 
-What the contestants do, and what is equal for all, is described in `benchmarks/rivals/contestants.py`. Each is a process of its
-own, with its own peak memory (of tensors on a GPU, else of the process without its loader workers). They run in turn,
-`--rounds` times, each time from another one on, so what slows the machine down hits all alike. Between its turns a
-contestant is stopped with its loader workers, so nobody decodes images in another's time, and its allocator's free memory
-is given back. A turn begins with steps that are not counted: they fetch that memory again and bring the queue of
-prefetched batches to where it stays. What free work is left is one queue over all rounds together (4 batches per worker
-here, 2 in the peers' loaders); take more steps than that.
+- `tandem`: this project's loader, order, objective and optimizer, with the contrastive loss alone; `tandem_ungrouped` pads captions
+  to the longest of the batch, `tandem_in_2_parts` and `tandem_in_8_parts` cut the batch into micro-batches (gradient caching).
+- `two_pass_8`: gradient caching as published (arXiv 2101.06983): 8 parts are embedded without gradient, and all of them again.
+- `transformers`: what `examples/pytorch/contrastive-image-text/run_clip.py` of transformers does: torchvision inside `with_transform`,
+  no workers, texts padded to 128 tokens, the model's own loss, fused AdamW, gradients clipped to 1.
+- `open_clip`: what open_clip's loop does with a CSV file: Pillow in workers, texts padded to 77 tokens, `ClipLoss`.
 
-Figures are medians over the rounds, ratios are ratios of medians, tokens are those embedded by those that are not padding.
-Utilisation counts the model FLOPs of images and real tokens (`mm_utils.extras.flops.counts`), not padding or what is computed twice.
+What is equal for all is described in `benchmarks/peers.py`; the learning rate is 1e-6, so that no loop diverges. Each loop is a process.
+All run in turn, `--rounds` times, and stand still between their turns. Figures are medians over the rounds; the ratio is to the first.
 """
 
-import json
+import argparse
+import itertools
 import logging
-import os
-import sys
-from dataclasses import asdict, dataclass
-from itertools import product
-from pathlib import Path
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import ROOT, TurnTaker, machine
-from mm_utils.arguments import arg, parse_args
-from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.rows.source import DataArguments
-from mm_utils.distributed import RunError
-from mm_utils.model.build import ModelArguments
-from mm_utils.run.start import run_script
-from mm_utils.text import markdown_table
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-logger = logging.getLogger(__name__)
-
-CONTESTANTS = (
-    "tandem,tandem_ungrouped,tandem_padded_77,tandem_cached_2,tandem_cached_4,tandem_cached_8,"
-    "two_pass_2,two_pass_8,transformers,transformers_workers,open_clip"
+from benchmarks.harness import (
+    Contestant,
+    device_name,
+    flags_of,
+    give_memory_back,
+    names,
+    print_table,
+    synchronize,
+    take_turns,
 )
-TIME_TARGETS = {"tandem_cached_2": 1.10, "tandem_cached_8": 1.30}  # of the single pass, by gradient caching in parts
-COLUMNS = {
-    "contestant": "contestant", "batch_size": "pairs per step", "caption_tokens": "captions", "pairs_per_second": "pairs/s",
-    "slowest": "slowest", "fastest": "fastest", "ratio": "ratio", "peak_gib": "peak GiB", "start_gib": "before step 1",
-    "tokens": "tokens / real", "utilisation": "utilisation",
-}  # fmt: skip
+from benchmarks.peers import (
+    ENDLESS,
+    OPEN_CLIP_TOKENS,
+    SEED,
+    TRANSFORMERS_TOKENS,
+    Batch,
+    Bench,
+    add_data_flags,
+    clip_loss,
+    open_clip_batches,
+    synthetic_batches,
+    transformers_batches,
+)
+from mm_utils import distributed
+from mm_utils.data.batches.loaders import DeviceLoader, Loaders
+from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.tokens import global_order
+from mm_utils.data.media import Image
+from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives.grad_cache import backward
+from mm_utils.training.memory import peak_bytes
+from mm_utils.training.optim import OptimizerArguments, build_optimizer
+
+Losses = Iterator[Any]
+"""A contestant: the loss of one training step for each `next`."""
+
+LEARNING_RATE = 1e-6
 
 
-@dataclass
-class BenchmarkArguments:
-    """What to measure, how often."""
-
-    contestants: str = arg(CONTESTANTS, "Who takes part; ratios are to the first.")
-    batch_sizes: str = arg("64", "Pairs per step, e.g. 64,128.")
-    caption_lengths: str = arg("real", "Tokens that captions are cut to, e.g. real,16,32; real = --max_seq_length.")
-    rounds: int = arg(3, "How often each contestant has its turn.")
-    steps_per_round: int = arg(16, "Counted steps of a turn.")
-    uncounted_steps: int = arg(2, "Steps at the beginning of a turn that are not counted.")
-    synthetic: bool = arg(False, "Random images and captions that stay on the device, and no loader.")
-    peers_keep_memory: bool = arg(True, "On CPUs, give the peers this project's allocator settings.")
-    peers_channels_last: bool = arg(False, "Give the peers this project's memory layout of images.")
-    peak_tflops: float | None = arg(None, "What the device can do at this precision; prints the utilisation.")
-    output_file: str | None = arg(None, "Write all figures to this JSON file, and the table beside it (.md).")
-    dry_run: bool = arg(False, "Only say what would be measured.")
-
-    def __post_init__(self) -> None:
-        self.names = self.contestants.split(",")
-        if unknown := set(self.names) - set(CONTESTANTS.split(",")):
-            raise ValueError(f"--contestants has {', '.join(sorted(unknown))}; choose from {CONTESTANTS}.")
-        if not all(size.isdecimal() and int(size) > 1 for size in self.batch_sizes.split(",")):
-            raise ValueError(f"--batch_sizes is {self.batch_sizes!r}; write numbers above 1, e.g. 64,128.")
-        if not all(length == "real" or length.isdecimal() for length in self.caption_lengths.split(",")):
-            raise ValueError(f"--caption_lengths is {self.caption_lengths!r}; write real or numbers, e.g. real,32.")
-        if min(self.rounds, self.steps_per_round, self.uncounted_steps + 1) < 1:
-            raise ValueError("--rounds and --steps_per_round count from 1, --uncounted_steps from 0.")
+def tandem(bench: Bench, parts: int = 1, grouped: bool = True) -> Losses:
+    """This project's step, as `mm_utils.training.trainer` takes it."""
+    objective = build_objective(bench.model, ObjectiveArguments("contrastive:1"), SEED)
+    objective.groups_texts = grouped
+    rates = OptimizerArguments(learning_rate=LEARNING_RATE)
+    optimizer = build_optimizer(bench.model, rates, pretrained=bench.model_args.pretrained, device=bench.device)
+    objective, optimizer = bench.accelerator.prepare(objective, optimizer)
+    bench.count_tokens_of(bench.model.text_model)
+    micro_batch_size = -(-bench.batch_size // parts) if parts > 1 else None
+    for step, batch in enumerate(tandem_batches(bench)):
+        objective.train()
+        report = backward(bench.accelerator, objective, batch, step, micro_batch_size)
+        bench.accelerator.clip_grad_norm_(objective.parameters(), rates.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield report["loss"]
 
 
-def compete(args: BenchmarkArguments, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One result per task, measured in turn; ratios are to the first."""
-    results: list[dict[str, Any]] = [{name: task[name] for name in COLUMNS if name in task} for task in tasks]
-    field: list[TurnTaker] = []
-    try:
-        for task, result in zip(tasks, results, strict=True):
-            field.append(TurnTaker(ROOT / "benchmarks/rivals/contestants.py"))
-            result |= {"about": field[-1].ask(task), "turns": []}
-            field[-1].ask({"uncounted": args.uncounted_steps, "counted": 1})  # the first steps ever
-            logger.info("%s of %d pairs: %s", task["contestant"], task["batch_size"], field[-1].error or "ready")
-        for turn in range(args.rounds):
-            for place in [*range(turn % len(field), len(field)), *range(turn % len(field))]:
-                steps = {"uncounted": args.uncounted_steps, "counted": args.steps_per_round}
-                results[place]["turns"].append(field[place].ask(steps))
-            logger.info("round %d of %d", turn + 1, args.rounds)
-    finally:
-        for contestant in field:
-            contestant.end()
-    for result, out in zip(results, [contestant.error for contestant in field], strict=True):
-        result |= {"error": out} if out else summarise(result["about"], result["turns"], args.peak_tflops)
-    for result in results:
-        both = "error" not in result and "error" not in results[0]
-        result["ratio"] = result["pairs_per_second"] / results[0]["pairs_per_second"] if both else None
-    return results
+def tandem_batches(bench: Bench) -> Iterator[Batch]:
+    """This project's batches on the device."""
+    if length := bench.args.synthetic:
+        pixels = torch.randint(256, (bench.batch_size, 3, bench.geometry[0], bench.geometry[0]), dtype=torch.uint8)
+        ids = torch.arange(bench.batch_size, device=bench.device)[:, None].expand(-1, 2).contiguous()
+        batch = {"pixel_values": pixels.to(bench.device), **bench.random_tokens(length, length)}
+        batch |= {"ids": ids, "lengths": [length] * bench.batch_size}
+        return iter(DeviceLoader(itertools.repeat(batch), bench.device, Image(*bench.geometry)))
+    order = global_order(bench.rows, BatchSizes((0,), (bench.batch_size,)), SEED)
+    medium = Image(*bench.geometry, bench.loader_args.min_crop_area)
+    loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, medium)
+    return iter(loaders.train(bench.rows, order, 0, ENDLESS))
 
 
-def summarise(about: dict[str, Any], turns: list[dict[str, Any]], peak_tflops: float | None) -> dict[str, Any]:
-    """The figures of a contestant from its turns."""
-    rates = [turn["pairs"] / turn["seconds"] for turn in turns]
-    computed, real = (sum(turn[name] for turn in turns) for name in ("tokens_computed", "tokens_real"))
-    return {
-        "pairs_per_second": median(rates),
-        "slowest": min(rates),
-        "fastest": max(rates),
-        "peak_gib": max(turn["peak_bytes"] for turn in turns) / 2**30,
-        "start_gib": turns[0]["start_bytes"] / 2**30,
-        "tokens": computed / real,
-        "utilisation": median(rates) * about["gflop_per_pair"] / 1000 / peak_tflops if peak_tflops else None,
-    }
+def two_pass(bench: Bench, parts: int) -> Losses:
+    """Gradient caching as published; equal seeds make the dropout of both passes the same."""
+    model, loss_of = bench.model, clip_loss()
+    objective, optimizer = JointObjective(model, {}), bench.optimizer_of(model, lr=LEARNING_RATE)
+    bench.count_tokens_of(model.text_model)
+    cuts = [distributed.share(bench.batch_size, part, parts) for part in range(parts)]
+
+    def embed(batch: Batch, cut: range) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(cut.start)
+        columns = ("pixel_values", "input_ids", "attention_mask", "ids", "lengths")
+        with bench.accelerator.autocast():
+            embeds = objective.encode({name: batch[name][cut.start : cut.stop] for name in columns}).embeds
+            return embeds["image"], embeds["text"]
+
+    for batch in tandem_batches(bench):
+        with torch.no_grad():
+            embedded = [embed(batch, cut) for cut in cuts]
+        sides = [torch.cat(side).float().requires_grad_() for side in zip(*embedded, strict=True)]
+        loss = loss_of(*sides, model.logit_scale.exp())
+        bench.accelerator.backward(loss)
+        for cut in cuts:
+            pulled = [
+                (part * side.grad[cut.start : cut.stop]).sum()  # type: ignore[index]
+                for part, side in zip(embed(batch, cut), sides, strict=True)
+            ]
+            sum(pulled).backward()  # type: ignore[union-attr]  # the cached gradients carry the loss scale already
+        bench.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
 
 
-def report(results: list[dict[str, Any]]) -> str:
-    """The table, gradient caching beside its targets, who did not finish, and the machine."""
-    shown = [name for name in COLUMNS if any(result.get(name) is not None for result in results)]
-    cells = [[result.get(name) for name in shown] for result in results]
-    lines = [markdown_table([COLUMNS[name] for name in shown], cells), ""]
-    for result in results:
-        who, target = f"- {result['contestant']}, {result['batch_size']} pairs", TIME_TARGETS.get(result["contestant"])
-        if "error" in result:
-            lines.append(f"{who}: did not finish: {result['error']}")
-        elif target and result["ratio"]:
-            lines.append(f"{who}: {1 / result['ratio']:.2f} x the time of {results[0]['contestant']}; target {target}")
-    said = machine() | next((result["about"] for result in results if result["about"]), {})
-    return "\n".join([*lines, "- " + "; ".join(f"{name}: {value}" for name, value in said.items())])
+def transformers_example(bench: Bench) -> Losses:
+    """The stock class with its own loss, behind torchvision."""
+    model = bench.stock_model()
+    optimizer = bench.optimizer_of(model, lr=LEARNING_RATE, fused=True)
+    synthetic = bench.args.synthetic
+    for batch in synthetic_batches(bench, TRANSFORMERS_TOKENS) if synthetic else transformers_batches(bench):
+        batch = {name: value.to(bench.device) for name, value in batch.items()}
+        with bench.accelerator.autocast():
+            loss = model(**batch, return_loss=True).loss
+        bench.accelerator.backward(loss)
+        bench.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+def open_clip(bench: Bench) -> Losses:
+    """Encoders and loss under autocast, no clipping, the temperature clamped after each step."""
+    model, loss_of = bench.stock_model(), clip_loss()
+    optimizer = bench.optimizer_of(model, lr=LEARNING_RATE, betas=(0.9, 0.98), eps=1e-6)
+    for batch in synthetic_batches(bench, OPEN_CLIP_TOKENS) if bench.args.synthetic else open_clip_batches(bench):
+        pixel_values = batch["pixel_values"].to(bench.device, non_blocking=True)
+        input_ids = batch["input_ids"].to(bench.device, non_blocking=True)
+        optimizer.zero_grad()
+        with bench.accelerator.autocast():
+            seen = model.vision_model(pixel_values=pixel_values)[1]
+            read = model.text_model(input_ids=input_ids, attention_mask=(input_ids != bench.pad_token_id).long())[1]
+            image_NE = F.normalize(model.visual_projection(seen), dim=-1)
+            text_NE = F.normalize(model.text_projection(read), dim=-1)
+            loss = loss_of(image_NE, text_NE, model.logit_scale.exp())
+        bench.accelerator.backward(loss)
+        optimizer.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, 4.6052)
+        yield loss
+
+
+CONTESTANTS: dict[str, Callable[[Bench], Losses]] = {
+    "tandem": tandem,
+    "tandem_ungrouped": partial(tandem, grouped=False),
+    "tandem_in_2_parts": partial(tandem, parts=2),
+    "tandem_in_8_parts": partial(tandem, parts=8),
+    "two_pass_8": partial(two_pass, parts=8),
+    "transformers": transformers_example,
+    "open_clip": open_clip,
+}
+
+
+class Loop:
+    """One contestant in its process: each question is a number of steps to take."""
+
+    def __init__(self, task: tuple[str, argparse.Namespace]):
+        name, args = task
+        logging.disable(logging.INFO)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        self.bench = Bench(args)
+        self.losses = CONTESTANTS[name](self.bench)
+
+    def __call__(self, steps: int) -> dict[str, Any]:
+        """Take one step that is not counted, then these; return seconds, tokens, memory and the last loss."""
+        bench = self.bench
+        next(self.losses)
+        synchronize(bench.device)
+        computed, real = bench.tokens_computed, int(bench.tokens_real)
+        start, loss = time.perf_counter(), None
+        for _ in range(steps):
+            loss = next(self.losses)
+        synchronize(bench.device)
+        seconds = time.perf_counter() - start
+        give_memory_back(bench.device)
+        return {
+            "rate": steps * bench.batch_size / seconds,
+            "tokens": (bench.tokens_computed - computed) / max(1, int(bench.tokens_real) - real),
+            "GiB": peak_bytes(bench.device) / 2**30,
+            "GiB before": bench.start_bytes / 2**30,
+            "loss": float(loss.detach()) if loss is not None else None,
+            "device": f"{device_name(bench.device)}, {bench.accelerator.mixed_precision}",
+        }
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the script and return its results; `argv` lets tests and notebooks call it."""
-    # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (BenchmarkArguments, DataArguments, LoaderArguments, ModelArguments)
-    given = parse_args(*groups, argv=argv, doc=__doc__)
-    args = given[BenchmarkArguments]
-    others: list[Any] = [given[each] for each in groups[1:]]
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RunError("This measures one process at a time. Launch it with --num_processes 1.")
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logger.setLevel(logging.INFO)
-
-    # 2. The plan: at each setting, all contestants compete.
-    shared: dict[str, Any] = dict(zip(("data", "loader", "model"), map(asdict, others), strict=True))
-    shared |= {name: getattr(args, name) for name in ("synthetic", "peers_keep_memory", "peers_channels_last")}
-    settings = product(args.batch_sizes.split(","), args.caption_lengths.split(","))
-    plan = [
-        [{"contestant": name, "batch_size": int(size), "caption_tokens": captions, **shared} for name in args.names]
-        for size, captions in settings
-    ]
-    if args.dry_run:
-        line = "{contestant}: {batch_size} pairs, {caption_tokens} tokens\n"
-        sys.stdout.writelines(line.format(**task) for tasks in plan for task in tasks)
-        return []
-
-    # 3. Measure and report.
-    results = [result for tasks in plan for result in compete(args, tasks)]
-    text = report(results)
-    sys.stdout.write(text + "\n")
-    if args.output_file:
-        Path(args.output_file).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        Path(args.output_file).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    return results
+    """Print the table and return its rows."""
+    parser = flags_of(__doc__)
+    parser.add_argument(
+        "--contestants", type=names([*CONTESTANTS]), default=",".join(CONTESTANTS), help="who takes part"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="how often each has its turn")
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of a turn")
+    parser.add_argument("--synthetic", type=int, default=0, help="no loader: one random batch, captions of N tokens")
+    add_data_flags(parser)
+    args = parser.parse_args(argv)
+    field: list[Contestant] = []
+    try:
+        for name in args.contestants:
+            field.append(Contestant(Loop, (name, args)))
+            field[-1].ask(1)  # the first steps ever do not count
+        answers = take_turns(field, args.steps, args.rounds)
+    finally:
+        for contestant in field:
+            contestant.end()
+    rows: list[dict[str, Any]] = []
+    for name, contestant, turns in zip(args.contestants, field, answers, strict=True):
+        rows.append({"contestant": name})
+        if contestant.error:
+            rows[-1]["error"] = contestant.error
+            continue
+        rate = median(turn["rate"] for turn in turns)
+        rows[-1]["pairs/s"] = rate
+        rows[-1]["ratio"] = rate / rows[0]["pairs/s"] if "pairs/s" in rows[0] else None
+        rows[-1] |= {"slowest": min(turn["rate"] for turn in turns), "fastest": max(turn["rate"] for turn in turns)}
+        rows[-1] |= {"peak GiB": max(turn["GiB"] for turn in turns), "before step 1": turns[0]["GiB before"]}
+        rows[-1] |= {"tokens computed / real": turns[-1]["tokens"], "loss": turns[-1]["loss"]}
+    print_table(rows, [turns[0]["device"] for turns in answers if turns and turns[0]][:1])
+    return rows
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

@@ -89,8 +89,6 @@ def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for user in (
         "mm_utils.extras.flops.counts",
         "scripts.eval_retrieval",
-        "benchmarks.rivals.loop_bench",
-        "benchmarks.gpu",
     ):
         if user in sys.modules:
             count = sys.modules["mm_utils.extras.flops.counts"].measure_flops

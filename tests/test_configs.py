@@ -9,8 +9,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 ROOT = Path(__file__).parents[1]
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-GRIDS = sorted((ROOT / "benchmarks").glob("ablation_*.yaml"))
-RECIPES = sorted({*(ROOT / "recipes").glob("*.yaml")} - {*GRIDS})
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)

@@ -1,5 +1,6 @@
 """Commands of a page: what they are, and a script that stops when it has read its arguments."""
 
+import argparse
 import importlib
 import re
 import shlex
@@ -18,6 +19,8 @@ from mm_utils.run import flags
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MADE_BY = re.compile(r"made at commit \w+ by `[^`]+`, which was removed", re.IGNORECASE)
+"""Names a program that is gone."""
 STARTS = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|torchrun|pip) "
 
 
@@ -53,16 +56,19 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         if hasattr(module, "start_run"):
             patch.setattr(module, "start_run", stop)
             patch.setattr("mm_utils.extras.dry_run.dry_run.dry_run", stop)
-        else:
+        elif hasattr(module, "parse_args"):
             real = module.parse_args
             patch.setattr(module, "parse_args", parse_and_stop)
+        else:  # a benchmark
+            real = argparse.ArgumentParser.parse_args
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
         with pytest.raises(Parsed):
             module.main(command.argv)
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
     """Yield the fenced blocks and the commands in code spans, in order, each with its language."""
-    text = page.read_text(encoding="utf-8")
+    text = MADE_BY.sub("", page.read_text(encoding="utf-8"))
     for found in re.finditer(rf"{BLOCK.pattern}|`({STARTS}[^`\n]+)`", text, BLOCK.flags):
         language, block, span = found.groups()
         if block is not None:

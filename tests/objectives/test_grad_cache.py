@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.host_reads import HostReads
 from mm_utils import distributed
 from mm_utils.objectives import JointObjective, Objective
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts, is_out_of_memory
 from mm_utils.objectives.ranks import GradientAverage
+from tests.kit.host_reads import HostReads
 from tests.kit.objectives import (
     ALONE,
     KINDS,

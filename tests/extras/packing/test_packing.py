@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModel
 
-from benchmarks.host_reads import HostReads
 from mm_utils.distributed import RunError
 from mm_utils.extras.packing import packing as packing_module
 from mm_utils.extras.packing.packing import PackedTower, encode_packed, pack_captions
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import ObjectiveArguments, build_objective
 from mm_utils.objectives.encoding import ENCODERS, PASS_TOKENS, computed_tokens, encode_in_groups, knows_padding
+from tests.kit.host_reads import HostReads
 from tests.kit.objectives import global_batch, tiny_objective
 
 WIDTHS = {

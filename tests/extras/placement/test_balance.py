@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 
-from benchmarks.processes.communication import StepSize, predict
 from mm_utils import distributed
-from mm_utils.communication import reduced_bytes
 from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
@@ -31,7 +29,6 @@ from tests.kit.ranks import run_on_ranks
 from tests.kit.tiny_run import TinyRun, batch_of, build
 
 STEPS, BATCH = 4, 9
-TERMS = (["contrastive"], ["contrastive", "matching"])
 CASES = list(product(("sigmoid_matching", "self_distillation"), (None, "2")))
 
 
@@ -182,16 +179,6 @@ def test_ranks_of_unequal_speed_end_with_the_weights_of_one_process(on_ranks: An
         for name, found in load_file(folder / f"2-{kind}-{size}" / "model.safetensors").items():
             message = f"{name} of {kind} in parts of {size}"
             torch.testing.assert_close(found, right[name], rtol=1e-7, atol=1e-9, msg=message)
-
-
-def test_the_log_has_what_a_step_exchanges(on_ranks: Any) -> None:
-    """The formulas, and the flags on which ranks agree after each step; the fusion head is trained in the last two."""
-    for size, (parameters, exchanged) in on_ranks[2][0]["metered"].items():
-        width = tiny_objective("contrastive").model.config.projection_dim
-        step = StepSize(2, 5, width, 8, parameters, has_parts=size is not None)
-        agreed = reduced_bytes(7 * 8, 2)
-        towers, both = (sum(predict(terms, step).values()) + agreed for terms in TERMS)
-        assert exchanged == pytest.approx([each / 2**20 for each in (towers, towers, both, both)], rel=1e-9)
 
 
 def test_a_rank_that_is_slow_is_measured_as_slow_on_all(on_ranks: Any) -> None:

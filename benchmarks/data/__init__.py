@@ -1,1 +1,0 @@
-"""Preparing pairs, and reading them into batches."""

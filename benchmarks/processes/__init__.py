@@ -1,1 +1,0 @@
-"""Several processes: what they exchange, wait for and learn."""

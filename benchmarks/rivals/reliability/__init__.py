@@ -1,1 +1,0 @@
-"""Trials of reliability: equal faults for Tandem, Accelerate and transformers' Trainer."""

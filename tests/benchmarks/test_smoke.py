@@ -1,0 +1,184 @@
+"""Every benchmark prints its help and, in seconds, its table; what is compared is the same loss of the same model."""
+
+import argparse
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch.nn.functional import normalize
+
+from benchmarks import expected, gpu, learning, loading, loss, peers, reliability, training
+from mm_utils.model.build import ModelArguments
+from mm_utils.objectives.losses import gather_batch, info_nce
+from mm_utils.training.step import TrainStep
+from tests.kit.commands import parse, understand
+from tests.kit.host_reads import HostReads
+
+TINY = ["--vision_config", "tiny", "--text_config", "tiny", "--image_size", "32", "--vocab_size", "100"]
+SHORT = ["--rounds", "1", "--steps", "2"]
+MODULES = ("expected", "gpu", "learning", "loading", "loss", "reliability", "training")
+
+
+class InThisProcess:
+    """A contestant without a process of its own, which would import everything again."""
+
+    def __init__(self, make: Callable[[Any], Callable[[Any], dict[str, Any]]], task: Any):
+        self.answer, self.error = make(task), None
+
+    def ask(self, question: Any = None) -> dict[str, Any]:
+        return self.answer(question)
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    for module in (learning, loading, loss, training):
+        monkeypatch.setattr(module, "Contestant", InThisProcess)
+    monkeypatch.setattr("logging.disable", lambda *_: None)
+
+
+def table(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of the last table that was printed, without its head."""
+    lines = capsys.readouterr().out.splitlines()
+    begin = max(place for place, line in enumerate(lines) if line.startswith("|---"))
+    return [line for line in lines[begin + 1 :] if line.startswith("|")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_help_ends_with_0(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{name}").main(["--help"])
+    assert ended.value.code == 0
+    assert f"-m benchmarks.{name}" in capsys.readouterr().out
+
+
+def test_the_compared_losses_are_equal(in_this_process, capsys):
+    rows = loss.main(["--pairs", "64,256", "--repeats", "1"])
+    assert len(table(capsys)) == 4
+    tiled, naive = ([row["value"] for row in rows if row["loss"] == name] for name in ("tiled", "naive"))
+    assert tiled == pytest.approx(naive, rel=1e-5)
+    image_NE, text_NE = (normalize(torch.randn(6, 4), dim=-1) for _ in range(2))
+    right = info_nce(
+        image_NE, text_NE, torch.tensor(9.0), gather_batch(image_NE, text_NE, torch.arange(12).view(6, 2))
+    )
+    torch.testing.assert_close(peers.clip_loss()(image_NE, text_NE, torch.tensor(9.0)), right)
+
+
+@pytest.mark.slow
+def test_a_contestant_is_a_process_that_says_why_it_is_out():
+    process = loss.Contestant(loss.measure, {"loss": "nobody's"})
+    assert process.ask() == {}
+    assert process.error == 'KeyError: "nobody\'s"'
+    process.end()
+
+
+def flags_for(corpus: Path) -> list[str]:
+    return ["--train_file", str(corpus), "--image_size", "32", "--dataloader_num_workers", "0", "--batch_size", "8"]
+
+
+def test_contestants_train_the_same_model(corpus):
+    parser = argparse.ArgumentParser()
+    peers.add_data_flags(parser)
+    bench = peers.Bench(parser.parse_args(flags_for(corpus)))
+    stock, pixels, tokens = bench.stock_model(), torch.randn(8, 3, 32, 32), bench.random_tokens(9, 12)
+    with torch.no_grad():
+        found = stock(pixel_values=pixels, **tokens)
+        right = bench.model.encode_image(pixels)[0], bench.model.encode_text(*tokens.values())[0]
+    torch.testing.assert_close((found.image_embeds, found.text_embeds), right)
+    counts = [sum(weight.numel() for weight in model.parameters()) for model in (stock, bench.model)]
+    assert counts[0] == counts[1]
+
+
+def test_training_loops(corpus, in_this_process, capsys):
+    """From equal weights, and with a rate that changes nothing, the same pairs have the same loss in one part or eight."""
+    rows = training.main([*flags_for(corpus), *SHORT])
+    assert [row["contestant"] for row in rows] == [*training.CONTESTANTS]
+    assert len(table(capsys)) == len(rows)
+    assert all(row["pairs/s"] > 0 and row["tokens computed / real"] >= 1 for row in rows)
+    whole, *_ = ours = [row["loss"] for row in rows if row["contestant"].startswith(("tandem", "two"))]
+    assert ours == pytest.approx([whole] * 5, rel=1e-3)
+
+
+def test_loops_on_a_gpu(capsys):
+    rows = gpu.main([*TINY, *SHORT, "--pairs", "8", "--objectives", "contrastive", "--compiled", "false"])
+    assert [row["loop"] for row in rows] == ["tandem", "bare"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=0.02)
+    assert len(table(capsys)) == 2
+
+
+@pytest.mark.parametrize("section", gpu.HALF_HOUR, ids=lambda section: section[0])
+def test_the_commands_of_half_an_hour_parse(section, tmp_path, monkeypatch):
+    for shrink in (list, gpu.shrunk):
+        command = understand("python " + " ".join(shrink(section[3].format(folder=tmp_path).split())))
+        if command.module:
+            parse(command, monkeypatch)
+
+
+class ReadLate(TrainStep):
+    """As on a GPU: with fused AdamW, and figures that are read in the next step."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.reads_late = True
+        for group in self.optimizer.param_groups:
+            group["fused"] = True
+
+
+@pytest.mark.parametrize("objectives", ["contrastive", "contrastive,captioning", "contrastive,matching"])
+def test_a_step_waits_for_nothing(objectives, monkeypatch):
+    """A read would drain a GPU's queue; a change that adds one must be seen here."""
+    monkeypatch.setattr(gpu, "TrainStep", ReadLate)
+    setting = {"loop": "tandem", "objectives": objectives, "pairs": 12, "compiled": False}
+    sizes = ModelArguments(vision_config="tiny", text_config="tiny", image_size=32, vocab_size=100)
+    step, _ = gpu.make_step(gpu.make_accelerator(), setting, sizes, None)
+    step(10**6 - 2)  # of the head's part of the run, where there is one
+    with HostReads() as reads:
+        step(10**6 - 1)
+    assert reads.found == {}
+
+
+def test_what_is_expected_of_a_step(capsys):
+    AcceleratorState._reset_state(reset_partial_state=True)  # it is always bf16
+    [row] = expected.main([*TINY, "--pairs", "8"])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert row["TFLOP"] > 0 < row["GB moved"]
+    assert len(table(capsys)) == 1
+
+
+def test_loading(tmp_path, in_this_process, capsys):
+    flags = ["--images", "16", "--batch_size", "8", "--image_size", "32", "--num_workers", "0", "--rounds", "1"]
+    rows = loading.main([*flags, "--batches", "2", "--cache_dir", str(tmp_path)])
+    assert [row["reader"] for row in rows][:3] == ["datasets", "tandem_originals", "tandem"]
+    assert all(row["images/s"] > 0 for row in rows)
+    assert len(table(capsys)) == len(rows)
+
+
+def test_learning(in_this_process, capsys, tmp_path):
+    import json
+
+    from tests.kit.corpora import draw
+
+    rows = []
+    for number in range(60):
+        draw(("red", "green", "blue")[number % 3], ("circle", "square")[number % 2], 40 + number).save(
+            tmp_path / f"{number}.png"
+        )
+        split = ("train", "train", "train", "validation", "test")[number // 12]
+        rows.append({"image": f"{number}.png", "caption": f"picture {number}", "split": split})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--minutes", "0.01", "--points", "1", "--seeds", "1", "--contestants", "cca,ridge,tuned,transformers"]
+    rows = learning.main([*flags_for(tmp_path / "pairs.jsonl"), *flags])
+    assert all("text to image R@1" in row for row in rows)
+    assert len(table(capsys)) == 4
+
+
+def test_resuming(capsys):
+    row, _ = reliability.main(["--cases", "13", "--contestants", "accelerate,trainer"])
+    assert row["accelerate"] == row["trainer"] == "**no**"  # random augmentation is not resumed
+    assert len(table(capsys)) == 2

@@ -104,9 +104,6 @@ NOTES = {
     "caption_special_token": "The caption holds text like a tokenizer's special token; it was kept as text.",
     "caption_composed": "Letters and their accents were composed (NFC).",
     "caption_spaces_joined": "Line breaks and runs of spaces became single spaces.",
-    "caption_from_xmp": "The photo's own XMP data has the caption.",
-    "caption_from_iptc": "The photo's own IPTC data has the caption.",
-    "caption_from_exif": "The photo's own EXIF data has the caption.",
     "caption_repeated": "A caption given twice in a row was kept once.",
 }
 """note -> the conversion."""

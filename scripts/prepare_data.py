@@ -7,9 +7,8 @@ Several sources of any kind: COCO captions and shards, three pairs of the first 
     python scripts/prepare_data.py --output_dir data/mixed --sources \\
         coco/captions_train2017.json,image_root=coco/train2017,weight=3  "shards/web-{000000..000099}.tar,weight=1"
 
-A table with columns of other names; two lists, whose lines are key, tab, path and key, tab, caption:
+A table with columns of other names:
     python scripts/prepare_data.py --output_dir data/mixed --sources photos.csv,image_column=Bild,caption_column=Text
-    python scripts/prepare_data.py --output_dir data/lists --sources images.tsv,captions=captions.tsv
 
 A thousand rows of each, to try; the report is in data/try/report.md:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/try --max_rows 1000
@@ -28,10 +27,6 @@ Find captions that are not of their image, by a model that was trained on other 
 On the machines of a Ray cluster, with the same result; sources and result are on a drive that all share:
     python scripts/launch_ray.py --num_workers 32 scripts/prepare_data.py --sources "web-{000..999}.tar" --output_dir data/web
 
-From a store to a store; rows are kept in --work_dir meanwhile, by default in the datasets cache:
-    python scripts/prepare_data.py --sources "s3://bucket/web-{000..999}.tar" --output_dir s3://bucket/set
-    accelerate launch scripts/pretrain.py --streaming --dataset_name s3://bucket/set --max_steps 20000
-
 Push it to a private repository of the Hub, with its report and a card:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --push_to_hub --license cc-by-4.0
 
@@ -45,7 +40,6 @@ import logging
 import time
 
 from mm_utils.arguments import parse_args
-from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import write_findings, write_pairs
@@ -58,7 +52,6 @@ from mm_utils.extras.data_reports.preparing import Engine, PrepareArguments, par
 from mm_utils.extras.data_reports.report import removed_examples, write_report
 from mm_utils.extras.data_reports.summary import describe, summarize
 from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
-from mm_utils.extras.streams.fetch import fetched
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import run_script, set_up_logging
 
@@ -84,14 +77,10 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
         return {"rows": rows}
 
     check_model(scoring.score_with, "--score_with")  # before the rows are read
-    if hub_args.push_to_hub and is_url(args.output_dir):
-        raise ValueError(
-            f"--push_to_hub is set; --output_dir is {args.output_dir}, and a folder is pushed. Give a folder."
-        )
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        sources = [fetched(resolved(parse_source(item)), work / "fetched") for item in args.sources]
+        sources = [resolved(parse_source(item)) for item in args.sources]
         ingested = ingest_sources(sources, paths, args.plan(checks, timed, engine), work)
 
         # 3. Rows together: duplicates, leaks, splits.

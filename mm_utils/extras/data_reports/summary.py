@@ -11,7 +11,6 @@ from datasets import DatasetDict
 
 from mm_utils.arguments import launch_command
 from mm_utils.data.faults import REASONS
-from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.prepare.pipeline import Ingested
@@ -80,7 +79,7 @@ def describe(summary: dict[str, Any], folder: str) -> str:
             f"{folder}:",
             *lines,
             f"Look at {folder}/report.md",
-            f"Train on it: {launch_command('pretrain', ['--dataset_name', folder, *(['--streaming'] if is_url(folder) else [])])}",
+            f"Train on it: {launch_command('pretrain', ['--dataset_name', folder])}",
         ]
     )
 

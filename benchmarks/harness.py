@@ -31,17 +31,13 @@ class TurnTaker:
     """A Python program that works only between a question and its answer, each one line of JSON.
 
     After an answer its process group (with its loader workers) is stopped, so that nothing it does falls into another's
-    time. On Linux it ends with this process, from its first moment on, and this process with its launcher: what is left of
-    a command that was ended would answer into a broken pipe. The program's side is `serve`.
+    time. On Linux it ends with this process. The program's side is `serve`.
 
     Attributes:
         error: why it is out, if it is; it answers nothing more then.
     """
 
     def __init__(self, program: Path, *arguments: str):
-        from mm_utils.run.checks import end_with_launcher  # which the programs need not import
-
-        end_with_launcher()
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, str(program), *arguments],

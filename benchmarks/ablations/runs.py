@@ -7,7 +7,6 @@ scripts/pretrain.py; `null` takes one of `common` back. The first variant is wha
 import json
 import logging
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from safetensors import safe_open
 from tqdm.auto import tqdm
 
 from benchmarks.harness import ROOT
-from mm_utils.run.checks import end_with
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +137,9 @@ def execute(run: Run, launcher: str) -> str | None:
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     begin, log = time.perf_counter(), run.folder / "log.txt"
-    leash = partial(end_with, os.getpid()) if sys.platform.startswith("linux") else None
     with open(log, "w", encoding="utf-8") as file:
         try:
-            code = subprocess.run(
-                run.command(launcher), stdout=file, stderr=file, check=False, preexec_fn=leash
-            ).returncode
+            code = subprocess.run(run.command(launcher), stdout=file, stderr=file, check=False).returncode
         except OSError as error:
             raise ValueError(f"--launcher is {launcher!r}; {error.strerror}. Give the words of a command.") from error
     if code:

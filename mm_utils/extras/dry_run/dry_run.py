@@ -269,7 +269,7 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     shares, lasts = probe.shares_of(data), {step.medium: step for step in probe.steps}
     seconds = sum(share * lasts[medium].seconds for medium, share in shares.items()) / sum(shares.values())
     model, loader = last.pairs / seconds, probe.images_per_second
-    rate = min(model, loader) if data.loaders.workers else 1 / (1 / model + 1 / loader)
+    rate = min(model, loader) if data.loaders.arguments.num_workers else 1 / (1 / model + 1 / loader)
     args.settle_eval_steps(steps, probe.context.has_baseline)
     first = 0 if probe.context.evaluates_start else args.eval_steps
     evaluated_steps = {steps, *(range(first, steps, args.eval_steps) if args.eval_steps > 0 else ())}
@@ -335,7 +335,7 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
     rows = {
         "steps": f"{figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s",
         "speed": f"{figures['pairs_per_second']:.4g} pairs/s ({exact}): model {model:.4g}, loader alone {loader:.4g} "
-        f"(workers: {probe.data.loaders.workers}); {bound}",
+        f"(workers: {probe.data.loaders.arguments.num_workers}); {bound}",
         "time": f"{duration(figures['hours'])}: {before}training {spent['training']}, "
         f"evaluation {spent['evaluation']} ({times}), checkpoints {spent['checkpoint']}",
         "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB free",

@@ -1,8 +1,6 @@
 """Grids, runs that are real processes of a stand-in for the training script, and how often a finished one is repeated."""
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 
 from benchmarks.ablations.runs import Run, execute, execute_all, plan, read_grid
 from tests.benchmarks.grids import started, write_grid
-from tests.kit.processes import fork, is_alive, wait_until
 
 
 @pytest.mark.parametrize(
@@ -85,25 +82,3 @@ def test_a_run_with_other_flags_is_neither_taken_nor_lost(tmp_path, launcher):
     ):
         execute_all(plan({"max_steps": 2}, {"a": {"recall": 0.2}}, 1, str(tmp_path)), launcher)
     assert (tmp_path / "a-seed0/record.json").read_text() == before
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is of Linux")
-@pytest.mark.parametrize("words", ["python {}", "sh -c 'python {}; true'"], ids=["directly", "by a launcher"])
-def test_the_runs_of_an_ablation_end_with_it(words: str, tmp_path: Path, children: list[int]) -> None:
-    stand_in = tmp_path / "stand_in.py"
-    stand_in.write_text(
-        "import ctypes, os, signal, sys, time\n"
-        "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # as scripts do under a launcher
-        f"open('{tmp_path}/pid', 'w').write(str(os.getpid()) + '.')\n"
-        "time.sleep(600)\n"
-    )
-    run = Run("base", 0, {}, tmp_path / "base")
-    launcher = words.format(stand_in).replace("'python", f"'{sys.executable}")
-    pid, _ = fork(children, lambda _: execute(run, launcher))
-    pid_file = tmp_path / "pid"
-    assert wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
-    started = int(pid_file.read_text()[:-1])
-    children.append(started)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert wait_until(lambda: not is_alive(started))

@@ -21,9 +21,6 @@ Train on it, and look later whether a copy is whole:
     accelerate launch scripts/pretrain.py --dataset_name data/mine
     python scripts/prepare_data.py --verify data/mine
 
-Find captions that are not of their image, by a model that was trained on other pairs:
-    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --score_with openai/clip-vit-base-patch32
-
 On the machines of a Ray cluster, with the same result; sources and result are on a drive that all share:
     python scripts/launch_ray.py --num_workers 32 scripts/prepare_data.py --sources "web-{000..999}.tar" --output_dir data/web
 
@@ -47,12 +44,10 @@ from mm_utils.data.prepare.pipeline import ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, resolved
 from mm_utils.extras.data_reports.card import write_data_card
-from mm_utils.extras.data_reports.pair_scores import ScoreArguments, score_and_set_aside, write_scores
 from mm_utils.extras.data_reports.preparing import Engine, PrepareArguments, parse_source, verify, workspace
 from mm_utils.extras.data_reports.report import removed_examples, write_report
 from mm_utils.extras.data_reports.summary import describe, summarize
 from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
-from mm_utils.run.checks import check_model
 from mm_utils.run.start import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -65,18 +60,16 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
         engine: what does the work; default: this machine.
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments, ScoreArguments)
+    groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments)
     given = parse_args(*groups, DatasetHubArguments, argv=argv, doc=__doc__)
     args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
     reconcile_args, paths, hub_args = given[ReconcileArguments], given[PathArguments], given[DatasetHubArguments]
-    scoring = given[ScoreArguments]
     set_up_logging()
     if args.verify:
         rows = verify(args.verify)
         logger.info("%s: all %s rows are what was written", args.verify, f"{rows:,}")
         return {"rows": rows}
 
-    check_model(scoring.score_with, "--score_with")  # before the rows are read
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
@@ -87,16 +80,12 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
         search = engine.search if engine else None
         found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl", search=search)
 
-        # 4. Write the data set, score its pairs if a model is given, and write the report.
-        pairs, scores = write_pairs(found, ingested.parts, work / "result"), None
-        if scoring.score_with:
-            pairs, scores = score_and_set_aside(scoring, pairs, found, ingested.parts, work / "result")
+        # 4. Write the data set and the report.
+        pairs = write_pairs(found, ingested.parts, work / "result")
         summary = summarize(args, given.settings, ingested, found, pairs)
         summary["seconds"] = round(time.perf_counter() - start, 1)
         write_findings(work / "result", summary, ingested.faults + found.faults)
         write_report(work / "result", pairs, summary, removed_examples(found, ingested.parts))
-        if scores is not None:
-            write_scores(work / "result", pairs, scores, str(scoring.score_with))
         write_data_card(work / "result", hub_args.repository(args.output_dir), pairs, summary, hub_args.license)
 
     # 5. Push the folder, which is complete.

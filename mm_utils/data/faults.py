@@ -70,7 +70,6 @@ REASONS = {
     "caption_not_text": "The caption is not text. Set caption_column to the column that holds text.",
     "caption_is_file_name": "The caption is a file name or web address. Write what is to be seen or heard.",
     "caption_of_camera": "A camera or a program wrote the caption into every photo. Write what is to be seen.",
-    "low_pair_score": "No caption fits, by --score_with. Look at both, or lower --min_pair_score.",
     "no_caption_left": "The row has no usable caption. Write one, or remove the row.",
     # between rows
     "near_duplicate": "Another row is nearly the same. Keep one of them.",

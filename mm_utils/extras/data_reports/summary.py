@@ -71,9 +71,10 @@ def describe(summary: dict[str, Any], folder: str) -> str:
     storage = summary["storage"]
     before, after = (storage[f"{when}_bytes_per_pair"] / 1e3 for when in ("original", "stored"))
     loss = f", at {storage['psnr_db']['mean']:.1f} dB" if "psnr_db" in storage else ""
-    lines.append(
-        f"Stored: {after:,.1f} kB {'an' if medium == 'image' else 'a'} {medium} instead of {before:,.1f}{loss}"
-    )
+    if abs(after - before) > 0.05 * before:
+        lines.append(
+            f"Stored: {after:,.1f} kB {'an' if medium == 'image' else 'a'} {medium} instead of {before:,.1f}{loss}"
+        )
     return "\n  ".join(
         [
             f"{folder}:",

@@ -29,7 +29,6 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, size_of
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
-from mm_utils.extras.dry_run.preview import describe_pairs
 from mm_utils.extras.several_media.flags import MediaArguments
 from mm_utils.extras.several_media.mixture import Mixture
 from mm_utils.extras.several_media.turns import Turns
@@ -168,16 +167,10 @@ class _Probe(TrainerCallback):
         self.context = context
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Describe the data."""
+        """Start the clock."""
         self.data: TrainingData = kwargs["data"]
         self.is_main_process = state.is_world_process_zero
         self.began = time.perf_counter()
-        if self.is_main_process and "train" in self.data.splits:
-            rows = self.data.splits["train"]
-            rows = rows.select(range(min(CHECKED, len(rows))))
-            side = self.data.loaders.medium.key["image_size"]
-            lines = describe_pairs(rows, self.data.processor.tokenizer, self.data.max_seq_length, side)
-            logger.info("%s", "\n  ".join([f"The first {len(rows)} training {self.data.medium}s:", *lines]))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock."""

@@ -20,7 +20,6 @@ import logging
 import time
 
 from mm_utils.arguments import parse_args
-from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import write_findings, write_pairs
@@ -28,13 +27,10 @@ from mm_utils.data.prepare.pipeline import ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, resolved
 from mm_utils.extras.data_reports.card import write_data_card
-from mm_utils.extras.data_reports.pair_scores import ScoreArguments, score_and_set_aside, write_scores
 from mm_utils.extras.data_reports.preparing import Engine, PrepareArguments, parse_source, verify, workspace
 from mm_utils.extras.data_reports.report import removed_examples, write_report
 from mm_utils.extras.data_reports.summary import describe, summarize
 from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
-from mm_utils.extras.streams.fetch import fetched
-from mm_utils.run.checks import check_model
 from mm_utils.run.start import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -47,42 +43,32 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
         engine: what does the work; default: this machine.
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments, ScoreArguments)
+    groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments)
     given = parse_args(*groups, DatasetHubArguments, argv=argv, doc=__doc__)
     args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
     reconcile_args, paths, hub_args = given[ReconcileArguments], given[PathArguments], given[DatasetHubArguments]
-    scoring = given[ScoreArguments]
     set_up_logging()
     if args.verify:
         rows = verify(args.verify)
         logger.info("%s: all %s rows are what was written", args.verify, f"{rows:,}")
         return {"rows": rows}
 
-    check_model(scoring.score_with, "--score_with")  # before the rows are read
-    if hub_args.push_to_hub and is_url(args.output_dir):
-        raise ValueError(
-            f"--push_to_hub is set; --output_dir is {args.output_dir}, and a folder is pushed. Give a folder."
-        )
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        sources = [fetched(resolved(parse_source(item)), work / "fetched") for item in args.sources]
+        sources = [resolved(parse_source(item)) for item in args.sources]
         ingested = ingest_sources(sources, paths, args.plan(checks, timed, engine), work)
 
         # 3. Rows together: duplicates, leaks, splits.
         search = engine.search if engine else None
         found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl", search=search)
 
-        # 4. Write the data set, score its pairs if a model is given, and write the report.
-        pairs, scores = write_pairs(found, ingested.parts, work / "result"), None
-        if scoring.score_with:
-            pairs, scores = score_and_set_aside(scoring, pairs, found, ingested.parts, work / "result")
+        # 4. Write the data set and the report.
+        pairs = write_pairs(found, ingested.parts, work / "result")
         summary = summarize(args, given.settings, ingested, found, pairs)
         summary["seconds"] = round(time.perf_counter() - start, 1)
         write_findings(work / "result", summary, ingested.faults + found.faults)
         write_report(work / "result", pairs, summary, removed_examples(found, ingested.parts))
-        if scores is not None:
-            write_scores(work / "result", pairs, scores, str(scoring.score_with))
         write_data_card(work / "result", hub_args.repository(args.output_dir), pairs, summary, hub_args.license)
 
     # 5. Push the folder, which is complete.

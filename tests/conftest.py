@@ -75,7 +75,7 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {
         "run.finish": ("plot_training", "draw_examples"),
         "extras.measured.sizes": ("draw_sizes",),
-        "extras.data_reports.report": ("draw_statistics", "draw_contact_sheet"),
+        "extras.data_reports.report": ("draw_contact_sheet",),
         "extras.classes.finish": ("plot_training", "draw_confusion"),
     }
     for module, names in drawn.items():

@@ -51,8 +51,10 @@ REMOVED = {
     "--classes_file",
     "--length_bucket_window",
     "--look_alikes",
+    "--min_pair_score",
     "--rerank_score",
     "--rerank_weight",
+    "--score_with",
     "--stream_lanes",
 }
 

@@ -70,7 +70,6 @@ REASONS = {
     "caption_not_text": "The caption is not text. Set caption_column to the column that holds text.",
     "caption_is_file_name": "The caption is a file name or web address. Write what is to be seen or heard.",
     "caption_of_camera": "A camera or a program wrote the caption into every photo. Write what is to be seen.",
-    "low_pair_score": "No caption fits, by --score_with. Look at both, or lower --min_pair_score.",
     "no_caption_left": "The row has no usable caption. Write one, or remove the row.",
     # between rows
     "near_duplicate": "Another row is nearly the same. Keep one of them.",
@@ -104,9 +103,6 @@ NOTES = {
     "caption_special_token": "The caption holds text like a tokenizer's special token; it was kept as text.",
     "caption_composed": "Letters and their accents were composed (NFC).",
     "caption_spaces_joined": "Line breaks and runs of spaces became single spaces.",
-    "caption_from_xmp": "The photo's own XMP data has the caption.",
-    "caption_from_iptc": "The photo's own IPTC data has the caption.",
-    "caption_from_exif": "The photo's own EXIF data has the caption.",
     "caption_repeated": "A caption given twice in a row was kept once.",
 }
 """note -> the conversion."""

@@ -131,7 +131,7 @@ def _check_image_folder(folder: Path) -> None:
     if not metadata_files(folder) and not is_image_folder(folder):
         raise ValueError(
             f"--dataset_dir is {folder}; neither it nor a train, validation or test folder in it has one of "
-            f"{', '.join(METADATA_FILES)}, and no caption is beside an image or in its metadata. Write one, with the columns "
+            f"{', '.join(METADATA_FILES)}, and no caption is beside an image. Write one, with the columns "
             "file_name and caption."
         )
 

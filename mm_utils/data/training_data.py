@@ -13,7 +13,7 @@ from transformers import ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, check_loading, make_loaders
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, check_open_files, make_loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
@@ -213,13 +213,12 @@ def open_loaders(
     *,
     streaming: bool = False,
 ) -> Loaders:
-    """Return the loaders of a run, for which its machines have enough shared memory and open files."""
+    """Return the loaders of a run, for which its machines have enough open files."""
     rows = splits["validation"]
     for column in entries("UNREAD").keys() & set(rows.column_names) - {reader.source(rows) for reader in readers}:
         logger.info("The rows have %s that no term reads; %s", column, entries("UNREAD")[column])
     # Saved with the model, so that all who load it read as much of a text.
     processor.tokenizer.model_max_length = loader_args.max_seq_length
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
-    most, eval_batch_size = schedule.batch_sizes.sizes[-1], schedule.per_device_eval_batch_size
-    check_loading(loaders, most, eval_batch_size, streaming=streaming)
+    check_open_files(loader_args.num_workers, streaming=streaming)
     return loaders

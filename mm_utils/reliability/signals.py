@@ -45,8 +45,8 @@ class Interrupted(SystemExit):
 class Interruption:
     """Record signals within its context; a repeated signal has its default effect.
 
-    Data workers that are forked inside get the signals of keyboards and launchers, too, and survive them for a while; those that
-    SIGTERM ends, by torch's handler, are replaced by their loader. Outside the main thread, where handlers cannot be set, only
+    Data workers that are forked inside get the signals of keyboards and launchers, too, and survive them for a while; of
+    SIGTERM, `mm_utils.data.batches.workers` sees to that. Outside the main thread, where handlers cannot be set, only
     `interrupt` is recorded.
 
     Attributes:

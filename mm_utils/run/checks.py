@@ -10,8 +10,6 @@ import os
 import platform
 import re
 import shlex
-import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,6 @@ _MAY_DIFFER = {"output_dir", "dataloader_num_workers", "preprocessing_num_worker
 _LAUNCHERS = {"accelerate", "accelerate-launch", "torchrun"}
 _LAUNCHER_MODULES = {"accelerate.commands.launch", "accelerate.commands.accelerate_cli", "torch.distributed.run"}
 _SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-_libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 def check_equal_start(config: Mapping[str, Any]) -> None:
@@ -187,34 +183,6 @@ def _launched_nodes() -> str:
 # -- parent and child processes -----------------------------------------------------------------------------------------
 
 
-def end_with_launcher() -> None:
-    """On Linux, get SIGTERM from the kernel when the launcher, this one's parent, ends.
-
-    `accelerate launch` of one process does not forward signals: ended by SIGTERM, it would leave this process training, on
-    the device that the next run asks for.
-
-    Raises:
-        ValueError: if the launcher has ended already.
-    """
-    parent = os.getppid()
-    if _libc is None:
-        return
-    launched = not {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
-    if _is_launcher(parent):
-        end_with(parent)
-    elif launched and parent == 1 and not _is_python(1):
-        raise ValueError("The launcher of this process has ended before it could begin. Start the run again.")
-
-
-def end_with(parent: int) -> None:
-    """On Linux, get SIGTERM from the kernel when the parent, or its starting thread, ends."""
-    if _libc is None:
-        return
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before that
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 @functools.cache
 def fork_without_tokenizer_threads() -> None:
     """Let forked processes tokenise with one thread: they would wait forever for others.
@@ -252,11 +220,6 @@ def _environment_of_user() -> dict[str, str]:
 def _is_launcher(process: int) -> bool:
     words = _command(process)[:4]
     return any(word in _LAUNCHER_MODULES or Path(word).name in _LAUNCHERS for word in words)
-
-
-def _is_python(process: int) -> bool:
-    """Return whether a process is Python, as the first of a container may be."""
-    return Path(_command(process)[0]).name.startswith("python")
 
 
 def _command(process: int) -> list[str]:

@@ -28,7 +28,7 @@ from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import ProgressBar, RunCallback, TemperatureClamp
-from mm_utils.training.throughput import Communication, LoaderAdvice, Throughput
+from mm_utils.training.throughput import Communication, Throughput
 
 
 @dataclass
@@ -174,8 +174,6 @@ def all_callbacks(
     ]
     if highest_scale is not None:
         callbacks.append(TemperatureClamp(highest_scale))
-    if not (run.settings.get("cache_features") and run.settings["freeze_vision"]):  # then the loader reads no images
-        callbacks.append(LoaderAdvice(lambda: data.loaders.workers))
     if args.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
     return [*callbacks, *others, ProgressBar()]

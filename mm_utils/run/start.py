@@ -104,10 +104,9 @@ def make_accelerator() -> Accelerator:
 
     Raises:
         RunError: if the processes do not see each other, or the launcher is one that they cannot be started by.
-        ValueError: if the device does not support the precision, or the launcher is gone.
+        ValueError: if the device does not support the precision.
     """
     checks.check_launcher()
-    checks.end_with_launcher()
     checks.fork_without_tokenizer_threads()
     checks.check_precision()
     # Otherwise transformers would load a model in one process, and leave its weights empty in the others for FSDP to fill.

@@ -1,9 +1,7 @@
 """Measure how well a run uses its hardware, and advise one that waits for its data."""
 
 import logging
-import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.communication import meter, reduced_bytes
-from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.encoding import computed_tokens
 from mm_utils.objectives.grad_cache import cuts
 from mm_utils.training.memory import peak_bytes
@@ -142,50 +139,3 @@ def gpu_utilisation(device: torch.device) -> float | None:
         return torch.cuda.utilization(device) / 100
     except Exception:  # without nvidia-ml-py, without a driver, on a MIG slice: each raises its own, and none matters
         return None
-
-
-class LoaderAdvice(TrainerCallback):
-    """Advise once a run, when two rows in succession show that training waits for data.
-
-    Args:
-        num_workers: returns the number of this rank's data workers.
-    """
-
-    def __init__(self, num_workers: Callable[[], int]):
-        self.num_workers = num_workers
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Forget an earlier run."""
-        self.waits: list[float] = []
-        self.advised = False
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Read the share of time that this rank waited since the row before."""
-        wait = kwargs["logs"].get("data_wait")
-        if self.advised or not state.is_world_process_zero or wait is None:
-            return
-        self.waits.append(wait)
-        latest = self.waits[1:][-2:]  # the first row includes the start of the workers
-        if len(latest) == 2 and min(latest) > MAX_DATA_WAIT:
-            self.advised = True
-            frozen = not is_trained(kwargs["model"].vision_model)
-            spare = distributed.cores_per_process() - 1
-            logger.warning("%s", _advice(sum(latest) / 2, self.num_workers(), spare, frozen))
-
-
-def _advice(wait: float, workers: int, spare_cores: int, vision_is_frozen: bool) -> str:
-    found = (
-        f"data_wait is {wait:.2f}; that share of the time the model waits for images (loader workers: {workers}, "
-        f"spare cores: {max(0, spare_cores)})."
-    )
-    computing = max(0.01, 1 - wait)
-    if workers < spare_cores:
-        # Too few workers are busy all the time; without workers, the wait is the decoding itself.
-        enough = math.ceil((workers or wait) / computing)
-        return f"{found} Raise --dataloader_num_workers to {min(spare_cores, enough)}."
-    if vision_is_frozen:
-        return f"{found} Pass --cache_features, as the vision tower is frozen, or store the images smaller."
-    return (
-        f"{found} Store the images smaller; or train a larger model, as up to {1 / computing:.1f} times the compute "
-        "per step costs no time."
-    )

@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_path, find_checkpoint, newest_checkpoint, step_of, verify
-from mm_utils.data.batches.workers import RestartingLoader
+from mm_utils.data.batches.workers import WorkerLoader
 from mm_utils.reliability import failures
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.training.trainer import Trainer
@@ -197,13 +197,13 @@ def work(run: TinyRun, faults: Sequence[Fault], workers: int, begun: int) -> Non
 
 
 class WorkerBatches(Batches):
-    """The same batches, made by workers that are started again when they are killed."""
+    """The same batches, made by workers."""
 
     def __init__(self, run: TinyRun, workers: int, start: int, stop: int):
         super().__init__(run, start, stop, [])
-        self.loader = RestartingLoader(
-            lambda number: DataLoader(
-                range(start + number, stop),  # type: ignore[arg-type]
+        self.loader = WorkerLoader(
+            DataLoader(
+                range(start, stop),  # type: ignore[arg-type]
                 batch_size=None,
                 collate_fn=self.made,  # type: ignore[arg-type]
                 num_workers=workers,

@@ -20,7 +20,7 @@ from tests.faults.rank_runs import Fault, Sleep, start
 from tests.kit.tiny_run import TinyRun
 
 LENGTH = 40  # steps
-KINDS = ("SIGKILL", "SIGTERM", "SIGSTOP and SIGCONT", "a killed worker")
+KINDS = ("SIGKILL", "SIGTERM", "SIGSTOP and SIGCONT")
 STARTS = 60  # at most; a run that gains nothing is stuck
 
 
@@ -115,12 +115,7 @@ def _disturb(
 
 
 def _strike(kind: str, pid: int, over: threading.Event) -> None:
-    if kind == "a killed worker":
-        children = psutil.Process(pid).children()
-        if not children:
-            raise ProcessLookupError
-        children[0].kill()
-    elif kind == "SIGSTOP and SIGCONT":
+    if kind == "SIGSTOP and SIGCONT":
         os.kill(pid, signal.SIGSTOP)
         over.wait(1)
         os.kill(pid, signal.SIGCONT)

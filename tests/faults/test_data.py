@@ -290,7 +290,6 @@ REFUSED = {  # kind: file, its content (None: there is none), further keys and f
     "every tenth image missing": ("a.jsonl", (LINES * 9 + GONE * 2) * 3, "", "6 of 60 rows are bad, more than"),
     "no good row, though all may be bad": ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left"),
     "a single pair": ("a.jsonl", LINES.splitlines()[0], " --validation_fraction 0", "at least 2. Add some"),
-    "captions of nowhere": ("a.txt", b"0.png\n", ",format=parallel", "Set captions="),
     "a split of another name": ("a.jsonl", LINES, ",split=dev2", "Name one of them"),
     "an image root that is none": ("a.jsonl", LINES, ",image_root=/nowhere", "Give the folder of the images"),
 }

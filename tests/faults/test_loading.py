@@ -5,17 +5,14 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import disable_progress_bars
-from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
@@ -24,7 +21,6 @@ from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
 from mm_utils.data.batches.loaders import DeviceLoader
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.batches.workers import MAX_RESTARTS, RestartingLoader
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments, Source
 from mm_utils.extras.streams import rows as stream_rows
@@ -33,7 +29,7 @@ from mm_utils.extras.streams.loader import StreamBatches, StreamSteps
 from mm_utils.extras.streams.shards import Shard, ShardReader, count_shards
 from mm_utils.extras.streams.stream import open_stream
 from tests.kit.fault_images import BROKEN, draw, jpeg
-from tests.kit.numbered_rows import CPU, SIZE, equal, loaders, new_tokenizer, rows_of
+from tests.kit.numbered_rows import CPU, SIZE, loaders, new_tokenizer, rows_of
 from tests.kit.numbered_shards import write_shards
 
 disable_progress_bars()
@@ -78,81 +74,25 @@ def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
-class Struck:
-    """Iterates over a loader and strikes one of its workers after some batches."""
-
-    def __init__(self, loader: DeviceLoader, strike: Callable[[int], None], after: tuple[int, ...]):
-        self.loader, self.strike, self.after = loader, strike, after
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        before = children()
-        batches = iter(self.loader)
-        for number in range(len(self.loader)):
-            yield next(batches)
-            if number in self.after:
-                self.strike(max(children() - before))
-                time.sleep(0.3)  # a step, in which nothing may be raised
-
-
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_worker_changes_nothing(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_worker_is_named_with_the_flag(make: Make) -> None:
     before = children()
-    struck = Struck(make(2), kill, (1, 2, 15))
-    found = list(struck)
-    assert len(children() - before) <= 2  # the workers that were not killed have ended, too
-    expected = list(make(0))
-    assert len(found) == len(expected) >= STEPS
-    assert all(equal(*both) for both in zip(found, expected, strict=True))
-    warnings = [record.message for record in caplog.records if "New workers make the same batches" in record.message]
-    assert 2 <= len(warnings) <= 3  # two that are killed shortly after each other may be replaced together
-    assert all(re.search("(killed by signal: Killed|exited unexpectedly), when ", warning) for warning in warnings)
-    assert "pass --dataloader_num_workers lower than 2, or 0." in warnings[0]
+
+    def strike() -> None:
+        for number, _ in enumerate(make(2)):
+            if number == 1:
+                kill(max(children() - before))
+                time.sleep(0.5)  # torch raises wherever the main thread is, here or in the loader
+
+    with pytest.raises((RuntimeError, ValueError), match=ENDED) as caught:
+        strike()
+    assert isinstance(caught.value, RuntimeError) or "pass a lower --dataloader_num_workers" in str(caught.value)
 
 
-@pytest.mark.parametrize("named_to_another", [False, True])
-def test_a_worker_killed_between_two_evaluations(
-    named_to_another: bool, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch names it to the loader that asks next, in training; the evaluation would wait for the time limit of a batch."""
-    monkeypatch.setattr(loader_workers, "TIMEOUT", 40)
-    rows, order = tokenize_captions(rows_of(13), tokenizer, 16), GlobalOrder(13, BatchSizes((0,), (5,)), seed=3)
-    training = iter(loaders(1).train(rows, order, 0, 10))
-    next(training)
-    before = children()
-    loader = loaders(2).evaluation(rows, 3)
-    first = list(loader)
-    kill(max(children() - before))
-    if named_to_another:
-        time.sleep(0.3)
-        assert len(list(training)) == 9
-    began = time.monotonic()
-    assert all(equal(*both) for both in zip(loader, first, strict=True))
-    assert all(equal(*both) for both in zip(loader, first, strict=True))
-    assert time.monotonic() - began < 40
-
-
-def test_a_killed_worker_of_another_loader_loses_no_batch(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader_workers, "TIMEOUT", 5)
-    rows = tokenize_captions(rows_of(13), tokenizer, 16)
-    order = GlobalOrder(13, BatchSizes((0,), (5,)), seed=3)
-    before = children()
-    other = iter(loaders(2).evaluation(rows, 1))
-    next(other)
-    pid = max(children() - before)
-    for number, batch in enumerate(loaders(2).train(rows, order, 0, 10)):
-        assert len(batch["rows"]) == 5
-        subprocess.run(["false"], check=False)  # the end of any other child does not matter
-        if number == 3:
-            kill(pid)
-    assert len(list(other)) == 12
-
-
-# -- faults that come again ---------------------------------------------------------------------------------------------
+# -- faults of a row ---------------------------------------------------------------------------------------------
 
 
 def at_row(row: int, deed: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,88 +111,31 @@ ENDED = r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: (Killed|Bu
 
 
 @pytest.mark.parametrize(
-    ("deed", "restarts", "message"),
+    ("deed", "message"),
     [
-        (lambda: kill(os.getpid()), MAX_RESTARTS, ENDED),
-        (lambda: os.kill(os.getpid(), signal.SIGBUS), MAX_RESTARTS, ENDED),
-        (lambda: os._exit(3), MAX_RESTARTS, ENDED),
-        (lambda: time.sleep(600), 0, "DataLoader timed out after 2 seconds"),
+        (lambda: kill(os.getpid()), ENDED),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), ENDED),
+        (lambda: os._exit(3), ENDED),
+        (lambda: time.sleep(600), "DataLoader timed out after 2 seconds"),
     ],
     ids=["killed", "bus error", "exit", "hangs"],
 )
-def test_a_repeated_fault_ends_the_run(
-    deed: Callable[[], Any],
-    restarts: int,
-    message: str,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_row_that_ends_its_worker_ends_the_run(
+    deed: Callable[[], Any], message: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one line that names the batch."""
     monkeypatch.setattr(loader_workers, "TIMEOUT", 2)
-    monkeypatch.setattr(
-        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5
-    )  # as long, torch waits for each worker
+    # As long, torch waits for each worker.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
     at_row(5, deed, monkeypatch)
     rows = tokenize_captions(rows_of(10), tokenizer, 16)
     with pytest.raises(ValueError, match=f"^{message}") as caught:
         list(loaders(2).evaluation(rows, 2))
-    due = r"when batch [123] of 5 of an evaluation \(2 images: id-\d, id-\d\) was due"
-    remedy = r"If this happens again, pass --dataloader_num_workers lower than 2, or 0\."
-    assert re.search(rf", {due}\. {remedy}$", str(caught.value))
+    assert re.search(
+        r", when batch [123] of 5 of an evaluation \(2 images: id-\d, id-\d\) was due\. Its memory", str(caught.value)
+    )
+    assert "pass a lower --dataloader_num_workers" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert len([record for record in caplog.records if "New workers" in record.message]) == restarts
-
-
-def test_faults_far_apart_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_workers, "RESTART_WINDOW", 4)
-    others = forks()
-    loader = RestartingLoader(lambda number: numbers(range(number, 40)), 40, str, 1)
-    found = []
-    for number in loader:
-        found.append(int(number))
-        if number % 5 == 4:
-            [worker] = forks() - others
-            kill(worker)
-    assert found == list(range(40))
-
-
-def numbers(values: range, size: int = 1) -> DataLoader:
-    return DataLoader(Numbers(values, size), batch_size=None, num_workers=1, persistent_workers=True)
-
-
-class Numbers(Dataset):
-    """Items of this many bytes, which travel inside the message."""
-
-    def __init__(self, values: range, size: int):
-        self.values, self.size = values, size
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, place: int) -> Any:
-        if self.size == 1:
-            return self.values[place]
-        return np.full(self.size, self.values[place], np.uint8).tobytes()
-
-
-def forks() -> set[int]:
-    """Return the forks of this process, which have its command line."""
-    own = Path("/proc/self/cmdline").read_bytes()
-    return {pid for pid in children() if Path(f"/proc/{pid}/cmdline").read_bytes() == own}
-
-
-def test_a_worker_killed_in_the_middle_of_a_message() -> None:
-    """A pipe holds 64 kB; a process that has read the first half waits for the rest."""
-    others = forks()
-    loader = RestartingLoader(lambda number: numbers(range(number, 12), 300_000), 12, str, 1)
-    for number, item in enumerate(loader):
-        assert item == bytes([number]) * 300_000
-        if number == 3:
-            time.sleep(0.5)
-            [worker] = forks() - others
-            kill(worker)
-    assert number == 11
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, OSError, ValueError])

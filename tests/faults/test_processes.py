@@ -153,14 +153,12 @@ def test_a_slow_process(straight: Straight, tmp_path: Path) -> None:
     assert rank_runs.difference(run.folder, straight(2)) == 0
 
 
-def test_a_killed_data_worker(straight: Straight, tmp_path: Path) -> None:
-    run = TinyRun(tmp_path / "run")
-    ended = start(2, run, Fault(kill_a_worker, "batch", 5, 1), workers=1)
-    assert ended.statuses == [0, 0], ended.text
-    assert "New workers make the same batches" in ended.texts[1]
-    assert len(rank_runs.notes_in(run.folder, "steps")) // 2 == STEPS
-    assert rank_runs.rows_of(run.folder) == rank_runs.rows_of(straight(2))
-    assert rank_runs.difference(run.folder, straight(2)) == 0
+def test_a_killed_data_worker(tmp_path: Path) -> None:
+    """It ends all processes with one line, and the run goes on from its checkpoint."""
+    ended = start(2, TinyRun(tmp_path / "run"), Fault(kill_a_worker, "batch", 5, 1), workers=1)
+    assert ended.statuses == [1, 1], ended.text
+    assert "pass a lower --dataloader_num_workers" in ended.texts[1]
+    assert "Traceback" not in ended.text
 
 
 class Shorten:

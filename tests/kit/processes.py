@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.run import checks, restarts
+from mm_utils.run import restarts
 
 PATIENCE = 90.0  # seconds, for a busy machine
 
@@ -59,7 +59,6 @@ def is_alive(pid: int) -> bool:
 
 def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run_id: str = "none") -> list[str]:
     """Set what torchelastic sets for one attempt of a launch; return the launchers' names."""
-    monkeypatch.setattr(checks, "end_with_launcher", lambda: None)  # there is none
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/te/{run_id}_{launch}/attempt_{attempt}/0/error.json")

@@ -110,11 +110,11 @@ def joined(sign: str, header: str | None = None) -> str:
     return lines(*([header] if header else []), *(f"{name}{sign}{text}" for name, text in PAIRS))
 
 
-def check_format(folder: Path, made: Path | Source, expected: str) -> None:
+def check_format(folder: Path, made: Path, expected: str) -> None:
     """A source of NAMES is recognised, and its records are PAIRS."""
-    source = made if isinstance(made, Source) else Source(str(made))
+    source = Source(str(made))
     assert detect(source) == expected
-    records, bad = read(source.path, captions=source.captions)
+    records, bad = read(source.path)
     assert not bad
     assert sorted((content(record), record.captions) for record in records) == [
         (f"bytes of {name}".encode(), [text]) for name, text in PAIRS

@@ -3,11 +3,8 @@
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,7 @@ from accelerate.utils import DistributedType
 from mm_utils import distributed
 from mm_utils.run import checks
 from mm_utils.run.start import make_accelerator
-from tests.kit.processes import PATIENCE, fork, is_alive, read_report, wait_until
+from tests.kit.processes import fork, read_report, wait_until
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl and /proc are of Linux")
@@ -218,32 +215,7 @@ def test_processes_that_wait_within_passes_cannot_be_balanced(backend: Distribut
         checks.check_devices(sharded, balance=True)
 
 
-# -- launchers that end -------------------------------------------------------------------------------------------------
-@LINUX
-def test_a_child_ends_with_its_parent(children: list[int]) -> None:
-    def parent(report: Callable[[str], Any]) -> None:
-        me, child = os.getpid(), os.fork()
-        if child == 0:
-            signal.signal(signal.SIGTERM, lambda *_: (report("SIGTERM"), os._exit(0)))
-            checks.end_with(me)
-            report(str(os.getpid()))
-            time.sleep(2 * PATIENCE)
-
-    pid, reading = fork(children, parent)
-    children.append(int(read_report(reading)))
-    os.kill(pid, signal.SIGKILL)
-    assert read_report(reading) == "SIGTERM\n"
-
-
-@LINUX
-def test_a_parent_that_ended_before_is_noticed(children: list[int]) -> None:
-    def orphan(report: Callable[[str], Any]) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: report("SIGTERM"))
-        checks.end_with(2**22 + 1)  # no process has this number
-
-    assert read_report(fork(children, orphan)[1]) == "SIGTERM\n"
-
-
+# -- launchers -----------------------------------------------------------------------------------------------------------
 @LINUX
 def test_launchers_are_known_by_their_command(tmp_path: Path, children: list[int]) -> None:
     for name, known in (("torchrun", True), ("accelerate", True), ("pretrain.py", False), ("accelerate.sh", False)):
@@ -256,20 +228,6 @@ def test_launchers_are_known_by_their_command(tmp_path: Path, children: list[int
     assert not checks._is_launcher(2**22 + 1)
 
 
-@LINUX
-def test_a_process_that_lost_its_launcher_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    monkeypatch.setattr(checks, "_command", lambda _: ["/sbin/init"])
-    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    checks.end_with_launcher()  # started by hand, whose shell has ended
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
-    with pytest.raises(ValueError, match="launcher of this process has ended"):
-        checks.end_with_launcher()
-    monkeypatch.setattr(checks, "_command", lambda _: ["/usr/bin/python3", "my_launcher.py"])
-    checks.end_with_launcher()  # of a container
-
-
 def _mentions(path: Path, word: str) -> bool:
     return word in path.read_text()
 
@@ -280,29 +238,6 @@ def test_forked_processes_tokenize_with_one_thread(children: list[int], monkeypa
     _, reading = fork(children, lambda report: report(os.environ["TOKENIZERS_PARALLELISM"]))
     assert read_report(reading) == "false\n"
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
-
-
-@LINUX
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_launched_process_ends_with_the_launcher(
-    number: signal.Signals, tmp_path: Path, children: list[int]
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, time\nfrom mm_utils.run.start import make_accelerator\n"
-        f"make_accelerator()\nopen('{tmp_path}/pid', 'w').write(f'{{os.getpid()}}.')\ntime.sleep(600)\n"
-    )
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", str(script)]
-    launcher = subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL)
-    children.append(launcher.pid)
-    pid_file = tmp_path / "pid"
-    assert wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
-    child = int(pid_file.read_text()[:-1])
-    children.append(child)
-    launcher.send_signal(number)
-    assert wait_until(lambda: not is_alive(child))
 
 
 # -- the model that is named --------------------------------------------------------------------------------------------

@@ -2,22 +2,19 @@
 
 import errno
 import logging
-import os
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tqdm import tqdm
 
 from mm_utils.arguments import is_rare, parse_args
 from mm_utils.checkpointing.state import FREE_FLAGS, changes, learnt_flags
 from mm_utils.reliability import failures
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
-from mm_utils.run.script import run_script, set_up_logging
+from mm_utils.run.script import run_script
 from scripts.finetune import FLAGS
 
 OTHER = {
@@ -45,75 +42,6 @@ def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
         found = [field for kind in (*own, *Doors(script).arguments) for field in fields(kind)]
         assert len(found) == len({field.name for field in found})
         assert sum(not is_rare(field) for field in found) <= {"pretrain": 100, "finetune": 77}[script]
-
-
-@pytest.mark.parametrize("stream", [1, 2])
-@pytest.mark.parametrize("how", ["closed", "closed later", "broken pipe", "full disk"])
-def test_no_stream_ends_a_run(how: str, stream: int, tmp_path: Path) -> None:
-    name = {1: "stdout", 2: "stderr"}[stream]
-
-    def main() -> None:
-        set_up_logging()
-        logging.getLogger("mm_utils").warning("a line")
-        for _ in tqdm(range(3), mininterval=0):
-            getattr(sys, name).write("x" * 100_000)
-        if how == "closed later":  # by a library
-            getattr(sys, name).close()
-        print("step 1")
-        logging.getLogger("mm_utils").warning("another line")
-        (tmp_path / "done").touch()
-
-    if (child := os.fork()) == 0:
-        if how == "closed":
-            os.close(stream)
-        elif how == "full disk":
-            os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
-        elif how == "broken pipe":
-            reads, writes = os.pipe()
-            os.dup2(writes, stream)
-            os.close(reads)
-            os.close(writes)
-        setattr(sys, name, None if how == "closed" else os.fdopen(stream, "w", closefd=False))
-        flushed = False
-        try:
-            run_script(main)
-            if how != "closed later":
-                print(end="", file=getattr(sys, name), flush=True)  # as Python does at its end
-            flushed = True
-        finally:
-            os._exit(0 if flushed else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert (tmp_path / "done").exists()
-
-
-def test_what_hangs_at_the_exit_keeps_no_finished_process(tmp_path: Path) -> None:
-    """A tracker's handler or thread that never ends; the status is that of the run."""
-    (tmp_path / "slow_tracker.py").write_text(
-        "import atexit, threading\n"
-        "def handler(): atexit.register(lambda: threading.Event().wait())\n"
-        "def thread(): threading.Thread(target=lambda: threading.Event().wait()).start()\n"
-    )
-    (tmp_path / "run.py").write_text(
-        "import os, sys\n"
-        "import slow_tracker\n"
-        "from mm_utils.run import script\n"
-        "script.EXIT_SECONDS, status = 0.3, 0\n"
-        "def main():\n"
-        "    getattr(slow_tracker, name)()\n"
-        "    if status: sys.exit(status)\n"
-        "for name, status in (('handler', 0), ('thread', 3)):\n"
-        "    if (child := os.fork()) == 0:\n"
-        "        script.set_up_logging()\n"
-        "        script.run_script(main)\n"
-        "        sys.exit()\n"
-        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
-    )
-    command = [sys.executable, str(tmp_path / "run.py")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert ended.stdout.split() == ["0", "3"]
-    lines = [line.partition("WARNING ")[2] for line in ended.stderr.splitlines()]
-    ending = "kept the finished process for 0.3 seconds, so it ends now, with status"
-    assert lines == [f"slow_tracker {ending} {status}" for status in (0, 3)]
 
 
 ANY_FILE = "A file of this run, or of a cache"

@@ -1,9 +1,9 @@
 """Load rows as batches: decoded and augmented in workers, normalised on the device."""
 
-import math
+import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -28,21 +28,17 @@ from mm_utils.data.batches.dataset import (
 from mm_utils.data.batches.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.batches.workers import (
-    PREFETCH,
-    RestartingLoader,
-    choose_workers,
-    free_shared_memory,
-    loading_rate,
+    WorkerLoader,
     worker_options,
 )
 from mm_utils.data.media.medium import SOUND_JITTER, Medium, check_window, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.doors import entry
 from mm_utils.files import MAX_OPEN_FILES, allow_open_files
-from mm_utils.text import byte_size
+
+logger = logging.getLogger(__name__)
 
 _MAX_WORKERS = 16
-_MIN_STEPS_TO_MEASURE = 100  # a shorter run is over before the best number of workers has paid for its search
 _SHOWN = 8  # images of a batch in a message
 MOST_WINDOW, MOST_FRAMES = 600, 512  # seconds and frames of an example
 MOST_JITTER = 30  # decibels
@@ -66,8 +62,7 @@ class LoaderArguments:
     )
     dataloader_num_workers: str = arg(
         "auto",
-        "Processes that decode images, per rank, 0 for none; auto = tried out where there is a choice, at most one per spare "
-        "core and 16.",
+        f"Processes that decode images, per rank, 0 for none; auto = one per spare core, at most {_MAX_WORKERS}.",
     )
     color_jitter: float = arg(
         0.0, "Brightness, contrast and saturation of training images vary by up to this share; captions name colours."
@@ -123,7 +118,7 @@ class LoaderArguments:
 
     @property
     def num_workers(self) -> int:
-        """Workers of this rank, at most if `auto`; each training process keeps a core."""
+        """Workers of this rank; with `auto`, each training process keeps a core."""
         if self.dataloader_num_workers != "auto":
             return int(self.dataloader_num_workers)
         return max(0, min(_MAX_WORKERS, distributed.cores_per_process() - 1))
@@ -181,7 +176,6 @@ class Loaders:
     medium: Medium
     readers: Sequence[ColumnReader] = ()
     division: Division = EQUAL_SHARES
-    _measured: int | None = field(default=None, init=False)
 
     @property
     def input_key(self) -> tuple[Any, ...]:
@@ -218,16 +212,7 @@ class Loaders:
         pairs = TrainingPairs(rows, self.training_transform(order.seed, readers))
         batches = RankBatches(order, start, stop, self.division)
         collate = Collator(self.pad_token_id, self.medium, True, empty_features(rows), readers)
-        has_choice = self.arguments.dataloader_num_workers == "auto" and self.arguments.num_workers > 2
-        if not has_choice or "vision_pooled" in collate.cached:
-            return self._loader(pairs, batches, collate, self.arguments.num_workers)
-        if self._measured is None and len(batches) >= _MIN_STEPS_TO_MEASURE:
-
-            def rate(workers: int) -> float:
-                return loading_rate(self._data_loader(pairs, batches, collate, workers))
-
-            self._measured = choose_workers(self.arguments.num_workers, rate)
-        return self._loader(pairs, batches, collate, self.workers)
+        return self._loader(pairs, batches, collate)
 
     def evaluation(self, rows: datasets.Dataset, batch_size: int) -> DeviceLoader:
         """Return this rank's share of all rows, each with all its captions, in order.
@@ -240,7 +225,7 @@ class Loaders:
         readers = [reader for reader in self._readers(rows) if reader.in_evaluation]
         pairs = Pairs(rows, EvaluationTransform(self.medium, readers))
         collate = Collator(self.pad_token_id, self.medium, cached=empty_features(rows), readers=readers)
-        return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate, self.arguments.num_workers)
+        return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate)
 
     def _readers(self, rows: datasets.Dataset) -> list[ColumnReader]:
         return [reader for reader in self.readers if reader.columns <= set(rows.column_names)]
@@ -251,11 +236,6 @@ class Loaders:
         keeps_sides = entry("KEEPS_SIDES", "words", "--horizontal_flip is set") if args.horizontal_flip else None
         return TrainingTransform(self.medium, readers, seed, args.color_jitter, keeps_sides)
 
-    @property
-    def workers(self) -> int:
-        """Workers of this rank's training loader, as far as is known."""
-        return self.arguments.num_workers if self._measured is None else self._measured
-
     def check_medium(self, rows: datasets.Dataset) -> None:
         """Raise ValueError if the rows hold other media than the model is for."""
         found = kind_of(rows.features)
@@ -264,25 +244,14 @@ class Loaders:
                 f"the data are {found}s, and the model is for {self.medium.kind}s. Give data or model of the same kind."
             )
 
-    def _loader(
-        self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator, workers: int
-    ) -> DeviceLoader:
-        workers = min(workers, len(batches))
-
-        def make(number: int) -> DataLoader:
-            return self._data_loader(pairs, batches.after(number), collate, workers)
-
+    def _loader(self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator) -> DeviceLoader:
         def name(number: int) -> str:
             rows = [row for row, _ in batches[number]]
             shown = ", ".join(map(str, pairs.rows[rows[:_SHOWN]]["id"].to_pylist()))
             return f"{batches.name(number)} ({len(rows)} images: {shown}{', ...' if len(rows) > _SHOWN else ''})"
 
-        return self.on_device(RestartingLoader(make, len(batches), name, workers))
-
-    def _data_loader(
-        self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator, workers: int
-    ) -> DataLoader:
-        return DataLoader(
+        workers = min(self.arguments.num_workers, len(batches))
+        loader = DataLoader(
             pairs,
             batch_sampler=batches,
             collate_fn=collate,
@@ -290,6 +259,7 @@ class Loaders:
             persistent_workers=bool(workers),
             **worker_options(workers),
         )
+        return self.on_device(WorkerLoader(loader, len(batches), name, workers))
 
 
 def make_loaders(
@@ -311,71 +281,19 @@ def make_loaders(
     return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, readers)
 
 
-def check_loading(
-    loaders: Loaders,
-    global_batch_size: int,
-    eval_batch_size: int,
-    *,
-    others: Sequence[Loaders] = (),
-    streaming: bool = False,
-) -> None:
-    """Check that shared memory and open files suffice for all workers of this machine.
-
-    Called on all ranks, and again where the division of batches has changed. With `--dataloader_num_workers auto`, the
-    loaders' arguments are changed to as many workers as fit.
-
-    Args:
-        loaders: the run's loaders.
-        others: those of the other media of the run, whose training batches wait at the same time.
-        global_batch_size: pairs of the largest step, over all processes.
-        eval_batch_size: images per process.
-        streaming: whether each worker makes a part of every batch, instead of whole batches.
+def check_open_files(workers: int, *, streaming: bool = False) -> None:
+    """Raise the limit of open files as far as it may be; called on all ranks.
 
     Raises:
-        ValueError: on every rank, if a machine has too little.
+        ValueError: on every rank, if data workers cannot begin with so few on a machine.
     """
-    parts, warnings, error = [loaders, *others], [], None
-    counts = [part.arguments.num_workers for part in parts]
-    workers = sum(counts)
-    limit = allow_open_files()
+    limit, error = allow_open_files(), None
     if limit is not None and limit < 1_024 and (workers or streaming):
         text = (
             f"ulimit -n is {limit}; data workers and shards may need more open files. Set ulimit -n {MAX_OPEN_FILES}, or pass "
             "--dataloader_num_workers 0."
         )
-        if workers and limit < _FEWEST_OPEN_FILES:
-            error = text
-        else:
-            warnings.append(text)
-    processes, free = distributed.processes_here(), free_shared_memory()
-    shares = [_rows_here(part, global_batch_size, streaming) for part in parts]
-    images = [count * PREFETCH * part.medium.blank(1).nbytes for count, part in zip(counts, parts, strict=True)]
-    train = sum(image * share for image, share in zip(images, shares, strict=True))
-    evaluation = max(images) * processes * eval_batch_size
-    needed = train + evaluation  # an evaluation, of one medium, begins while training batches wait
-    if free is not None and needed > free:
-        fitting = [count * free // needed for count in counts]
-        text = (
-            f"/dev/shm has {byte_size(free)} free; {workers} data workers in each of {processes} processes may put "
-            f"{byte_size(needed)} there"
-        )
-        remedy = f"Start the container with --shm-size={-(-needed * 5 // (2**30 * 4))}g"
-        total = sum(fitting) if all(fitting) else 0
-        if loaders.arguments.dataloader_num_workers == "auto":
-            for part, count in zip(parts, fitting, strict=True):
-                part.arguments.dataloader_num_workers = str(count)
-            warnings.append(f"{text}, so there will be {sum(fitting)}. {remedy} for more.")
-        elif max(train, evaluation) > free:
-            error = f"{text}. {remedy}, or pass --dataloader_num_workers {total}."
-        else:
-            warnings.append(f"{text}. {remedy}, or pass --dataloader_num_workers {total}.")
-    distributed.raise_everywhere(error, warnings)
-
-
-def _rows_here(loaders: Loaders, global_batch_size: int, streaming: bool) -> int:
-    """Return how many rows of a step the processes of this machine read into one batch of each worker."""
-    here, weights = distributed.ranks_here(), loaders.division.weights
-    if weights is None:
-        parts = max(1, loaders.arguments.num_workers) if streaming else 1
-        return len(here) * math.ceil(global_batch_size / (distributed.world_size() * parts))
-    return math.ceil(global_batch_size * sum(weights[here.start : here.stop]) / sum(weights))
+        error = text if workers and limit < _FEWEST_OPEN_FILES else None
+        if error is None:
+            logger.warning("%s", text)
+    distributed.raise_everywhere(error)

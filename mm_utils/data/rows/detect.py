@@ -19,7 +19,7 @@ from mm_utils.text import one_line
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets")
-_OF_FILES = ("imagefolder", "classes", "parallel")  # formats that find files by their suffixes
+_OF_FILES = ("imagefolder", "classes")  # formats that find files by their suffixes
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
@@ -33,7 +33,7 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     """Read every row of `source` in order as a `Record`, or as a `BadRow` with the reason.
 
     Rows of one image have equal ids and are not merged. Memory does not grow with the rows, except for JSON documents
-    (COCO, Karpathy, arrays), which are parsed whole, and parallel sources, whose captions are held.
+    (COCO, Karpathy, arrays), which are parsed whole.
 
     Raises:
         ValueError: if the source as a whole cannot be read: it is missing, lacks a column, or has another format.
@@ -91,8 +91,6 @@ def detect(source: Source) -> str:
         ValueError: if they do not decide it.
     """
     path = Path(source.path)
-    if source.captions is not None:
-        return "parallel"
     if source.path.lower().endswith(".tar"):
         return "webdataset"
     if path.is_dir():
@@ -127,7 +125,7 @@ def holds_shards(folder: str | os.PathLike[str]) -> bool:
 
 
 def is_image_folder(folder: Path) -> bool:
-    """Return whether media have a caption file each, or images a caption in their metadata."""
+    """Return whether media have a caption file each."""
     files = _files_of(folder)
     return any(_of_names(files, folder, medium) == "imagefolder" for medium in SUFFIXES)
 
@@ -145,8 +143,6 @@ def _of_folder(path: Path, source: Source) -> str:
         return "datasets"
     if metadata_files(path):
         return "imagefolder"
-    if (path / "images").is_dir() and (path / "captions").is_dir():
-        return "parallel"
     files = _files_of(path)
     medium = _medium_of_folder(source)
     found = _of_names(files, path, medium)
@@ -193,7 +189,7 @@ def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -
     suffixes = {os.path.splitext(name)[1].lower() for _, name in files}
     if ".tar" in suffixes:
         return "webdataset"
-    if any(load(found)(path, files, medium) for found in entries("CAPTIONED").values()):
+    if any(load(found)(files, medium) for found in entries("CAPTIONED").values()):
         return "imagefolder"
     media = (place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium])
     if any(os.path.relpath(place, path) != "." for place in media):

@@ -20,8 +20,7 @@ FORMATS = {
     "csv": "a table with a header; commas, semicolons, tabs or pipes between cells",
     "tsv": "a table with a header, tabs between cells",
     "parquet": "a Parquet file or a folder of them",
-    "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt), or "
-    "with a caption in its own metadata (XMP, IPTC, EXIF)",
+    "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt)",
     "datasets": "a data set on the Hub, a folder of one, or a folder of save_to_disk",
 }
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
@@ -131,7 +130,6 @@ class Source:
         caption_template: a caption made of several columns, such as "{brand} {title}".
         group_column: what rows have in common that must come into one split, such as a patient or a site.
         language: the code of all captions whose rows give none.
-        captions: the list or folder of captions of the format ``parallel``.
         classes: a file that names the classes: ``wnid name`` lines, names in the order of their index, or JSON.
         templates: captions of classes, with the name at ``{}``.
         config: the configuration of a data set on the Hub, or the table of a database.
@@ -151,7 +149,6 @@ class Source:
     id_column: str | None = None
     language_column: str | None = None
     language: str | None = None
-    captions: str | None = None
     classes: str | None = None
     templates: tuple[str, ...] = TEMPLATES
     config: str | None = None

@@ -40,7 +40,6 @@ from mm_utils.data.rows.records import (
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.text_files import BadLine, Rows, text_records
-from mm_utils.doors import entries, load
 from mm_utils.text import one_line
 
 _ROWS = 1000  # read at a time, without their images
@@ -60,9 +59,7 @@ class Table:
 def read_text(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read a JSONL, JSON, CSV or TSV file."""
     path = Path(source.path)
-    beside = path.parent.parent / "audio"  # ESC-50 has meta/esc50.csv and audio/
-    is_esc = path.name.lower() == "esc50.csv" and beside.is_dir()
-    builder = RecordBuilder(source, safety, beside if is_esc else path.parent)
+    builder = RecordBuilder(source, safety, path.parent)
     return records_of(_text_table(path, builder, f".{source.format}"), builder)
 
 
@@ -206,10 +203,6 @@ def time_of(value: Any) -> Any:
 def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> Table:
     title, wanted = builder.source.title, builder.source.columns
     unit, names, rows = text_table(path, title, kind, builder.source.delimiter)
-    shapes = (load(path)(names, builder.source, builder.jail.root) for path in entries("TABLES").values())
-    if (shape := next(filter(None, shapes), None)) is not None:
-        names, convert = shape
-        rows = ((number, row if isinstance(row, BadLine) else convert(row)) for number, row in rows)
     head = list(itertools.islice(rows, 100))
     first: dict[str, Any] = {}
     for _, row in reversed(head):

@@ -1,4 +1,4 @@
-"""Measure and draw a prepared data set: histograms, and contact sheets of some of its pairs."""
+"""Measure a prepared data set, and draw contact sheets of some of its pairs."""
 
 import math
 from collections import Counter
@@ -12,27 +12,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict
 from datasets import Image as ImageFeature
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
 from PIL import Image, ImageOps
 
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
 from mm_utils.reports.pictures import picture
 from mm_utils.reports.plots import (
-    COLORS,
     LIGHT,
     MUTED,
     draw_text,
-    new_figure,
     save_figure,
-    set_title,
-    style_axes,
     wrap,
 )
 
-_MAX_SPLITS, _MAX_BINS = 4, 30
 _BATCH_ROWS = 4000
 # The gaps of `str.split()`; RE2's own \s knows ASCII only.
 _WORD = r"[^\s\x0b\x1c-\x1f\x{85}\p{Z}]+"
@@ -119,58 +112,6 @@ def _count_captions(found: PairStatistics, lists: pa.ChunkedArray) -> None:
     _add(found.characters, pc.utf8_length(captions))
 
 
-# -- histograms ---------------------------------------------------------------------------------------------------------
-
-
-def draw_statistics(measured: dict[str, PairStatistics], out_path: Path) -> None:
-    """Draw histograms of the first four splits as one picture; leave out a panel without values.
-
-    Heights are shares of a split, so that splits of different sizes can be compared. The outermost bars also hold what lies
-    beyond the 0.5th and the 99.5th percentile.
-    """
-    shown = dict(list(measured.items())[:_MAX_SPLITS])
-    kind = "original" if any(statistics.original for statistics in shown.values()) else "stored"
-    noun = next((statistics.kind for statistics in shown.values()), "image")
-    panels = {
-        "seconds": f"Seconds of a {noun}",
-        "short_side": f"Short side of the {kind} {noun}",
-        "aspect": "Width / height",
-        "captions_per_image": f"Captions per {noun}",
-        "words": "Words per caption",
-        "characters": "Characters per caption",
-    }
-    names = [name for name in panels if any(getattr(statistics, name) for statistics in shown.values())]
-    rows = max(1, math.ceil(len(names) / 3))
-    figure = new_figure(11, 2.7 * rows)
-    for index, name in enumerate(names):
-        ax = figure.add_subplot(rows, 3, index + 1)
-        style_axes(ax)
-        set_title(ax, panels[name])
-        _draw_histogram(ax, {split: getattr(statistics, name) for split, statistics in shown.items()})
-        if name == "aspect":
-            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{2 ** (value / 10):.2g}"))
-        elif name == "seconds":
-            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 10:g}"))
-    if len(shown) > 1 and figure.axes:
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=_MAX_SPLITS, fontsize=9, frameon=False)
-    save_figure(figure, out_path)
-
-
-def _draw_histogram(ax: Axes, counters: dict[str, Counter[int]]) -> None:
-    filled = [counts for counts in counters.values() if counts]
-    low, high = (pick(quantile(counts, share) for counts in filled) for pick, share in ((min, 0.005), (max, 0.995)))
-    width = max(1, math.ceil((high - low + 1) / _MAX_BINS))
-    edges = np.arange(low, high + width + 1, width) - 0.5
-    for (name, counts), color in zip(counters.items(), COLORS, strict=False):
-        heights, _ = np.histogram(np.clip(list(counts), low, high), edges, weights=list(counts.values()))
-        label = wrap(name.replace("$", "").lstrip("_"), 20, 1)  # no formula, and nothing that a legend hides
-        ax.stairs(heights / max(counts.total(), 1), edges, color=color, linewidth=1.3, label=label)
-    if len(edges) < 6:  # whole numbers as ticks
-        ax.set_xlim(edges[0] - 1, edges[-1] + 1)
-    ax.yaxis.set_major_formatter(PercentFormatter(1))
-
-
 # -- contact sheets -----------------------------------------------------------------------------------------------------
 
 
@@ -200,11 +141,11 @@ def draw_contact_sheet(tiles: list[Tile], out_path: Path, columns: int = 6, grou
             picture = ImageOps.pad(tile.image.convert("RGB"), picture.size, color="#f8fafc")
         ax.imshow(np.asarray(picture), extent=(0, side, 0, side))
         ax.set(xlim=(0, side), ylim=(-below, side))
-        title = tile.title if len(tile.title) <= 56 else f"{tile.title[:27]}…{tile.title[-28:]}"
-        title = "\n".join(wrap(part, 28, 1) for part in (title[:28], title[28:]) if part)
-        extra = title.count("\n")
-        draw_text(ax, 0, -0.05, title, va="top", fontsize=6.5, color=MUTED, clip_on=True)
-        draw_text(ax, 0, -0.19 - 0.11 * extra, wrap(tile.text, 24, 5 - extra), va="top", fontsize=7.5, clip_on=True)
+        title = (
+            tile.title if len(tile.title) <= 28 else f"{tile.title[:9]}…{tile.title[-18:]}"
+        )  # one line, with its end
+        draw_text(ax, 0, -0.05, wrap(title, 28, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
+        draw_text(ax, 0, -0.19, wrap(tile.text, 24, 5), va="top", fontsize=7.5, clip_on=True)
     # 24 photographs take 200 kB, and as a PNG five times that.
     save_figure(figure, out_path, pil_kwargs={"quality": 75, "optimize": True})
 

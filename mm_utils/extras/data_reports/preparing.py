@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, load_from_disk
@@ -37,7 +36,6 @@ from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import Source, close_to
 from mm_utils.data.rows.stored import check_saved
 from mm_utils.files import replace_folder, restore_folder
-from mm_utils.stored import key_of
 from mm_utils.text import one_line, redact
 
 logger = logging.getLogger(__name__)
@@ -65,18 +63,13 @@ class PrepareArguments:
     sources: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern, Hub repository or address (s3://...), with format, "
+            "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern or Hub repository, with format, "
             "name, split, weight, medium, image_root, image_column, caption_column, caption_template ({brand} {title}), id_column, "
-            "language_column, language, captions, templates, classes or config where they are not found by themselves."
+            "language_column, language, templates, classes or config where they are not found by themselves."
         },
     )
     output_dir: str = arg(
-        "",
-        "The prepared data set goes here, a folder or s3://bucket/set; --dataset_name of a training script reads it.",
-    )
-    work_dir: str | None = arg(
-        None,
-        "Rows are kept here until they are at an --output_dir that is an address. (default: in the datasets cache)",
+        "", "The prepared data set goes to this folder; --dataset_name of a training script reads it."
     )
     overwrite_output_dir: bool = arg(False, "Replace what --output_dir holds, and begin anew.")
     image_size: int = arg(224, "The vision tower's input in pixels; images are kept 1.15 times as large.")
@@ -98,7 +91,11 @@ class PrepareArguments:
             raise ValueError("--sources is empty; there is nothing to prepare. Give files, folders or repositories.")
         if not self.output_dir:
             raise ValueError("--output_dir is empty; the prepared data set needs a place. Give a folder.")
-        self._check_address()
+        if is_url(self.output_dir):
+            raise ValueError(
+                f"--output_dir is {redact(self.output_dir)}; a folder of this machine is written. Give one, and copy it afterwards, "
+                "for example with aws s3 sync."
+            )
         if self.output_dir != storable(self.output_dir):
             raise ValueError(
                 f"--output_dir is {storable(self.output_dir)}; that is not UTF-8 text, and Arrow files need such names. Give "
@@ -112,25 +109,6 @@ class PrepareArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
-
-    def _check_address(self) -> None:
-        if is_url(self.output_dir):
-            self.output_dir = self.output_dir.rstrip("/")
-            if self.output_dir.partition(":")[0] in ("http", "https", "hf", "pipe", "data"):
-                raise ValueError(
-                    f"--output_dir is {redact(self.output_dir)}; nothing is copied there. Give a folder or s3://bucket/set; the "
-                    "Hub has --push_to_hub."
-                )
-        elif self.work_dir is not None:
-            raise ValueError(f"--work_dir is {self.work_dir}; it is for an --output_dir at a store. Leave it out.")
-
-    @property
-    def place(self) -> Path:
-        """Return the output folder; of an address, the one beside which the work is done."""
-        if not is_url(self.output_dir):
-            return Path(self.output_dir)
-        root = Path(self.work_dir or Path(datasets.config.HF_DATASETS_CACHE, "tandem_prepared"))
-        return root / f"{Path(self.output_dir).name}-{key_of(self.output_dir)[:8]}"
 
     @property
     def short_side(self) -> int:
@@ -169,7 +147,13 @@ def parse_source(item: str | Mapping[str, Any]) -> Source:
     for key in values:
         if key not in known:
             raise ValueError(f"--sources has the key {key}; known are {', '.join(known)}.{close_to(str(key), known)}")
-    return Source(**{key: _typed(key, value) for key, value in {"path": "", **values}.items()})
+    source = Source(**{key: _typed(key, value) for key, value in {"path": "", **values}.items()})
+    if is_url(source.path):
+        raise ValueError(
+            f"{source.title}; files of this machine are read. Copy them first, for example with aws s3 sync, or train on shards with "
+            "--streaming."
+        )
+    return source
 
 
 def _typed(key: str, value: Any) -> Any:
@@ -187,20 +171,14 @@ def _typed(key: str, value: Any) -> Any:
 
 @contextmanager
 def workspace(args: PrepareArguments) -> Iterator[Path]:
-    """Yield a folder to work in; its folder `result` takes the place of `args.output_dir` at the end, or is copied there.
+    """Yield a folder to work in; its folder `result` takes the place of `args.output_dir` at the end.
 
     Links in the path of the output are followed once, here.
 
     Raises:
         ValueError: if the output folder is taken or cannot be written, or another process is at work there.
-        RunError: if the store of an address needs a package that is not installed.
     """
-    store = None
-    if is_url(args.output_dir):
-        from mm_utils.extras.streams.send import Destination
-
-        store = Destination(args.output_dir)
-    output = args.place.resolve()
+    output = Path(args.output_dir).resolve()
     work = output.with_name(f"{output.name}.partial")
     try:
         restore_folder(output)
@@ -208,16 +186,11 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "lock", blocking=False):
             _refuse_taken(output, args)  # again, as the last holder of the lock may be done
-            if store is not None:
-                store.claim(args.overwrite_output_dir, args.sources)
             _empty(work, everything=args.overwrite_output_dir)
             with _left_with_a_word(work):
                 yield work
-                if store is not None:
-                    store.send(work / "result")
-            if store is None:
-                flush(work / "result")
-                replace_folder(work / "result", output)
+            flush(work / "result")
+            replace_folder(work / "result", output)
         shutil.rmtree(work)
     except Timeout:
         raise ValueError(f"{work} is in use by another run. Wait for it, or give another folder.") from None

@@ -21,7 +21,6 @@ from mm_utils.data.prepare.ingest import PART_SCHEMA, read_part
 from mm_utils.extras.data_reports.pictures import (
     PairStatistics,
     draw_contact_sheet,
-    draw_statistics,
     matched_tiles,
     mean,
     measure_pairs,
@@ -45,7 +44,7 @@ def write_report(
     """Write `report.md` and its pictures into `folder`, which exists.
 
     Args:
-        folder: receives `report.md`, `statistics.png`, a contact sheet `pairs_SPLIT.jpg` of each of the first four
+        folder: receives `report.md`, a contact sheet `pairs_SPLIT.jpg` of each of the first four
             splits and, where `summary` has examples, `duplicates.jpg` and `leakage.jpg`.
         pairs: the prepared rows. Only the images that are shown are read.
         summary: the content of `report.json`.
@@ -53,7 +52,6 @@ def write_report(
         seed: decides which pairs are shown.
     """
     measured = {name: measure_pairs(split) for name, split in pairs.items()}
-    draw_statistics(measured, folder / "statistics.png")
     sheets, damaged = _draw_sheets(folder, pairs, summary, removed, seed)
     kind = _kind(measured)
     warnings = [*_warn_of_summary(summary, measured), *_warn_of_pairs(measured)]
@@ -68,7 +66,6 @@ def write_report(
         "## What it holds",
         _statistics_table(measured, summary["splits"]),
         f"{'Short side' if kind == 'image' else 'Seconds'}, words and characters: the median, and in brackets the 5th and 95th percentile.",
-        "![Histograms of sizes and captions](statistics.png)",
         *sheets,
         *_sections(summary),
     ]

@@ -11,7 +11,6 @@ from datasets import DatasetDict
 
 from mm_utils.arguments import launch_command
 from mm_utils.data.faults import REASONS
-from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.prepare.pipeline import Ingested
@@ -72,15 +71,16 @@ def describe(summary: dict[str, Any], folder: str) -> str:
     storage = summary["storage"]
     before, after = (storage[f"{when}_bytes_per_pair"] / 1e3 for when in ("original", "stored"))
     loss = f", at {storage['psnr_db']['mean']:.1f} dB" if "psnr_db" in storage else ""
-    lines.append(
-        f"Stored: {after:,.1f} kB {'an' if medium == 'image' else 'a'} {medium} instead of {before:,.1f}{loss}"
-    )
+    if abs(after - before) > 0.05 * before:
+        lines.append(
+            f"Stored: {after:,.1f} kB {'an' if medium == 'image' else 'a'} {medium} instead of {before:,.1f}{loss}"
+        )
     return "\n  ".join(
         [
             f"{folder}:",
             *lines,
             f"Look at {folder}/report.md",
-            f"Train on it: {launch_command('pretrain', ['--dataset_name', folder, *(['--streaming'] if is_url(folder) else [])])}",
+            f"Train on it: {launch_command('pretrain', ['--dataset_name', folder])}",
         ]
     )
 

@@ -29,7 +29,6 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, size_of
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
-from mm_utils.extras.dry_run.preview import describe_pairs
 from mm_utils.extras.several_media.flags import MediaArguments
 from mm_utils.extras.several_media.mixture import Mixture
 from mm_utils.extras.several_media.turns import Turns
@@ -168,16 +167,10 @@ class _Probe(TrainerCallback):
         self.context = context
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Describe the data."""
+        """Start the clock."""
         self.data: TrainingData = kwargs["data"]
         self.is_main_process = state.is_world_process_zero
         self.began = time.perf_counter()
-        if self.is_main_process and "train" in self.data.splits:
-            rows = self.data.splits["train"]
-            rows = rows.select(range(min(CHECKED, len(rows))))
-            side = self.data.loaders.medium.key["image_size"]
-            lines = describe_pairs(rows, self.data.processor.tokenizer, self.data.max_seq_length, side)
-            logger.info("%s", "\n  ".join([f"The first {len(rows)} training {self.data.medium}s:", *lines]))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock."""
@@ -269,7 +262,7 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     shares, lasts = probe.shares_of(data), {step.medium: step for step in probe.steps}
     seconds = sum(share * lasts[medium].seconds for medium, share in shares.items()) / sum(shares.values())
     model, loader = last.pairs / seconds, probe.images_per_second
-    rate = min(model, loader) if data.loaders.workers else 1 / (1 / model + 1 / loader)
+    rate = min(model, loader) if data.loaders.arguments.num_workers else 1 / (1 / model + 1 / loader)
     args.settle_eval_steps(steps, probe.context.has_baseline)
     first = 0 if probe.context.evaluates_start else args.eval_steps
     evaluated_steps = {steps, *(range(first, steps, args.eval_steps) if args.eval_steps > 0 else ())}
@@ -335,7 +328,7 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
     rows = {
         "steps": f"{figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s",
         "speed": f"{figures['pairs_per_second']:.4g} pairs/s ({exact}): model {model:.4g}, loader alone {loader:.4g} "
-        f"(workers: {probe.data.loaders.workers}); {bound}",
+        f"(workers: {probe.data.loaders.arguments.num_workers}); {bound}",
         "time": f"{duration(figures['hours'])}: {before}training {spent['training']}, "
         f"evaluation {spent['evaluation']} ({times}), checkpoints {spent['checkpoint']}",
         "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB free",

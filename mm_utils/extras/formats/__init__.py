@@ -1,1 +1,1 @@
-"""Further formats of pairs: annotation files, folders of classes, parallel lists, tables of known sets, captions in photos, addresses of images."""
+"""Further formats of pairs: annotation files, folders of classes, caption files, addresses of images."""

@@ -1,66 +1,37 @@
-"""Folders of media with their captions: files of the same names, subtitles, or the metadata of photos."""
+"""Folders of media with their captions: files of the same names, or subtitles."""
 
 import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail, walk
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.rows.folders import raw_photographs, unread_rows
-from mm_utils.data.rows.records import IMAGE_SUFFIXES, BadRow, Record, RecordBuilder
+from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.text_files import TEXT_SUFFIXES
-from mm_utils.extras.formats.photo_captions import photo_caption
 from mm_utils.files import read_regular_file
 
 CAPTION_SUFFIXES = (".txt", ".caption")
 SUBTITLE_SUFFIXES = (".srt", ".vtt")
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
-_PHOTOS_LOOKED_AT = 50  # in which a caption is looked for
 _TIME = r"(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})[.,](\d{1,9})"  # bounded, so that the search is linear in the file
 _CUE = re.compile(rf"{_TIME}[ \t]{{0,99}}-->[ \t]{{0,99}}{_TIME}[^\n]*(?:\n|$)((?:[^\n]*\S[^\n]*(?:\n|$))*)")
 _MARKUP = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 
 
-class Caption(NamedTuple):
-    """A caption, or the file of captions, one a line, and the folder that it may not leave."""
-
-    where: str
-    text: str | None
-    file: str | None
-    jail: Jail | None = None
-
-
-def is_captioned(path: Path, files: list[tuple[str, str]], medium: str) -> bool:
-    """Return whether media of a folder have caption files, or the images of one without tables captions in their metadata.
-
-    Args:
-        files: the first files below `path`, each with its folder.
-    """
+def is_captioned(files: list[tuple[str, str]], medium: str) -> bool:
+    """Return whether media of a folder have caption files; `files` are its first ones, each with its folder."""
     split = [(place, *os.path.splitext(name)) for place, name in files]
     found = {(place, stem) for place, stem, suffix in split if suffix.lower() in SUFFIXES[medium]}
     beside = CAPTION_SUFFIXES if medium == "image" else (*CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES)
-    if found & {(place, stem) for place, stem, suffix in split if suffix.lower() in beside}:
-        return True
-    places = {os.path.relpath(place, path).lower() for place, _ in found}
-    tables = {suffix.lower() for _, _, suffix in split} & {*TEXT_SUFFIXES, ".parquet", ".arrow"}
-    if tables or not places <= {".", *SPLIT_NAMES}:
-        return False
-    jail = Jail(str(path), False)
-    for place, name in [each for each in files if each[1].lower().endswith(IMAGE_SUFFIXES)][:_PHOTOS_LOOKED_AT]:
-        with suppress(Fault):
-            if photo_caption(jail.resolve(os.path.relpath(os.path.join(place, name), path))) is not None:
-                return True
-    return False
+    return bool(found & {(place, stem) for place, stem, suffix in split if suffix.lower() in beside})
 
 
 def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read images with a caption file beside each, one caption a line, else their metadata.
+    """Read images with a caption file beside each, one caption a line.
 
     Sounds and clips may have subtitles of the same name: their cues are moments and, without a caption file, their words
     the caption.
@@ -88,44 +59,18 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
                 )
                 yield _with_subtitles(builder, path, text, cues, jail)
                 continue
-            if file is None:
-                yield _with_own_caption(builder, path)
-                continue
-            caption = Caption("", None, os.path.relpath(os.path.join(place, file), source.path), jail)
-            yield join_captions(builder, f"file {path}", path, [caption], _split_of_folder(path))
+            try:
+                if file is None:
+                    raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt file beside it")
+                captions = _lines(os.path.relpath(os.path.join(place, file), source.path), jail)
+                yield builder.record(f"file {path}", builder.image(path), captions, split=_split_of_folder(path))
+            except Fault as fault:
+                yield builder.bad(f"file {path}", fault, path)
         for name in sorted(left):
             path = os.path.relpath(os.path.join(place, name), source.path)
             fault = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
             yield builder.bad(f"file {path}", fault)
     yield from unread_rows(builder, unread)
-
-
-def join_captions(
-    builder: RecordBuilder, where: str, path: str, captions: list[Caption], split: str | None = None
-) -> Record | BadRow:
-    """Return the record of an image with its captions."""
-    try:
-        if not captions:
-            raise Fault("unmatched_image", f"there is no caption for {path}")
-        texts = [text for caption in captions for text in _texts(caption)]
-        return builder.record(where, builder.image(path), texts, split=split)
-    except Fault as fault:
-        return builder.bad(where, fault, path)
-
-
-def _with_own_caption(builder: RecordBuilder, path: str) -> Record | BadRow:
-    """Use the caption of its metadata for an image without a caption file."""
-    where = f"file {path}"
-    try:
-        image = builder.image(path)
-        found = photo_caption(image[0].name)
-        if found is None:
-            raise Fault("unmatched_image", f"there is no caption for {path}, beside it or in its metadata")
-    except Fault as fault:
-        return builder.bad(where, fault, path)
-    record = builder.record(where, image, [found.text], split=_split_of_folder(path))
-    record.notes = (found.note,)
-    return record
 
 
 def _with_subtitles(
@@ -140,7 +85,7 @@ def _with_subtitles(
         if file is None:
             captions = [" ".join(cue["phrase"] for cue in cues)]
         else:
-            captions = _texts(Caption("", None, file, jail))
+            captions = _lines(file, jail)
         record = builder.record(
             where,
             builder.image(path),
@@ -154,10 +99,8 @@ def _with_subtitles(
     return record
 
 
-def _texts(caption: Caption) -> list[str]:
-    if caption.file is None or caption.jail is None:
-        return [caption.text or ""]
-    lines = [line.strip() for line in _text_of(caption.file, caption.jail).splitlines()]
+def _lines(file: str, jail: Jail) -> list[str]:
+    lines = [line.strip() for line in _text_of(file, jail).splitlines()]
     return [line for line in lines if line] or [""]
 
 

@@ -7,13 +7,10 @@ SOURCES = {
     "coco": f"{_HERE}.annotations.read_coco",
     "karpathy": f"{_HERE}.annotations.read_karpathy",
     "flickr": f"{_HERE}.annotations.read_flickr",
-    "parallel": f"{_HERE}.parallel.read_parallel",
 }
 TEXT_FORMATS = {"annotations": f"{_HERE}.annotations.format_of"}
 """What returns the format of a text file by its suffix and its beginning, or None."""
-TABLES = {"known": f"{_HERE}.known_tables.known_table"}
-"""What returns the usual columns of a table whose columns it knows, and what makes rows of such."""
 CAPTIONED = {"files": f"{_HERE}.caption_files.is_captioned"}
-"""What tells whether the media of a folder have captions beside or in them, so that it is an `imagefolder`."""
+"""What tells whether the media of a folder have captions beside them, so that it is an `imagefolder`."""
 ADDRESSES = dict.fromkeys(("http", "https"), f"{_HERE}.downloads.UrlImage")
 """By scheme, the `ImageRef` of an address."""

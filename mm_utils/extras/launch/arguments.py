@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mm_utils.arguments import arg, launch_command, to_dict, to_words
-from mm_utils.data.paths import is_url
 
 PRECISIONS = ("no", "fp16", "bf16")
 _FLAG = re.compile(r"[a-z][a-z0-9_]*")
@@ -152,9 +151,6 @@ def read_command(args: LaunchArguments, script: str | None, argv: Sequence[str])
     if args.tune is not None and given is None:
         raise ValueError("--tune needs --output_dir among the script's arguments: every trial gets a folder in it.")
     reason = f"the working folder {folder} is a copy that Ray removes after the job" if is_copy else ""
-    if is_url(given or "") and Path(script).stem == "prepare_data":
-        flag, given = "work_dir", command.folder_of("work_dir")
-        reason = reason or ("all machines keep rows there" if args.address else "")
     if reason and not Path(given or "").is_absolute():
         raise ValueError(f"--{flag} is {given}; {reason}. Give an absolute path that all machines share.")
     return command

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
-from mm_utils.data.batches.loaders import check_loading
 from mm_utils.data.batches.order import EQUAL_SHARES, Division
 from mm_utils.extras.micro_batch.search import TRIALS, synthetic_batch
 from mm_utils.objectives import Objective
@@ -73,10 +72,8 @@ class Balance(RunCallback):
         division = EQUAL_SHARES
         if max(seconds) > (1 + MIN_DIFFERENCE) * min(seconds):
             division = Division(tuple(map(float, deal(seconds, size))))
-        first, *others = [part.loaders for part in kwargs["data"].media.values()]
-        for loaders in (first, *others):
-            loaders.division = division
-        check_loading(first, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size, others=others)
+        for part in kwargs["data"].media.values():
+            part.loaders.division = division
         logger.info("--balance: %s", _describe(division, seconds))
 
 

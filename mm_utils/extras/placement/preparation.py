@@ -10,7 +10,6 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from mm_utils import distributed
-from mm_utils.data.batches.loaders import check_loading
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.placement.apart import ApartObjective
@@ -53,7 +52,6 @@ class Apart(RunCallback):
         logger.info("Encoders are apart: images on %d of %d processes, texts on the others", split.vision, split.world)
         self.objective = apart = ApartObjective(objective, split, data.loaders.pad_token_id)
         data.loaders.division = split.division
-        check_loading(data.loaders, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size)
         if args.micro_batch_size is None:  # whole, with gradients averaged after the last part, which is the only one
             args.micro_batch_size = str(args.batch_sizes.sizes[-1])
         # In evaluation mode, accelerate moves a model to the device and does not wrap it.

@@ -19,7 +19,7 @@ from transformers import ProcessorMixin
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch
-from mm_utils.data.batches.loaders import LoaderArguments, check_loading
+from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.media import MEDIA, kind_of
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
@@ -158,8 +158,6 @@ def open_media(
         make = partial(processor_of, at=at)
         parts[medium] = open_data(accelerator, args, loading, own, make, readers)
         parts[medium].name = args.dataset_name
-    first, *others = [part.loaders for part in parts.values()]
-    check_loading(first, schedule.batch_sizes.sizes[-1], schedule.per_device_eval_batch_size, others=others)
     return join_media(parts, turns)
 
 

@@ -16,7 +16,7 @@ from mm_utils.data.batches.dataset import Batch, Collator, TrainingTransform
 from mm_utils.data.batches.loaders import DeviceLoader, Loaders
 from mm_utils.data.batches.order import choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key
-from mm_utils.data.batches.workers import RestartingLoader, worker_options
+from mm_utils.data.batches.workers import WorkerLoader, worker_options
 from mm_utils.extras.streams.order import Reader, Slot
 from mm_utils.extras.streams.rows import FEATURES, Row
 from mm_utils.extras.streams.shards import ShardReader
@@ -178,14 +178,13 @@ class StreamBatches:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(RestartingLoader(self._batches, len(self), self._name, self.num_workers))
+        return iter(WorkerLoader(self._batches(), len(self), self._name, self.num_workers))
 
-    def _batches(self, number: int) -> Iterator[Batch]:
-        """Yield the batches from the `number`-th on."""
+    def _batches(self) -> Iterator[Batch]:
         place = distributed.rank(), distributed.world_size()
         parts = iter(
             DataLoader(
-                _Parts(self.steps, self.start + number, self.stop, *place),
+                _Parts(self.steps, self.start, self.stop, *place),
                 batch_size=None,
                 **worker_options(self.num_workers),
             )

@@ -43,7 +43,6 @@ from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remed
 from mm_utils.extras.streams.flags import GROUPS, StreamingArguments
 from mm_utils.extras.streams.order import InterleavedOrder
 from mm_utils.extras.streams.rows import Row, check_columns, features_of
-from mm_utils.extras.streams.send import LAST
 from mm_utils.extras.streams.shards import Shard, ShardReader, count_shards, damage, expand, stamp_of
 from mm_utils.text import one_line
 
@@ -195,7 +194,7 @@ def _find_urls(data: DataArguments, need_validation: bool) -> tuple[str, dict[st
 
 def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, list[str]]:
     if "://" in name and not name.startswith("hf://"):
-        stamp_of(f"{name}/{LAST}")  # raises for a set that is not complete
+        stamp_of(f"{name}/report.json")  # raises if there is no prepared set
         return {split: expand(f"{name}/{split}/*.arrow") for split in SPLITS}
     if is_saved(Path(name)):
         splits = load_splits(name, data.dataset_config_name, None, title, data.allow_outside_root)

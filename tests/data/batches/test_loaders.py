@@ -1,6 +1,5 @@
-"""Loaders: workers and ranks change no batch, images are normalised on the device, workers have room."""
+"""Loaders: workers and ranks change no batch, images are normalised on the device."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
-from mm_utils.data.batches import loaders as loaders_module
-from mm_utils.data.batches import workers as workers_module
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
@@ -71,42 +68,6 @@ def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 400)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert LoaderArguments().num_workers == 16
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_the_number_of_workers_is_measured_where_there_is_a_choice(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once for all loaders of a run; it does not change the batches."""
-    rows, order = tokenize_captions(rows_of(), tokenizer, 16), GlobalOrder(12, BatchSizes((0,), (5,)), seed=3)
-    asked: list[int] = []
-
-    def choose(most: int, rate: Callable[[int], float]) -> int:
-        asked.append(most)
-        assert rate(1) > 0
-        return 2
-
-    monkeypatch.setattr(loaders_module, "choose_workers", choose)
-    monkeypatch.setattr(workers_module, "_MEASURE_SECONDS", 0.01)
-    for cores, steps, workers, expected in (
-        (2, 100, "auto", 1),
-        (3, 100, "auto", 2),
-        (8, 100, "3", 3),
-        (8, 99, "auto", 7),
-        (8, 2, "auto", 2),
-    ):
-        monkeypatch.setattr("mm_utils.distributed.available_cores", lambda cores=cores: cores)
-        assert loaders(workers).train(rows, order, 0, steps).loader.num_workers == expected
-    assert asked == []
-    make = loaders("auto")
-    for start in (0, 50):
-        loader = make.train(rows, order, start, start + 100)
-        assert loader.loader.num_workers == 2
-    assert asked == [7]
-    for step, (batch, alone) in enumerate(zip(loader, loaders(0).train(rows, order, 50, 53), strict=False)):
-        assert equal(batch, alone)
-        if step == 2:
-            break
 
 
 @pytest.mark.parametrize(

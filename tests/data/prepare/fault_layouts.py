@@ -58,58 +58,6 @@ def write_caption_files(corpus: Corpus) -> None:
     corpus.keep("caption_files", "names that are not UTF-8", [caption], picture)
 
 
-def write_parallel_lists(corpus: Corpus) -> None:
-    texts = corpus.folder / "lists" / "captions.tsv"
-    path = corpus.add("lists", "images.txt", format="parallel", captions=str(texts))
-    images: list[str] = []
-    captions: list[str] = []
-
-    def add(kind: str, *lines: tuple[str, str, str]) -> None:
-        """Lines of either side, as (side, text, reason)."""
-        number, picture, caption = corpus.new()
-        picture.save(path.parent / f"{number}.png")
-        for side, text, reason in lines:
-            those = images if side == "images" else captions
-            those.append(str(fill(text, caption, {"number": str(number)})))
-            if reason:
-                corpus.lose("lists", kind, f"{side} line {len(those)}", reason)
-        if not any(reason for *_, reason in lines):
-            corpus.keep("lists", kind, [caption], picture)
-
-    image, text = "{number}.png", "{number}\t{caption}"
-    add("a plain line on either side", ("images", image, ""), ("captions", text, ""))
-    add("an image of no caption", ("images", image, "unmatched_image"))
-    add("a plain line behind it", ("images", image, ""), ("captions", text, ""))
-    add("a caption of no image", ("captions", text, "unmatched_caption"))
-    add("a caption without tab", ("captions", "{number} {caption}", "malformed_row"))
-    add("a key twice", ("images", image, ""), ("captions", text, ""))
-    add("the same key again", ("images", images[-1], "duplicate_id"))
-    add("an image that is not there", ("images", "none.png", "image_missing"), ("captions", "none\t{caption}", ""))
-    add("the last line", ("captions", text, ""), ("images", image, ""))
-    path.write_text("\n".join(images) + "\n")
-    texts.write_text("\n".join(captions) + "\n")
-
-
-def write_parallel_folders(corpus: Corpus) -> None:
-    folder = corpus.add("folders", "data")
-    for side in ("images", "captions"):
-        (folder / side).mkdir(parents=True)
-    for kind, reason, sides in [
-        ("an image without its caption", "unmatched_image", ("images",)),
-        ("a caption without its image", "unmatched_caption", ("captions",)),
-        ("an image and its caption", "", ("images", "captions")),
-    ]:
-        number, picture, caption = corpus.new()
-        if "images" in sides:
-            picture.save(folder / "images" / f"{number}.png")
-        if "captions" in sides:
-            (folder / "captions" / f"{number}.txt").write_text(caption)
-        if reason:
-            corpus.lose("folders", kind, f"file {number}.{'png' if 'images' in sides else 'txt'}", reason)
-        else:
-            corpus.keep("folders", kind, [caption], picture)
-
-
 def write_classes(corpus: Corpus) -> None:
     folder = corpus.add("classes", "data")
     for name in ("grey_cat", "dog"):

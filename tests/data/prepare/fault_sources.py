@@ -32,8 +32,6 @@ def build(folder: Path) -> Corpus:
         _saved,
         fault_layouts.write_image_folder,
         fault_layouts.write_caption_files,
-        fault_layouts.write_parallel_lists,
-        fault_layouts.write_parallel_folders,
         fault_layouts.write_coco,
         fault_layouts.write_karpathy,
         fault_layouts.write_classes,

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, Image, Value, disable_progress_bars
 
-from mm_utils.data.rows.source import Source
 from tests.kit.reading import PAIRS, check_format, joined, lines, read, write
 
 disable_progress_bars()
@@ -65,7 +64,7 @@ FILES = [  # their names, what is in them, and the format
     ("p.tsv", joined("\t", "image\tcaption"), "tsv"),
     ("metadata.csv", joined(",", "file_name,text"), "csv"),
 ]
-PLACES: list[tuple[Callable[[Path], Path | Source], str]] = [
+PLACES: list[tuple[Callable[[Path], Path], str]] = [
     *((parquet_of_paths, "parquet"), (parquet_folder, "parquet"), (parquet_of_structs, "parquet")),
     (lambda folder: write(folder / "metadata.csv", joined(",", "file_name,text")).parent, "imagefolder"),
     *((captions_beside, "imagefolder"), (saved, "datasets"), (local_repository, "datasets")),
@@ -78,7 +77,7 @@ EVERY = [
 
 @pytest.mark.parametrize(("make", "expected"), EVERY)
 def test_every_format_is_recognised_and_gives_the_same_pairs(
-    folder: Path, make: Callable[[Path], Path | Source], expected: str
+    folder: Path, make: Callable[[Path], Path], expected: str
 ) -> None:
     check_format(folder, make(folder), expected)
 

@@ -66,8 +66,8 @@ def test_a_template_makes_a_caption_of_several_columns(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             read(folder / "p.jsonl", **wrong)
-    with pytest.raises(ValueError, match=r"the format parallel has no columns"):
-        read(folder / "p.jsonl", format="parallel", **template)
+    with pytest.raises(ValueError, match=r"the format classes has no columns"):
+        read(folder / "p.jsonl", format="classes", **template)
 
 
 def test_a_group_is_read_of_any_table(folder: Path) -> None:
@@ -78,8 +78,8 @@ def test_a_group_is_read_of_any_table(folder: Path) -> None:
         assert [row.group for row in read(path)[0]] == [None, None]
     with pytest.raises(ValueError, match=r"group_column is sight; there is no such column .*Did you mean 'site'"):
         read(folder / "p.jsonl", group_column="sight")
-    with pytest.raises(ValueError, match=r"group_column=site; the format parallel has no columns"):
-        read(folder / "p.jsonl", format="parallel", group_column="site")
+    with pytest.raises(ValueError, match=r"group_column=site; the format classes has no columns"):
+        read(folder / "p.jsonl", format="classes", group_column="site")
 
 
 def test_a_column_that_is_not_there_is_an_error(folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_the_card_says_what_it_is_and_shows_the_report(prepared: Path) -> None:
     report = (prepared / "report.md").read_text()
     assert report.partition("\n")[2].strip() in card.text
     assert "Licence: cc-by-4.0." in card.text
-    for picture in ("statistics.png", "pairs_train.jpg"):
+    for picture in ("pairs_train.jpg",):
         assert f"({picture})" in card.text
         assert (prepared / picture).is_file()
 

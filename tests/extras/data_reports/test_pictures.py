@@ -15,7 +15,6 @@ from mm_utils.extras.data_reports.pictures import (
     PairStatistics,
     Tile,
     draw_contact_sheet,
-    draw_statistics,
     matched_tiles,
     mean,
     measure_pairs,
@@ -65,23 +64,6 @@ def statistics(**counts: Any) -> PairStatistics:
     return made
 
 
-@pytest.mark.parametrize(
-    "measured",
-    [
-        {},
-        {"train": PairStatistics()},
-        {"train": statistics(words=[1]), "validation": PairStatistics(), "_$x$_": statistics(words=[0, 10**7])},
-        {"train": statistics(short_side=[7] * 3, aspect=[-200, 0, 300], captions_per_image=[0])},
-        dict.fromkeys("123456", statistics(characters=range(1000))),
-    ],
-)
-@pytest.mark.filterwarnings("error")
-def test_any_statistics_can_be_drawn(tmp_path: Path, measured: dict[str, PairStatistics]) -> None:
-    draw_statistics(measured, tmp_path / "statistics.png")
-    with Image.open(tmp_path / "statistics.png") as image:
-        assert image.width == 1650
-
-
 def test_contact_sheet_grows_by_rows_and_keeps_to_its_columns(tmp_path: Path) -> None:
     def size(count: int, **layout: int) -> tuple[int, int]:
         image = Image.new("RGB", (30, 20), (200, 0, 0))
@@ -94,14 +76,12 @@ def test_contact_sheet_grows_by_rows_and_keeps_to_its_columns(tmp_path: Path) ->
     assert size(4, columns=4)[0] < size(4, columns=4, group=2)[0]
 
 
-@pytest.mark.parametrize("length", [10, 28, 29, 56, 57, 500])
+@pytest.mark.parametrize("length", [10, 28, 29, 500])
 def test_an_id_is_shown_whole_or_by_its_ends(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     title, texts = "".join(chr(ord("a") + place % 26) for place in range(length)), list[str]()
     monkeypatch.setattr(pictures, "draw_text", lambda ax, x, y, text, **_: texts.append(text))
     draw_contact_sheet([Tile(None, title, "a fox")], tmp_path / "sheet.jpg")
-    shown = texts[0].replace("\n", "")
-    assert shown == (title if length <= 56 else f"{title[:27]}…{title[-28:]}")
-    assert max(map(len, texts[0].split("\n"))) <= 28
+    assert texts[0] == (title if length <= 28 else f"{title[:9]}…{title[-18:]}")
 
 
 def test_text_stays_in_its_tile(tmp_path: Path) -> None:
@@ -177,7 +157,6 @@ def test_seconds_of_media_are_counted_and_tiles_show_them(tmp_path: Path, kind: 
     rows = media_rows(kind, contents, seconds=[1.04, 0.5])
     found = measure_pairs(rows)
     assert (found.kind, found.images, found.seconds) == (kind, 2, Counter({10: 1, 5: 1}))
-    draw_statistics({"train": found}, tmp_path / "statistics.png")
     tiles = random_tiles(rows, 2, seed=0)
     assert [tile.text for tile in tiles] == ["number 0", "number 1"]
     for tile, content in zip(tiles, contents, strict=True):

@@ -86,7 +86,6 @@ def test_a_report_says_what_was_measured_and_how_to_start(tiny_flags, tmp_path, 
         run_dry(tiny_flags, tmp_path / "my out")
     text = caplog.text
     assert "train: 16 images, validation: 8 images" in text
-    assert re.search(r"red-circle-\d.png, 4\dx4\d: a red circle, number|green-square-\d.png, 4\dx4\d: a green", text)
     assert re.search(r"speed +[\d.e+]+ pairs/s \(measured\): model", text)
     command = shlex.join(["scripts/pretrain.py", *tiny_flags, "--output_dir", str(tmp_path / "my out")])
     assert f"Start it: python {command}\n" in text

@@ -160,14 +160,6 @@ def test_the_launcher_of_a_command_is_told_again(
         ("working_dir_files/pkg", "train.py", ["--output_dir", "mine"], False, "--output_dir is mine"),
         ("working_dir_files/pkg", "train.py", [], False, "--output_dir is None"),
         ("working_dir_files/pkg", "embed.py", ["--index_dir=a"], False, "--index_dir is a"),
-        ("working_dir_files/pkg", "prepare_data.py", ["--output_dir", "s3://b/set"], False, "--work_dir is None"),
-        (
-            ".",
-            "prepare_data.py",
-            ["--output_dir", "s3://b/set", "--work_dir", "w"],
-            False,
-            "--work_dir is w; all machines",
-        ),
     ],
 )
 def test_a_command_that_would_lose_its_run_is_refused(
@@ -175,7 +167,7 @@ def test_a_command_that_would_lose_its_run_is_refused(
 ) -> None:
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(tmp_path / folder)
-    for name in ("train.py", "embed.py", "prepare_data.py"):
+    for name in ("train.py", "embed.py"):
         Path(name).touch()
     with pytest.raises(ValueError, match=named):
         read_command(LaunchArguments(tune="seed=1,2" if sweep else None, address="auto"), script, argv)

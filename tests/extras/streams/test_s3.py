@@ -11,13 +11,10 @@ import fsspec
 import pytest
 
 from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments, Source
 from mm_utils.distributed import RunError
 from mm_utils.extras.streams import rows as stream_rows
-from mm_utils.extras.streams import send
 from mm_utils.extras.streams import shards as stream_shards
-from mm_utils.extras.streams.fetch import fetched
 from mm_utils.extras.streams.flags import StreamingArguments
 from mm_utils.extras.streams.shards import ShardReader, count_shards, expand
 from mm_utils.extras.streams.stream import open_stream
@@ -133,32 +130,6 @@ def test_a_server_that_comes_back_is_used_again(store: Store, caplog: pytest.Log
     assert "cannot be read" not in caplog.text
 
 
-def test_a_source_is_fetched_over_a_break_of_the_server(store: Store, tmp_path: Path) -> None:
-    store.server.stop()
-    starting = threading.Timer(0.8, store.start, (store.port,))
-    starting.start()
-    copy = Path(fetched(Source(PATTERN), tmp_path / "fetched").path)
-    starting.join()
-    for path in (tmp_path / "shards").iterdir():
-        assert (copy.parent / path.name).read_bytes() == path.read_bytes()
-
-
-def prepare(sources: Path | str, output: Path | str, *more: str) -> None:
-    words = ["--image_size", "16", "--max_bad_fraction", "0.5", "--num_proc", "1", "--validation_fraction", "0.3"]
-    prepare_data.main(["--sources", str(sources), "--output_dir", str(output), *words, *more])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files, of the report without what names the time and place of a run."""
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    report = json.loads(found["report.json"])
-    return {name: content for name, content in found.items() if not name.startswith(("report.", "README"))} | {
-        "report.json": json.dumps(
-            {name: report[name] for name in report if name not in ("seconds", "settings")}
-        ).encode()
-    }
-
-
 def streamed(name: str) -> list[Any]:
     args = StreamingArguments(streaming=True)
     stream = open_stream(DataArguments(dataset_name=name), args, BatchSizes((0,), (2,)), seed=0)
@@ -166,76 +137,15 @@ def streamed(name: str) -> list[Any]:
     return [row for at, shard in enumerate(stream.shards) for row in reader.read(at, 0, shard.rows)]
 
 
-def test_a_set_is_written_to_a_store_and_read_there(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the byte that of a disk: over a kill in the middle, which leaves no set, and a break of the server."""
-    import s3fs
-
-    files, came, plain, content_of = s3fs.S3FileSystem(), list[str](), s3fs.S3FileSystem._put_file, send.content_of
-    prepare(tmp_path / "shards/*.tar", tmp_path / "local")
-    files.pipe_file("bucket/set/train/data-00009-of-00010.arrow", b"of an older set")
-    files.pipe_file("bucket/set/report.json", b"{}")
-
-    async def put_file(self: Any, path: str, place: str, **more: Any) -> None:
-        came.append(place.partition("set/")[2])
-        await plain(self, path, place, **more)
-
-    def killed_at_the_fourth(url: str) -> str:
-        if len(came) == 4 and "://" in url:
-            raise KeyboardInterrupt
-        return content_of(url)
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", put_file)
-    s3fs.S3FileSystem.clear_instance_cache()  # an instance keeps its methods
-    monkeypatch.setattr(send, "content_of", killed_at_the_fourth)
-    monkeypatch.setattr(send, "AT_ONCE", 1)
-    words = [PATTERN, "s3://bucket/set/", "--work_dir", str(tmp_path / "work")]
-    with pytest.raises(KeyboardInterrupt):
-        prepare(*words, "--overwrite_output_dir")
+def test_a_set_is_streamed_from_a_store(store: Store, tmp_path: Path) -> None:
+    words = ["--image_size", "16", "--max_bad_fraction", "0.5", "--num_proc", "1", "--validation_fraction", "0.3"]
+    prepare_data.main(["--sources", str(tmp_path / "shards/*.tar"), "--output_dir", str(tmp_path / "local"), *words])
     with pytest.raises(ValueError, match=r"s3://bucket/set/report.json cannot be opened \(FileNotFound"):
         streamed("s3://bucket/set")
-    sent = came[:3]
-    came.clear()
-    monkeypatch.setattr(send, "content_of", content_of)
-    store.server.stop()
-    starting = threading.Timer(0.8, store.start, (store.port,))
-    starting.start()
-    prepare(*words)
-    starting.join()
-    assert len(sent) == 3
-    assert {*sent} & {*came} <= {"README.md"}  # which says when it was made
-    assert came[-1] == "report.json"
-    assert not [*(tmp_path / "work").iterdir()]
+    files = fsspec.filesystem("s3")
+    files.put(str(tmp_path / "local"), "bucket/set", recursive=True)
     files.invalidate_cache()
-    files.get("bucket/set", str(tmp_path / "copy"), recursive=True)
-    assert contents(tmp_path / "copy") == contents(tmp_path / "local")
     assert streamed("s3://bucket/set") == streamed(str(tmp_path / "local")) != []
-    assert load_pairs(DataArguments(dataset_name=str(tmp_path / "copy")))["train"][:]
-
-
-def test_what_may_not_be_written_is_said_before_the_work(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import s3fs
-
-    files = s3fs.S3FileSystem()
-    files.pipe({"bucket/set/report.json": b"{}", "bucket/other/notes.txt": b"mine"})
-    for output, more, reason in (
-        ("s3://bucket/set", (), "it is not empty. Replace it with --overwrite_output_dir"),
-        ("s3://bucket/other", ("--overwrite_output_dir",), "it holds no prepared data set but something else"),
-        ("s3://bucket", ("--overwrite_output_dir",), "a source is read from it"),
-        ("s3://nowhere/set", (), r"it cannot be written \(.*bucket"),
-        ("s3://bucket/new", ("--push_to_hub",), "and a folder is pushed"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            prepare(PATTERN, output, *more)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises(ValueError, match=r"s3://bucket/new; it cannot be written \(.*[Cc]redentials"):
-        prepare(tmp_path / "shards/*.tar", "s3://bucket/new")
-    assert not list((tmp_path / "cache/tandem_prepared").rglob("*.arrow"))
 
 
 def test_each_error_of_a_store_is_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

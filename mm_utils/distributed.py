@@ -7,10 +7,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +33,6 @@ RENDEZVOUS_TIMEOUT = 600.0  # seconds from the start of the first process to tha
 COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
 SAME_COMMAND = "Start all machines with one command, in equal environments."
 SAME_DATA = "All processes must read the same data with the same arguments."
-_groups: list[Any] = []  # of `make_groups`
 _host_groups: list[Any] = []  # of all ranks' hosts, where the default one is of devices
 
 
@@ -91,17 +89,8 @@ def share(count: int, part: int, parts: int) -> range:
 def set_timeout(seconds: float) -> None:
     """Make a collective fail when it waits longer than this for another process."""
     if world_size() > 1:
-        for group in (None, *_groups):
+        for group in (None, *_host_groups):
             (_set_timeout or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
-
-
-def make_groups(sizes: Sequence[int]) -> Any:
-    """Cut the ranks into groups of these sizes; return this rank's; called on all ranks."""
-    for size, end in zip(sizes, accumulate(sizes), strict=True):
-        group = dist.new_group(range(end - size, end), timedelta(seconds=COLLECTIVE_TIMEOUT))
-        if end - size <= rank() < end:
-            _groups.append(group)
-    return _groups[-1]
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -197,24 +186,14 @@ def any_host(here: bool, device: torch.device) -> bool:
         return here
     if device.type != "cpu" and not _host_groups:  # NCCL knows of devices alone
         _host_groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)))
-        _groups.append(_host_groups[0])
     flag = torch.tensor([int(here)])
     _all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_groups[0] if device.type != "cpu" else None)
     return bool(flag.numpy()[0])
 
 
-def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> None:
-    """Copy rank `source`'s tensors into all ranks', through `device`; called on all ranks."""
-    for bucket in buckets(tensor.detach() for tensor in tensors):
-        flat = torch.cat([tensor.flatten().to(device) for tensor in bucket])
-        dist.broadcast(flat, source)
-        for tensor, value in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(value.view_as(tensor))
-
-
-def start_sum(values: Tensor, group: Any = None) -> Any:
-    """Begin to add up over the ranks, or a group, in place; the returned work's `wait` ends it."""
-    return _all_reduce(values, group=group, async_op=True)
+def start_sum(values: Tensor) -> Any:
+    """Begin to add up over the ranks, in place; the returned work's `wait` ends it."""
+    return _all_reduce(values, async_op=True)
 
 
 def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:

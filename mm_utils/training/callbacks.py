@@ -171,13 +171,6 @@ class RunCallback(TrainerCallback):
         Called on all ranks, as `on_finish` is.
         """
 
-    def prepare(self, *given: Any) -> Any:
-        """Return the `Prepared` of a run that is not prepared by accelerate alone; None to leave that to it.
-
-        Called with the arguments of `mm_utils.training.prepared.prepare`.
-        """
-        return None
-
     def on_finish(self, run: Any) -> None:
         """Change or add to what is saved in the output folder; `run.metrics` are those of the saved model."""
 

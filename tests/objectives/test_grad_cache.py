@@ -4,6 +4,7 @@ from functools import cache
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.host_reads import HostReads
 from mm_utils import distributed
-from mm_utils.objectives import JointObjective, Objective
+from mm_utils.objectives import JointObjective, Objective, grad_cache
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts, is_out_of_memory
 from mm_utils.objectives.ranks import GradientAverage
 from tests.kit.objectives import (
@@ -236,8 +237,8 @@ WRAPPED.unwrap_model, WRAPPED.no_sync = lambda model: model.module, lambda model
 
 
 def averaged_afterwards(objective: JointObjective, batch: dict[str, Any], micro_batch_size: int) -> dict[str, Any]:
-    objective.gradient_average = GradientAverage  # type: ignore[method-assign] # of no parameters
-    report = backward(ALONE, objective, batch, 5, micro_batch_size)
+    with mock.patch.object(grad_cache, "GradientAverage", return_value=GradientAverage()):  # of no parameters
+        report = backward(ALONE, objective, batch, 5, micro_batch_size)
     for parameter in objective.parameters():
         given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = distributed.sum_over_ranks(given) / distributed.world_size()

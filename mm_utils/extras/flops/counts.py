@@ -176,7 +176,7 @@ class FlopRates(RunCallback):
     @classmethod
     def attach(cls, given: Parsed) -> "FlopRates | None":
         """Return the callback of a run whose processes have all of the model."""
-        return cls() if given["placement"] in (None, "together") else None
+        return cls()
 
     def on_start(self, run: Any) -> None:
         """Count the FLOPs of a model of one medium."""

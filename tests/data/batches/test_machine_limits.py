@@ -112,7 +112,7 @@ def test_batches_of_all_media_wait_at_the_same_time(
 def test_the_rows_that_a_division_assigns_to_this_machine_count(
     free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 processes, 2 on each of 2 machines, of which the first has all images."""
+    """4 processes, 2 on each of 2 machines, of which the first has all rows."""
     monkeypatch.setattr(distributed, "world_size", lambda: 4)
     for name, value in (("LOCAL_WORLD_SIZE", 2), ("LOCAL_RANK", 1)):
         monkeypatch.setenv(name, str(value))

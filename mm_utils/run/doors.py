@@ -29,6 +29,7 @@ from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import ProgressBar, RunCallback, TemperatureClamp
 from mm_utils.training.throughput import Communication, LoaderAdvice, Throughput
+from mm_utils.training.trackers import Tracking
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Doors:
     """
 
     def __init__(self, script: str, callbacks: Sequence[TrainerCallback] = ()):
-        kinds = [load(path) for path in entries("CALLBACKS").values()]
+        kinds = [*(load(path) for path in entries("CALLBACKS").values()), Tracking]
         self._kinds = [kind for kind in kinds if script in kind.scripts]
         self.script, self._of_main = script, callbacks
         self.arguments = [kind.arguments for kind in self._kinds if kind.arguments is not None]

@@ -57,8 +57,8 @@ from mm_utils.extras.data_reports.pair_scores import ScoreArguments, score_and_s
 from mm_utils.extras.data_reports.preparing import Engine, PrepareArguments, parse_source, verify, workspace
 from mm_utils.extras.data_reports.report import removed_examples, write_report
 from mm_utils.extras.data_reports.summary import describe, summarize
-from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
 from mm_utils.extras.streams.fetch import fetched
+from mm_utils.hub import DatasetHubArguments, push_data_set
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import run_script, set_up_logging
 

@@ -21,6 +21,7 @@ from mm_utils.arguments import Parsed
 from mm_utils.data.training_data import TrainingData
 from mm_utils.doors import entries, load, load_own
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
+from mm_utils.hub import HubPusher
 from mm_utils.objectives import Objective
 from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
@@ -92,7 +93,7 @@ class Doors:
     """
 
     def __init__(self, script: str, callbacks: Sequence[TrainerCallback] = ()):
-        kinds = [*(load(path) for path in entries("CALLBACKS").values()), Tracking]
+        kinds = [*(load(path) for path in entries("CALLBACKS").values()), HubPusher, Tracking]
         self._kinds = [kind for kind in kinds if script in kind.scripts]
         self.script, self._of_main = script, callbacks
         self.arguments = [kind.arguments for kind in self._kinds if kind.arguments is not None]

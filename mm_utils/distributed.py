@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mm_utils.communication import gathered_bytes, meter, reduced_bytes
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -100,25 +98,12 @@ def is_lost_connection(error: BaseException) -> bool:
     )
 
 
-def _all_gather(everything: Tensor, mine: Tensor) -> None:
-    """Gather into `everything`, metered."""
-    with meter.exchange(gathered_bytes(mine.nbytes, world_size()), mine.device):
-        _gather_into(everything, mine)
-
-
-def _all_reduce(values: Tensor, **options: Any) -> Any:
-    """Reduce in place, metered; the options are those of `torch.distributed.all_reduce`."""
-    received = reduced_bytes(values.nbytes, dist.get_world_size(options.get("group")))
-    with meter.exchange(received, values.device):
-        return dist.all_reduce(values, **options)
-
-
 def gather_sizes(count: int, device: torch.device) -> list[int]:
     """Return how many rows every rank holds."""
     if world_size() == 1:
         return [count]
     sizes = torch.empty(world_size(), dtype=torch.long, device=device)
-    _all_gather(sizes, torch.tensor([count]).to(device, non_blocking=True))
+    _gather_into(sizes, torch.tensor([count]).to(device, non_blocking=True))
     return sizes.tolist()
 
 
@@ -136,7 +121,7 @@ def gather(rows: Tensor, sizes: list[int]) -> Tensor:
     if len(rows) < most:
         rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
     everything = rows.new_empty(len(sizes) * most, *rows.shape[1:])
-    _all_gather(everything, rows.contiguous())
+    _gather_into(everything, rows.contiguous())
     if min(sizes) == most:
         return everything
     return torch.cat([part[:size] for part, size in zip(everything.split(most), sizes, strict=True)])
@@ -157,7 +142,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the element-wise sum over the ranks, without gradient."""
     values = values.detach().clone()
     if world_size() > 1:
-        _all_reduce(values)
+        dist.all_reduce(values)
     return values
 
 
@@ -171,7 +156,7 @@ def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
 def start_max_over_ranks(numbers: list[int], device: torch.device) -> Tensor:
     """Return the element-wise maximum over the ranks, without waiting until the device has it."""
     most = torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
-    _all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most
 
 
@@ -187,13 +172,13 @@ def any_host(here: bool, device: torch.device) -> bool:
     if device.type != "cpu" and not _host_groups:  # NCCL knows of devices alone
         _host_groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)))
     flag = torch.tensor([int(here)])
-    _all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_groups[0] if device.type != "cpu" else None)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_groups[0] if device.type != "cpu" else None)
     return bool(flag.numpy()[0])
 
 
 def start_sum(values: Tensor) -> Any:
     """Begin to add up over the ranks, in place; the returned work's `wait` ends it."""
-    return _all_reduce(values, async_op=True)
+    return dist.all_reduce(values, async_op=True)
 
 
 def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:

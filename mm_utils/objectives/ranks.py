@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mm_utils import distributed
-from mm_utils.communication import meter
 from mm_utils.copies import HostCopy
 
 
@@ -106,8 +105,7 @@ class GradientAverage:
         """Replace the gradients by their means, once everything is sent."""
         self.send_rest()
         for bucket, total, work in zip(self._buckets, self._sums, self._sent, strict=True):
-            with meter.exchange(0.0, total.device):
-                work.wait()
+            work.wait()
             total /= distributed.world_size()
             means = total.split([parameter.numel() for parameter in bucket])
             gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]

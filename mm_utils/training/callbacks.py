@@ -203,8 +203,6 @@ class ProgressBar(TrainerCallback):
             shown = [f"loss {logs['loss']:.3f}"]
             if "pairs_per_second" in logs:
                 shown += [f"{logs['pairs_per_second']:.0f} pairs/s", f"{logs['data_wait']:.0%} data wait"]
-            if "comm_seconds" in logs:
-                shown.append(f"{logs['comm_seconds']:.2g} s for other processes")
             if "utilisation" in logs:
                 shown.append(f"{logs['utilisation']:.0%} of peak")
             self.bar.set_postfix_str(", ".join(shown))

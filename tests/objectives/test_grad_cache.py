@@ -150,7 +150,7 @@ def counted_gathers(kind: str, sizes: tuple[int, ...]) -> tuple[list[tuple[int, 
     found = []
     low = sum(sizes[: distributed.rank()])
     mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
-    gather = distributed._all_gather
+    gather = distributed._gather_into
     for micro_batch_size in (9, 2):
         brought: list[int] = []
 
@@ -158,10 +158,10 @@ def counted_gathers(kind: str, sizes: tuple[int, ...]) -> tuple[list[tuple[int, 
             brought.append(into.numel() * into.element_size())
             gather(into, *given)
 
-        distributed._all_gather = counting
+        distributed._gather_into = counting
         step_in_parts(tiny_objective(kind), mine, micro_batch_size)
         found.append((len(brought), sum(brought)))
-    distributed._all_gather = gather
+    distributed._gather_into = gather
     objective = tiny_objective(kind)
     for _ in range(2):  # the first one learns how many rows a rank has
         with HostReads() as reads:

@@ -37,8 +37,8 @@ from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluato
 from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.reports.results import record_retrieval
 from mm_utils.run.checks import check_model
+from mm_utils.run.results import record_retrieval
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from mm_utils.extras.classes.zero_shot import ZeroShotArguments, ZeroShotEvaluat
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.reports.model_card import EvaluatedData, data_names
-from mm_utils.reports.results import record_zero_shot
 from mm_utils.run.checks import check_model
+from mm_utils.run.results import record_zero_shot
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)

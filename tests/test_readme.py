@@ -49,6 +49,8 @@ FOREIGN = {
     *("--nodes", "--batch", "--prefix", "--requeue", "--kill-on-bad-exit"),
 }
 REMOVED = {
+    "--balance",
+    "--placement",
     "--classes_file",
     "--length_bucket_window",
     "--look_alikes",
@@ -96,6 +98,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- every page ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", [*PAGES, *CONFIGS, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_parses_as_written(path, places, monkeypatch, capsys):
+    if path.name == "CHANGELOG.md":
+        return  # it names programs that left
     for line in commands_of(path):
         command = understand(line)
         if command.module is None:

@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from mm_utils.reports.model_card import CardInfo, EvaluatedData, data_names, retrieval_results, write_model_card
-from mm_utils.reports.results import update_results
+from mm_utils.run.results import update_results
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
 

@@ -7,10 +7,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +18,6 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-from mm_utils.communication import gathered_bytes, meter, reduced_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,6 @@ RENDEZVOUS_TIMEOUT = 600.0  # seconds from the start of the first process to tha
 COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
 SAME_COMMAND = "Start all machines with one command, in equal environments."
 SAME_DATA = "All processes must read the same data with the same arguments."
-_groups: list[Any] = []  # of `make_groups`
 _host_groups: list[Any] = []  # of all ranks' hosts, where the default one is of devices
 
 
@@ -91,17 +87,8 @@ def share(count: int, part: int, parts: int) -> range:
 def set_timeout(seconds: float) -> None:
     """Make a collective fail when it waits longer than this for another process."""
     if world_size() > 1:
-        for group in (None, *_groups):
+        for group in (None, *_host_groups):
             (_set_timeout or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
-
-
-def make_groups(sizes: Sequence[int]) -> Any:
-    """Cut the ranks into groups of these sizes; return this rank's; called on all ranks."""
-    for size, end in zip(sizes, accumulate(sizes), strict=True):
-        group = dist.new_group(range(end - size, end), timedelta(seconds=COLLECTIVE_TIMEOUT))
-        if end - size <= rank() < end:
-            _groups.append(group)
-    return _groups[-1]
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -111,25 +98,12 @@ def is_lost_connection(error: BaseException) -> bool:
     )
 
 
-def _all_gather(everything: Tensor, mine: Tensor) -> None:
-    """Gather into `everything`, metered."""
-    with meter.exchange(gathered_bytes(mine.nbytes, world_size()), mine.device):
-        _gather_into(everything, mine)
-
-
-def _all_reduce(values: Tensor, **options: Any) -> Any:
-    """Reduce in place, metered; the options are those of `torch.distributed.all_reduce`."""
-    received = reduced_bytes(values.nbytes, dist.get_world_size(options.get("group")))
-    with meter.exchange(received, values.device):
-        return dist.all_reduce(values, **options)
-
-
 def gather_sizes(count: int, device: torch.device) -> list[int]:
     """Return how many rows every rank holds."""
     if world_size() == 1:
         return [count]
     sizes = torch.empty(world_size(), dtype=torch.long, device=device)
-    _all_gather(sizes, torch.tensor([count]).to(device, non_blocking=True))
+    _gather_into(sizes, torch.tensor([count]).to(device, non_blocking=True))
     return sizes.tolist()
 
 
@@ -147,7 +121,7 @@ def gather(rows: Tensor, sizes: list[int]) -> Tensor:
     if len(rows) < most:
         rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
     everything = rows.new_empty(len(sizes) * most, *rows.shape[1:])
-    _all_gather(everything, rows.contiguous())
+    _gather_into(everything, rows.contiguous())
     if min(sizes) == most:
         return everything
     return torch.cat([part[:size] for part, size in zip(everything.split(most), sizes, strict=True)])
@@ -168,7 +142,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the element-wise sum over the ranks, without gradient."""
     values = values.detach().clone()
     if world_size() > 1:
-        _all_reduce(values)
+        dist.all_reduce(values)
     return values
 
 
@@ -182,7 +156,7 @@ def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
 def start_max_over_ranks(numbers: list[int], device: torch.device) -> Tensor:
     """Return the element-wise maximum over the ranks, without waiting until the device has it."""
     most = torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
-    _all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most
 
 
@@ -197,24 +171,14 @@ def any_host(here: bool, device: torch.device) -> bool:
         return here
     if device.type != "cpu" and not _host_groups:  # NCCL knows of devices alone
         _host_groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)))
-        _groups.append(_host_groups[0])
     flag = torch.tensor([int(here)])
-    _all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_groups[0] if device.type != "cpu" else None)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_groups[0] if device.type != "cpu" else None)
     return bool(flag.numpy()[0])
 
 
-def broadcast(tensors: Iterable[Tensor], source: int, device: torch.device) -> None:
-    """Copy rank `source`'s tensors into all ranks', through `device`; called on all ranks."""
-    for bucket in buckets(tensor.detach() for tensor in tensors):
-        flat = torch.cat([tensor.flatten().to(device) for tensor in bucket])
-        dist.broadcast(flat, source)
-        for tensor, value in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(value.view_as(tensor))
-
-
-def start_sum(values: Tensor, group: Any = None) -> Any:
-    """Begin to add up over the ranks, or a group, in place; the returned work's `wait` ends it."""
-    return _all_reduce(values, group=group, async_op=True)
+def start_sum(values: Tensor) -> Any:
+    """Begin to add up over the ranks, in place; the returned work's `wait` ends it."""
+    return dist.all_reduce(values, async_op=True)
 
 
 def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:

@@ -32,14 +32,13 @@ from mm_utils.data.pairs import load_split
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.doors import entries, load
 from mm_utils.evaluation.probes import caption_probes
+from mm_utils.evaluation.report import report_retrieval
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
-from mm_utils.extras.flops.counts import measure_flops
-from mm_utils.extras.measured.card import record_retrieval
-from mm_utils.extras.measured.report import report_retrieval
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
+from mm_utils.run.results import record_retrieval
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)
@@ -59,9 +58,7 @@ class EvalRetrievalArguments:
         None, "The split: train, validation or test; default: that of the benchmark, else validation."
     )
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
-    output_dir: str | None = arg(
-        None, "Also write metrics.json, and figures and pictures of re-ranking and of small embeddings."
-    )
+    output_dir: str | None = arg(None, "Also write metrics.json, and the intervals of re-ranking.")
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
@@ -99,7 +96,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
-    flops = measure_flops(model, loaders.blank(1).shape[1:], loader_args.max_seq_length)
     model = accelerator.prepare(model)
 
     # 4. Evaluate.
@@ -110,7 +106,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 
     # 5. Report.
-    report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
+    report_retrieval(accelerator, evaluator, metrics, args.output_dir)
     for each in others:
         if args.output_dir:
             each.report(accelerator, rows, loaders, Path(args.output_dir))

@@ -30,7 +30,7 @@ from mm_utils.extras.data_reports.card import write_data_card
 from mm_utils.extras.data_reports.preparing import Engine, PrepareArguments, parse_source, verify, workspace
 from mm_utils.extras.data_reports.report import removed_examples, write_report
 from mm_utils.extras.data_reports.summary import describe, summarize
-from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
+from mm_utils.hub import DatasetHubArguments, push_data_set
 from mm_utils.run.start import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)

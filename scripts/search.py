@@ -48,7 +48,7 @@ class SearchArguments:
     )
     index_factory: str | None = arg(
         None,
-        "For a million images and more, a coarse first pass, whose best are scored exactly: auto, int8, binary, or a string of "
+        "For a million images and more, a coarse first pass, whose best are scored exactly: a string of "
         "FAISS's index factory such as IVF4096,PQ64 or HNSW32. Default: exact search.",
     )
     model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from tests.kit.corpora import COLOURS, SHAPES, draw, write_corpus  # noqa: F401
 from tests.kit.finetuning import finetuning_flags, pretrained, questions  # noqa: F401
-from tests.kit.hub import pusher, server  # noqa: F401
+from tests.kit.hub import server  # noqa: F401
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)  # python -m pytest --hypothesis-profile=explore
@@ -74,7 +74,6 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the drawing, two thirds of a tiny run or preparation; fixtures of a whole module, and launched runs, do draw."""
     drawn = {
         "run.finish": ("plot_training", "draw_examples"),
-        "extras.measured.sizes": ("draw_sizes",),
         "extras.data_reports.report": ("draw_contact_sheet",),
         "extras.classes.finish": ("plot_training", "draw_confusion"),
     }

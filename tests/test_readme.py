@@ -48,6 +48,8 @@ FOREIGN = {
     *("--nodes", "--batch", "--prefix", "--requeue", "--kill-on-bad-exit"),
 }
 REMOVED = {
+    "--balance",
+    "--placement",
     "--classes_file",
     "--length_bucket_window",
     "--look_alikes",
@@ -97,6 +99,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- every page ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", [*PRESENT, *CONFIGS, *PROGRAMS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_parses_as_written(path, places, monkeypatch, capsys):
+    if path.name == "CHANGELOG.md":
+        return  # it names programs that left
     for line in commands_of(path):
         command = understand(line)
         if command.module is None:

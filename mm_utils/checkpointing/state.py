@@ -46,7 +46,7 @@ _FREE_FLAGS = {
     "dataset_dir image_root allow_outside_root max_train_samples max_eval_samples media_share teacher_name_or_path "
     "tokenizer_name_or_path vocab_size vision_config text_config image_size projection_dim vision_pooling text_pooling fusion_dim "
     "fusion_heads fusion_vision_taps fusion_text_taps classifier_inputs global_batch_size batch_size_schedule",
-    "speed and memory": "preprocessing_num_workers dataloader_num_workers micro_batch_size balance placement torch_compile "
+    "speed and memory": "preprocessing_num_workers dataloader_num_workers micro_batch_size vision_device text_device rank_shares torch_compile "
     "gradient_checkpointing pack_captions per_device_eval_batch_size rerank_cache_gb ddp_timeout",
     "length and limits": "num_train_epochs max_steps early_stopping_patience stop_collapsed max_nonfinite_steps max_corrupt_share",
     "evaluation, saving and reports": "logging_steps eval_steps save_steps save_minutes save_total_limit save_best_limit "

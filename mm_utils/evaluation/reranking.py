@@ -15,9 +15,8 @@ Shape letters: M images, T texts, V voices, Q queries, K candidates, P pairs.
 """
 
 import math
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,7 +37,6 @@ from mm_utils.evaluation.embeddings import (
     image_shares,
     listed_places,
     right_items,
-    size_in_bytes,
     top_candidates,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
@@ -76,8 +74,6 @@ class DirectionRanks:
 
     queries: Keyed
     cosine: Places  # by the two towers alone
-    # Ranks after re-ranking the first 1, 2, 4 ... K candidates, by that number; empty without a head.
-    by_first: dict[int, Tensor] = field(default_factory=dict)
     reranked: Places | None = None  # after re-ranking all K candidates; None without a head
     # The K candidates of each query in their new order, and their scores, both `[Q, K]`; None without a head.
     reranked_items: Tensor | None = None
@@ -91,7 +87,8 @@ class DirectionRanks:
     @property
     def reranked_Q(self) -> Tensor:
         """Ranks after re-ranking all K candidates."""
-        return self.by_first[max(self.by_first)]
+        assert self.reranked is not None
+        return self.reranked.rank_Q
 
 
 @dataclass
@@ -100,9 +97,6 @@ class PairScores:
 
     pairs: Tensor  # `[P]`, sorted when the object is made
     scores: Tensor
-    seconds: float  # time for scoring, with encoding the texts and the images that did not fit into memory
-    length: float  # mean padded length of the texts, in tokens
-    image_bytes: int  # size of one image's keys and values
 
     def __post_init__(self) -> None:
         order = self.pairs.argsort()
@@ -173,21 +167,14 @@ def rank_directions(
         score_QK = combine(scale * found.cosine, scores(found.pair), weight_FV, queries.group)
         ranked.reranked_scores, place_QK = score_QK.sort(1, descending=True)
         ranked.reranked_items = found.item.gather(1, place_QK)
-        for first in numbers_of_candidates(found.item.shape[1]):
-            # Because ties count against it, a right item is among the first k exactly where its rank is at most k.
-            rank_Q = best_rank(score_QK[:, :first], right_QK[:, :first])
-            ranked.by_first[first] = torch.where(ranked.cosine_Q <= first, rank_Q, ranked.cosine_Q)
         towers, top_k = ranked.cosine, score_QK.shape[1]
+        # Because ties count against it, a right item is among the first k exactly where its rank is at most k.
+        rank_Q = torch.where(towers.rank_Q <= top_k, best_rank(score_QK, right_QK), towers.rank_Q)
         among_QR = listed_places(score_QK, right_QK)
         among_QR = pad(among_QR, (0, towers.listed_QR.shape[1] - among_QR.shape[1]), value=LISTED + 1)
         listed_QR = torch.where(towers.listed_QR <= top_k, among_QR, towers.listed_QR)
-        ranked.reranked = Places(ranked.reranked_Q, listed_QR, towers.right_Q)
+        ranked.reranked = Places(rank_Q, listed_QR, towers.right_Q)
     return ranks
-
-
-def numbers_of_candidates(top_k: int) -> list[int]:
-    """Return 1, 2, 4 ... up to and including `top_k`."""
-    return [*(2**power for power in range(top_k.bit_length()) if 2**power < top_k), top_k]
 
 
 @torch.no_grad()
@@ -209,7 +196,6 @@ def score_pairs(
         loader: the batches that `split` was embedded from.
         voices: names of voices, see `FusionDualEncoderModel.voice_scores`.
     """
-    begin, tokens, image_bytes = time.perf_counter(), 0, 0
     pairs = pairs.unique()
     scored, scores = [pairs[:0]], [torch.empty(0, len(voices), device=pairs.device)]
     progress = tqdm(desc="Re-ranking", unit="pair", leave=False, disable=not accelerator.is_main_process, delay=2)
@@ -217,18 +203,14 @@ def score_pairs(
         image = pairs // len(texts)
         mine = pairs[(image >= images.start) & (image < images.stop)]
         mine = mine[(mine % len(texts)).argsort(stable=True)]
-        if keys_values:
-            image_bytes = size_in_bytes(keys_values) // len(images)
         # FSDP needs the same number of forwards on every rank; a rank without pairs left repeats its first one.
         most = max(distributed.gather_sizes(len(mine), mine.device))
         of_share = []
         for low in range(0, most, PAIRS):
             block = mine[low : low + PAIRS] if low < len(mine) else mine[:1]
             with accelerator.autocast():
-                score_P, length = _score_block(model, texts, block, keys_values, images.start, voices)
+                score_P = _score_block(model, texts, block, keys_values, images.start, voices)
             of_share.append(score_P)
-            if low < len(mine):
-                tokens += length * len(block)
             progress.update(len(block))
         scored.append(mine)
         scores.append(torch.cat([*of_share, scores[0]])[: len(mine)])
@@ -236,8 +218,7 @@ def score_pairs(
     mine = torch.cat(scored)
     sizes = distributed.gather_sizes(len(mine), mine.device)
     all_pairs, all_scores = distributed.gather(mine, sizes), distributed.gather(torch.cat(scores), sizes)
-    seconds = time.perf_counter() - begin
-    return PairScores(all_pairs, all_scores.T, seconds, tokens / max(1, len(mine)), image_bytes)
+    return PairScores(all_pairs, all_scores.T)
 
 
 def _score_block(
@@ -247,17 +228,17 @@ def _score_block(
     keys_values: KeysValues,
     first_image: int,
     voices: Sequence[str],
-) -> tuple[Tensor, int]:
-    """Return the voices of this share's pairs, `[P, V]`, and their texts' padded length."""
+) -> Tensor:
+    """Return the voices of this share's pairs, `[P, V]`."""
     if not len(block):  # a rank without images
-        return torch.empty(0, len(voices), device=block.device), 0
+        return torch.empty(0, len(voices), device=block.device)
     text, place = (block % len(texts)).unique(return_inverse=True)
     read = texts.take(text)
     local = block // len(texts) - first_image
     own = tuple(layer[:, local] for layer in keys_values)
     _, states = model.encode_text(read.input_ids, read.attention_mask)
     scores = model.voice_scores(voices, own, states[place], read.attention_mask[place], read.input_ids[place])
-    return scores.float(), read.input_ids.shape[1]
+    return scores.float()
 
 
 class Listed(NamedTuple):

@@ -70,7 +70,7 @@ class RowNoise(nn.Module):
                 f"{type(self).__name__} draws by pair, and was given {rows} rows of {len(self.keys)} pairs: a term of --objectives "
                 "embeds other texts. Drop altered, regions, moments and mined negatives, or --projection mlp."
             )
-        return uniform_noise(self.keys, torch.arange(columns, device=device), self.place)
+        return uniform_noise(self.keys.to(device), torch.arange(columns, device=device), self.place)
 
 
 def set_row_keys(model: nn.Module, keys: Tensor | None) -> None:

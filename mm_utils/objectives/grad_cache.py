@@ -17,7 +17,7 @@ once. Pretrained ones are frozen by default (`FusionDualEncoderConfig.freeze_bat
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -179,6 +179,8 @@ class _CachedStep:
         self.batch = self.unwrapped.with_keys(batch, step)
         self.parts = [_take(self.batch, cut) for cut in self.cuts]
         self.states: list[_RandomState] = []
+        devices = {accelerator.device, *(weight.device for weight in objective.parameters())}
+        self.devices = [device for device in devices if device.type == "cuda"]
         self.gradients: list[dict[str, Tensor | None]] = [{} for _ in self.cuts]
         self.average = GradientAverage()
 
@@ -199,9 +201,9 @@ class _CachedStep:
         """Return the embeddings of every part, and the last part as it was encoded, with gradient."""
         embeds = []
         if not self.sharded:
-            self.average = self.unwrapped.gradient_average()
+            self.average = GradientAverage(self.unwrapped.parameters())
         for place in range(len(self.cuts) - 1):
-            self.states.append(_RandomState(self.accelerator.device))
+            self.states.append(_RandomState(self.devices))
             with torch.no_grad(), _frozen_statistics(self.unwrapped):
                 embeds.append(self._encode(place, for_backward=False).embeds)
         kept = self._encode(len(self.cuts) - 1)
@@ -273,16 +275,15 @@ def _frozen_statistics(model: nn.Module) -> Iterator[None]:
 class _RandomState:
     """The random state at its creation, to repeat the same dropout."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, devices: Sequence[torch.device]):
         self.cpu = torch.get_rng_state()
-        self.device = device if device.type == "cuda" else None
-        self.cuda = torch.cuda.get_rng_state(device) if self.device is not None else None
+        self.cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Draw the random numbers that followed the creation; restore the present state afterwards."""
-        with torch.random.fork_rng(devices=[self.device] if self.device is not None else []):
+        with torch.random.fork_rng(devices=list(self.cuda)):
             torch.set_rng_state(self.cpu)
-            if self.cuda is not None and self.device is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
+            for device, state in self.cuda.items():
+                torch.cuda.set_rng_state(state, device)
             yield

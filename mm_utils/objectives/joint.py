@@ -20,7 +20,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, 
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from mm_utils.objectives.encoding import encode_in_groups, stored_text, vision_features
 from mm_utils.objectives.losses import GlobalBatch, gather_batch
-from mm_utils.objectives.ranks import GradientAverage, RollCall
+from mm_utils.objectives.ranks import RollCall
 from mm_utils.objectives.terms import (
     Batch,
     EmbeddingTerm,
@@ -103,14 +103,6 @@ class Objective(nn.Module):
             self.begin(self, step)
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
 
-    def deal(self, batch: Batch) -> Batch:
-        """Return this rank's part of a step, given what it read; `training.placement` differs."""
-        return batch
-
-    def gradient_average(self) -> GradientAverage:
-        """Return what averages the gradients of a step in parts over the ranks; FSDP does it alone."""
-        return GradientAverage((self.parameters(), None))
-
     def clip_gradients(self, accelerator: Accelerator, max_norm: float) -> Tensor:
         """Clip the norm of the averaged gradient; return what it was, the same on all ranks."""
         if accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU):
@@ -132,8 +124,8 @@ class Objective(nn.Module):
     def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
         """Run the model on a part, as far as `plan` (`for_loss`) and `part` (`for_backward`) need."""
         raise ValueError(
-            f"{type(self).__name__} cannot be cut into micro-batches: it has a `forward` alone. Drop --micro_batch_size and "
-            "--balance, or give it `encode`, `plan`, `part` and `report`."
+            f"{type(self).__name__} cannot be cut into micro-batches: it has a `forward` alone. Drop --micro_batch_size, "
+            "or give it `encode`, `plan`, `part` and `report`."
         )
 
     def plan(self, encoded: Any, batch: Batch, step: int) -> Plan:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mm_utils import distributed
-from mm_utils.communication import meter
 from mm_utils.copies import HostCopy
 
 
@@ -74,17 +73,12 @@ class GradientAverage:
     them computes. A missing gradient counts as zero. On one process there is nothing to do.
 
     Args:
-        parts: parameters, in one order on all ranks that share them, and these ranks, of `distributed.make_groups`, None for all;
-            the others count as ranks whose gradient is zero.
+        parameters: in one order on all ranks.
     """
 
-    def __init__(self, *parts: tuple[Iterable[nn.Parameter], Any]):
-        self._buckets: list[list[nn.Parameter]] = []
-        self._groups: list[Any] = []
-        for parameters, group in parts if distributed.world_size() > 1 else ():
-            found = list(distributed.buckets(reversed([each for each in parameters if each.requires_grad])))
-            self._buckets += found
-            self._groups += [group] * len(found)
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()):
+        trained = [each for each in parameters if each.requires_grad] if distributed.world_size() > 1 else []
+        self._buckets = list(distributed.buckets(reversed(trained)))
         # Taken before the backward pass: a rank that runs out of memory in it must still send.
         self._sums = [bucket[0].new_empty(sum(each.numel() for each in bucket)) for bucket in self._buckets]
         self._missing = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
@@ -111,8 +105,7 @@ class GradientAverage:
         """Replace the gradients by their means, once everything is sent."""
         self.send_rest()
         for bucket, total, work in zip(self._buckets, self._sums, self._sent, strict=True):
-            with meter.exchange(0.0, total.device):
-                work.wait()
+            work.wait()
             total /= distributed.world_size()
             means = total.split([parameter.numel() for parameter in bucket])
             gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
@@ -131,4 +124,4 @@ class GradientAverage:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             torch.cat([parameter.grad.flatten() for parameter in bucket if parameter.grad is not None], out=total)
-        self._sent.append(distributed.start_sum(total, self._groups[place]))
+        self._sent.append(distributed.start_sum(total))

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_folders
@@ -75,22 +75,13 @@ def check_precision() -> None:
         raise ValueError(f"--mixed_precision is fp8; {torch.cuda.get_device_name()} computes none. Use bf16.")
 
 
-def check_devices(accelerator: Accelerator, balance: bool) -> None:
-    """Warn if a run without `balance` has GPUs of several kinds; called on all ranks.
-
-    Raises:
-        ValueError: if the speed of a rank by itself, which `balance` needs, cannot be measured.
-    """
-    backend = accelerator.distributed_type
-    if balance and backend in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise ValueError(
-            f"--balance is set; with {backend.value} processes wait for each other within every pass, and the speed of one "
-            "cannot be measured. Drop it, or use DDP (accelerate_configs/multi_gpu.yaml)."
-        )
+def check_devices(accelerator: Accelerator, shares: str | None) -> None:
+    """Warn if GPUs of several kinds get equal shares; called on all ranks."""
     kinds = sorted(set(gather_object([device_name(accelerator.device)])))
-    if len(kinds) > 1 and not balance and distributed.rank() == 0:
+    if len(kinds) > 1 and shares is None and distributed.rank() == 0:
         logger.warning(
-            "Devices are %s; every step takes as long as on the slowest. Pass --balance, or train on devices of one kind.",
+            "Devices are %s; every step takes as long as on the slowest. Give the others more with --set rank_shares=2,1, "
+            "or train on devices of one kind.",
             ", ".join(kinds),
         )
 

@@ -21,6 +21,7 @@ from mm_utils.arguments import Parsed
 from mm_utils.data.training_data import TrainingData
 from mm_utils.doors import entries, load, load_own
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
+from mm_utils.hub import HubPusher
 from mm_utils.objectives import Objective
 from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
@@ -28,7 +29,9 @@ from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import ProgressBar, RunCallback, TemperatureClamp
-from mm_utils.training.throughput import Communication, Throughput
+from mm_utils.training.throughput import Throughput
+from mm_utils.training.trackers import Tracking
+from mm_utils.training.warnings import CollapseWarning
 
 
 @dataclass
@@ -91,7 +94,7 @@ class Doors:
     """
 
     def __init__(self, script: str, callbacks: Sequence[TrainerCallback] = ()):
-        kinds = [load(path) for path in entries("CALLBACKS").values()]
+        kinds = [*(load(path) for path in entries("CALLBACKS").values()), CollapseWarning, HubPusher, Tracking]
         self._kinds = [kind for kind in kinds if script in kind.scripts]
         self.script, self._of_main = script, callbacks
         self.arguments = [kind.arguments for kind in self._kinds if kind.arguments is not None]
@@ -164,11 +167,7 @@ def all_callbacks(
     callbacks: list[TrainerCallback] = [
         HangDetection(args.ddp_timeout),
         Throughput(run.accelerator.device),
-        *(
-            [Communication(run.accelerator.distributed_type), StragglerDetection()]
-            if distributed.world_size() > 1
-            else []
-        ),
+        *([StragglerDetection()] if distributed.world_size() > 1 else []),
         SkippedSamples(),
         RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
     ]

@@ -41,7 +41,7 @@ _OWN = (
         "retrieval.png",
         "regions.png",
         "moments.png",
-        "embedding_sizes.*",
+        "embedding_sizes.*",  # of earlier versions
         "confusion.png",
         "classes.csv",
         "results.json",

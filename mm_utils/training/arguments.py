@@ -82,6 +82,18 @@ class TrainingArguments:
         300.0,
         "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
     )
+    vision_device: str | None = arg(
+        None, "The device of the image encoder, e.g. cuda:1, in a run of one process.", rare=True
+    )
+    text_device: str | None = arg(
+        None, "The device of the text encoder, e.g. cuda:1, in a run of one process.", rare=True
+    )
+    rank_shares: str | None = arg(
+        None,
+        "The share of a batch that each process gets, e.g. 2,1 where the first GPU is twice as fast. It changes what is "
+        "learnt in the last digits only.",
+        rare=True,
+    )
     allow_changed_run: bool = arg(
         False, "Resume although data, seed or flags that decide what is learnt have changed, and log them."
     )
@@ -90,7 +102,6 @@ class TrainingArguments:
     script = "pretrain"  # `start_run` sets the name of the script that runs
     choice = ""  # which weights are saved, and what chose them; the trainer sets it
     names_batch = True  # `start_run` sets whether the command line names the batch's size
-    has_unequal_shares = False  # a callback sets it that may give a process more of a batch than its equal share
 
     def __post_init__(self) -> None:
         self.eval_strategy = "steps" if self.eval_steps > 0 else "no"  # transformers' callbacks read it

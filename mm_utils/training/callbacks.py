@@ -171,13 +171,6 @@ class RunCallback(TrainerCallback):
         Called on all ranks, as `on_finish` is.
         """
 
-    def prepare(self, *given: Any) -> Any:
-        """Return the `Prepared` of a run that is not prepared by accelerate alone; None to leave that to it.
-
-        Called with the arguments of `mm_utils.training.prepared.prepare`.
-        """
-        return None
-
     def on_finish(self, run: Any) -> None:
         """Change or add to what is saved in the output folder; `run.metrics` are those of the saved model."""
 
@@ -210,8 +203,6 @@ class ProgressBar(TrainerCallback):
             shown = [f"loss {logs['loss']:.3f}"]
             if "pairs_per_second" in logs:
                 shown += [f"{logs['pairs_per_second']:.0f} pairs/s", f"{logs['data_wait']:.0%} data wait"]
-            if "comm_seconds" in logs:
-                shown.append(f"{logs['comm_seconds']:.2g} s for other processes")
             if "utilisation" in logs:
                 shown.append(f"{logs['utilisation']:.0%} of peak")
             self.bar.set_postfix_str(", ".join(shown))

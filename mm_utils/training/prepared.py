@@ -1,36 +1,18 @@
 """Prepare what a run trains for its processes; `mm_utils.extras.sharded` does what FSDP2 and DeepSpeed need."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback
 
 from mm_utils.data.training_data import TrainingData
 from mm_utils.doors import entry
 from mm_utils.objectives import Objective
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.callbacks import RunCallback
-
-
-@dataclass
-class Prepared:
-    """An objective as this process trains it.
-
-    Attributes:
-        unwrapped: the objective itself; a callback may put another one in its place.
-        objective, optimizer: what accelerate made of it, and of the optimizer.
-        callbacks: those of the training loop.
-    """
-
-    unwrapped: Objective
-    objective: nn.Module
-    optimizer: torch.optim.Optimizer
-    callbacks: Sequence[TrainerCallback]
+from mm_utils.training.placement import place_encoders, share_batches
 
 
 def prepare(
@@ -39,9 +21,8 @@ def prepare(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
     data: TrainingData,
-    callbacks: Sequence[TrainerCallback],
-) -> Prepared:
-    """Prepare an objective for all processes alike, unless a callback does it in its own way; called on all ranks.
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the objective and the optimizer as this process trains them; called on all ranks.
 
     Raises:
         ValueError: if backend, objective or data do not go together, with the reason.
@@ -53,15 +34,12 @@ def prepare(
     elif objective.model.media and accelerator.ddp_handler is not None:
         # DDP else packs gradients in the order in which they came in the first step, so as that step's medium has it.
         accelerator.ddp_handler.find_unused_parameters = True
-    for each in callbacks:
-        if isinstance(each, RunCallback):
-            found = each.prepare(args, accelerator, objective, optimizer, data, callbacks)
-            if found is not None:
-                return found
+    share_batches(args, data)
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
+    place_encoders(args, accelerator, objective)
     if isinstance(wrapped, FSDPModule):
         entry("BACKENDS", "root", "accelerate is configured for FSDP")(wrapped)
-    return Prepared(objective, wrapped, optimizer, callbacks)
+    return wrapped, optimizer
 
 
 @contextmanager

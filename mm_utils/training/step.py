@@ -137,7 +137,7 @@ class TrainStep:
     def _prepare(self, batch: dict[str, Any], step: int) -> None:
         """Find the micro-batch size, or settle DDP's order, before this start's first step."""
         if self.args.micro_batch_size == "auto":
-            largest = -(-self.sizes.sizes[-1] // (1 if self.args.has_unequal_shares else distributed.world_size()))
+            largest = -(-self.sizes.sizes[-1] // distributed.world_size())
             self.micro_batch.size = entry("MICRO_BATCHES", "auto", "--micro_batch_size is auto")(
                 self.accelerator,
                 self.objective,
@@ -163,7 +163,6 @@ class TrainStep:
             place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
             seed_all(place % 2**32)
 
-        batch = self.unwrapped.deal(batch)
         return backward_with_retry(self.accelerator, self.objective, batch, step, self.micro_batch, restart)
 
     def _check_loss_scale(self, step: int) -> None:

@@ -5,11 +5,8 @@ import time
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils import distributed
-from mm_utils.communication import meter, reduced_bytes
 from mm_utils.objectives.encoding import computed_tokens
 from mm_utils.objectives.grad_cache import cuts
 from mm_utils.training.memory import peak_bytes
@@ -70,65 +67,6 @@ class Throughput(TrainerCallback):
     def _restart(self, start: float | None) -> None:
         self.start, self.wait = start, 0.0
         self.pairs = self.real_tokens = self.tokens = 0
-
-
-class Communication(TrainerCallback):
-    """Add to each training row what this rank exchanges in a step, on average.
-
-    comm_mib: MiB received. comm_seconds: seconds in which it waited for them (`mm_utils.communication`). DDP's averages of gradients
-    are in the first by their size, and not in the second, as they travel beside the backward pass. What FSDP2 and DeepSpeed
-    exchange by themselves is in neither.
-
-    Args:
-        backend: how the objective is distributed.
-    """
-
-    def __init__(self, backend: DistributedType):
-        self.by_ddp = backend not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        self._began: tuple[float, float] | None = None
-        self._reset()
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Learn the size of the gradients."""
-        gradients = sum(weight.nbytes for weight in kwargs["model"].parameters() if weight.requires_grad)
-        self.averaged = reduced_bytes(gradients, distributed.world_size()) if self.by_ddp else 0.0
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Count from here to the next step, evaluation, checkpoint or row of the log."""
-        self._pause()
-        self._began = meter.received, meter.seconds
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step; in parts, it averages gradients by `mm_utils.distributed`, metered there."""
-        self.steps += 1
-        if kwargs["micro_batch_size"] is None:
-            self.received += self.averaged
-
-    def on_evaluate_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the evaluation out, and a checkpoint alike."""
-        self._pause()
-
-    on_save_begin = on_evaluate_begin
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the figures to a training row."""
-        self._pause()
-        logs = kwargs["logs"]
-        if "loss" not in logs or not self.steps:
-            return
-        logs["comm_mib"] = self.received / self.steps / 2**20
-        logs["comm_seconds"] = self.seconds / self.steps
-        self._reset()
-
-    def _pause(self) -> None:
-        if self._began is not None:
-            received, seconds = self._began
-            self.received += meter.received - received
-            self.seconds += meter.seconds - seconds
-            self._began = None
-
-    def _reset(self) -> None:
-        self.steps, self.received, self.seconds = 0, 0.0, 0.0
 
 
 def gpu_utilisation(device: torch.device) -> float | None:

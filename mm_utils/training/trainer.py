@@ -73,8 +73,7 @@ class Trainer:
     ):
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
-        prepared = prepare(args, accelerator, objective, optimizer, data, callbacks)
-        objective, self.objective, self.optimizer = prepared.unwrapped, prepared.objective, prepared.optimizer
+        self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, data)
         self.model = objective.model
         self.evaluators = evaluators
         self.state = TrainerState(
@@ -96,7 +95,7 @@ class Trainer:
             args.logging_steps = min(10, -(-self.state.max_steps // 10))
         self.phases, self.average = self.step.phases, self.step.average
         objective.teacher = self.average
-        self.callbacks = CallbackRunner(prepared.callbacks, self._context, accelerator.device)
+        self.callbacks = CallbackRunner(callbacks, self._context, accelerator.device)
         self.signals = Interruption()
         objective.seed = args.seed
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}

@@ -20,7 +20,7 @@ from mm_utils.evaluation.metrics import (
     share_with_interval,
     wilson_interval,
 )
-from mm_utils.extras.measured.sizes import mean_of_queries
+from mm_utils.evaluation.report import mean_of_queries
 from tests.kit.truthful_model import split_of
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mm_utils import distributed
 from mm_utils.evaluation import embeddings, reranking
 from mm_utils.evaluation.embeddings import embed_split, image_shares
-from mm_utils.evaluation.reranking import PairScores, numbers_of_candidates
+from mm_utils.evaluation.reranking import PairScores
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionHead
 from tests.kit.ranks import run_on_ranks
@@ -48,23 +48,13 @@ def test_every_number_of_candidates_equals_the_definition(
         ("image_to_text", cosine.T, model.logits, right.T),
     ):
         ranks, last = measure.directions[direction], min(top_k, matrix.shape[1])
-        assert list(ranks.by_first) == numbers_of_candidates(last)
-        for first, rank_Q in ranks.by_first.items():
-            assert rank_Q.tolist() == ranks_by_sorting(matrix, is_right, head, first, scale)
-        assert torch.equal(ranks.by_first[1], ranks.cosine_Q)
+        assert ranks.reranked_Q.tolist() == ranks_by_sorting(matrix, is_right, head, last, scale)
         figures = figures_of_lists(lists_by_sorting(matrix, is_right, head, last, scale))
         assert {name: found[f"rerank_{direction}_{name}"] for name in figures} == pytest.approx(figures)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "expected"), [(1, [1]), (2, [1, 2]), (10, [1, 2, 4, 8, 10]), (16, [1, 2, 4, 8, 16])]
-)
-def test_numbers_of_candidates(top_k: int, expected: list[int]) -> None:
-    assert numbers_of_candidates(top_k) == expected
-
-
 def test_pairs_that_were_not_scored_count_as_minus_infinity() -> None:
-    scores = PairScores(torch.tensor([7, 3, 5]), torch.tensor([[0.7, -0.3, 0.5]]), 1.0, 1.0, 1)
+    scores = PairScores(torch.tensor([7, 3, 5]), torch.tensor([[0.7, -0.3, 0.5]]))
     [found] = scores(torch.tensor([[3, 4], [7, 9]]))
     assert found.isneginf().tolist() == [[False, True], [False, True]]
     assert found[:, 0].tolist() == pytest.approx([-0.3, 0.7])
@@ -82,7 +72,6 @@ def test_nan_counts_against_the_head(spoiled: str) -> None:
     for direction in DIRECTIONS:
         assert found[f"rerank_{direction}_recall@1"] == 0
         ranks = measure.directions[direction]
-        assert torch.equal(ranks.by_first[1], ranks.cosine_Q)
         assert (ranks.reranked_Q >= ranks.cosine_Q.clamp(max=3 if direction == "image_to_text" else 4)).all()
 
 
@@ -227,12 +216,8 @@ def evaluate_cases() -> list[dict[str, Any]]:
         batches = model.batches(case["batch_size"], case.get("unreadable", ()))
         measure = evaluator(5, rerank_cache_gb=case.get("cache", 8.0))
         figures = measure(model, batches, ACCELERATOR)
-        curves = {
-            f"{direction} {first}": rank_Q.tolist()
-            for direction, ranks in measure.directions.items()
-            for first, rank_Q in ranks.by_first.items()
-        }
-        found.append({**figures, **curves})
+        ranks_of = {direction: ranks.reranked_Q.tolist() for direction, ranks in measure.directions.items()}
+        found.append({**figures, **ranks_of})
     return found
 
 

@@ -6,17 +6,13 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-
-if TYPE_CHECKING:
-    from mm_utils.extras.hub.pusher import HubPusher
 
 CUT = 0  # in place of a status: close the connection after half of the request
 
@@ -261,29 +257,3 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with serve(TOKEN) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         yield server
-
-
-MadePushers = Callable[..., "HubPusher"]
-
-
-@pytest.fixture
-def pusher() -> Iterator[MadePushers]:
-    """Makes pushers of an output folder, whose threads end with the test."""
-    from mm_utils.extras.hub.pusher import HubArguments, HubPusher
-
-    made = []
-
-    def make(output_dir: Path, timeout: float = 60.0, **arguments: Any) -> HubPusher:
-        args = HubArguments(push_to_hub=True, **arguments)
-        made.append(HubPusher(args, output_dir, timeout=timeout, retry_delays=(0.01, 0.01)))
-        return made[-1]
-
-    yield make
-    for hub in made:
-        wait_for_push(hub)
-
-
-def wait_for_push(hub: "HubPusher") -> None:
-    if hub._worker is not None:
-        hub._worker.join(120)
-        assert not hub._worker.is_alive()

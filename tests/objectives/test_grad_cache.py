@@ -4,6 +4,7 @@ from functools import cache
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.objectives import JointObjective, Objective
+from mm_utils.objectives import JointObjective, Objective, grad_cache
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts, is_out_of_memory
 from mm_utils.objectives.ranks import GradientAverage
 from tests.kit.host_reads import HostReads
@@ -149,7 +150,7 @@ def counted_gathers(kind: str, sizes: tuple[int, ...]) -> tuple[list[tuple[int, 
     found = []
     low = sum(sizes[: distributed.rank()])
     mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
-    gather = distributed._all_gather
+    gather = distributed._gather_into
     for micro_batch_size in (9, 2):
         brought: list[int] = []
 
@@ -157,10 +158,10 @@ def counted_gathers(kind: str, sizes: tuple[int, ...]) -> tuple[list[tuple[int, 
             brought.append(into.numel() * into.element_size())
             gather(into, *given)
 
-        distributed._all_gather = counting
+        distributed._gather_into = counting
         step_in_parts(tiny_objective(kind), mine, micro_batch_size)
         found.append((len(brought), sum(brought)))
-    distributed._all_gather = gather
+    distributed._gather_into = gather
     objective = tiny_objective(kind)
     for _ in range(2):  # the first one learns how many rows a rank has
         with HostReads() as reads:
@@ -236,8 +237,8 @@ WRAPPED.unwrap_model, WRAPPED.no_sync = lambda model: model.module, lambda model
 
 
 def averaged_afterwards(objective: JointObjective, batch: dict[str, Any], micro_batch_size: int) -> dict[str, Any]:
-    objective.gradient_average = GradientAverage  # type: ignore[method-assign] # of no parameters
-    report = backward(ALONE, objective, batch, 5, micro_batch_size)
+    with mock.patch.object(grad_cache, "GradientAverage", return_value=GradientAverage()):  # of no parameters
+        report = backward(ALONE, objective, batch, 5, micro_batch_size)
     for parameter in objective.parameters():
         given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = distributed.sum_over_ranks(given) / distributed.world_size()

@@ -128,7 +128,7 @@ OTHERS = {
     "fusion_text_taps": "-1", "fusion_direction": "both", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "vision_pooling": "mean", "text_pooling": "cls", "backbone_dropout": "keep", "lora_towers": "text", "matryoshka_dims": "8",
     "lr_scheduler_type": "constant_with_cooldown", "batch_size_lr_rule": "linear", "batch_size_schedule": "0:4,2:8",
-    "micro_batch_size": "2", "placement": "apart", "media_share": "1,1", "hub_strategy": "every_save", "license": "mit",
+    "micro_batch_size": "2", "vision_device": "cpu", "text_device": "cpu", "rank_shares": "1", "media_share": "1,1", "hub_strategy": "every_save", "license": "mit",
     "report_to": "none", "rerank_weights": "match:1", "dataloader_num_workers": "1", "class_weights": "balanced",
     "classifier_inputs": "image", "wise_ft_alpha": "0.5", "max_steps": "3", "hub_model_id": "a/b",
 }  # fmt: skip

@@ -22,16 +22,12 @@ def flags(tiny_flags: list[str], corpus: Path, tmp_path_factory: pytest.TempPath
     return ["--model_name_or_path", folder, *data, "--rerank_top_k", "4", "--rerank_weights", "caption:1"]
 
 
-def test_figures_curve_and_picture_are_left(flags: list[str], tmp_path: Path) -> None:
+def test_figures_are_left(flags: list[str], tmp_path: Path) -> None:
     found = eval_retrieval.main([*flags, "--output_dir", str(tmp_path / "out")])
     assert json.loads((tmp_path / "out/metrics.json").read_text()) == found
     report = json.loads((tmp_path / "out/reranking.json").read_text())
-    assert [row["candidates"] for row in report["text_to_image"]["curve"]] == [1, 2, 4]
+    assert report["text_to_image"]["candidates"] == 4
     assert report["text_to_image"]["reranked"]["recall@1"]["value"] == found["rerank_text_to_image_recall@1"]
-    assert report["costs"]["gflop_per_pair"] > 0
-    assert (tmp_path / "out/reranking.png").stat().st_size > 10_000
-    full = json.loads((tmp_path / "out/embedding_sizes.json").read_text())[0]
-    assert full["recall@1"]["value"] == found["text_to_image_recall@1"]
 
 
 def test_the_card_gets_the_figures_of_the_split(flags: list[str], tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.arguments import Parsed
 from mm_utils.model.modeling_fusion_dual_encoder import (
     FusionDualEncoderModel,
     image_backbone,
@@ -172,11 +171,6 @@ class FlopRates(RunCallback):
 
     scripts = ("pretrain",)
     flops: Any = None
-
-    @classmethod
-    def attach(cls, given: Parsed) -> "FlopRates | None":
-        """Return the callback of a run whose processes have all of the model."""
-        return cls() if given["placement"] in (None, "together") else None
 
     def on_start(self, run: Any) -> None:
         """Count the FLOPs of a model of one medium."""

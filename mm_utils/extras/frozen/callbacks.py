@@ -10,7 +10,7 @@ from mm_utils.training.callbacks import RunCallback
 
 _AUGMENTS = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter patch_dropout"
 _OF_HEAD = "head_share rerank_top_k rerank_weights rerank_cache_gb hard_negatives mlm_probability whole_word_masking"
-_OTHERS = "streaming batch_size_schedule lora_rank placement matryoshka_dims teacher_name_or_path"
+_OTHERS = "streaming batch_size_schedule lora_rank matryoshka_dims teacher_name_or_path"
 
 FROZEN_DEFAULTS = {
     "cache_features": True,

@@ -73,7 +73,7 @@ class Searcher:
         model: the folder or Hub id of the model, if it has moved since.
         rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
         device: where the model runs; default: a GPU if there is one.
-        index_factory: the first pass: `int8`, `binary`, `auto`, or a string of FAISS's index factory; default: exact search.
+        index_factory: the first pass: a string of FAISS's index factory; default: exact search.
 
     Raises:
         ValueError: if there is no index, no model, or FAISS cannot make the first pass.

@@ -11,7 +11,7 @@ import datasets
 import pytest
 from huggingface_hub import DatasetCard
 
-from mm_utils.extras.hub.data_set import DatasetHubArguments, push_data_set
+from mm_utils.hub import DatasetHubArguments, push_data_set
 from scripts.prepare_data import main
 from tests.kit.corpora import write_corpus
 from tests.kit.hub import HubServer

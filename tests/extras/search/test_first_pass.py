@@ -2,11 +2,8 @@
 
 import builtins
 import importlib.util
-import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -23,7 +20,7 @@ from mm_utils.extras.search.searcher import Searcher
 from scripts import search
 
 WIDTH, ROWS = 48, 3000
-KINDS = ["int8", "binary", "Flat", "IVF8,Flat;nprobe=8", "HNSW16;efSearch=200"]
+KINDS = ["Flat", "IVF8,Flat;nprobe=8", "HNSW16;efSearch=200"]
 
 
 def write(folder: Path, embeds_NE: torch.Tensor, block: int = 700) -> datasets.Dataset:
@@ -104,82 +101,20 @@ def test_a_first_pass_finds_what_exact_search_finds_with_its_scores(
         assert dict(found) == pytest.approx({row: everything[row] for row, _ in found})
         assert [score for _, score in found] == sorted((score for _, score in found), reverse=True)
         shares.append(len(dict(found).keys() & dict(expected).keys()) / 10)
-    assert np.mean(shares) > (0.97 if kind == "binary" else 0.99)
+    assert np.mean(shares) > 0.99
 
 
-@pytest.mark.parametrize("kind", ["int8", "binary", "Flat"])
-def test_all_images_may_be_asked_for(kind: str, rows: datasets.Dataset, folder: Path) -> None:
+def test_all_images_may_be_asked_for(rows: datasets.Dataset, folder: Path) -> None:
     query_E = unit(1, seed=2)[0]
     for count in (0, 1, ROWS - 1, ROWS, ROWS + 5):
-        found = open_find(kind, folder, rows)(query_E, count)
+        found = open_find("Flat", folder, rows)(query_E, count)
         assert [row for row, _ in found] == [row for row, _ in open_find(None, folder, rows)(query_E, count)]
-
-
-def test_signs_are_taken_after_a_rotation(rows: datasets.Dataset) -> None:
-    """Plain signs count the last dimensions, which hardly vary here, as much as the first ones."""
-    vectors, embeds_NE = StoredVectors(rows), unit(ROWS)
-    turned, shares = first_pass.binary(vectors), []
-    signs = embeds_NE > 0
-    for query_E in unit(20, seed=1):
-        right = set((embeds_NE @ query_E).topk(10).indices.tolist())
-        plain = set((signs == (query_E > 0)).sum(1).topk(60).indices.tolist())
-        shares.append((len(right & set(next(iter(turned(query_E[None], 60))).tolist())), len(right & plain)))
-    with_rotation, without = np.mean(shares, 0)
-    assert with_rotation > 1.3 * without
 
 
 def test_equal_scores_keep_the_order_of_the_index() -> None:
     scores = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5])
     assert [best(scores, k) for k in range(6)] == [[1, 3, 0, 2, 4][:k] for k in range(6)]
     assert best(scores, 50) == [1, 3, 0, 2, 4]
-
-
-# -- what pays ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_first_pass_that_is_slower_than_exact_search_is_refused(
-    folder: Path, rows: datasets.Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With both times; `auto` then searches exactly, and where memory is short the first pass stays."""
-    monkeypatch.setattr(first_pass, "FEW", 1000)
-    plain, search = first_pass.exact(StoredVectors(rows)), unit(1, seed=1)[0]
-
-    def slow(vectors: StoredVectors) -> first_pass.FirstPass:
-        found = first_pass.binary(vectors)
-        return lambda query_QE, count: time.sleep(0.05) or found(query_QE, count)
-
-    monkeypatch.setitem(first_pass.CODES, "int8", slow)
-    monkeypatch.setattr(first_pass, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"int8; a query of 3,000 images takes [\d.]+ ms so, and about [\d.]+ ms exactly"
-    ):
-        open_find("int8", folder, rows)
-    assert open_find("auto", folder, rows)(search, 20) == plain(search[None], 20)[0]
-    monkeypatch.setattr(first_pass.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert len(open_find("int8", folder, rows)(search, 20)) == 20
-
-
-def test_auto_reads_as_many_lists_as_the_recall_needs(
-    folder: Path, rows: datasets.Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "mm_utils")
-    plain = first_pass.exact(StoredVectors(rows))
-    assert open_find("auto", folder, rows)(unit(1)[0], 5) == plain(unit(1), 5)[0]  # few images
-    for wrong in ("auto;recall=2", "auto;recall=0", "auto;recall=", "auto;nonsense", "auto;nprobe=3"):
-        with pytest.raises(ValueError, match="auto takes a recall above 0 and up to 1"):
-            open_find(wrong, folder, rows)
-    monkeypatch.setattr(first_pass, "FEW", 1000)
-    monkeypatch.setattr(first_pass, "slower", lambda find, vectors: "")
-    query_QE, lists = first_pass.drawn_queries(StoredVectors(rows), 40), []
-    for recall in (0.5, 0.95):
-        find = open_find(f"auto;recall={recall}", folder, rows)
-        same = [len(dict(find(one, 10)).keys() & dict(plain(one[None], 10)[0]).keys()) for one in query_QE]
-        assert np.mean(same) / 10 > recall - 0.05
-        lists.append(int(re.findall(r"nprobe=(\d+) of 128", caplog.text)[-1]))
-    assert lists[0] < lists[1] < 128
-    for wrong in ("IVF128,SQ8;recall=2", "IVF128,SQ8;recall=", "Flat;recall=0.9"):
-        with pytest.raises(ValueError, match=r"--index_factory is .*FAISS cannot search"):
-            open_find(wrong, folder, rows)
 
 
 # -- FAISS --------------------------------------------------------------------------------------------------------------
@@ -244,6 +179,7 @@ def test_a_damaged_faiss_index_is_made_anew(damage: str, tmp_path: Path, caplog:
     "kind",
     [
         *(
+            *("int8", "binary"),  # of earlier versions
             "IVF4096,Flat",
             "nonsense",
             "IVF0,Flat",
@@ -255,7 +191,9 @@ def test_a_damaged_faiss_index_is_made_anew(damage: str, tmp_path: Path, caplog:
     ],
 )
 def test_what_cannot_search_is_refused_when_it_is_opened(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"--index_factory is {kind}; FAISS cannot search 300 images .*Give int8"):
+    with pytest.raises(
+        ValueError, match=rf"--index_factory is {kind}; FAISS cannot search 300 images .*Give a string"
+    ):
         open_find(kind, tmp_path, write(tmp_path, unit(300)))
 
 
@@ -270,13 +208,13 @@ def test_without_faiss_the_extra_is_named(
     monkeypatch.setattr(
         builtins, "__import__", lambda name, *more: pytest.fail("faiss") if name == "faiss" else imported(name, *more)
     )
-    open_find("int8", tmp_path, rows)
+    open_find(None, tmp_path, rows)
 
 
 # -- the searcher -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["int8", "binary", "IVF2,Flat;nprobe=2"])
+@pytest.mark.parametrize("kind", ["Flat", "IVF2,Flat;nprobe=2"])
 def test_a_searcher_gives_the_same_hits(kind: str, index: Path) -> None:
     exact, searcher = (Searcher(index, device="cpu", index_factory=each) for each in (None, kind))
     hits = searcher.search_text("a red circle", 5)
@@ -285,7 +223,7 @@ def test_a_searcher_gives_the_same_hits(kind: str, index: Path) -> None:
 
 
 def test_the_flag_of_the_script(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ([], ["--index_factory", "int8"]):
+    for more in ([], ["--index_factory", "Flat"]):
         search.main(["--index_dir", str(index), "a red circle", *more])
     lines = capsys.readouterr().out.splitlines()
     assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]

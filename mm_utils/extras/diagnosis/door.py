@@ -1,3 +1,0 @@
-"""What warnings add to a run, see `mm_utils.doors`."""
-
-CALLBACKS = {"diagnosis": "mm_utils.extras.diagnosis.warnings.CollapseWarning"}

@@ -1,1 +1,0 @@
-"""Experiment trackers that can neither stop nor slow a run."""

@@ -1,0 +1,136 @@
+"""Send the log to accelerate's trackers (tensorboard, wandb, ...); one that fails does not end the run."""
+
+import logging
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, filter_trackers, get_available_trackers
+from transformers import TrainerControl, TrainerState
+
+from mm_utils.arguments import Parsed, arg
+from mm_utils.text import one_line, redact, without_secrets
+from mm_utils.training.callbacks import RunCallback
+
+logger = logging.getLogger(__name__)
+
+_RUN_NAME = {
+    "wandb": "name",
+    "mlflow": "run_name",
+    "clearml": "task_name",
+    "swanlab": "experiment_name",
+    "trackio": "name",
+}
+"""What the trackers call the name of a run; TensorBoard has a folder of that name."""
+
+
+@dataclass
+class TrackerArguments:
+    """Experiment trackers."""
+
+    report_to: str | None = arg(
+        None,
+        "Trackers that accelerate knows and that are installed, e.g. tensorboard or tensorboard,wandb; 'none' for none.",
+    )
+    run_name: str | None = arg(None, "Name of the run in the trackers; by default they choose one.")
+
+    def __post_init__(self) -> None:
+        installed = [tracker.value for tracker in get_available_trackers()]
+        if set(self.names) - {"all", *installed}:
+            raise ValueError(
+                f"--report_to is {self.report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
+            )
+        if self.run_name is not None and (self.run_name != Path(self.run_name).name or not self.names):
+            raise ValueError(
+                f"--run_name is {self.run_name!r}; the trackers of --report_to take a plain name, without folders, and there "
+                f"must be one. Give --report_to, and a plain name."
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trackers."""
+        names = [name.strip() for name in (self.report_to or "none").split(",")]
+        return [name for name in names if name != "none"]
+
+
+class Tracking(RunCallback):
+    """The trackers of one run, on the main process. What they do not take is in `metrics.jsonl`."""
+
+    arguments = TrackerArguments
+    flag = "report_to"
+
+    def __init__(self, args: TrackerArguments):
+        self.args = args
+        self._trackers: list[GeneralTracker] = []
+        self._failed: set[str] = set()
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "Tracking | None":
+        """Return the callback with a tracker."""
+        return cls(given[TrackerArguments]) if given[TrackerArguments].names else None
+
+    def on_start(self, run: Any) -> None:
+        """Start the trackers."""
+        if not run.run.accelerator.is_main_process:
+            return
+        config = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in without_secrets(run.run.settings).items()
+            if value is not None
+        }
+        folder = str(run.run.output_dir)
+        for name in map(str, filter_trackers(self.args.names, folder)):
+            with self._surviving(name), mock.patch.object(sys, "argv", redacted(sys.argv)):  # some trackers publish it
+                tracker = self._make(name, run.run.name, folder)
+                tracker.start()
+                self._trackers.append(tracker)
+                tracker.store_init_configuration(config)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Send a row of the log as `train/loss`, `eval/mean_recall` ..."""
+        values = {
+            f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+            for name, value in kwargs["logs"].items()
+            if name != "step"
+        }
+        for tracker in self._trackers:
+            with self._surviving(tracker.name):
+                tracker.log(values, step=state.global_step)
+
+    def on_publish(self, run: Any) -> None:
+        """End the trackers."""
+        for tracker in self._trackers:
+            with self._surviving(tracker.name):
+                tracker.finish()
+
+    def _make(self, name: str, project: str, folder: str) -> GeneralTracker:
+        kind, run_name = LOGGER_TYPE_TO_CLASS[name], self.args.run_name
+        if name == "tensorboard":
+            project = f"{project}/{run_name}" if run_name else project
+            logger.info("TensorBoard's files: tensorboard --logdir %s", Path(folder, project))
+        named = {_RUN_NAME[name]: run_name} if run_name and name in _RUN_NAME else {}
+        return kind(project, *[folder] if kind.requires_logging_directory else [], **named)
+
+    @contextmanager
+    def _surviving(self, name: str) -> Iterator[None]:
+        """Turn what a tracker raises into one warning."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # a client may exit
+            if name not in self._failed:
+                self._failed.add(name)
+                text = "the tracker %s lacks metrics: %s. Training goes on; all metrics are in metrics.jsonl"
+                logger.warning(text, name, one_line(error))
+
+
+def redacted(words: list[str]) -> list[str]:
+    """Return a command line without secrets."""
+    try:
+        return shlex.split(redact(shlex.join(words)))
+    except ValueError:  # a quote has lost its partner
+        return words[:1]

@@ -1,0 +1,128 @@
+"""What a push sends, and that one which fails loses nothing but the push."""
+
+import hashlib
+import logging
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from mm_utils.hub import HubArguments, HubPusher, repository_name
+from scripts import pretrain
+from tests.kit.corpora import write_corpus
+from tests.kit.hub import CUT, TOKEN, HubServer
+
+FILES = {
+    "model.safetensors": b"final weights",
+    "README.md": b"---\nlibrary_name: transformers\n---\n# Model\n",
+    "dual_encoder/model.safetensors": b"dual weights",
+    "config.yaml": b"output_dir: /home/jane/my run\n",
+    "half.safetensors.tmp": b"not done",
+    ".lock": b"",
+    "checkpoint-10/model.safetensors": b"weights of step 10",
+    "checkpoint-10/optimizer.safetensors": b"moments of step 10",
+    "checkpoint-15.tmp/model.safetensors": b"not done",
+}
+ROOT = {"README.md", "dual_encoder/model.safetensors", "model.safetensors"}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """The output folder of a finished run, with files that must not be pushed."""
+    for name, content in FILES.items():
+        path = tmp_path / "my run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path / "my run"
+
+
+def pusher(run_dir: Path, **arguments: str | bool) -> HubPusher:
+    hub = HubPusher(HubArguments(push_to_hub=True, **arguments))  # type: ignore[arg-type]
+    hub.open(run_dir)
+    return hub
+
+
+def save(hub: HubPusher, is_main: bool = True) -> None:
+    state = TrainerState(is_world_process_zero=is_main)
+    hub.on_save(None, state, TrainerControl(), checkpoint=hub.output_dir / "checkpoint-10")
+
+
+def test_a_push_uploads_exact_bytes_and_nothing_unfinished(server: HubServer, run_dir: Path) -> None:
+    hub = pusher(run_dir)
+    hub.on_train_begin(None, TrainerState(), TrainerControl())
+    assert hub.repository.name == "tester/my-run"
+    assert hub.push_model()
+    assert set(server.repos["tester/my-run"]) == ROOT
+    for path in ROOT:
+        assert server.sha256("tester/my-run", path) == hashlib.sha256((run_dir / path).read_bytes()).hexdigest()
+    assert not server.private["tester/my-run"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    [("every_save", None), ("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-10")],
+)
+def test_strategies(server: HubServer, run_dir: Path, strategy: str, place: str | None) -> None:
+    save(pusher(run_dir, hub_strategy=strategy), is_main=False)
+    save(pusher(run_dir))  # at the end alone
+    assert server.requests == []
+    hub = pusher(run_dir, hub_strategy=strategy)
+    server.upload_may_end.clear()
+    save(hub)
+    assert server.commits == [], "training must not wait for the upload"
+    server.upload_may_end.set()
+    assert hub._settle(60)
+    assert server.repos["tester/my-run"]["model.safetensors"] == b"weights of step 10"
+    assert hub.push_model()
+    checkpoint = {f"{place}/model.safetensors", f"{place}/optimizer.safetensors"} if place else set()
+    assert set(server.repos["tester/my-run"]) == ROOT | checkpoint
+    assert server.repos["tester/my-run"]["model.safetensors"] == b"final weights"
+
+
+@pytest.mark.parametrize("status", [401, 403, CUT])
+def test_a_run_survives_pushes_that_fail(
+    server: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    server.fail("/(preupload|commit)/", status)
+    small = ["--image_size", "32", "--global_batch_size", "8", "--fusion_layers", "1", "--dataloader_num_workers", "0"]
+    flags = ["--train_file", str(write_corpus(tmp_path / "few")), *small, "--save_steps", "1", "--max_steps", "2"]
+    push = ["--push_to_hub", "--hub_model_id", "tester/run", "--hub_strategy", "every_save"]
+    pretrain.main([*flags, *push, "--output_dir", str(tmp_path / "out")])
+    assert "the push of checkpoint-1 to tester/run failed" in caplog.text or status == CUT
+    assert server.repos["tester/run"]["model.safetensors"] == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_a_bad_token_and_silence_are_named_and_the_printed_command_pushes_later(
+    server: HubServer, run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    server.fail("/commit/", 401)
+    hub = pusher(run_dir, hub_private_repo=True)
+    assert not hub.push_model()
+    assert "planted for" in caplog.text  # the server quotes the token
+    assert TOKEN not in caplog.text
+    program, *words = shlex.split(caplog.text.partition("push it later with: ")[2].splitlines()[0])
+    assert program == "hf"
+    client = [sys.executable, "-m", "huggingface_hub.cli.hf", *words]
+    subprocess.run(client, check=True, capture_output=True, timeout=60)
+    assert set(server.repos["tester/my-run"]) == ROOT
+    assert server.private["tester/my-run"]
+    monkeypatch.setattr("mm_utils.hub._TIMEOUT", -1e3)  # less than the bytes take
+    monkeypatch.setattr("mm_utils.hub._START_TIMEOUT", 0.5)
+    server.may_answer.clear()
+    assert not hub.push_model()
+    assert "not done within" in caplog.text
+    server.may_answer.set()
+    server.token = "hf_anotherTokenOfAnotherPerson0123456"
+    hub.on_train_begin(None, TrainerState(), TrainerControl())
+    assert "check `hf auth whoami`" in caplog.text
+
+
+def test_wrong_arguments_are_refused_and_folders_name_repositories(tmp_path: Path) -> None:
+    for wrong in ({"hub_strategy": "never"}, {"hub_model_id": "a/b/c"}, {"license": "CC BY"}):
+        with pytest.raises(ValueError, match=f"--{next(iter(wrong))} is "):
+            HubArguments(**wrong)  # type: ignore[arg-type]
+    assert [repository_name(tmp_path / name) for name in ("my run", "a..b.git", "--")] == ["my-run", "a-b", "model"]

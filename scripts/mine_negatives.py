@@ -9,9 +9,6 @@ A model that has not seen the pairs finds better ones than one that was trained 
         --dataset_name data/mine --output_dir data/mined
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 import time
 from dataclasses import dataclass

@@ -38,9 +38,6 @@ Push it to a private repository of the Hub, with its report and a card:
 An interrupted run continues where it stopped when the same command is given again.
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 import time
 

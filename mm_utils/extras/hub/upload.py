@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from mm_utils.text import one_line, printable, redact
 
 # The client's HTTP library is requests, httpx or httpx2, by version. The library's common error is the last base class of the
-# client's own error that is not a built-in one. (A stand-in for the client, which answers --help, has no base classes.)
+# client's own error that is not a built-in one.
 _ERRORS: list[type[Exception]] = [
     HfHubHTTPError,
     *(base for base in HfHubHTTPError.__mro__ if issubclass(base, Exception) and base.__module__ != "builtins"),

@@ -5,10 +5,10 @@
 
 Each setting of `--pairs`, `--objectives_tried` and `--compiled` takes steps of the real `TrainStep` on random pixels and captions
 of about 13 tokens (a normal distribution, deviation 3, cut to 7 to 40) that stay on the device, so no loader takes part.
-`--micro_batch_size auto` finds the size as `pretrain` does. `packed` is the same with `--set pack_captions=true`. `bare` is the loop one
+`--micro_batch_size auto` finds the size as `pretrain` does. `bare` is the loop one
 would write: both towers once, captions padded to the longest, two cross-entropies of the whole matrix of logits, the same fused
-AdamW and clipping, and one `.item()` a step. The loss of the last step, from equal weights and batches, shows what a precision,
-compiling or packing changes.
+AdamW and clipping, and one `.item()` a step. The loss of the last step, from equal weights and batches, shows what a precision or
+compiling changes.
 
 Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is model FLOPs of real tokens
 (`mm_utils.extras.flops.counts`) by the rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the
@@ -77,7 +77,7 @@ class GpuBenchmarkArguments:
     compiled: str = arg("false,true", "With and without --torch_compile.")
     loops: str = arg(
         "tandem,bare",
-        "tandem is this project's step, packed the same with --set pack_captions=true; bare, for contrastive alone, a plain one.",
+        "tandem is this project's step; bare, for contrastive alone, a plain one.",
     )
     micro_batch_size: str | None = arg(None, "Pairs held at a time, or auto, as in pretrain.")
     rounds: int = arg(3, "Turns.")
@@ -144,7 +144,7 @@ def make_step(
     if len(processor.tokenizer) < model_args.vocab_size:
         model.text_model.resize_token_embeddings(model_args.vocab_size)
     image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), model_args.vocab_size)
-    objective_args = ObjectiveArguments(setting["objectives"], pack_captions=setting["loop"] == "packed")
+    objective_args = ObjectiveArguments(setting["objectives"])
     optimizer_args = OptimizerArguments(warmup_ratio=0.0, head_share=0.0)  # the bare loop's rate; all terms in a step
     joint = build_objective(model, objective_args, 0, processor.tokenizer)
     flops = measure_flops(model, image_size, 40)

@@ -36,7 +36,6 @@ def test_a_run_without_an_extra_has_its_flags_and_callbacks(name: str, monkeypat
     [
         ("mining", "ARRANGEMENTS", "similar_captions"),
         ("mirroring", "KEEPS_SIDES", "words"),
-        ("packing", "TEXT_ENCODERS", "packed"),
         ("micro_batch", "MICRO_BATCHES", "auto"),
     ],
 )

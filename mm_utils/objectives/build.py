@@ -60,12 +60,6 @@ class ObjectiveArguments:
     hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.", rare=True)
     mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.", rare=True)
     whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.", rare=True)
-    pack_captions: bool = arg(
-        False,
-        "Encode the captions of a batch in one row of tokens, without padding, in place of groups of about one length: less "
-        "computing, and fewer kernels than of several groups. For GPUs, with bf16 or fp16; not measured on one yet.",
-        rare=True,
-    )
     max_logit_scale: float | None = arg(
         None,
         "Upper bound of the inverse temperature; default: 100, or where a model starts that was trained above it.",
@@ -180,13 +174,6 @@ def build_objective(
             term.read_captions(model, rows)
     objective = JointObjective(model, weights)
     objective.added = frozenset(model.state_dict()) - before
-    if args.pack_captions and not (
-        objective.groups_texts and entry("TEXT_ENCODERS", "packed", "--set pack_captions is set")(model)
-    ):
-        logger.warning(
-            "--set pack_captions is true; a %s cannot be packed, so its captions go in groups of about one length",
-            type(model.text_model).__name__,
-        )
     if model.fusion is not None:
         model.fusion.requires_grad_(objective.pairs_per_image > 0)
     trained = {head for term in weights for head in term.heads}

@@ -42,7 +42,7 @@ class Objective(nn.Module):
 
     Attributes:
         is_wrapped: True where DDP or DeepSpeed waits for a gradient of every trained parameter; the step sets it.
-        groups_texts: True if texts go through their tower in groups of about one length, or packed; False where all ranks must run it
+        groups_texts: True if texts go through their tower in groups of about one length; False where all ranks must run it
             equally often, as with FSDP.
         teacher: the weight average, for terms that learn from it; the trainer sets it.
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.

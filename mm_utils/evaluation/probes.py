@@ -1,9 +1,8 @@
-"""How often a true caption scores above a false one: order of words, altered captions.
+"""How often a true caption scores above a false one: the order of words.
 
 A model that reads captions as bags of words is right for half of the images of a probe of word order (Winoground, arXiv
 2204.03162). Scenes have one for every image (`mm_utils.data.scenes.order_pairs`); mirror twins swap its two captions, so that a
-model which reads the caption alone is right for half of them, too. `mm_utils.extras.altered.captions` makes probes of any
-captions. Of each kind:
+model which reads the caption alone is right for half of them, too. Of each kind:
 
     KIND_accuracy         share of the probes whose true caption scores higher, with its 95 % interval; by chance 0.5
     rerank_KIND_accuracy  the same by the score of re-ranking
@@ -27,9 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.media import kind_of
 from mm_utils.data.scenes import order_pairs
-from mm_utils.doors import entries, load
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -130,18 +127,9 @@ def word_order(rows: datasets.Dataset) -> list[Probe]:
     return [Probe("order", row, true, false, "en") for row, true, false in order_pairs(rows)]
 
 
-def caption_probes(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, in_training: bool = False
-) -> Probes:
-    """Return the probes of word order and those that extras add, tokenised.
-
-    Args:
-        in_training: take the few that every evaluation of a run on this medium has, in place of all that a trained model is asked.
-    """
-    paths = entries("PROBES_IN_TRAINING" if in_training else "PROBES").items()
-    asked = [path for name, path in paths if not in_training or name == kind_of(rows.features)]
-    others = [probe for path in asked for probe in load(path)(rows)]
-    return tokenize_probes([*word_order(rows), *others], tokenizer, max_seq_length)
+def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
+    """Return the probes of word order, tokenised."""
+    return tokenize_probes(word_order(rows), tokenizer, max_seq_length)
 
 
 def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:

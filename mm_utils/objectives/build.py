@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.doors import entries, entry, load
+from mm_utils.doors import entries, load
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.contrastive import InfoNCE
@@ -40,8 +40,7 @@ class ObjectiveArguments:
 
     objectives: str = arg(
         "contrastive:1,captioning:1",
-        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); altered (an image chooses its caption among ones with words "
-        "or events in another order); matching (the fusion head classifies pairs); masked_lm and captioning (it predicts words); "
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and captioning (it predicts words); "
         "regions (phrases point into their boxes); moments (phrases find their spans of clips and sounds); self_distillation "
         "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); sentences (parallel lines "
         "teach a new text tower of a whole model, docs/training.md); or module.Class, "

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask

@@ -397,14 +397,14 @@ def test_the_number_of_processes_changes_nothing() -> None:
 def test_scenes_have_probes(tmp_path: Any) -> None:
     rows = load_scenes(num_train=1, num_eval=6, cache_dir=tmp_path)["validation"]
     tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)
-    probes = caption_probes(rows, tokenizer, 64, in_training=True)
+    probes = caption_probes(rows, tokenizer, 64)
     texts = probes.texts
     ids = [row[mask.bool()].tolist() for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)]
     assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
     for others in (rows.remove_columns("order_pair"), datasets.Dataset.from_dict({"order_pair": ["something else"]})):
-        assert len(caption_probes(others, tokenizer, 64, in_training=True).row_P) == 0
+        assert len(caption_probes(others, tokenizer, 64).row_P) == 0
     # Captions cut to their common beginning are not a probe.
-    assert len(caption_probes(rows, tokenizer, 3, "PROBES_IN_TRAINING").row_P) == 0
+    assert len(caption_probes(rows, tokenizer, 3).row_P) == 0
 
 
 def test_loading_for_training_keeps_the_probes(monkeypatch: Any, tmp_path: Any) -> None:

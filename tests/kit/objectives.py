@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from mm_utils.extras.altered.term import Altered
 from mm_utils.extras.soft_targets.terms import Distillation
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, TokenHead
@@ -52,7 +51,6 @@ TERMS = {
     "contrastive_of_widths": "contrastive:1",
     "sigmoid_of_widths": "sigmoid:1,matching:0.7",
     "matching_with_negatives": "contrastive:1,matching:0.7",
-    "altered": "contrastive:1,altered:0.5",
     "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
@@ -63,7 +61,7 @@ TERMS = {
     "distillation": "contrastive:1,distillation:0.5",
     "mlp": "contrastive:1,matching:0.7,distillation:0.5",
     "own": "contrastive:1,tests.kit.objectives.Uniformity:0.3",
-    "everything": "sigmoid:1,altered:0.5,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
+    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
 }
 KINDS = tuple(TERMS)
 
@@ -113,7 +111,7 @@ def tiny_objective(kind: str) -> JointObjective:
         for name, parameter in model.named_parameters():
             if name.startswith(("token_head", "caption_adapter", "region_head")):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
-    given: dict[type, dict[str, Any]] = {Distillation: {"scale": 4.0}, Altered: {"alter": altered_tokens}}
+    given: dict[type, dict[str, Any]] = {Distillation: {"scale": 4.0}}
     for term in objective.weights:
         vars(term).update(given.get(type(term), {}))
     if kind == "captioning_of_few_words" and model.token_head is not None:
@@ -146,11 +144,6 @@ def global_batch(kind: str = "") -> dict[str, Any]:
         **all_captions(generator, torch.where(mask.bool(), 1, 0)),
         **(negatives() if "negatives" in kind else {}),
     }
-
-
-def altered_tokens(ids: tuple[int, ...]) -> list[list[int]]:
-    """None to three texts, of other lengths."""
-    return [[*reversed(ids)], [*ids[2:]], [*ids[1:]]][: len(ids) % 4]
 
 
 def negatives() -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from torch.nn.functional import normalize, softplus
 from mm_utils import distributed
 from mm_utils.extras.albef.masked_language import MaskedLanguageModelling, continuations
 from mm_utils.extras.albef.matching import Matching, Pairs
-from mm_utils.extras.altered.term import Altered
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, FusionHead, target_mask
 from mm_utils.objectives import EmbeddingTerm, JointObjective, ObjectiveArguments, build_objective
 from mm_utils.objectives.captioning import Captioning, token_cross_entropy
@@ -27,7 +26,6 @@ from tests.kit.objectives import (
     KINDS,
     PAIRS,
     SPLITS,
-    altered_tokens,
     dense_info_nce,
     dense_sigmoid,
     global_batch,
@@ -98,39 +96,6 @@ def test_the_weight_counts_without_matching_too() -> None:
     found, right = (step(objective, global_batch(), 0) for objective in (thrice, once))
     assert found["report"]["loss"] == pytest.approx(3 * right["report"]["loss"])
     same_gradients(found["gradients"], {name: 3 * value for name, value in right["gradients"].items()})
-
-
-def test_an_image_chooses_its_caption_among_altered_ones() -> None:
-    """The loss is a plain softmax for each row, and the temperature is left to the contrastive loss."""
-    objective, batch = tiny_objective("altered"), global_batch()
-    model, scale = objective.model, objective.model.logit_scale.exp().detach()
-    losses, right = [], []
-    for row, length in enumerate(batch["lengths"]):
-        own = batch["input_ids"][row, :length].tolist()
-        if altered := altered_tokens(tuple(own)):
-            texts = [model.encode_text(torch.tensor([ids]), torch.ones(1, len(ids)))[0][0] for ids in [own, *altered]]
-            image = model.encode_image(batch["pixel_values"][row : row + 1], False)[0][0]
-            logits = scale * torch.stack(texts) @ image
-            losses.append(-logits.log_softmax(0)[0])
-            right.append(float(logits.argmax() == 0))
-    assert 0 < len(losses) < PAIRS
-    found = step(objective, batch, 0)
-    assert found["report"]["altered_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
-    assert found["report"]["altered_accuracy"] == pytest.approx(sum(right) / len(right))
-    alone = step(tiny_objective("contrastive"), batch, 0)["gradients"]
-    assert found["gradients"]["model.logit_scale"] == pytest.approx(alone["model.logit_scale"])
-    expected = torch.autograd.grad(0.5 * torch.stack(losses).mean(), model.visual_projection.weight)[0]
-    found_here, of_others = (each["model.visual_projection.weight"] for each in (found["gradients"], alone))
-    torch.testing.assert_close(found_here - of_others, expected, atol=1e-9, rtol=1e-6)
-
-
-def test_captions_that_cannot_be_altered_count_for_nothing() -> None:
-    objective = tiny_objective("altered")
-    next(term for term in objective.weights if isinstance(term, Altered)).alter = lambda ids: []
-    found, alone = step(objective, global_batch(), 0), step(tiny_objective("contrastive"), global_batch(), 0)
-    assert found["report"]["altered_loss"] == 0
-    assert found["report"]["loss"] == alone["report"]["loss"]
-    same_gradients(found["gradients"], alone["gradients"])
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])

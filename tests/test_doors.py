@@ -35,7 +35,6 @@ def test_a_run_without_an_extra_has_its_flags_and_callbacks(name: str, monkeypat
     ("extra", "kind", "name"),
     [
         ("mining", "ARRANGEMENTS", "similar_captions"),
-        ("mirroring", "KEEPS_SIDES", "words"),
         ("micro_batch", "MICRO_BATCHES", "auto"),
     ],
 )

@@ -37,7 +37,6 @@ from mm_utils.data.batches.workers import (
 )
 from mm_utils.data.media.medium import SOUND_JITTER, Medium, check_window, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
-from mm_utils.doors import entry
 from mm_utils.files import MAX_OPEN_FILES, allow_open_files
 from mm_utils.text import byte_size
 
@@ -248,8 +247,7 @@ class Loaders:
     def training_transform(self, seed: int, readers: Sequence[ColumnReader] = ()) -> TrainingTransform:
         """Return what makes training examples of rows."""
         args = self.arguments
-        keeps_sides = entry("KEEPS_SIDES", "words", "--horizontal_flip is set") if args.horizontal_flip else None
-        return TrainingTransform(self.medium, readers, seed, args.color_jitter, keeps_sides)
+        return TrainingTransform(self.medium, readers, seed, args.color_jitter, args.horizontal_flip)
 
     @property
     def workers(self) -> int:

@@ -42,9 +42,7 @@ class ObjectiveArguments:
         "contrastive:1,captioning:1",
         "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and captioning (it predicts words); "
         "regions (phrases point into their boxes); moments (phrases find their spans of clips and sounds); self_distillation "
-        "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); sentences (parallel lines "
-        "teach a new text tower of a whole model, docs/training.md); or module.Class, "
-        "a term of your own.",
+        "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); or module.Class, a term of your own.",
     )
     teacher_name_or_path: str | None = arg(
         None,

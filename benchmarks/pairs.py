@@ -28,7 +28,7 @@ from matplotlib.ticker import NullLocator
 from benchmarks.ablations.report import with_interval
 from benchmarks.harness import machine
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.batches.tokens import global_order
+from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.frozen import feature_cache
@@ -86,7 +86,7 @@ class Rows:
         schedule.fit_batch(len(train))
         splits = DatasetDict(train=train, validation=self.all.splits["validation"])
         return replace(
-            self.all, splits=splits, order=global_order(train, schedule.batch_sizes, self.seed), features={}
+            self.all, splits=splits, order=GlobalOrder(len(train), schedule.batch_sizes, self.seed), features={}
         )
 
     def cache(self, data: TrainingData, objective: Any, accelerator: Any, splits: Sequence[str]) -> None:

@@ -29,8 +29,8 @@ import pyarrow as pa
 from PIL import Image
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_captions
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import fingerprint, tokenize_captions
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.ingest import PART_SCHEMA
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         with phases.phase("fingerprint"):
             fingerprint(rows)
         with phases.phase("order and a batch"):
-            order = global_order(rows, BatchSizes((0,), (min(args.batch, len(rows)),)), seed=0)
+            order = GlobalOrder(len(rows), BatchSizes((0,), (min(args.batch, len(rows)),)), seed=0)
             order.batch(0)
     figures = [
         *phases.figures,

@@ -48,8 +48,7 @@ from benchmarks.rivals.loop_bench import (
 )
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, Loaders
-from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import global_order
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.media import Image
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
@@ -96,7 +95,7 @@ def tandem_batches(bench: Bench, padded_to: int | None = None) -> Iterator[Batch
             "lengths": lengths,
         }
         return iter(DeviceLoader(itertools.repeat(batch), bench.device, Image(*bench.geometry)))  # type: ignore[arg-type]
-    order = global_order(bench.rows, BatchSizes((0,), (bench.task.batch_size,)), SEED)
+    order = GlobalOrder(len(bench.rows), BatchSizes((0,), (bench.task.batch_size,)), SEED)
     loaders = Loaders(
         bench.loader_args, bench.device, bench.pad_token_id, Image(*bench.geometry, bench.loader_args.min_crop_area)
     )

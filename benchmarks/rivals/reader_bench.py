@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from benchmarks.rivals import pair_stores
 from mm_utils.data.batches.dataset import Batch
 from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import global_order, pad_captions, tokenize_captions
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import pad_captions, tokenize_captions
 from mm_utils.data.images import read_pixels
 from mm_utils.data.media.medium import image_geometry, random_square
 from mm_utils.data.pairs import load_pairs
@@ -71,7 +71,7 @@ class Bench:
         self.ids: list[str] = self.rows["id"][:]
         self.number = {name: row for row, name in enumerate(self.ids)}
         self.tokens: list[list[int]] = [captions[0] for captions in self.rows["input_ids"]]
-        self.order = global_order(self.rows, BatchSizes((0,), (task.batch_size,)), SEED)
+        self.order = GlobalOrder(len(self.rows), BatchSizes((0,), (task.batch_size,)), SEED)
 
     def with_fixed_crop(self) -> "Bench":
         """The same, with squares that are cut and not resized."""

@@ -27,8 +27,8 @@ from benchmarks.rivals import pair_stores
 from benchmarks.rivals.reader_bench import SEED, Batches, Bench, Task
 from benchmarks.rivals.readers import ENDLESS, READERS, bytes_per_pair
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import global_order, tokenize_captions
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image
 from mm_utils.data.media import Image
 from mm_utils.data.media.medium import image_geometry
@@ -154,7 +154,7 @@ def memory_of(folder: Path, count: int) -> dict[str, float]:
     args = LoaderArguments(dataloader_num_workers="2")
     before = psutil.Process().memory_info()
     rows = tokenize_captions(load_pairs(DataArguments(dataset_name=name))["train"], processor.tokenizer, 16)
-    order = global_order(rows, BatchSizes((0,), (64,)), SEED)
+    order = GlobalOrder(len(rows), BatchSizes((0,), (64,)), SEED)
     loaders = Loaders(
         args,
         torch.device("cpu"),

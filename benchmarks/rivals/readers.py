@@ -31,8 +31,7 @@ from benchmarks.rivals import pair_stores
 from benchmarks.rivals.reader_bench import SEED, Batches, Bench, original_paths, originals
 from mm_utils.data.batches.dataset import Batch
 from mm_utils.data.batches.loaders import Loaders
-from mm_utils.data.batches.order import BatchSizes, Draw, RankBatches
-from mm_utils.data.batches.tokens import global_order
+from mm_utils.data.batches.order import BatchSizes, Draw, GlobalOrder, RankBatches
 from mm_utils.data.media import Image
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.streams.flags import StreamingArguments
@@ -54,7 +53,7 @@ def tandem(bench: Bench, rows: datasets.Dataset) -> Batches:
         bench.tokenizer.pad_token_id,
         Image(*bench.geometry, bench.args.min_crop_area, bench.args.fixed_crop),
     )
-    order = global_order(rows, BatchSizes((0,), (bench.task.batch_size,)), SEED)
+    order = GlobalOrder(len(rows), BatchSizes((0,), (bench.task.batch_size,)), SEED)
     return bench.numbered(loaders.train(rows, order, 0, ENDLESS).loader)
 
 

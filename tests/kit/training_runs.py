@@ -15,7 +15,8 @@ from transformers import ProcessorMixin, TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
-from mm_utils.data.batches.tokens import global_order, tokenize_splits
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.albef.negatives import Negatives
@@ -107,7 +108,7 @@ def train(
     objectives = ObjectiveArguments(objective, matryoshka_dims=widths)
     trained = build_objective(model, objectives, args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
-    order = global_order(rows, args.batch_sizes, args.seed)
+    order = GlobalOrder(len(rows), args.batch_sizes, args.seed)
     watched: list[Watched] = []
 
     def batches(first: int, stop: int) -> Any:

@@ -100,7 +100,7 @@ def test_unread_flags_are_refused(
 
 
 OF_OTHER_SCRIPTS = [
-    (eval_retrieval, "--model_name_or_path m", "min_crop_area=0.5 horizontal_flip=true similar_captions_per_batch=2"),
+    (eval_retrieval, "--model_name_or_path m", "min_crop_area=0.5 horizontal_flip=true"),
     (eval_zero_shot, "--model_name_or_path m --dataset_name d", "fixed_crop=true color_jitter=0.1 sound_jitter=2"),
     (
         embed,

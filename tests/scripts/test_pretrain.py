@@ -250,7 +250,6 @@ def test_a_stream_is_rehearsed(stream_flags, tmp_path):
     ("flags", "message"),
     [
         (["--cache_features", "--freeze_vision"], "--cache_features is set; a stream"),
-        (["--similar_captions_per_batch", "4"], "--similar_captions_per_batch is 4; a stream"),
     ],
 )
 def test_a_stream_has_not_all_rows_at_hand(flags, message, stream_flags, tmp_path):

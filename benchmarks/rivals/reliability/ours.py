@@ -20,7 +20,8 @@ from benchmarks.rivals.reliability.trials import BATCH, CASES, SEED, Case, Run
 from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, newest_checkpoint, step_of, verify
 from mm_utils.data import media
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
-from mm_utils.data.batches.tokens import global_order, tokenize_captions
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
@@ -152,11 +153,9 @@ class Ours:
         self, run: Run, args: TrainingArguments, processor: ProcessorMixin, start: int, stop: int
     ) -> DeviceLoader:
         case = run.case
-        other_order = case.sampler == "random"
         loader_args = LoaderArguments(
             max_seq_length=MAX_TOKENS,
             dataloader_num_workers=str(case.workers),
-            similar_captions_per_batch=2 if other_order and not case.stateful else 1,
             min_crop_area=0.5 if case.augment else 1.0,
             color_jitter=0.3 if case.augment else 0.0,
         )
@@ -168,11 +167,11 @@ class Ours:
             media.Image(*image_geometry(processor), loader_args.min_crop_area),
         )
         if case.stateful:
-            streaming = StreamingArguments(streaming=True, shuffle_block_size=16 if other_order else 8)
+            streaming = StreamingArguments(streaming=True, shuffle_block_size=16 if case.sampler == "random" else 8)
             stream = open_stream(self._data(case), streaming, args.batch_sizes, SEED)
             return train_stream(loaders, stream, tokenizer, start, stop)
         rows = tokenize_captions(load_pairs(self._data(case))["train"], tokenizer, MAX_TOKENS)
-        order = global_order(rows, args.batch_sizes, SEED, loader_args.similar_captions_per_batch)
+        order = GlobalOrder(len(rows), args.batch_sizes, SEED)
         return loaders.train(rows, order, start, stop)
 
     def _data(self, case: Case) -> DataArguments:

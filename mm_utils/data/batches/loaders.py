@@ -48,7 +48,7 @@ MOST_JITTER = 30  # decibels
 _FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
-OF_TRAINING = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter similar_captions_per_batch"
+OF_TRAINING = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter"
 """Flags of `LoaderArguments` that training alone reads."""
 
 
@@ -80,10 +80,6 @@ class LoaderArguments:
         None,
         f"Training sounds and their frequency bands are louder or softer by up to N dB; default {SOUND_JITTER:g}, 0 = not.",
     )
-    similar_captions_per_batch: int = arg(
-        1,
-        "Put this many rows with similar captions together in a batch, as each other's hard negatives; 1 = any rows.",
-    )
     medium_seconds: float | None = arg(
         None,
         "Length of what a new model is shown of a clip or a sound; default: whole clips, and what 19 of 20 sounds do not "
@@ -101,10 +97,6 @@ class LoaderArguments:
             raise ValueError(f"--medium_seconds is {self.medium_seconds}; give a time above 0, up to {MOST_WINDOW}.")
         if self.clip_frames is not None and not 1 <= self.clip_frames <= MOST_FRAMES:
             raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {MOST_FRAMES}.")
-        if self.similar_captions_per_batch < 1:
-            raise ValueError(
-                f"--similar_captions_per_batch is {self.similar_captions_per_batch}; give a number of rows from 1 on."
-            )
         if not 0 < self.min_crop_area <= 1:
             raise ValueError(f"--min_crop_area is {self.min_crop_area}; give a share of the image in (0, 1].")
         workers = str(self.dataloader_num_workers)
@@ -114,11 +106,6 @@ class LoaderArguments:
             raise ValueError(f"--sound_jitter is {self.sound_jitter}; give decibels from 0 to {MOST_JITTER}.")
         if not 0 <= self.color_jitter <= 1:
             raise ValueError(f"--color_jitter is {self.color_jitter}; give a share in [0, 1].")
-
-    @property
-    def order(self) -> dict[str, int]:
-        """Settings that decide which rows form a step, besides data, seed and batch sizes."""
-        return {"similar_captions_per_batch": self.similar_captions_per_batch}
 
     @property
     def num_workers(self) -> int:

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.distributed import available_cores
 from mm_utils.doors import entry
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
@@ -159,18 +158,6 @@ def tokenize_splits(
         for name, rows in found.items():
             found[name] = reader.prepare(rows, name, tokenizer, max_seq_length, num_proc)
     return datasets.DatasetDict(found)
-
-
-def global_order(
-    rows: datasets.Dataset, sizes: BatchSizes, seed: int, similar_captions_per_batch: int = 1
-) -> GlobalOrder:
-    """Return the order of tokenised rows, with that many similar ones together if above 1."""
-    if similar_captions_per_batch == 1:
-        return GlobalOrder(len(rows), sizes, seed)
-    tokens = rows.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
-    asked = f"--similar_captions_per_batch is {similar_captions_per_batch}"
-    arrangement = entry("ARRANGEMENTS", "similar_captions", asked)(tokens, similar_captions_per_batch)
-    return GlobalOrder(len(rows), sizes, seed, arrangement, similar_captions_per_batch)
 
 
 def languages_of(rows: datasets.Dataset) -> set[str]:

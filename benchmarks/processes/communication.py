@@ -23,7 +23,6 @@ from benchmarks.gpu import random_batch
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args
 from mm_utils.communication import gathered_bytes, meter, reduced_bytes
-from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.build import ModelArguments, build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
@@ -33,8 +32,8 @@ from mm_utils.text import markdown_table
 
 FLOAT, INTEGER = 4, 8  # bytes of numbers, and of ids, counts and flags
 TRIED = (
-    "contrastive", "sigmoid", "contrastive,matching", "contrastive,self_distillation", "contrastive,captioning",
-    "sigmoid,matching,masked_lm,captioning,self_distillation",
+    "contrastive", "sigmoid", "contrastive,matching", "contrastive,captioning",
+    "sigmoid,matching,masked_lm,captioning",
 )  # fmt: skip
 
 
@@ -84,7 +83,6 @@ def predict(terms: list[str], size: StepSize) -> dict[str, float]:
     of_term = {
         "contrastive": size.losses * gathered(rows * 3 * FLOAT),
         "sigmoid": size.losses * reduced_bytes(FLOAT, size.ranks),
-        "self_distillation": gathered(rows * embeddings, rows * 5 * FLOAT),
         "matching": gathered(rows * 4 * INTEGER, 2 * len(tokens) * rows * max(tokens) * INTEGER),
         "masked_lm": reduced_bytes(INTEGER, size.ranks),
         "captioning": reduced_bytes(INTEGER, size.ranks),
@@ -159,8 +157,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         objective = build_objective(model, objective_args, 0, processor.tokenizer)
         negatives = args.negatives if "matching" in objectives else 0
         batch = batch_of_this_rank(args.pairs, negatives, len(processor.tokenizer), accelerator.device)
-        if objective.needs_teacher:
-            objective.teacher = WeightAverage(model.to(accelerator.device), 0.9)
         losses = 1 + len(objective_args.widths)
         for size, counted in zip(sizes, count(accelerator, objective, batch, sizes), strict=True):
             step = size_of_step(objective, batch, size is not None, losses, accelerator.device)

@@ -40,9 +40,9 @@ class ObjectiveArguments:
 
     objectives: str = arg(
         "contrastive:1,captioning:1",
-        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and captioning (it predicts words); "
-        "regions (phrases point into their boxes); moments (phrases find their spans of clips and sounds); self_distillation "
-        "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); or module.Class, a term of your own.",
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
+        "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
+        "sounds); distillation (soft targets of --teacher_name_or_path); or module.Class, a term of your own.",
     )
     teacher_name_or_path: str | None = arg(
         None,
@@ -93,7 +93,7 @@ class ObjectiveArguments:
                 f"--objectives is {self.objectives!r}; contrastive and sigmoid share one temperature. Drop one of them."
             )
         terms = {name: term_class(name) for name in weights}
-        if not any(issubclass(terms[name], EmbeddingTerm) and not terms[name].needs_teacher for name in found):
+        if not any(issubclass(terms[name], EmbeddingTerm) for name in found):
             raise ValueError(
                 f"--objectives is {self.objectives!r}; no term of it compares images and texts. Add contrastive, sigmoid, or an "
                 "EmbeddingTerm of your own, with a weight above 0."

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from mm_utils.extras.soft_targets.terms import Distillation
-from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, TokenHead
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
+from mm_utils.objectives.distillation import Distillation
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.training.arguments import TrainingArguments
@@ -57,11 +56,10 @@ TERMS = {
     "captioning_of_few_words": "contrastive:1,captioning:0.5",
     "regions": "contrastive:1,regions:0.5",
     "moments": "contrastive:1,moments:0.5",
-    "self_distillation": "contrastive:0.6,self_distillation:0.4",
     "distillation": "contrastive:1,distillation:0.5",
     "mlp": "contrastive:1,matching:0.7,distillation:0.5",
     "own": "contrastive:1,tests.kit.objectives.Uniformity:0.3",
-    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
+    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,distillation:0.5",
 }
 KINDS = tuple(TERMS)
 
@@ -94,7 +92,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_objective(kind: str) -> JointObjective:
-    teacher = "larger" if "distillation" in TERMS[kind].replace("self_distillation", "") else None
+    teacher = "larger" if "distillation" in TERMS[kind] else None
     widths = "3,8" if "widths" in kind else None
     args = ObjectiveArguments(TERMS[kind], teacher, widths, mlm_probability=0.4)
     model = tiny_model(
@@ -119,10 +117,6 @@ def tiny_objective(kind: str) -> JointObjective:
     if kind == "captioning_on_resting_towers":
         trained = TrainingArguments(max_steps=10), OptimizerArguments(head_share=0.99)
         Phases(objective, *trained, max_steps=10)  # from step 0 on, the head alone
-    if objective.needs_teacher:
-        objective.teacher = WeightAverage(model, 0.9)
-        for value in objective.teacher.values.values():
-            value += 0.05 * torch.randn(value.shape, generator=generator)
     return objective
 
 

@@ -104,7 +104,7 @@ def train(
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     model = build_model(model_args, processor.tokenizer, medium=loaders.medium.kind)
-    widths = "8,16" if "self_distillation" in objective else None
+    widths = "8,16" if "captioning" in objective else None
     objectives = ObjectiveArguments(objective, matryoshka_dims=widths)
     trained = build_objective(model, objectives, args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)

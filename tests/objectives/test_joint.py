@@ -532,28 +532,6 @@ def test_a_teacher_adds_its_term_unless_it_is_named() -> None:
         ObjectiveArguments("contrastive", "larger").check({"streaming": True})
 
 
-def test_self_distillation_learns_from_the_average() -> None:
-    objective, batch = tiny_objective("self_distillation"), global_batch()
-    before = {name: value.clone() for name, value in objective.model.named_parameters()}
-    report = step(objective, batch, 0)["report"]
-    assert all(torch.equal(before[name], value) for name, value in objective.model.named_parameters())
-    assert objective.training
-    assert objective.teacher is not None
-    with objective.teacher.applied(), torch.no_grad():
-        taught = objective.model(batch["input_ids"], batch["pixel_values"], batch["attention_mask"], match=False)
-    own = objective.model(batch["input_ids"], batch["pixel_values"], batch["attention_mask"], match=False)
-    scale, total = objective.model.logit_scale.exp(), torch.zeros(())
-    is_other = same_pair(batch["ids"], batch["ids"]) & ~torch.eye(PAIRS, dtype=torch.bool)
-    for a, b in (("image_embeds", "text_embeds"), ("text_embeds", "image_embeds")):
-        student = (scale * own[a] @ own[b].T).masked_fill(is_other, -1e9).log_softmax(1)
-        target = (scale * taught[a] @ taught[b].T).masked_fill(is_other, -1e9).softmax(1)
-        total = total - (target * student).sum() / (2 * PAIRS)
-    assert report["self_distillation_loss"] == pytest.approx(total.item(), rel=1e-5)
-    objective.teacher = None
-    with pytest.raises(ValueError, match="--ema_decay is 0"):
-        objective(batch, 0)
-
-
 def test_terms_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "terms_of_mine.py").write_text(
         "from mm_utils.objectives import EmbeddingTerm\n"
@@ -659,7 +637,6 @@ def test_an_own_loss_alone_is_enough(world: int) -> None:
     [
         ("captioning:1", "no term of it compares images and texts"),
         ("contrastive:0,matching:1", "no term of it compares"),
-        ("self_distillation:1", "no term of it compares"),
         ("contrastive:1,sigmoid:1", "share one temperature"),
         ("contrastive:-1", "a weight is a finite number"),
         ("contrast:1", "there is no such term. Choose of contrastive, captioning, .*matching.*regions.*sigmoid"),

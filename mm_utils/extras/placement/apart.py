@@ -84,7 +84,7 @@ class ApartObjective(JointObjective):
         """Begin a step; `deal` has called the roll."""
         return Objective.with_keys(self, batch, step)
 
-    def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> EncodedBatch:
+    def encode(self, batch: Batch, for_backward: bool = True) -> EncodedBatch:
         """Run this process's encoder on a part of its batch."""
         own, mine = len(batch["ids"]), self.split.mine
         if not own:
@@ -155,7 +155,7 @@ class ApartObjective(JointObjective):
             if "weights" in due:
                 tensors += trained.values()
                 tensors += [value for part in PARTS[encoder] for value in getattr(self.model, part).buffers()]
-                tensors += [self.teacher.values[name] for name in trained] if self.teacher is not None else []
+                tensors += [self.average.values[name] for name in trained] if self.average is not None else []
             if "moments" in due and optimizer is not None:
                 tensors += moments(optimizer, trained, source)
             distributed.broadcast(tensors, source, self.model.device)

@@ -430,10 +430,6 @@ def frozen_objective(kind: str, towers: str) -> Objective:
     objective = tiny_objective(kind)
     for name in ("vision", "text") if towers == "both" else (towers,):
         objective.model.freeze(name)
-    if objective.teacher is not None:  # the average of what is never changed
-        for name, value in objective.model.named_parameters():
-            if not value.requires_grad:
-                objective.teacher.values[name].copy_(value)
     return objective.train()
 
 

@@ -84,14 +84,14 @@ def exchanged_on_this_rank() -> dict[str, torch.Tensor]:
     rank, objective = distributed.rank(), objective_of("contrastive")
     objective.model.vision_model.register_buffer("mean", torch.full((2,), float(rank)))
     apart = ApartObjective(objective, Split(1, 1), 0)
-    apart.teacher = WeightAverage(apart.model, 0.9)
+    apart.average = WeightAverage(apart.model, 0.9)
     optimizer = torch.optim.AdamW(apart.parameters(), lr=0.1)
     for name, parameter in apart.named_parameters():
         if name.startswith("model.vis" if rank == 0 else "model.text") or "logit" in name:
             parameter.grad = torch.ones_like(parameter)
     apart.gradient_average().receive()
     optimizer.step()
-    apart.teacher.update()
+    apart.average.update()
     apart.exchange()  # before an evaluation
     apart.exchange(optimizer)  # before a checkpoint
     names = {parameter: name for name, parameter in apart.named_parameters()}
@@ -99,7 +99,7 @@ def exchanged_on_this_rank() -> dict[str, torch.Tensor]:
     return {
         **apart.state_dict(),
         **state,
-        **{f"average {name}": value for name, value in apart.teacher.values.items()},
+        **{f"average {name}": value for name, value in apart.average.values.items()},
     }
 
 

@@ -72,7 +72,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "captioning": ("captioning, which needs an image and its text on one process", {"objective": "captioning"}),
     "matching": ("matching, which needs an image", {"objective": "contrastive_matching"}),
     "regions": ("regions, which needs an image", {"objective": "regions"}),
-    "self_distillation": ("self_distillation, which needs further embeddings", {"objective": "self_distillation"}),
     "distillation": ("distillation, which needs further embeddings", {"objective": "distillation"}),
     "own": ("Uniformity, which needs further embeddings", {"objective": "own"}),
     "classifier": ("a Objective does not train two encoders", {"objective": lambda: Objective(tiny_model())}),

@@ -41,7 +41,6 @@ class Probe(NamedTuple):
     row: int  # of the image in the data set
     true: str
     false: str
-    language: str = ""  # "" where unknown
 
 
 @dataclass
@@ -124,7 +123,7 @@ def word_order(rows: datasets.Dataset) -> list[Probe]:
     """Return the probes of word order that scenes have; of other rows none."""
     if not isinstance(rows.features.get("order_pair"), dict):
         return []
-    return [Probe("order", row, true, false, "en") for row, true, false in order_pairs(rows)]
+    return [Probe("order", row, true, false) for row, true, false in order_pairs(rows)]
 
 
 def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
@@ -135,8 +134,7 @@ def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, m
 def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
     """Tokenise probes; those whose two captions become the same tokens are left out."""
     captions = [caption for probe in probes for caption in (probe.true, probe.false)]
-    languages = [probe.language for probe in probes for _ in range(2)]
-    ids = encode_captions(tokenizer, captions, languages, max_seq_length)
+    ids = encode_captions(tokenizer, captions, max_seq_length)
     kept = [place for place in range(len(probes)) if ids[2 * place] != ids[2 * place + 1]]
     texts = Texts(*pad_captions([ids[2 * place + side] for place in kept for side in (0, 1)], tokenizer.pad_token_id))
     kinds = tuple(dict.fromkeys(probe.kind for probe in probes))

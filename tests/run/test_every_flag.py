@@ -47,7 +47,7 @@ RULES = [
     ("", "stream_interleave=2 shuffle_block_size=2", "--streaming --train_file x"),
     (
         "",
-        "image_column=a caption_column=a id_column=a language_column=a image_root=. allow_outside_root=true",
+        "image_column=a caption_column=a id_column=a image_root=. allow_outside_root=true",
         "--train_file x",
     ),
     ("--dataset_name scenes,sounds --fusion_layers 0 --objectives contrastive", "image_column=a", "--dataset_name x"),

@@ -33,7 +33,7 @@ Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
 Columns = Mapping[str, Sequence[Any]]
 Example = dict[str, Any]
-_COLUMNS = {"id", "image", "image_key", "input_ids", "caption_keys", "languages", SKIPPED}
+_COLUMNS = {"id", "image", "image_key", "input_ids", "caption_keys", SKIPPED}
 # Sides and writing in English, German and Vietnamese. In doubt a word counts: a miss teaches that left is right.
 _SIDES = re.compile(
     r"""\b(?:left|right|lhs\b|rhs\b|(?:anti|counter)?clockwise|o'clock|(?:north|south)?(?:east|west)|port\b|starboard
@@ -99,7 +99,6 @@ class EvaluationTransform(Transform):
         example = {
             "input_ids": row["input_ids"],
             "caption_keys": row["caption_keys"],
-            "languages": row.get("languages") or [""] * count,
         }
         if SKIPPED not in row:
             example["pixel_values"], size, window = self.medium.read(row["image"])
@@ -244,7 +243,6 @@ class Collator:
         ids: int64 `[t, 2]`, image key and caption key of every caption; training clips and sounds with the same captions
             have one image key; caption_image: `[t]`, its image's place in b
         rows: `[b]`, row numbers in the data set; image_ids: list of b; lengths: list of t, in tokens
-        languages: list of t, "" where unknown; empty in training
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
         skipped_ids: list of these rows' image ids
         all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image
@@ -289,7 +287,6 @@ class Collator:
             "rows": torch.tensor([example["row"] for example in kept], dtype=torch.long),
             "image_ids": [example["image_id"] for example in kept],
             "lengths": list(map(len, captions)),
-            "languages": [code for example in kept for code in example.get("languages", ())],
             "skipped": [example["skipped"] for example in skipped],
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
             **(collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),

@@ -67,7 +67,7 @@ class PrepareArguments:
         metadata={
             "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern, Hub repository or address (s3://...), with format, "
             "name, split, weight, medium, image_root, image_column, caption_column, caption_template ({brand} {title}), id_column, "
-            "language_column, language, captions, templates, classes or config where they are not found by themselves."
+            "captions, templates, classes or config where they are not found by themselves."
         },
     )
     output_dir: str = arg(

@@ -1,7 +1,6 @@
-"""What pairs look like, in a few lines: sizes or seconds, lengths, languages, examples."""
+"""What pairs look like, in a few lines: sizes or seconds, lengths, examples."""
 
 import io
-from collections import Counter
 from typing import Any
 
 import datasets
@@ -43,9 +42,6 @@ def describe_pairs(
     shared = len(captions) - len({" ".join(caption.lower().split()) for caption in captions})
     if shared:
         lines.append(f"the same caption again: {shared / len(captions):.1%}; equal captions are not negatives")
-    if "languages" in rows.column_names:
-        found = Counter(language or "unknown" for row in rows["languages"] for language in row)
-        lines.append("languages: " + ", ".join(f"{name} {n / len(captions):.0%}" for name, n in found.most_common(8)))
     for row, size in zip(rows.select(range(min(SHOWN, len(rows)))), shown, strict=False):
         caption = " ".join(row["captions"][0].split())
         caption = caption if len(caption) <= WIDTH else caption[: WIDTH - 1] + "…"

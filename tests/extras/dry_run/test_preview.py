@@ -24,7 +24,6 @@ def lines():
             "id": ["a", "b", "c", "d"],
             "image": [{"bytes": data, "path": None} for data in (png(20, 40), png(90, 60), b"no image", png(90, 61))],
             "captions": [["one two three"], ["one", "One "], ["one two"], ["word " * 50]],
-            "languages": [["en"], ["en", ""], ["de"], ["en"]],
         }
     )
     return describe_pairs(rows, train_tokenizer(["one two three word"] * 9, 100), 6, 32)
@@ -38,9 +37,8 @@ def test_captions_are_counted_in_tokens_before_they_are_cut(lines):
     assert "captions: 1.2 an image; tokens 3 to 52, median 4, at most 52; 20.0% are cut by --max_seq_length 6" in lines
 
 
-def test_equal_captions_and_languages_are_named(lines):
+def test_equal_captions_are_named(lines):
     assert "the same caption again: 20.0%; equal captions are not negatives" in lines
-    assert "languages: en 60%, unknown 20%, de 20%" in lines
 
 
 def test_examples_are_short_and_say_which_image_is_damaged(lines):

@@ -86,7 +86,7 @@ def test_unread_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for each in ("mm_utils.run.flags.check_model", "mm_utils.extras.frozen.callbacks.check_model"):
+    for each in ("mm_utils.run.flags.check_model", "mm_utils.objectives.distillation.check_model"):
         monkeypatch.setattr(each, lambda *_: None)
     check(unread.split())
     for setting in settings.split():

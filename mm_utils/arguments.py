@@ -21,7 +21,6 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from mm_utils.command import scripts_folder
-from mm_utils.doors import entries
 from mm_utils.text import printable, redact
 
 T = TypeVar("T")
@@ -451,11 +450,8 @@ def _known(parser: HfArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _advice(word: str, known: dict[str, Any]) -> str:
-    """Return what to write for an unknown flag: the equal of another trainer's, or the closest."""
+    """Return what to write for an unknown flag: how a rare one is given, or the closest."""
     name = word.partition("=")[0].replace("-", "_")
-    for names, (needed, advice) in entries("FLAGS_OF_OTHERS").items():
-        if name in names.split() and (not needed or needed in known):
-            return f": it {advice}."
     name = name if name in known else name.removeprefix("no_")
     if name in known and known[name].option_strings[0].startswith(_RARE):
         return f": it is rare, and given as --set {name}=VALUE."

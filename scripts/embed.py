@@ -10,9 +10,6 @@ A prepared data set with its captions, or any other source that scripts/pretrain
     python scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 from dataclasses import dataclass
 from pathlib import Path

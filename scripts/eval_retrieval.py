@@ -15,9 +15,6 @@ A benchmark by its protocol, from the Hub; or from your files:
 The figures also go into the model card of the run's folder, where the Hub reads them.
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 from dataclasses import dataclass
 from pathlib import Path

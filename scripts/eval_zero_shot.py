@@ -15,9 +15,6 @@ Templates of your own, and the fusion head re-ranking the first 5 classes of eve
 The figures also go into the model card of the run's folder, where the Hub reads them.
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,9 +9,6 @@ For a web page (transformers.js), or for the photo library Immich:
     python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/immich --layout immich
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 from dataclasses import dataclass
 from typing import Any

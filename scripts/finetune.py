@@ -19,9 +19,6 @@ A folder of images per class; adapters in a vision transformer, lower layers slo
         --lora_rank 8 --lora_towers vision --layerwise_lr_decay 0.9 --wise_ft
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 from collections.abc import Sequence
 

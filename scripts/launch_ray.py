@@ -23,9 +23,6 @@ A sweep; every trial has a folder in --output_dir, and a table names the best:
     python scripts/launch_ray.py --tune "learning_rate=3e-4,1e-3;seed=1,2" scripts/pretrain.py --output_dir outputs/sweep
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import sys
 from collections.abc import Sequence
 from pathlib import Path

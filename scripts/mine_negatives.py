@@ -9,9 +9,6 @@ A model that has not seen the pairs finds better ones than one that was trained 
         --dataset_name data/mine --output_dir data/mined
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 import time
 from dataclasses import dataclass
@@ -24,8 +21,7 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.extras.mining.mined_set import write_mined
-from mm_utils.extras.mining.negatives import MiningArguments, mine
+from mm_utils.mining import MiningArguments, mine, write_mined
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model

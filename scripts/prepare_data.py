@@ -13,9 +13,6 @@ A table with columns of other names, its first thousand rows, to try:
 An interrupted run continues where it stopped when the same command is given again.
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 import time
 

@@ -17,9 +17,6 @@ Continue after an interruption, on any number of GPUs:
     python scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 from collections.abc import Sequence
 from functools import partial
 

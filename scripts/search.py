@@ -12,9 +12,6 @@ A page and a JSON API on this machine (pip install starlette uvicorn):
     python scripts/search.py --index_dir outputs/index --serve
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import errno
 import json
 import os

@@ -5,9 +5,6 @@
 The exit status is 1 if a checkpoint is damaged, so a nightly job can watch a disk.
 """
 
-import mm_utils.extras.quick_help.stand_ins  # noqa: F401  # --help loads no library
-
-# isort: split
 import logging
 from dataclasses import dataclass
 from pathlib import Path

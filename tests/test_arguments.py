@@ -202,46 +202,9 @@ def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytes
     assert line.startswith((path, "--batch_size"))
 
 
-@pytest.mark.parametrize(
-    ("flag", "advice"),
-    [
-        ("--per_device_train_batch_size 8", "is --global_batch_size here"),
-        ("--batch-size 8", "is --global_batch_size here"),
-        ("--gradient_accumulation_steps=4", "is --micro_batch_size here"),
-        (
-            "--bf16",
-            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
-        ),
-        (
-            "--fp16 true",
-            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
-        ),
-        (
-            "--mixed_precision bf16",
-            "is ACCELERATE_MIXED_PRECISION=bf16 before the command, or accelerate launch --mixed_precision bf16",
-        ),
-        ("--num_processes 4", "goes before the script: accelerate launch --num_processes 4"),
-        ("--do_train", "is not needed"),
-        ("--eval_strategy steps", "is --eval_steps here"),
-        ("--lr 1e-3", "is --learning_rate here"),
-    ],
-)
-def test_flags_of_other_trainers_are_answered_in_one_line(
-    flag: str, advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse_args(*ALL, argv=flag.split(), doc="")
-    [line] = capsys.readouterr().err.splitlines()
-    assert f"unknown argument {flag.split()[0]}: it {advice}" in line
-
-
 def test_both_spellings_of_a_flag_are_read() -> None:
     one, other = (parse_args(*ALL, argv=[f"--learning{mark}rate", "0.25"]).settings for mark in "-_")
     assert one == other
-
-
-def test_advice_names_no_flag_that_the_script_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert mistake(capsys, "--gradient_accumulation_steps", "4").endswith("See --help.")
 
 
 def test_help_of_a_negative_flag_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,9 @@
 """An extra can be deleted: runs that do not ask for it go on, those that do are refused in a sentence."""
 
-import datasets
 import pytest
 
 from mm_utils import doors
 from mm_utils.arguments import parse_args
-from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import global_order
 from mm_utils.run import flags
 from mm_utils.run.doors import Doors
 from tests.kit.commands import ROOT
@@ -34,9 +31,6 @@ def test_a_run_without_an_extra_has_its_flags_and_callbacks(name: str, monkeypat
 @pytest.mark.parametrize(
     ("extra", "kind", "name"),
     [
-        ("mining", "ARRANGEMENTS", "similar_captions"),
-        ("mirroring", "KEEPS_SIDES", "words"),
-        ("packing", "TEXT_ENCODERS", "packed"),
         ("micro_batch", "MICRO_BATCHES", "auto"),
     ],
 )
@@ -45,10 +39,3 @@ def test_what_asks_for_a_deleted_extra_is_refused(extra: str, kind: str, name: s
     delete(extra, monkeypatch)
     with pytest.raises(ValueError, match=rf"^--flag is set; no folder of .* has {name} among its {kind}\. Restore"):
         doors.entry(kind, name, "--flag is set")
-
-
-def test_a_flag_of_a_deleted_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    delete("mining", monkeypatch)
-    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
-    with pytest.raises(ValueError, match=r"^--similar_captions_per_batch is 2; "):
-        global_order(rows, BatchSizes((0,), (2,)), 0, 2)

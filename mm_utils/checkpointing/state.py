@@ -47,7 +47,7 @@ _FREE_FLAGS = {
     "tokenizer_name_or_path vocab_size vision_config text_config image_size projection_dim vision_pooling text_pooling fusion_dim "
     "fusion_heads fusion_vision_taps fusion_text_taps classifier_inputs global_batch_size batch_size_schedule",
     "speed and memory": "preprocessing_num_workers dataloader_num_workers micro_batch_size vision_device text_device rank_shares torch_compile "
-    "gradient_checkpointing pack_captions per_device_eval_batch_size rerank_cache_gb ddp_timeout",
+    "gradient_checkpointing per_device_eval_batch_size rerank_cache_gb ddp_timeout",
     "length and limits": "num_train_epochs max_steps early_stopping_patience stop_collapsed max_nonfinite_steps max_corrupt_share",
     "evaluation, saving and reports": "logging_steps eval_steps save_steps save_minutes save_total_limit save_best_limit "
     "rerank_top_k rerank_weights evaluators peak_tflops report_to run_name push_to_hub hub_model_id hub_private_repo license hub_strategy",

@@ -18,7 +18,6 @@ REASONS = {
     "unmatched_caption": "No file belongs to the caption. Add the file, or remove the caption.",
     "unknown_split": "The split is not train, validation or test. Rename it.",
     "bad_regions": "The regions are not a list of boxes inside the image with phrases. Write x, y, width, height.",
-    "languages_mismatch": "Captions and languages differ in number. Give one language a caption, or none.",
     # paths, downloads, archives
     "image_missing": "There is no such file. Check the path, and set --image_root to the folder where paths begin.",
     "not_a_file": "The path is not a regular file. Point it at one.",

@@ -6,7 +6,6 @@ column          type                                   meaning
 ``id``          string                                 the image's id, unique within a split
 ``image``       ``datasets.Image(decode=False)``       ``{"bytes", "path"}``; files stay files, by absolute path
 ``captions``    list of string                         one or more captions, none empty, none twice
-``languages``   list of string, if the source has it   one per caption, "" where unknown
 ``regions``     boxes with phrases, if it has any      what is where in the image
 ``negatives``   list of string, if the source has it   captions that are wrong for the image
 ==============  =====================================  ====================================================

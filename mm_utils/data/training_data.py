@@ -15,7 +15,7 @@ from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, check_open_files, make_loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.batches.tokens import fingerprint, global_order, tokenize_splits
+from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
@@ -195,9 +195,9 @@ def make_data(
     rows = splits["train"]
     schedule.fit_batch(len(rows))
     loaders = open_loaders(accelerator, splits, processor, loader_args, schedule, readers)
-    order = global_order(rows, schedule.batch_sizes, schedule.seed, loader_args.similar_captions_per_batch)
+    order = GlobalOrder(len(rows), schedule.batch_sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
-    identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer), **loader_args.order}
+    identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer)}
     found = TrainingData(splits, processor, loaders, order, identity, schedule.per_device_eval_batch_size, total)
     logger.info("%s", found)
     return found

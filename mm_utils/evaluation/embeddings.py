@@ -12,7 +12,6 @@ Shape letters: M images and T captions of the split, Q queries, N items, K candi
 L tokens, E embedding width.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,7 +27,6 @@ from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.objectives.encoding import encode_image, stored_text
 
-LANGUAGES = 10  # languages measured separately; with two directions and three cut-offs they make 60 metrics
 BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most
 LISTED = 10  # items of a ranked list that nDCG and MRR read
 
@@ -116,8 +114,6 @@ class Embeddings:
     texts: Texts  # tokens of the captions
     owned: range = range(0)  # the images that this rank encoded
     skipped: list[str] = field(default_factory=list)  # errors of images that this rank could not decode
-    # A mask `[T]` of the captions in each frequent language, most frequent first; empty if all are in one language.
-    languages: dict[str, Tensor] = field(default_factory=dict)
     keys_values: KeysValues | None = None  # of this rank's first images, one tensor per layer of the fusion head
     batches_held: int = 0  # number of batches whose images are in `keys_values`, the same on all ranks
     batches: int = 0  # number of batches of the loader
@@ -186,7 +182,6 @@ def embed_split(
     keys, caption_keys, text_keys, rows = ([torch.empty(0, dtype=torch.long, device=device)] for _ in range(4))
     no_token = torch.empty(0, 1, dtype=torch.long, device=device)
     tokens = [Texts(no_token, no_token)]
-    languages: list[str | None] = []
     skipped: list[str] = []
     cache, batches = _KeysValuesCache(cache_bytes), 0
     for batch in tqdm(loader, desc="Embedding", leave=False, disable=not accelerator.is_main_process, delay=2):
@@ -208,7 +203,6 @@ def embed_split(
         keys.append(torch.empty_like(batch["rows"]).scatter_(0, batch["caption_image"], key_t))
         rows.append(batch["rows"])
         tokens.append(Texts(batch["input_ids"], batch["attention_mask"]))
-        languages += batch.get("languages") or [""] * len(key_t)
     sizes = distributed.gather_sizes(sum(map(len, images)), device)
     caption_sizes = distributed.gather_sizes(sum(map(len, texts)), device)
     if not sum(sizes):
@@ -226,7 +220,6 @@ def embed_split(
         Texts.cat(tokens).gather(caption_sizes),
         range(first, first + sizes[distributed.rank()]),
         skipped,
-        gather_languages(languages, caption_sizes, device),
         cache.joined(batches_held),
         batches_held,
         batches,
@@ -290,21 +283,6 @@ class _KeysValuesCache:
 def size_in_bytes(keys_values: KeysValues) -> int:
     """Return the memory that keys and values take."""
     return sum(layer.numel() * layer.element_size() for layer in keys_values)
-
-
-def gather_languages(codes: Sequence[str | None], sizes: list[int], device: torch.device) -> dict[str, Tensor]:
-    """Build `Embeddings.languages` from each rank's codes; "" and None stand for no language.
-
-    Names become at most 35 ASCII letters, digits, `_` and `-`, which every tracker accepts.
-    """
-    names = [re.sub(r"[^\w-]", "-", (code or "")[:35], flags=re.ASCII).encode() for code in codes]
-    width = max(map(len, names), default=0) or 1
-    letters = torch.tensor([list(name.ljust(width, b"\0")) for name in names], dtype=torch.uint8, device=device)
-    rows = distributed.gather_ragged(letters.view(-1, width), sizes)
-    found, which_T, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
-    decoded = [bytes(letters).rstrip(b"\0").decode() for letters in found.tolist()]
-    places = sorted((place for place, name in enumerate(decoded) if name), key=lambda place: -int(counts[place]))
-    return {decoded[place]: which_T == place for place in places[:LANGUAGES]} if len(places) > 1 else {}
 
 
 # -- ranking by cosine ------------------------------------------------------------------------------------------------

@@ -86,7 +86,6 @@ def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) 
 
     `mean_recall`, of the towers at all cut-offs in both directions, varies least, and so it chooses checkpoints of theirs;
     `rerank_mean_recall` is the same after re-ranking.
-    Of single languages, re-ranking is measured from text to image only: a language's captions alone would be other candidates.
     Where captions of different images are equal, `text_to_image_recall_own@1` and so on count only an image's own ones as right,
     as other code does: 1 / n is then the best that a caption of n images can reach.
     """
@@ -100,14 +99,11 @@ def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) 
         for direction, (queries, items) in split.directions.items():
             own = cosine_places(queries._replace(captions=None), items)
             metrics |= _recalls(own.rank_Q, f"{direction}_recall_own")
-    metrics |= _text_recalls_by_language(split, directions["text_to_image"].cosine_Q, "text_to_image_")
-    metrics |= _image_recalls_by_language(split)
     reranked = {direction: ranks.reranked for direction, ranks in directions.items() if ranks.reranked is not None}
     for direction, places in reranked.items():
         metrics |= summarise_places(places, f"rerank_{direction}_")
     if reranked:
         metrics["rerank_mean_recall"] = mean_recall(reranked.values())
-        metrics |= _text_recalls_by_language(split, reranked["text_to_image"].rank_Q, "rerank_text_to_image_")
     return metrics
 
 
@@ -130,24 +126,6 @@ def summarise_places(places: Places, prefix: str = "") -> dict[str, float]:
 
 def _recalls(rank_Q: Tensor, name: str) -> dict[str, float]:
     return {f"{name}@{k}": (rank_Q <= k).double().mean().item() for k in CUTOFFS}
-
-
-def _text_recalls_by_language(split: Embeddings, rank_T: Tensor, prefix: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for language, is_in_T in split.languages.items():
-        found |= _recalls(rank_T[is_in_T], f"{prefix}recall_{language}")
-    return found
-
-
-def _image_recalls_by_language(split: Embeddings) -> dict[str, float]:
-    """Rank each language's captions for its images: T x M similarities once more."""
-    found: dict[str, float] = {}
-    images, captions = split.directions["image_to_text"]
-    for language, is_in_T in split.languages.items():
-        texts = captions.take(is_in_T)
-        places = cosine_places(images.take(torch.isin(images.key, texts.key)), texts)
-        found |= _recalls(places.rank_Q, f"image_to_text_recall_{language}")
-    return found
 
 
 # -- health of the embeddings -------------------------------------------------------------------------------------------

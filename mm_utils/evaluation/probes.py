@@ -1,9 +1,8 @@
-"""How often a true caption scores above a false one: order of words, altered captions.
+"""How often a true caption scores above a false one: the order of words.
 
 A model that reads captions as bags of words is right for half of the images of a probe of word order (Winoground, arXiv
 2204.03162). Scenes have one for every image (`mm_utils.data.scenes.order_pairs`); mirror twins swap its two captions, so that a
-model which reads the caption alone is right for half of them, too. `mm_utils.extras.altered.captions` makes probes of any
-captions. Of each kind:
+model which reads the caption alone is right for half of them, too. Of each kind:
 
     KIND_accuracy         share of the probes whose true caption scores higher, with its 95 % interval; by chance 0.5
     rerank_KIND_accuracy  the same by the score of re-ranking
@@ -27,9 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.media import kind_of
 from mm_utils.data.scenes import order_pairs
-from mm_utils.doors import entries, load
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -44,7 +41,6 @@ class Probe(NamedTuple):
     row: int  # of the image in the data set
     true: str
     false: str
-    language: str = ""  # "" where unknown
 
 
 @dataclass
@@ -127,28 +123,18 @@ def word_order(rows: datasets.Dataset) -> list[Probe]:
     """Return the probes of word order that scenes have; of other rows none."""
     if not isinstance(rows.features.get("order_pair"), dict):
         return []
-    return [Probe("order", row, true, false, "en") for row, true, false in order_pairs(rows)]
+    return [Probe("order", row, true, false) for row, true, false in order_pairs(rows)]
 
 
-def caption_probes(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, in_training: bool = False
-) -> Probes:
-    """Return the probes of word order and those that extras add, tokenised.
-
-    Args:
-        in_training: take the few that every evaluation of a run on this medium has, in place of all that a trained model is asked.
-    """
-    paths = entries("PROBES_IN_TRAINING" if in_training else "PROBES").items()
-    asked = [path for name, path in paths if not in_training or name == kind_of(rows.features)]
-    others = [probe for path in asked for probe in load(path)(rows)]
-    return tokenize_probes([*word_order(rows), *others], tokenizer, max_seq_length)
+def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
+    """Return the probes of word order, tokenised."""
+    return tokenize_probes(word_order(rows), tokenizer, max_seq_length)
 
 
 def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
     """Tokenise probes; those whose two captions become the same tokens are left out."""
     captions = [caption for probe in probes for caption in (probe.true, probe.false)]
-    languages = [probe.language for probe in probes for _ in range(2)]
-    ids = encode_captions(tokenizer, captions, languages, max_seq_length)
+    ids = encode_captions(tokenizer, captions, max_seq_length)
     kept = [place for place in range(len(probes)) if ids[2 * place] != ids[2 * place + 1]]
     texts = Texts(*pad_captions([ids[2 * place + side] for place in kept for side in (0, 1)], tokenizer.pad_token_id))
     kinds = tuple(dict.fromkeys(probe.kind for probe in probes))

@@ -2,10 +2,6 @@
 
 `mm_utils.evaluation.embeddings` says how ranks are counted, `mm_utils.evaluation.reranking` how the fusion head changes them.
 
-If captions are in several languages, recalls of the ten most frequent ones are measured separately as well, as
-`text_to_image_recall_de@1` and so on. Text to image, the queries are the captions of that language, among all images. Image to
-text, the items are the captions of that language, and images without one are not queries.
-
 Probes ask whether a true caption scores above a false one: `mm_utils.evaluation.probes`.
 """
 

@@ -24,7 +24,7 @@ higher, so beside a larger validation split the figure is too high."""
 def validation_evaluator(args: EvaluationArguments, data: TrainingData) -> RetrievalEvaluator:
     """Return the evaluator of the validation split, with the probes of its captions."""
     rows, tokenizer = data.splits["validation"], data.processor.tokenizer
-    return RetrievalEvaluator(args, caption_probes(rows, tokenizer, data.max_seq_length, in_training=True), fits=True)
+    return RetrievalEvaluator(args, caption_probes(rows, tokenizer, data.max_seq_length), fits=True)
 
 
 def train_recall(data: TrainingData, seed: int) -> list[Evaluate]:

@@ -68,7 +68,7 @@ class RowNoise(nn.Module):
         if len(self.keys) != rows:
             raise ValueError(
                 f"{type(self).__name__} draws by pair, and was given {rows} rows of {len(self.keys)} pairs: a term of --objectives "
-                "embeds other texts. Drop altered, regions, moments and mined negatives, or --projection mlp."
+                "embeds other texts. Drop regions, moments and mined negatives, or --projection mlp."
             )
         return uniform_noise(self.keys.to(device), torch.arange(columns, device=device), self.place)
 

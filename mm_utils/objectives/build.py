@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.doors import entries, entry, load
+from mm_utils.doors import entries, load
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.contrastive import InfoNCE
@@ -40,12 +40,9 @@ class ObjectiveArguments:
 
     objectives: str = arg(
         "contrastive:1,captioning:1",
-        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); altered (an image chooses its caption among ones with words "
-        "or events in another order); matching (the fusion head classifies pairs); masked_lm and captioning (it predicts words); "
-        "regions (phrases point into their boxes); moments (phrases find their spans of clips and sounds); self_distillation "
-        "(soft targets of averaged weights, needs --ema_decay); distillation (those of --teacher_name_or_path); sentences (parallel lines "
-        "teach a new text tower of a whole model, docs/training.md); or module.Class, "
-        "a term of your own.",
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
+        "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
+        "sounds); distillation (soft targets of --teacher_name_or_path); or module.Class, a term of your own.",
     )
     teacher_name_or_path: str | None = arg(
         None,
@@ -60,12 +57,6 @@ class ObjectiveArguments:
     hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.", rare=True)
     mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.", rare=True)
     whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.", rare=True)
-    pack_captions: bool = arg(
-        False,
-        "Encode the captions of a batch in one row of tokens, without padding, in place of groups of about one length: less "
-        "computing, and fewer kernels than of several groups. For GPUs, with bf16 or fp16; not measured on one yet.",
-        rare=True,
-    )
     max_logit_scale: float | None = arg(
         None,
         "Upper bound of the inverse temperature; default: 100, or where a model starts that was trained above it.",
@@ -102,7 +93,7 @@ class ObjectiveArguments:
                 f"--objectives is {self.objectives!r}; contrastive and sigmoid share one temperature. Drop one of them."
             )
         terms = {name: term_class(name) for name in weights}
-        if not any(issubclass(terms[name], EmbeddingTerm) and not terms[name].needs_teacher for name in found):
+        if not any(issubclass(terms[name], EmbeddingTerm) for name in found):
             raise ValueError(
                 f"--objectives is {self.objectives!r}; no term of it compares images and texts. Add contrastive, sigmoid, or an "
                 "EmbeddingTerm of your own, with a weight above 0."
@@ -180,13 +171,6 @@ def build_objective(
             term.read_captions(model, rows)
     objective = JointObjective(model, weights)
     objective.added = frozenset(model.state_dict()) - before
-    if args.pack_captions and not (
-        objective.groups_texts and entry("TEXT_ENCODERS", "packed", "--set pack_captions is set")(model)
-    ):
-        logger.warning(
-            "--set pack_captions is true; a %s cannot be packed, so its captions go in groups of about one length",
-            type(model.text_model).__name__,
-        )
     if model.fusion is not None:
         model.fusion.requires_grad_(objective.pairs_per_image > 0)
     trained = {head for term in weights for head in term.heads}

@@ -5,8 +5,7 @@
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
 in language and style; it cost a third of the recall (docs/log.md). A text tower, though, reads every caption by itself. So
-the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group; or, with `--set pack_captions=true`, as
-`ENCODERS` has it (`mm_utils.extras.packing`).
+the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +14,10 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -63,9 +61,6 @@ def stored_text(
 PASS_TOKENS = {"cpu": 32, "cuda": 8192}
 """Cost of one more pass through a tower, in tokens: the time to start its kernels, or until they fill the device (H100)."""
 
-ENCODERS: WeakKeyDictionary[nn.Module, Callable[..., tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-"""What encodes texts in place of groups, by text tower; it takes the arguments of `encode_in_groups`."""
-
 _has_padding: ContextVar[bool | None] = ContextVar("has_padding", default=None)
 
 
@@ -96,11 +91,9 @@ def padded_tokens(lengths: Sequence[int], groups: Sequence[range]) -> int:
     return sum(len(group) * max(lengths[group.start : group.stop], default=0) for group in groups)
 
 
-def computed_tokens(model: FusionDualEncoderModel, lengths: Sequence[int], device_type: str) -> int:
+def computed_tokens(lengths: Sequence[int], device_type: str) -> int:
     """Count the tokens that `encode_in_groups` computes."""
-    return (
-        sum(lengths) if model.text_model in ENCODERS else padded_tokens(lengths, length_groups(lengths, device_type))
-    )
+    return padded_tokens(lengths, length_groups(lengths, device_type))
 
 
 def encode_in_groups(
@@ -118,8 +111,6 @@ def encode_in_groups(
     """
     if not lengths:
         return model.encode_text(input_ids, attention_mask, with_states)
-    if model.text_model in ENCODERS:
-        return ENCODERS[model.text_model](model, input_ids, attention_mask, lengths, with_states)
     embeds, states = [], []
     for group in length_groups(lengths, input_ids.device.type):
         rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])

@@ -214,14 +214,14 @@ class _CachedStep:
         sums = self._backward(kept, plan, len(self.cuts) - 1, is_last=len(self.cuts) == 1)
         for place, state in enumerate(self.states):
             with state.replayed():
-                encoded = self._encode(place, for_loss=False)
+                encoded = self._encode(place)
             sums = sums + self._backward(encoded, plan, place, is_last=place == len(self.states) - 1)
         return sums
 
-    def _encode(self, place: int, for_loss: bool = True, for_backward: bool = True) -> Any:
+    def _encode(self, place: int, for_backward: bool = True) -> Any:
         # One autocast per part: weights that it casts under no_grad would be reused where a gradient is needed.
         with self.accelerator.autocast():
-            return self.unwrapped.encode(self.parts[place], for_loss, for_backward)
+            return self.unwrapped.encode(self.parts[place], for_backward)
 
     def _backward(self, encoded: Encoded, plan: Plan, place: int, is_last: bool) -> Tensor:
         with self.accelerator.autocast():

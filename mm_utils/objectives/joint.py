@@ -42,14 +42,13 @@ class Objective(nn.Module):
 
     Attributes:
         is_wrapped: True where DDP or DeepSpeed waits for a gradient of every trained parameter; the step sets it.
-        groups_texts: True if texts go through their tower in groups of about one length, or packed; False where all ranks must run it
+        groups_texts: True if texts go through their tower in groups of about one length; False where all ranks must run it
             equally often, as with FSDP.
-        teacher: the weight average, for terms that learn from it; the trainer sets it.
+        average: the weight average; the trainer sets it.
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
         readers: what the terms read of rows besides media and captions.
-        needs_teacher: True if a term learns from the weight average.
         medium: the kind of media of the step; None for that of a model with one.
         begin: called with (objective, step) at the beginning of a step, it sets the next two (`mm_utils.training.phases`).
         scores_pairs: whether this step has the terms that score pairs.
@@ -58,12 +57,11 @@ class Objective(nn.Module):
 
     groups_texts = True
     is_wrapped = True
-    teacher: WeightAverage | None = None
     seed = 0
     row_ids = "ids"
+    average: WeightAverage | None = None
     pairs_per_image = 0
     readers: Sequence[ColumnReader] = ()
-    needs_teacher = False
     medium: str | None = None
     begin: Callable[["Objective", int], None] | None = None
     scores_pairs = True
@@ -121,8 +119,8 @@ class Objective(nn.Module):
             return 0.0
         return 0 * sum((weight.sum() for weight in self.idle_weights()), torch.zeros(()))
 
-    def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Any:
-        """Run the model on a part, as far as `plan` (`for_loss`) and `part` (`for_backward`) need."""
+    def encode(self, batch: Batch, for_backward: bool = True) -> Any:
+        """Run the model on a part, as far as `plan` and, with `for_backward`, `part` need."""
         raise ValueError(
             f"{type(self).__name__} cannot be cut into micro-batches: it has a `forward` alone. Drop --micro_batch_size, "
             "or give it `encode`, `plan`, `part` and `report`."
@@ -170,7 +168,6 @@ class JointObjective(Objective):
         self.readers = tuple(dict.fromkeys(reader for term in weights for reader in term.readers))
         self.embeds_taps = any(term.reads_taps for term in weights)
         self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length
-        self.needs_teacher = any(term.needs_teacher for term in weights)
 
     def evaluators(self, medium: str) -> list[Evaluator]:
         """Return what measures the terms, one of a class."""
@@ -195,7 +192,7 @@ class JointObjective(Objective):
         asked = {name: copy for term in self._row_terms() for name, copy in term.ask(batch).items()}
         return batch | {"roll_call": roll} | asked
 
-    def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> EncodedBatch:
+    def encode(self, batch: Batch, for_backward: bool = True) -> EncodedBatch:
         """Run both towers on a part of a batch.
 
         A frozen tower whose features are in the batch (`mm_utils.extras.frozen.feature_cache`) does not run.
@@ -205,14 +202,13 @@ class JointObjective(Objective):
             batch = blank_pair(batch)
         set_row_keys(self.model, batch.get("row_keys"))
         with_pairs = for_backward and self.reads_pairs
-        teacher = self._teacher_embeds(batch) if self.needs_teacher and for_loss else {}
         pooled, taps = vision_features(self.model, batch, with_pairs or self.embeds_taps, self.medium)
         image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else (), self.medium)
         text_nE, text_states = self._encode_text(batch, with_pairs)
         # FSDP2 holds both scalars as vectors of one, and frees them after this.
         scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias
         bias = None if bias is None else bias.squeeze().clone()  # type: ignore[assignment]
-        embeds = {"image": image_nE, "text": text_nE, **teacher}
+        embeds = {"image": image_nE, "text": text_nE}
         encoded = EncodedBatch(embeds, scale, bias, text_states, keys_values or (), taps)
         for term in self.weights:
             embeds |= term.embed(self.model, encoded, batch)
@@ -297,23 +293,6 @@ class JointObjective(Objective):
     def _row_terms(self) -> list[RowTerm]:
         terms = [term for term in self.weights if isinstance(term, RowTerm)]
         return [term for term in terms if self.scores_pairs or not term.pairs_per_image]
-
-    @torch.no_grad()
-    def _teacher_embeds(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the weight average's embeddings, as `teacher_image` and `teacher_text`."""
-        if self.teacher is None:
-            raise ValueError(
-                "--ema_decay is 0; self_distillation learns from the average of the weights. Set it to 0.995."
-            )
-        training = self.model.training
-        with self.teacher.applied():
-            self.model.eval()
-            pooled, _ = vision_features(self.model, batch, False, self.medium)
-            image_nE, _ = self.model.project_image(pooled, (), self.medium)
-            text_nE, _ = self._encode_text(batch, False)
-            self.model.train(training)
-        torch.clear_autocast_cache()  # it holds the average's weights in half precision
-        return {"teacher_image": image_nE, "teacher_text": text_nE}
 
     def _encode_text(self, batch: Batch, with_states: bool) -> tuple[Tensor, Tensor]:
         if (found := stored_text(self.model, batch, with_states)) is not None:

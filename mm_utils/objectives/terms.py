@@ -128,8 +128,6 @@ class Term:
         readers: what the term reads of rows besides media and captions, and how that becomes part of a batch.
         refuses: flags, or a flag and a value, that the term cannot be trained with, and why: the end of a sentence that begins
             with the flag.
-        needs_teacher: True if the term learns from the weight average, whose embeddings are then in `EncodedBatch.embeds` as
-            `teacher_image` and `teacher_text`.
         has_bias: True if the term reads the bias of the logits, which a model has for such a term alone.
         seed: the run's random seed.
     """
@@ -140,7 +138,6 @@ class Term:
     reads_taps: ClassVar[bool] = False
     readers: ClassVar[Sequence[ColumnReader]] = ()
     refuses: ClassVar[Mapping[str, str]] = {}
-    needs_teacher: ClassVar[bool] = False
     has_bias: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0):

@@ -156,7 +156,6 @@ class CardInfo:
         usage: returns the code that uses the model, by its quoted name and its medium; None for a model of retrieval.
         results: what was measured, for the Hub.
         license: an identifier of the Hub; None if it is not known.
-        languages: ISO 639 codes of the captions.
         datasets: the training data on the Hub.
     """
 
@@ -186,7 +185,6 @@ class CardInfo:
     glance: list[tuple[str, str]] = field(default_factory=list)
     results: list[EvalResult] = field(default_factory=list)
     license: str | None = None
-    languages: list[str] = field(default_factory=list)
     datasets: list[str] = field(default_factory=list)
     base_models: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=library_versions)
@@ -254,7 +252,6 @@ def _front_matter(card: CardInfo) -> ModelCardData:
 
     return ModelCardData(
         license=card.license,
-        language=card.languages or None,
         library_name="transformers",
         pipeline_tag=card.pipeline_tag,
         tags=[*(card.tags or _retrieval_tags(card.medium)), *_medium_tags(card.medium), "custom_code"],
@@ -275,12 +272,11 @@ def _medium_tags(medium: str) -> list[str]:
 
 
 def _glance(card: CardInfo) -> list[tuple[str, str]]:
-    """Return what a person reads first: data, results, languages, licence."""
+    """Return what a person reads first: data, results, licence."""
     count = card.dataset_rows.get("train", 0)
     unit = f"{card.medium}s" if card.usage is None else "rows"
     rows = [("trained on", f"{card.dataset_name}, {count:,} {unit}")]
-    languages = [("languages of the captions", ", ".join(card.languages))] if card.languages else []
-    return [*rows, *languages, *card.glance, ("licence", card.license or "not stated; ask who trained it")]
+    return [*rows, *card.glance, ("licence", card.license or "not stated; ask who trained it")]
 
 
 def _usage(card: CardInfo) -> str:

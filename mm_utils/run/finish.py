@@ -13,11 +13,9 @@ from transformers import AutoConfig
 
 from mm_utils import distributed
 from mm_utils.checkpointing.state import write_model
-from mm_utils.data.batches.tokens import languages_of
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
 from mm_utils.data.training_data import TrainingData
-from mm_utils.doors import entry
 from mm_utils.evaluation.embeddings import Embeddings, count_right, right_items
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
@@ -68,7 +66,6 @@ def retrieval_card(
     # A head of weight 0 reorders nothing: there is no second figure to show.
     shown = {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
     counted, queries = independent_queries(split, images, medium)
-    codes = {code for rows in data.splits.values() for code in languages_of(rows)} - {""}
     return run_card(
         run,
         model,
@@ -81,7 +78,6 @@ def retrieval_card(
         results=retrieval_results(
             shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium), "eval_"
         ),
-        languages=entry("LANGUAGES", "of_card", "captions have languages")(codes) if codes else [],
         vision_model=vision,
         text_model=text,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),

@@ -78,7 +78,6 @@ class TrainStep:
             and bool(optimizer.defaults.get("fused"))
             and scaler is None
             and accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
-            and not unwrapped.needs_teacher  # of whom the next step begins to learn at once
         )
 
     def run(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ class Throughput(TrainerCallback):
         self.pairs += args.batch_sizes.at(state.global_step - 1)
         self.real_tokens += sum(lengths)
         for cut in cuts(len(lengths), kwargs["micro_batch_size"]):
-            self.tokens += computed_tokens(kwargs["model"], lengths[cut.start : cut.stop], self.device.type)
+            self.tokens += computed_tokens(lengths[cut.start : cut.stop], self.device.type)
         self.wait += kwargs["data_wait"]
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -94,7 +94,7 @@ class Trainer:
         if args.logging_steps < 0:
             args.logging_steps = min(10, -(-self.state.max_steps // 10))
         self.phases, self.average = self.step.phases, self.step.average
-        objective.teacher = self.average
+        objective.average = self.average
         self.callbacks = CallbackRunner(callbacks, self._context, accelerator.device)
         self.signals = Interruption()
         objective.seed = args.seed

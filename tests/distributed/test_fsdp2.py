@@ -17,7 +17,7 @@ from tests.kit.objectives import assert_same, global_batch, share_of, step_in_pa
 from tests.kit.ranks import run_on_ranks
 from tests.kit.training_runs import sharded
 
-KINDS = ("altered", "sigmoid_matching")
+KINDS = ("contrastive", "sigmoid_matching")
 
 
 @contextmanager

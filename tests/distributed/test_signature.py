@@ -48,7 +48,7 @@ OBJECTIVES = (
     "contrastive",
     "sigmoid",
     "contrastive,matching",
-    "sigmoid,matching,masked_lm:0.5,captioning:0.5,self_distillation:0.4",
+    "sigmoid,matching,masked_lm:0.5,captioning:0.5",
 )
 MOMENTS = "contrastive:0.5,moments:0.5"
 GOES_ON = {1: 4, 2: 1, 4: 2}  # number of processes: that of the run it goes on from
@@ -63,7 +63,7 @@ def runs_on_this_rank(root: Path, model_args: ModelArguments, cases: Sequence[Ca
     loaders = make_loaders(NO_WORKERS, accelerator.device, processor, [Negatives()])
     seen = {}
     for objective, parts, resumed in cases:
-        seen_rows = rows if "self_distillation" in objective else rows.remove_columns(NEGATIVE_IDS)
+        seen_rows = rows if "captioning" in objective else rows.remove_columns(NEGATIVE_IDS)
         start = earlier_run(root, GOES_ON[world], objective, parts) / f"checkpoint-{STOP}" if resumed else None
         args = arguments(folder_of(root, world, objective, parts, resumed), objective, parts)
         seen[objective, parts, resumed] = train(model_args, objective, args, start, processor, seen_rows, loaders)[1]
@@ -97,7 +97,7 @@ def arguments(folder: Path, objective: str, parts: int) -> TrainingArguments:
         micro_batch_size=None if parts == 1 else str(BATCH // distributed.world_size() // parts),
         max_steps=STEPS,
         save_steps=STOP,
-        ema_decay=0.9 if "self_distillation" in objective else 0.0,
+        ema_decay=0.9 if "captioning" in objective else 0.0,
     )
 
 

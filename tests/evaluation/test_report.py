@@ -63,14 +63,12 @@ def test_without_a_head_there_is_the_table_alone(tmp_path: Path, caplog: pytest.
 
 def test_probes_have_a_table(caplog: pytest.LogCaptureFixture) -> None:
     evaluator, metrics = evaluated()
-    probes = {"swap_nouns_accuracy": 0.625, "swap_nouns_accuracy_low": 0.41, "swap_nouns_accuracy_high": 0.8}
+    probes = {"order_accuracy": 0.625, "order_accuracy_low": 0.41, "order_accuracy_high": 0.8}
     probes |= {f"rerank_{name}": value + 0.125 for name, value in probes.items()}
     with caplog.at_level(logging.INFO, "mm_utils"):
-        report_retrieval(
-            MAIN_PROCESS, evaluator, {**metrics, **probes, "swap_nouns_blind": 0.5, "swap_nouns_rows": 16}, None
-        )
-    line = next(line for line in caplog.text.splitlines() if "swap nouns" in line)
-    assert " ".join(line.split()) == "swap nouns 0.625 (0.410 to 0.800) 0.750 (0.535 to 0.925) 0.500 16"
+        report_retrieval(MAIN_PROCESS, evaluator, {**metrics, **probes, "order_blind": 0.5, "order_rows": 16}, None)
+    line = next(line for line in caplog.text.splitlines() if "order" in line)
+    assert " ".join(line.split()) == "order 0.625 (0.410 to 0.800) 0.750 (0.535 to 0.925) 0.500 16"
 
 
 def test_other_processes_are_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -87,17 +87,6 @@ def test_a_head_that_is_right_or_wrong_or_undecided(truth: float, top_k: int) ->
             assert found[f"rerank_{name}"] == pytest.approx(found[name])
 
 
-def test_the_head_is_measured_by_language_without_further_scores() -> None:
-    model: Any = TruthfulModel()
-    found = evaluator(1000)(model, model.batches(5), ACCELERATOR)
-    names = {name for name in found if name.startswith("rerank") and "recall_" in name}
-    assert names == {
-        f"rerank_text_to_image_recall_{code}@{k}" for code in ("en", "de-DE", "zh-Hant") for k in (1, 5, 10)
-    }
-    assert {found[name] for name in names} == {1.0}
-    assert model.scored == len(model.image) * len(model.text)
-
-
 def test_ties_count_against_the_head_too() -> None:
     model: Any = TruthfulModel(truth=0.0)
     model.image = torch.eye(6)[torch.arange(23) % 6]

@@ -27,7 +27,6 @@ from tests.kit.truthful_model import (
     ACCELERATOR,
     TruthfulModel,
     figures_of_lists,
-    in_languages,
     lists_by_sorting,
     split_of,
 )
@@ -237,43 +236,6 @@ def test_the_evaluate_metric_agrees() -> None:
     assert found == pytest.approx({"recall@1": 0, "recall@2": 2 / 3, "mean_rank": 2, "median_rank": 2})
 
 
-# -- by language --------------------------------------------------------------------------------------------------------
-@given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**20), st.sampled_from([None, 1]), st.data())
-@settings(max_examples=60)
-def test_a_language_is_measured_as_a_split_of_its_own(
-    images: int, captions: int, seed: int, levels: int | None, data: st.DataObject
-) -> None:
-    split = random_split(images, captions, 4, seed, levels)
-    texts = len(split.text_TE)
-    codes = data.draw(st.lists(st.sampled_from(["en", "de", ""]), min_size=texts, max_size=texts))
-    found = metrics_of(in_languages(split, codes))
-    languages = set(codes) - {""} if len(set(codes) - {""}) > 1 else set()
-    assert {name.partition("recall_")[2].partition("@")[0] for name in found if "recall_" in name} == languages
-    for language in languages:
-        is_in_T = torch.tensor([code == language for code in codes])
-        alone = random_split(images, captions, 4, seed, levels)
-        alone.text_TE, alone.caption_key_T = split.text_TE[is_in_T], split.caption_key_T[is_in_T]
-        expected = {"text_to_image": metrics_of(alone)}
-        has_text = torch.isin(alone.image_key_M, alone.caption_key_T)
-        alone.image_ME, alone.image_key_M = alone.image_ME[has_text], alone.image_key_M[has_text]
-        expected["image_to_text"] = metrics_of(alone)
-        for direction, metrics in expected.items():
-            for k in (1, 5, 10):
-                assert found[f"{direction}_recall_{language}@{k}"] == metrics[f"{direction}_recall@{k}"]
-
-
-def test_only_the_ten_most_frequent_languages_are_measured() -> None:
-    languages = [f"l{number:02d}" for number in range(15) for _ in range(15 - number)]
-    split = in_languages(random_split(len(languages), 1, 4, 0), languages)
-    assert list(split.languages) == [f"l{number:02d}" for number in range(10)]
-    assert [int(mask.sum()) for mask in split.languages.values()] == list(range(15, 5, -1))
-
-
-def test_language_names_suit_every_tracker() -> None:
-    split = in_languages(random_split(4, 1, 4, 0), ["zh_Hant", "a/b c", "é" * 100, ""])
-    assert list(split.languages) == ["-" * 35, "a-b-c", "zh_Hant"]
-
-
 # -- through a loader ---------------------------------------------------------------------------------------------------
 def test_the_evaluator_embeds_what_the_loader_yields() -> None:
     model: Any = TruthfulModel()
@@ -290,10 +252,6 @@ def test_the_evaluator_embeds_what_the_loader_yields() -> None:
     assert split.texts.input_ids[:, :3].tolist() == [[1, text, image] for text, image in enumerate(model.owner)]
     assert split.texts.attention_mask.sum(1).tolist() == [3 + text % 9 for text in range(len(model.owner))]
     assert split.skipped == []
-    assert list(split.languages) == ["en", "de-DE", "zh-Hant"]
-    for name, mask in split.languages.items():
-        texts = [model.language_of(text).replace("/", "-") == name for text in range(len(model.owner))]
-        assert mask.tolist() == texts
 
 
 def test_unreadable_images_are_left_out_with_their_captions() -> None:
@@ -397,14 +355,14 @@ def test_the_number_of_processes_changes_nothing() -> None:
 def test_scenes_have_probes(tmp_path: Any) -> None:
     rows = load_scenes(num_train=1, num_eval=6, cache_dir=tmp_path)["validation"]
     tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)
-    probes = caption_probes(rows, tokenizer, 64, in_training=True)
+    probes = caption_probes(rows, tokenizer, 64)
     texts = probes.texts
     ids = [row[mask.bool()].tolist() for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)]
     assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
     for others in (rows.remove_columns("order_pair"), datasets.Dataset.from_dict({"order_pair": ["something else"]})):
-        assert len(caption_probes(others, tokenizer, 64, in_training=True).row_P) == 0
+        assert len(caption_probes(others, tokenizer, 64).row_P) == 0
     # Captions cut to their common beginning are not a probe.
-    assert len(caption_probes(rows, tokenizer, 3, "PROBES_IN_TRAINING").row_P) == 0
+    assert len(caption_probes(rows, tokenizer, 3).row_P) == 0
 
 
 def test_loading_for_training_keeps_the_probes(monkeypatch: Any, tmp_path: Any) -> None:

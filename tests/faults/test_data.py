@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from datasets import disable_progress_bars, load_from_disk
 
-from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import global_order, tokenize_splits
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.images import open_image
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
@@ -81,7 +81,7 @@ def test_training_on_the_prepared_zoo_skips_no_row(zoo: Corpus, prepared: Path) 
     for split, rows in pairs.items():
         batches = list(loaders().evaluation(rows, 8))
         if split == "train":
-            order = global_order(rows, BatchSizes((0,), (8,)), 0, 1)
+            order = GlobalOrder(len(rows), BatchSizes((0,), (8,)), 0)
             trained = list(loaders().train(rows, order, 0, len(rows) // 8))
             assert all(len(batch["image_ids"]) == 8 for batch in trained)
             batches += trained

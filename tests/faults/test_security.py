@@ -343,7 +343,7 @@ def test_a_folder_that_is_no_prepared_data_set_is_not_replaced(tmp_path: Path) -
 @pytest.mark.parametrize("special", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", "<s>", "<|endoftext|>"])
 def test_a_special_token_in_a_caption_is_text(special: str) -> None:
     tokenizer = new_tokenizer([special])
-    [ids] = encode_captions(tokenizer, [f"picture {special} one{special}two"], None, 32)
+    [ids] = encode_captions(tokenizer, [f"picture {special} one{special}two"], 32)
     names = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     assert ids[0] == tokenizer.cls_token_id
     assert ids[-1] == tokenizer.sep_token_id
@@ -357,7 +357,7 @@ def test_a_special_token_in_a_caption_is_text(special: str) -> None:
 def test_an_endless_caption_takes_no_time(text: str) -> None:
     tokenizer = new_tokenizer()
     start = time.process_time()
-    [ids] = encode_captions(tokenizer, [text], None, 32)
+    [ids] = encode_captions(tokenizer, [text], 32)
     assert len(ids) <= 32
     assert time.process_time() - start < 1
 

@@ -53,8 +53,6 @@ def gpu_step(
     if half is not None:
         accelerator.autocast = lambda: torch.autocast(DEVICE, half)
     objective = tiny_objective(kind).to(DEVICE, dtype)
-    if objective.teacher is not None:
-        objective.teacher.values = {name: value.to(DEVICE, dtype) for name, value in objective.teacher.values.items()}
     torch.manual_seed(0)
     return measured(objective, backward(accelerator, objective, on_gpu(global_batch(kind), dtype), 5, parts))
 

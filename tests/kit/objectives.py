@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from mm_utils.extras.altered.term import Altered
-from mm_utils.extras.soft_targets.terms import Distillation
-from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, TokenHead
 from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
+from mm_utils.objectives.distillation import Distillation
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.training.arguments import TrainingArguments
@@ -52,18 +50,16 @@ TERMS = {
     "contrastive_of_widths": "contrastive:1",
     "sigmoid_of_widths": "sigmoid:1,matching:0.7",
     "matching_with_negatives": "contrastive:1,matching:0.7",
-    "altered": "contrastive:1,altered:0.5",
     "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
     "captioning_of_few_words": "contrastive:1,captioning:0.5",
     "regions": "contrastive:1,regions:0.5",
     "moments": "contrastive:1,moments:0.5",
-    "self_distillation": "contrastive:0.6,self_distillation:0.4",
     "distillation": "contrastive:1,distillation:0.5",
     "mlp": "contrastive:1,matching:0.7,distillation:0.5",
     "own": "contrastive:1,tests.kit.objectives.Uniformity:0.3",
-    "everything": "sigmoid:1,altered:0.5,matching:0.7,masked_lm:0.5,captioning:0.3,self_distillation:0.4,distillation:0.5",
+    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,distillation:0.5",
 }
 KINDS = tuple(TERMS)
 
@@ -96,7 +92,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_objective(kind: str) -> JointObjective:
-    teacher = "larger" if "distillation" in TERMS[kind].replace("self_distillation", "") else None
+    teacher = "larger" if "distillation" in TERMS[kind] else None
     widths = "3,8" if "widths" in kind else None
     args = ObjectiveArguments(TERMS[kind], teacher, widths, mlm_probability=0.4)
     model = tiny_model(
@@ -113,7 +109,7 @@ def tiny_objective(kind: str) -> JointObjective:
         for name, parameter in model.named_parameters():
             if name.startswith(("token_head", "caption_adapter", "region_head")):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
-    given: dict[type, dict[str, Any]] = {Distillation: {"scale": 4.0}, Altered: {"alter": altered_tokens}}
+    given: dict[type, dict[str, Any]] = {Distillation: {"scale": 4.0}}
     for term in objective.weights:
         vars(term).update(given.get(type(term), {}))
     if kind == "captioning_of_few_words" and model.token_head is not None:
@@ -121,10 +117,6 @@ def tiny_objective(kind: str) -> JointObjective:
     if kind == "captioning_on_resting_towers":
         trained = TrainingArguments(max_steps=10), OptimizerArguments(head_share=0.99)
         Phases(objective, *trained, max_steps=10)  # from step 0 on, the head alone
-    if objective.needs_teacher:
-        objective.teacher = WeightAverage(model, 0.9)
-        for value in objective.teacher.values.values():
-            value += 0.05 * torch.randn(value.shape, generator=generator)
     return objective
 
 
@@ -146,11 +138,6 @@ def global_batch(kind: str = "") -> dict[str, Any]:
         **all_captions(generator, torch.where(mask.bool(), 1, 0)),
         **(negatives() if "negatives" in kind else {}),
     }
-
-
-def altered_tokens(ids: tuple[int, ...]) -> list[list[int]]:
-    """None to three texts, of other lengths."""
-    return [[*reversed(ids)], [*ids[2:]], [*ids[1:]]][: len(ids) % 4]
 
 
 def negatives() -> dict[str, Tensor]:

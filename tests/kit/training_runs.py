@@ -15,7 +15,8 @@ from transformers import ProcessorMixin, TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
-from mm_utils.data.batches.tokens import global_order, tokenize_splits
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.extras.albef.negatives import Negatives
@@ -103,11 +104,11 @@ def train(
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     model = build_model(model_args, processor.tokenizer, medium=loaders.medium.kind)
-    widths = "8,16" if "self_distillation" in objective else None
+    widths = "8,16" if "captioning" in objective else None
     objectives = ObjectiveArguments(objective, matryoshka_dims=widths)
     trained = build_objective(model, objectives, args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
-    order = global_order(rows, args.batch_sizes, args.seed)
+    order = GlobalOrder(len(rows), args.batch_sizes, args.seed)
     watched: list[Watched] = []
 
     def batches(first: int, stop: int) -> Any:

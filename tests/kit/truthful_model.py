@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils import distributed
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator
 from mm_utils.data.batches.order import EvaluationBatches
-from mm_utils.evaluation.embeddings import Embeddings, Texts, gather_languages
+from mm_utils.evaluation.embeddings import Embeddings, Texts
 
 CPU = torch.device("cpu")
 ACCELERATOR: Any = SimpleNamespace(device=CPU, is_main_process=False, autocast=nullcontext)
 MAIN_PROCESS: Any = SimpleNamespace(device=CPU, is_main_process=True, autocast=nullcontext)
-LANGUAGES_OF_TEXTS = ("en", "de-DE", "en", "", "zh/Hant")
 
 
 def split_of(image: Tensor, text: Tensor, owner: list[int]) -> Embeddings:
@@ -28,12 +26,6 @@ def split_of(image: Tensor, text: Tensor, owner: list[int]) -> Embeddings:
     no_tokens = torch.zeros(len(text), 1, dtype=torch.long)
     texts = Texts(no_tokens, no_tokens)
     return Embeddings(image, text, keys, keys[torch.tensor(owner)], torch.arange(len(image)), texts)
-
-
-def in_languages(split: Embeddings, languages: list[str]) -> Embeddings:
-    """The split as `embed_split` returns it for captions of these languages."""
-    split.languages = gather_languages(languages, distributed.gather_sizes(len(languages), CPU), CPU)
-    return split
 
 
 def lists_by_sorting(
@@ -136,18 +128,13 @@ class TruthfulModel:
             {
                 "input_ids": [[1, text, number, *[5] * (text % 9)] for text in texts],
                 "caption_keys": texts,
-                "languages": [self.language_of(text) for text in texts],
             }
             for number, texts in enumerate(captions)
         ]
         return evaluation_batches(examples, batch_size, unreadable, first_key=10**12)
 
-    def language_of(self, text: int) -> str:
-        return LANGUAGES_OF_TEXTS[text % len(LANGUAGES_OF_TEXTS)]
-
     def split(self) -> Embeddings:
-        split = split_of(self.image, self.text, self.owner)
-        return in_languages(split, list(map(self.language_of, range(len(self.owner)))))
+        return split_of(self.image, self.text, self.owner)
 
 
 def evaluation_batches(

@@ -13,7 +13,6 @@ from torch.nn.functional import normalize, softplus
 from mm_utils import distributed
 from mm_utils.extras.albef.masked_language import MaskedLanguageModelling, continuations
 from mm_utils.extras.albef.matching import Matching, Pairs
-from mm_utils.extras.altered.term import Altered
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, FusionHead, target_mask
 from mm_utils.objectives import EmbeddingTerm, JointObjective, ObjectiveArguments, build_objective
 from mm_utils.objectives.captioning import Captioning, token_cross_entropy
@@ -27,7 +26,6 @@ from tests.kit.objectives import (
     KINDS,
     PAIRS,
     SPLITS,
-    altered_tokens,
     dense_info_nce,
     dense_sigmoid,
     global_batch,
@@ -98,39 +96,6 @@ def test_the_weight_counts_without_matching_too() -> None:
     found, right = (step(objective, global_batch(), 0) for objective in (thrice, once))
     assert found["report"]["loss"] == pytest.approx(3 * right["report"]["loss"])
     same_gradients(found["gradients"], {name: 3 * value for name, value in right["gradients"].items()})
-
-
-def test_an_image_chooses_its_caption_among_altered_ones() -> None:
-    """The loss is a plain softmax for each row, and the temperature is left to the contrastive loss."""
-    objective, batch = tiny_objective("altered"), global_batch()
-    model, scale = objective.model, objective.model.logit_scale.exp().detach()
-    losses, right = [], []
-    for row, length in enumerate(batch["lengths"]):
-        own = batch["input_ids"][row, :length].tolist()
-        if altered := altered_tokens(tuple(own)):
-            texts = [model.encode_text(torch.tensor([ids]), torch.ones(1, len(ids)))[0][0] for ids in [own, *altered]]
-            image = model.encode_image(batch["pixel_values"][row : row + 1], False)[0][0]
-            logits = scale * torch.stack(texts) @ image
-            losses.append(-logits.log_softmax(0)[0])
-            right.append(float(logits.argmax() == 0))
-    assert 0 < len(losses) < PAIRS
-    found = step(objective, batch, 0)
-    assert found["report"]["altered_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
-    assert found["report"]["altered_accuracy"] == pytest.approx(sum(right) / len(right))
-    alone = step(tiny_objective("contrastive"), batch, 0)["gradients"]
-    assert found["gradients"]["model.logit_scale"] == pytest.approx(alone["model.logit_scale"])
-    expected = torch.autograd.grad(0.5 * torch.stack(losses).mean(), model.visual_projection.weight)[0]
-    found_here, of_others = (each["model.visual_projection.weight"] for each in (found["gradients"], alone))
-    torch.testing.assert_close(found_here - of_others, expected, atol=1e-9, rtol=1e-6)
-
-
-def test_captions_that_cannot_be_altered_count_for_nothing() -> None:
-    objective = tiny_objective("altered")
-    next(term for term in objective.weights if isinstance(term, Altered)).alter = lambda ids: []
-    found, alone = step(objective, global_batch(), 0), step(tiny_objective("contrastive"), global_batch(), 0)
-    assert found["report"]["altered_loss"] == 0
-    assert found["report"]["loss"] == alone["report"]["loss"]
-    same_gradients(found["gradients"], alone["gradients"])
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])
@@ -567,28 +532,6 @@ def test_a_teacher_adds_its_term_unless_it_is_named() -> None:
         ObjectiveArguments("contrastive", "larger").check({"streaming": True})
 
 
-def test_self_distillation_learns_from_the_average() -> None:
-    objective, batch = tiny_objective("self_distillation"), global_batch()
-    before = {name: value.clone() for name, value in objective.model.named_parameters()}
-    report = step(objective, batch, 0)["report"]
-    assert all(torch.equal(before[name], value) for name, value in objective.model.named_parameters())
-    assert objective.training
-    assert objective.teacher is not None
-    with objective.teacher.applied(), torch.no_grad():
-        taught = objective.model(batch["input_ids"], batch["pixel_values"], batch["attention_mask"], match=False)
-    own = objective.model(batch["input_ids"], batch["pixel_values"], batch["attention_mask"], match=False)
-    scale, total = objective.model.logit_scale.exp(), torch.zeros(())
-    is_other = same_pair(batch["ids"], batch["ids"]) & ~torch.eye(PAIRS, dtype=torch.bool)
-    for a, b in (("image_embeds", "text_embeds"), ("text_embeds", "image_embeds")):
-        student = (scale * own[a] @ own[b].T).masked_fill(is_other, -1e9).log_softmax(1)
-        target = (scale * taught[a] @ taught[b].T).masked_fill(is_other, -1e9).softmax(1)
-        total = total - (target * student).sum() / (2 * PAIRS)
-    assert report["self_distillation_loss"] == pytest.approx(total.item(), rel=1e-5)
-    objective.teacher = None
-    with pytest.raises(ValueError, match="--ema_decay is 0"):
-        objective(batch, 0)
-
-
 def test_terms_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "terms_of_mine.py").write_text(
         "from mm_utils.objectives import EmbeddingTerm\n"
@@ -694,7 +637,6 @@ def test_an_own_loss_alone_is_enough(world: int) -> None:
     [
         ("captioning:1", "no term of it compares images and texts"),
         ("contrastive:0,matching:1", "no term of it compares"),
-        ("self_distillation:1", "no term of it compares"),
         ("contrastive:1,sigmoid:1", "share one temperature"),
         ("contrastive:-1", "a weight is a finite number"),
         ("contrast:1", "there is no such term. Choose of contrastive, captioning, .*matching.*regions.*sigmoid"),

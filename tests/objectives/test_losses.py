@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mm_utils import distributed
 from mm_utils.extras.albef.matching import hard_negatives
 from mm_utils.extras.sigmoid.term import sigmoid_loss
-from mm_utils.extras.soft_targets.terms import distilled_info_nce
 from mm_utils.objectives.losses import Tile, gather_batch, info_nce, same_pair
-from tests.kit.objectives import dense_info_nce, dense_sigmoid, other_positives_of
+from tests.kit.objectives import dense_info_nce, dense_sigmoid
 from tests.kit.ranks import run_on_ranks
 
 UNEVEN = [(3, 3, 2), (1, 5, 2), (4, 0, 4), (0, 0, 8)]
@@ -266,32 +265,6 @@ def test_losses_leave_the_precision_of_products_as_it_was(precision: str) -> Non
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-# -- towards a teacher, one process -------------------------------------------------------------------------------------
-def dense_distilled(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
-    """The definition, with every matrix in memory."""
-    other_positives = other_positives_of(ids)
-    own = (scale * image @ text.T).masked_fill(other_positives, -torch.inf)
-    soft = (scale.detach() * teacher[0] @ teacher[1].T).masked_fill(other_positives, -torch.inf)
-    losses = [
-        -(q.softmax(1) * z.log_softmax(1).masked_fill(other_positives, 0)).sum(1)
-        for z, q in ((own, soft), (own.T, soft.T))
-    ]
-    return torch.cat(losses).mean()
-
-
-@given(BATCHES, SCALES, TILES, SEEDS)
-@settings(max_examples=80)
-def test_distillation_equals_the_definition(batch: Batch, scale: Tensor, tile: Tile | None, seed: int) -> None:
-    image, text, ids = batch
-    teacher = torch.stack(make_batch(*image.shape, seed)[:2])
-
-    def tiled(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
-        return distilled_info_nce(image, text, scale, *teacher, gather_batch(image, text, ids), tile)
-
-    inputs = image, text, scale, ids
-    assert_equal(with_gradients(tiled, *inputs), with_gradients(dense_distilled, *inputs, teacher=teacher))
 
 
 # -- hard negatives, one process ----------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_a_picture_has_every_panel_and_leaves_global_state_alone(tmp_path: Path)
 
 
 def test_a_legend_covers_neither_curve_nor_title(tmp_path: Path, figures: list[Figure]) -> None:
-    terms = {f"{name}_loss": 1.0 for name in ("contrastive", "matching", "masked_lm", "self_distillation")}
+    terms = {f"{name}_loss": 1.0 for name in ("contrastive", "matching", "masked_lm", "distillation")}
     reranked = {name.replace("eval_", "eval_rerank_"): value for name, value in EVALUATION.items()}
     accuracy = {"train_accuracy": 0.5, "eval_accuracy": 0.4, "eval_macro_f1": 0.3}
     rows = [{"step": step, **TRAINING, **terms, **EVALUATION, **reranked, **accuracy} for step in range(20)]

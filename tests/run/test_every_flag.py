@@ -47,7 +47,7 @@ RULES = [
     ("", "stream_interleave=2 shuffle_block_size=2", "--streaming --train_file x"),
     (
         "",
-        "image_column=a caption_column=a id_column=a language_column=a image_root=. allow_outside_root=true",
+        "image_column=a caption_column=a id_column=a image_root=. allow_outside_root=true",
         "--train_file x",
     ),
     ("--dataset_name scenes,sounds --fusion_layers 0 --objectives contrastive", "image_column=a", "--dataset_name x"),
@@ -86,7 +86,7 @@ def test_unread_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for each in ("mm_utils.run.flags.check_model", "mm_utils.extras.frozen.callbacks.check_model"):
+    for each in ("mm_utils.run.flags.check_model", "mm_utils.objectives.distillation.check_model"):
         monkeypatch.setattr(each, lambda *_: None)
     check(unread.split())
     for setting in settings.split():
@@ -100,7 +100,7 @@ def test_unread_flags_are_refused(
 
 
 OF_OTHER_SCRIPTS = [
-    (eval_retrieval, "--model_name_or_path m", "min_crop_area=0.5 horizontal_flip=true similar_captions_per_batch=2"),
+    (eval_retrieval, "--model_name_or_path m", "min_crop_area=0.5 horizontal_flip=true"),
     (eval_zero_shot, "--model_name_or_path m --dataset_name d", "fixed_crop=true color_jitter=0.1 sound_jitter=2"),
     (
         embed,

@@ -6,8 +6,10 @@ example as the model sees it. In training, a caption and a crop also depend on t
 """
 
 import random
+import re
+import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import xor
@@ -31,7 +33,16 @@ Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
 Columns = Mapping[str, Sequence[Any]]
 Example = dict[str, Any]
-_COLUMNS = {"id", "image", "image_key", "input_ids", "caption_keys", "languages", SKIPPED}
+_COLUMNS = {"id", "image", "image_key", "input_ids", "caption_keys", SKIPPED}
+# Sides and writing in English, German and Vietnamese. In doubt a word counts: a miss teaches that left is right.
+_SIDES = re.compile(
+    r"""\b(?:left|right|lhs\b|rhs\b|(?:anti|counter)?clockwise|o'clock|(?:north|south)?(?:east|west)|port\b|starboard
+    |texts?\b|words?\b|letter|read(?:s|ing)\b|say(?:s|ing)\b|writ(?:ing|ten)\b|inscri|signs?\b|signpost|billboard|plates?\b
+    |label|logo|banner|graffiti|(?:number|no\.|nr\.)\ ?\d
+    |link(?:s|e[nmrs]?\b)|recht(?:s|e[nmrs]?\b|\b)|uhrzeiger|(?:nord|süd)?(?:ost(?:en)?\b|östlich|west)|backbord|steuerbord
+    |schild(?:er)?\b|aufschrift|beschrift|trái\b|phải\b|đông\b|tây\b|chữ\b)|\#\ ?\d|["“”„«»]""",
+    re.VERBOSE,
+)
 
 
 @dataclass
@@ -88,7 +99,6 @@ class EvaluationTransform(Transform):
         example = {
             "input_ids": row["input_ids"],
             "caption_keys": row["caption_keys"],
-            "languages": row.get("languages") or [""] * count,
         }
         if SKIPPED not in row:
             example["pixel_values"], size, window = self.medium.read(row["image"])
@@ -110,17 +120,17 @@ class TrainingTransform(Transform):
     Attributes:
         seed: the run's random seed.
         color_jitter: largest relative change of brightness, contrast and saturation.
-        keeps_sides: tells of a row that it must not be mirrored; half of the others are. None mirrors no image.
+        horizontal_flip: mirror half of the images, except where `has_sides` is true.
     """
 
     seed: int = 0
     color_jitter: float = 0.0
-    keeps_sides: Callable[[Mapping[str, Any]], bool] | None = None
+    horizontal_flip: bool = False
 
     @property
     def columns(self) -> set[str]:
         """The columns to read, as far as a data set has them."""
-        return super().columns | ({"captions", "regions"} if self.keeps_sides else set())
+        return super().columns | ({"captions", "regions"} if self.horizontal_flip else set())
 
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row, see `Transform.examples`."""
@@ -154,9 +164,16 @@ class TrainingTransform(Transform):
         shown, size, window = self.medium.read(row["image"], rng)
         if self.color_jitter:
             shown = jitter_colors(shown, self.color_jitter, rng)
-        if self.keeps_sides is not None and rng.random() < 0.5 and not self.keeps_sides(row):
+        if self.horizontal_flip and rng.random() < 0.5 and not has_sides(row):
             shown = shown.flip(-1)  # no box has to follow: images with boxes are not mirrored
         return shown, size, window
+
+
+def has_sides(row: Mapping[str, Any]) -> bool:
+    """Return whether mirroring a row's image would make a box or one of its captions wrong, judged by their words."""
+    text = unicodedata.normalize("NFKC", "\n".join(row["captions"]))
+    capitals = re.search(r"^(?=.*[a-z]).*\b[A-Z]{3,}\b", text, re.MULTILINE)  # mostly writing: "a STOP sign"
+    return bool(row.get("regions") or capitals or _SIDES.search(text.casefold()))
 
 
 class Pairs(Dataset):
@@ -226,7 +243,6 @@ class Collator:
         ids: int64 `[t, 2]`, image key and caption key of every caption; training clips and sounds with the same captions
             have one image key; caption_image: `[t]`, its image's place in b
         rows: `[b]`, row numbers in the data set; image_ids: list of b; lengths: list of t, in tokens
-        languages: list of t, "" where unknown; empty in training
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
         skipped_ids: list of these rows' image ids
         all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image
@@ -271,7 +287,6 @@ class Collator:
             "rows": torch.tensor([example["row"] for example in kept], dtype=torch.long),
             "image_ids": [example["image_id"] for example in kept],
             "lengths": list(map(len, captions)),
-            "languages": [code for example in kept for code in example.get("languages", ())],
             "skipped": [example["skipped"] for example in skipped],
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
             **(collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),

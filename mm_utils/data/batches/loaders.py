@@ -33,7 +33,6 @@ from mm_utils.data.batches.workers import (
 )
 from mm_utils.data.media.medium import SOUND_JITTER, Medium, check_window, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
-from mm_utils.doors import entry
 from mm_utils.files import MAX_OPEN_FILES, allow_open_files
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ MOST_JITTER = 30  # decibels
 _FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
-OF_TRAINING = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter similar_captions_per_batch"
+OF_TRAINING = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter"
 """Flags of `LoaderArguments` that training alone reads."""
 
 
@@ -76,10 +75,6 @@ class LoaderArguments:
         None,
         f"Training sounds and their frequency bands are louder or softer by up to N dB; default {SOUND_JITTER:g}, 0 = not.",
     )
-    similar_captions_per_batch: int = arg(
-        1,
-        "Put this many rows with similar captions together in a batch, as each other's hard negatives; 1 = any rows.",
-    )
     medium_seconds: float | None = arg(
         None,
         "Length of what a new model is shown of a clip or a sound; default: whole clips, and what 19 of 20 sounds do not "
@@ -97,10 +92,6 @@ class LoaderArguments:
             raise ValueError(f"--medium_seconds is {self.medium_seconds}; give a time above 0, up to {MOST_WINDOW}.")
         if self.clip_frames is not None and not 1 <= self.clip_frames <= MOST_FRAMES:
             raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {MOST_FRAMES}.")
-        if self.similar_captions_per_batch < 1:
-            raise ValueError(
-                f"--similar_captions_per_batch is {self.similar_captions_per_batch}; give a number of rows from 1 on."
-            )
         if not 0 < self.min_crop_area <= 1:
             raise ValueError(f"--min_crop_area is {self.min_crop_area}; give a share of the image in (0, 1].")
         workers = str(self.dataloader_num_workers)
@@ -110,11 +101,6 @@ class LoaderArguments:
             raise ValueError(f"--sound_jitter is {self.sound_jitter}; give decibels from 0 to {MOST_JITTER}.")
         if not 0 <= self.color_jitter <= 1:
             raise ValueError(f"--color_jitter is {self.color_jitter}; give a share in [0, 1].")
-
-    @property
-    def order(self) -> dict[str, int]:
-        """Settings that decide which rows form a step, besides data, seed and batch sizes."""
-        return {"similar_captions_per_batch": self.similar_captions_per_batch}
 
     @property
     def num_workers(self) -> int:
@@ -233,8 +219,7 @@ class Loaders:
     def training_transform(self, seed: int, readers: Sequence[ColumnReader] = ()) -> TrainingTransform:
         """Return what makes training examples of rows."""
         args = self.arguments
-        keeps_sides = entry("KEEPS_SIDES", "words", "--horizontal_flip is set") if args.horizontal_flip else None
-        return TrainingTransform(self.medium, readers, seed, args.color_jitter, keeps_sides)
+        return TrainingTransform(self.medium, readers, seed, args.color_jitter, args.horizontal_flip)
 
     def check_medium(self, rows: datasets.Dataset) -> None:
         """Raise ValueError if the rows hold other media than the model is for."""

@@ -107,29 +107,18 @@ class GlobalOrder:
         num_rows: rows of the training split.
         sizes: pairs per step.
         seed: decides the permutations.
-        arrangement: all rows in a fixed order, in which each block of consecutive rows is shuffled as one
-            (`mm_utils.extras.mining.similar_captions`).
-        block: rows per block of the arrangement.
 
     Raises:
         ValueError: if there are fewer rows than a batch needs.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        sizes: BatchSizes,
-        seed: int,
-        arrangement: np.ndarray | None = None,
-        block: int = 1,
-    ):
+    def __init__(self, num_rows: int, sizes: BatchSizes, seed: int):
         if num_rows < sizes.sizes[-1]:
             raise ValueError(
                 f"--global_batch_size is {sizes.sizes[-1]}, and the training split has {num_rows:,} images; a batch holds "
                 f"an image only once. Give at most --global_batch_size {num_rows}."
             )
         self.num_rows, self.sizes, self.seed = num_rows, sizes, seed
-        self.arrangement, self.block = arrangement, block if arrangement is not None else 1
         # A first batch that reaches into its epoch's tail makes every epoch depend on all before it.
         self._apart = num_rows >= 2 * sizes.sizes[-1]
         self._permutation = lru_cache(maxsize=3)(self._make_permutation)
@@ -178,22 +167,13 @@ class GlobalOrder:
         return self.sizes.at(step), epoch * self.num_rows - self.sizes.before(step)
 
     def _shuffled(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the rows at places of an epoch's shuffle, copied; rows outside blocks come last."""
-        if self.arrangement is None:
-            return self._shuffled_blocks(epoch, places)
-        places = places.copy()
-        inside = places < self.num_rows // self.block * self.block
-        block, offset = np.divmod(places[inside], self.block)
-        places[inside] = self._shuffled_blocks(epoch, block) * self.block + offset
-        return self.arrangement[places]
-
-    def _shuffled_blocks(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Return the rows at places of an epoch's shuffle, copied."""
         if self.num_rows <= _LISTED:
             return self._permutation(epoch)[places]
-        return permute(places, self.num_rows // self.block, self.seed, epoch)
+        return permute(places, self.num_rows, self.seed, epoch)
 
     def _make_permutation(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows // self.block)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
 
 def _moved_behind(head: np.ndarray, carried: np.ndarray) -> np.ndarray:

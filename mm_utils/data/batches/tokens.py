@@ -1,7 +1,4 @@
-"""Tokenise captions once, and give equal images and equal captions equal keys.
-
-`mm_utils.extras.languages` finds a multilingual tokenizer's own code for a caption's language.
-"""
+"""Tokenise captions once, and give equal images and equal captions equal keys."""
 
 import hashlib
 import itertools
@@ -20,9 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.distributed import available_cores
-from mm_utils.doors import entry
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
 
 logger = logging.getLogger(__name__)
@@ -41,55 +36,24 @@ def tokenize_captions(
 
     Captions are tokenised by the rules of `encode_captions`. Only ids and texts are read and only the new columns are
     written, see `add_columns`.
-
-    Raises:
-        ValueError: if a row has languages, and not as many as captions.
     """
-    codes = own_codes(tokenizer, languages_of(rows))
-    columns = [name for name in ("id", "captions", "languages") if name in rows.column_names]
-    compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
+    compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
     if num_proc is None and rows.data.num_rows >= _MANY:
         num_proc = available_cores()  # the other ranks wait for the one that does this
-    name = Hasher.hash((fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())))
-    return add_columns(rows, columns, compute, name, title="Tokenising captions", num_proc=num_proc)
+    name = Hasher.hash((fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
+    return add_columns(rows, ["id", "captions"], compute, name, title="Tokenising captions", num_proc=num_proc)
 
 
 def encode_captions(
-    tokenizer: PreTrainedTokenizerBase,
-    captions: Sequence[str],
-    languages: Sequence[str] | None,
-    max_seq_length: int,
-    codes: Mapping[str, str] | None = None,
+    tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_seq_length: int
 ) -> list[list[int]]:
-    """Return the token ids of each caption, at most `max_seq_length`.
+    """Return the token ids of each caption, at most `max_seq_length`, special tokens included.
 
     Special tokens that are written in a caption (`[SEP]`, `<|endoftext|>`) are text; text that the vocabulary has only as
     such a token is left out. At most 32 characters per token are read of a caption, so that none takes long.
-
-    Args:
-        tokenizer: any tokenizer of `transformers`.
-        captions: texts.
-        languages: a language code per caption, "" where unknown; None if all are unknown.
-        max_seq_length: longest result, special tokens included.
-        codes: the tokenizer's own code of each language, by default `own_codes`. A tokenizer with `src_lang` (mBART, NLLB,
-            M2M100 ...) gets it there; others get it as a token, after the token that begins every caption. Captions in
-            other languages are tokenised by the tokenizer's default.
     """
-    languages = [""] * len(captions) if languages is None else languages
-    codes = own_codes(tokenizer, languages) if codes is None else codes
-    by_code: dict[str | None, list[int]] = {}
-    for place, (_, language) in enumerate(zip(captions, languages, strict=True)):
-        by_code.setdefault(codes.get(language), []).append(place)
-    found: list[list[int]] = [[]] * len(captions)
-    for code, places in by_code.items():
-        texts = [captions[place][: CHARACTERS_PER_TOKEN * max_seq_length] for place in places]
-        if code is None:
-            encoded = token_ids(tokenizer, texts, max_seq_length)
-        else:
-            encoded = entry("LANGUAGES", "encode", "captions have languages")(tokenizer, texts, max_seq_length, code)
-        for place, ids in zip(places, encoded, strict=True):
-            found[place] = ids
-    return found
+    most = CHARACTERS_PER_TOKEN * max_seq_length
+    return token_ids(tokenizer, [caption[:most] for caption in captions], max_seq_length) if captions else []
 
 
 def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -161,27 +125,6 @@ def tokenize_splits(
     return datasets.DatasetDict(found)
 
 
-def global_order(
-    rows: datasets.Dataset, sizes: BatchSizes, seed: int, similar_captions_per_batch: int = 1
-) -> GlobalOrder:
-    """Return the order of tokenised rows, with that many similar ones together if above 1."""
-    if similar_captions_per_batch == 1:
-        return GlobalOrder(len(rows), sizes, seed)
-    tokens = rows.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
-    asked = f"--similar_captions_per_batch is {similar_captions_per_batch}"
-    arrangement = entry("ARRANGEMENTS", "similar_captions", asked)(tokens, similar_captions_per_batch)
-    return GlobalOrder(len(rows), sizes, seed, arrangement, similar_captions_per_batch)
-
-
-def languages_of(rows: datasets.Dataset) -> set[str]:
-    """Return the language codes of the captions; "" stands for an unknown one."""
-    found: set[str | None] = set()
-    if "languages" in rows.column_names:
-        for batch in arrow_batches(rows, ["languages"], _BATCH):
-            found.update(pc.unique(pc.list_flatten(batch["languages"])).to_pylist())
-    return {language for language in found if language is not None}
-
-
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
     """Return everything that decides the tokens of a text."""
     if not tokenizer.is_fast:
@@ -202,18 +145,12 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenize(
-    rows: Columns,
-    wanted: np.ndarray | None,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    codes: Mapping[str, str],
+    rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> Columns:
     all_captions = rows["captions"]
     if wanted is not None:
         all_captions = [row if is_wanted else [] for row, is_wanted in zip(all_captions, wanted, strict=True)]
-    all_languages = _languages_of(rows, all_captions)
-    texts, languages = ([item for row in column for item in row] for column in (all_captions, all_languages))
-    tokens = iter(encode_captions(tokenizer, texts, languages, max_seq_length, codes))
+    tokens = iter(encode_captions(tokenizer, [text for row in all_captions for text in row], max_seq_length))
     return {
         "input_ids": [[next(tokens) for _ in row] for row in all_captions],
         "image_key": [image_key(image_id) for image_id in rows["id"]],
@@ -221,26 +158,5 @@ def _tokenize(
     }
 
 
-def _languages_of(rows: Columns, all_captions: list[list[str]]) -> list[list[str]]:
-    """Return one code per caption, "" where unknown."""
-    if "languages" not in rows:
-        return [[""] * len(captions) for captions in all_captions]
-    found = []
-    for image_id, languages, captions in zip(rows["id"], rows["languages"], all_captions, strict=True):
-        if languages and captions and len(languages) != len(captions):
-            raise ValueError(
-                f"image {image_id} has {len(captions)} captions and {len(languages)} languages; each caption has one "
-                "language. Give as many, with empty text where it is unknown."
-            )
-        found.append([code or "" for code in languages or []][: len(captions)] or [""] * len(captions))
-    return found
-
-
 def _key(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def own_codes(tokenizer: PreTrainedTokenizerBase, languages: Iterable[str]) -> dict[str, str]:
-    """Return the tokenizer's token for each language that has one; "" is ignored."""
-    known = sorted(set(languages) - {""})
-    return entry("LANGUAGES", "codes", "captions have languages")(tokenizer, known) if known else {}

@@ -313,34 +313,25 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
     return text, tuple(notes)
 
 
-def check_captions(
-    captions: Sequence[Any], languages: Sequence[str] | None, limits: CheckArguments
-) -> tuple[dict[str, str], list[Fault], list[str]]:
+def check_captions(captions: Sequence[Any], limits: CheckArguments) -> tuple[list[str], list[Fault], list[str]]:
     """Check the captions of one image; keep each text once.
 
     Returns:
-        The good captions, each with its language or "", the faults of the others, and the notes. Without a good caption
-        there is at least one fault.
-
-    Raises:
-        Fault: languages_mismatch.
+        The good captions, the faults of the others, and the notes. Without a good caption there is at least one fault.
     """
-    languages = languages or [""] * len(captions)
-    if len(languages) != len(captions):
-        raise Fault("languages_mismatch", f"{len(captions)} captions, {len(languages)} languages")
-    good: dict[str, str] = {}
+    good: dict[str, None] = {}
     faults, notes = [], list[str]()
-    for value, language in zip(captions, languages, strict=True):
+    for value in captions:
         try:
             text, found = check_caption(value, limits)
         except Fault as fault:
             faults.append(fault)
             continue
         notes += [*found, *(["caption_repeated"] if text in good else [])]
-        good.setdefault(text, language)
+        good[text] = None
     if not good and not faults:
         faults.append(Fault("no_caption_left", "it has no captions"))
-    return good, faults, notes
+    return list(good), faults, notes
 
 
 def _clean(text: str) -> tuple[str, list[str]]:

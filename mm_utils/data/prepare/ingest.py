@@ -46,7 +46,6 @@ PART_SCHEMA = pa.schema(
         "width": pa.int32(),
         "height": pa.int32(),
         "captions": pa.list_(pa.string()),
-        "languages": pa.list_(pa.string()),
         "regions": REGIONS_TYPE,
         NEGATIVES: pa.list_(pa.string()),
         "seconds": pa.float64(),
@@ -254,16 +253,13 @@ class Worker:
             try:
                 if isinstance(item, BadRow):
                     raise item.fault
-                captions, languages = (
-                    self._captions(item, notes) if self.storage.captioned else (item.captions, item.languages)
-                )
+                captions = self._captions(item, notes) if self.storage.captioned else item.captions
                 image = self.image(item, measured=place % PSNR_EVERY == 0, notes=notes)
                 yield {
                     **image,
                     "id": item.id,
                     "medium": item.medium,
                     "captions": captions,
-                    "languages": languages,
                     "regions": self._part("regions", item, image, notes),
                     NEGATIVES: self._negatives(item),
                     "moments": self._part("moments", item, image, notes),
@@ -282,22 +278,22 @@ class Worker:
         place = {"source": item.source, "where": item.where}
         self.result.faults.append({**place, "reason": fault.reason, "detail": fault.detail, "raw": raw})
 
-    def _captions(self, record: Record, notes: Counter[str]) -> tuple[list[str], list[str] | None]:
+    def _captions(self, record: Record, notes: Counter[str]) -> list[str]:
         """Return the good captions, each once; raise the last fault if none is good."""
-        good, faults, found = check_captions(record.captions, record.languages, self.checks)
+        good, faults, found = check_captions(record.captions, self.checks)
         notes.update([*found, *(record.notes if good else ())])
         for fault in faults[: None if good else -1]:
             self._set_aside(record, fault)
         if not good:
             raise faults[-1]
-        return list(good), None if record.languages is None else list(good.values())
+        return good
 
     def _negatives(self, record: Record) -> list[str] | None:
         """Return the good captions that are wrong for the image, once each; set others aside."""
         if not record.negatives:
             return None
         given = record.negatives if isinstance(record.negatives, list) else [record.negatives]
-        good, faults, _ = check_captions(given, None, self.checks)
+        good, faults, _ = check_captions(given, self.checks)
         for fault in faults:
             self._set_aside(record, fault)
         return list(good)

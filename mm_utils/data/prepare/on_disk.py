@@ -10,7 +10,6 @@ column                meaning
                       ``video`` and sounds in ``audio``, see `mm_utils.data.media`, and become ``image`` when opened
 ``width, height``     of the stored image; ``original_width, original_height`` of the source's, upright
 ``captions``          one or more, none empty, none twice
-``languages``         one code per caption, "" where unknown; if any source has them
 ``regions``           boxes (x, y, width, height in stored pixels) with phrases; if any source has them
 ``negatives``         captions that are wrong for the image; if any source has them, or scripts/mine_negatives.py found some
 ``seconds``           of the stored clip or sound
@@ -46,11 +45,11 @@ from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
 VERSION = 2
-# `content_id` stands for images and captions.
+# `content_id` stands for images and captions; `languages` is a column of sets that were written until November 2026.
 _DECIDING = ("id", "content_id", "languages", "regions", NEGATIVES, "moments")
 SHARD_BYTES = 500 << 20
 _STORED = ("image", "width", "height", "original_width", "original_height")
-_TEXT = ("captions", "languages", "regions", NEGATIVES, "moments")
+_TEXT = ("captions", "regions", NEGATIVES, "moments")
 
 
 def is_prepared(name: str) -> bool:
@@ -204,7 +203,7 @@ def content_id(stored_hash: str, captions: Sequence[str]) -> str:
 
 
 def content_fingerprint(pairs: DatasetDict) -> str:
-    """Return BLAKE2b-128 over ids, content ids, languages, regions, negatives of all rows."""
+    """Return BLAKE2b-128 over ids, content ids, regions, negatives of all rows."""
     digest = hashlib.blake2b(digest_size=16)
     for split, rows in pairs.items():
         digest.update(split.encode())
@@ -250,20 +249,17 @@ class _Columns:
 
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the captions, regions, negatives and moments of rows of one image, each once."""
-    captions: dict[str, str] = {}
+    captions: dict[str, None] = {}
     regions: dict[str, Any] = {}
     negatives: dict[str, None] = {}
     moments: dict[str, Any] = {}
     for row in rows:
-        for caption, language in zip(row["captions"], row["languages"] or [""] * len(row["captions"]), strict=True):
-            captions[caption] = captions.get(caption) or language
+        captions |= dict.fromkeys(row["captions"])
         regions |= {repr(region): region for region in row["regions"] or []}
         negatives |= dict.fromkeys(row[NEGATIVES] or [])
         moments |= {repr(moment): moment for moment in row["moments"] or []}
-    known = any(row["languages"] is not None for row in rows)
     return {
         "captions": list(captions),
-        "languages": list(captions.values()) if known else None,
         "regions": list(regions.values()),
         NEGATIVES: list(negatives),
         "moments": list(moments.values()),
@@ -271,9 +267,8 @@ def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _no_nulls(text: pa.Table, name: str) -> pa.ChunkedArray:
-    """Return a column of lists, with an empty code per caption, or nothing, in place of null."""
+    """Return a column of lists, with an empty one in place of null."""
     if not text[name].null_count:
         return text[name]
-    rows = zip(text[name].to_pylist(), text["captions"].to_pylist(), strict=True)
-    filled = [([""] * len(lines) if name == "languages" else []) if value is None else value for value, lines in rows]
+    filled = [[] if value is None else value for value in text[name].to_pylist()]
     return pa.chunked_array([filled], text.schema.field(name).type)

@@ -22,7 +22,6 @@ USUAL_NAMES = {
     "caption": _CAPTION_NAMES.split(","),
     # `id` comes last: in files made from COCO's annotations it numbers the captions, and `image_id` the images.
     "id": ["image_id", "imgid", "cocoid", "id"],
-    "language": ["languages"],
 }
 MEDIUM_NAMES = {kind: medium.names for kind, medium in MEDIA.items()}
 _ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
@@ -52,7 +51,6 @@ class Columns:
     image: str | None = None
     caption: str | None = None
     id: str | None = None
-    language: str | None = None
     option: str = field(default="--{}_column", compare=False)
     medium: str = "image"
     template: str | None = None
@@ -111,7 +109,7 @@ def find_columns(
             f"{title}; the medium is {medium}, and the column {found['image']} is of the kind {typed_as}. Name one that "
             "agrees, or leave --medium out."
         )
-    names_found = (found["image"], found["caption"], found["id"], found["language"])
+    names_found = (found["image"], found["caption"], found["id"])
     return Columns(*names_found, medium=medium, template=wanted.template, group=group)
 
 
@@ -195,23 +193,13 @@ def is_null(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def captions_of(values: Mapping[str, Any], columns: Columns) -> tuple[list[Any], list[str] | None]:
-    """Return a row's unchecked captions, and one language per caption if the row has any.
-
-    A single language goes for all captions. Raises languages_mismatch.
-    """
+def captions_of(values: Mapping[str, Any], columns: Columns) -> list[Any]:
+    """Return a row's unchecked captions."""
     value = values.get(str(columns.caption))
     if columns.template:  # a cell that is empty leaves no gap
         cells = ("" if is_null(cell := values.get(part)) else str(cell) for part in columns.parts)
         value = " ".join(re.sub(r"{[^{}]*}", lambda _: next(cells), columns.template).split())
-    texts = value if isinstance(value, list) else [value]
-    given = values.get(columns.language) if columns.language is not None else None
-    if given is None:
-        return texts, None
-    names = given if isinstance(given, list) else [given] * len(texts)
-    if len(names) != len(texts):
-        raise Fault("languages_mismatch", f"{len(texts)} captions have {len(names)} languages")
-    return texts, ["" if is_null(name) else storable(str(name).strip()) for name in names]
+    return value if isinstance(value, list) else [value]
 
 
 def id_of(values: Mapping[str, Any], columns: Columns) -> str | None:

@@ -122,7 +122,6 @@ class Record:
         id: the source's own id, or the image's path relative to its folder, or None for embedded bytes without an id
             column. Rows of equal ids name the same image; readers do not merge them.
         captions: unchecked values.
-        languages: one code per caption, "" where unknown; None where the source has none.
         regions: unchecked boxes with phrases.
         negatives: unchecked captions that are wrong for the image.
         medium: image, clip or sound.
@@ -138,7 +137,6 @@ class Record:
     id: str | None
     image: ImageRef
     captions: list[Any]
-    languages: list[str] | None = None
     regions: Any = None
     split: str | None = None
     negatives: Any = None
@@ -224,7 +222,6 @@ class RecordBuilder:
         image: tuple[ImageRef, str | None],
         captions: list[Any],
         *,
-        languages: list[str] | None = None,
         regions: Any = None,
         negatives: Any = None,
         split: str | None = None,
@@ -233,11 +230,9 @@ class RecordBuilder:
         group: str | None = None,
     ) -> Record:
         """Return the record of an image with its id, to which a cut is added."""
-        if languages is None and self.source.language is not None:
-            languages = [self.source.language] * len(captions)
         ref, key = image
         split = self.source.split or split
-        found = Record(self.source.name, storable(where), key, ref, captions, languages, regions, split, negatives)
+        found = Record(self.source.name, storable(where), key, ref, captions, regions, split, negatives)
         found.group = group
         if self.medium != "image":
             found.medium, found.cut, found.moments = self.medium, cut, moments

@@ -28,7 +28,7 @@ TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
 
 
-COLUMNS = "image_column caption_column id_column language_column image_root"
+COLUMNS = "image_column caption_column id_column image_root"
 """Flags of `DataArguments` on the columns of tables."""
 
 
@@ -65,7 +65,6 @@ class DataArguments:
     )
     caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
     id_column: str | None = arg(None, "Column that identifies the image; default image_id or id, else the path.")
-    language_column: str | None = arg(None, "Column of language codes, one a row or one a caption; default languages.")
     image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
     allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
     max_train_samples: int | None = arg(None, "Keep the first N training images.")
@@ -95,7 +94,7 @@ class DataArguments:
     @property
     def columns(self) -> dict[str, Any]:
         """Return the flags of columns, as `Source` takes them."""
-        names = ("medium", "image_column", "caption_column", "id_column", "language_column")
+        names = ("medium", "image_column", "caption_column", "id_column")
         return {name: getattr(self, name) for name in names}
 
 
@@ -126,10 +125,9 @@ class Source:
         image_root: folder that image paths are relative to and may not leave; by default the data file's.
         split: the split of all rows, whatever the rows say.
         weight: its share of the training images, relative to other sources; None takes all.
-        image_column, caption_column, id_column, language_column: found by their usual names where None.
+        image_column, caption_column, id_column: found by their usual names where None.
         caption_template: a caption made of several columns, such as "{brand} {title}".
         group_column: what rows have in common that must come into one split, such as a patient or a site.
-        language: the code of all captions whose rows give none.
         classes: a file that names the classes: ``wnid name`` lines, names in the order of their index, or JSON.
         templates: captions of classes, with the name at ``{}``.
         config: the configuration of a data set on the Hub, or the table of a database.
@@ -147,8 +145,6 @@ class Source:
     image_column: str | None = None
     caption_column: str | None = None
     id_column: str | None = None
-    language_column: str | None = None
-    language: str | None = None
     classes: str | None = None
     templates: tuple[str, ...] = TEMPLATES
     config: str | None = None
@@ -199,7 +195,7 @@ class Source:
         """Return the wanted columns."""
         own = self.title.startswith("--sources")  # written behind the path, not as flags
         option = "{}_column" if own else "--{}_column"
-        names = (self.image_column, self.caption_column, self.id_column, self.language_column)
+        names = (self.image_column, self.caption_column, self.id_column)
         return Columns(*names, option, self.medium, self.caption_template, self.group_column)
 
 

@@ -174,7 +174,7 @@ def _record(
     for column in (columns.image, columns.caption):
         if column not in values and column not in columns.parts:  # of a template, any may be missing
             raise Fault("missing_column", f"there is no {column}")
-    captions, languages = captions_of(values, columns)
+    captions = captions_of(values, columns)
     builder.medium = columns.medium
     image, key = builder.image(values[str(columns.image)], table.jail, values.get("times"))
     key = id_of(values, columns) or key
@@ -187,7 +187,7 @@ def _record(
     cut = (time_of(values.get("start")), time_of(values.get("end")))
     group = values.get(columns.group) if columns.group else None
     beside["group"] = None if is_null(group) else storable(str(group).strip())
-    return builder.record(where, (image, key), captions, languages=languages, split=split, cut=cut, **beside)
+    return builder.record(where, (image, key), captions, split=split, cut=cut, **beside)
 
 
 def time_of(value: Any) -> Any:
@@ -325,7 +325,7 @@ def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool
 def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
     """Return the columns to read: those beside the image and, where asked for, the image."""
     time = () if columns.medium == "image" else BESIDE_TIME
-    wanted = (columns.caption, *columns.parts, columns.id, columns.language, columns.group, "split", *BESIDE, *time)
+    wanted = (columns.caption, *columns.parts, columns.id, columns.group, "split", *BESIDE, *time)
     return [name for name in names if (with_image if name == columns.image else name in wanted)]
 
 

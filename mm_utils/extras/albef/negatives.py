@@ -1,6 +1,6 @@
 """Negatives of the data, captions that are wrong for their image: tokenised once, one drawn in every epoch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,6 @@ from mm_utils.data.batches.order import choose_captions
 from mm_utils.data.batches.tokens import (
     caption_key,
     encode_captions,
-    languages_of,
-    own_codes,
     pad_captions,
     tokenizer_content,
 )
@@ -58,13 +56,13 @@ class Negatives(ColumnReader):
                 f"the column {NEGATIVES} holds {rows.features[NEGATIVES]}; it should have, for each image, a list of captions "
                 "that are wrong for it. Write it anew."
             )
-        codes = own_codes(tokenizer, languages_of(rows))
-        columns = [name for name in (NEGATIVES, "caption_keys", "languages") if name in rows.column_names]
-        content = NEGATIVES, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length, sorted(codes.items())
-        compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length, codes=codes)
+        content = NEGATIVES, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length
+        compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
         options: dict[str, Any] = {"title": "Tokenising negatives", "num_proc": num_proc}
         features = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]})
-        return add_columns(rows, columns, compute, Hasher.hash(content), **options, features=features)
+        return add_columns(
+            rows, [NEGATIVES, "caption_keys"], compute, Hasher.hash(content), **options, features=features
+        )
 
     def example(self, row: dict[str, Any], shown: Shown | None, seed: int | None) -> dict[str, Any]:
         """Return the drawn negative, as `negative`."""
@@ -90,7 +88,6 @@ def _tokenize(
     wanted: np.ndarray | None,
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
-    codes: Mapping[str, str],
 ) -> Columns:
     listed = [
         [text for text in given or () if own and caption_key(text) not in own]
@@ -98,8 +95,5 @@ def _tokenize(
     ]
     if wanted is not None:
         listed = [texts if is_wanted else [] for texts, is_wanted in zip(listed, wanted, strict=True)]
-    languages = rows.get("languages") or [None] * len(listed)
-    codes_of = [((of_row or [""])[0] or "",) * len(texts) for of_row, texts in zip(languages, listed, strict=True)]
-    texts, flat = ([item for row in column for item in row] for column in (listed, codes_of))
-    tokens = iter(encode_captions(tokenizer, texts, flat, max_seq_length, codes))
+    tokens = iter(encode_captions(tokenizer, [text for texts in listed for text in texts], max_seq_length))
     return {NEGATIVE_IDS: [[next(tokens) for _ in row] for row in listed]}

@@ -151,10 +151,9 @@ def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None 
             "%s: %s images, and the benchmark has %s; the figures are not those of the benchmark",
             title, f"{len(rows):,}", f"{benchmark.images:,}",
         )  # fmt: skip
-    names = [name for name in ("captions", "languages") if name in rows.column_names]
-    first = {name: [each[:CAPTIONS] for each in rows[name]] for name in names}
-    kept = Dataset.from_dict(first, Features({name: rows.features[name] for name in names}))
-    return split, concatenate_datasets([rows.remove_columns(names), kept], axis=1)
+    first = {"captions": [captions[:CAPTIONS] for captions in rows["captions"]]}
+    kept = Dataset.from_dict(first, Features({"captions": rows.features["captions"]}))
+    return split, concatenate_datasets([rows.remove_columns("captions"), kept], axis=1)
 
 
 def _benchmark(name: str, renamed: dict[int, str] | None = None, **entry: Any) -> Benchmark:

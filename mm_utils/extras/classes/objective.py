@@ -51,7 +51,7 @@ class ClassificationObjective(Objective):
         self.register_buffer("label_M", label_M, persistent=False)
         self.register_buffer("weight_C", weight_C, persistent=False)
 
-    def encode(self, batch: Batch, for_loss: bool = True, for_backward: bool = True) -> Encoded:
+    def encode(self, batch: Batch, for_backward: bool = True) -> Encoded:
         """Return nothing, as `part` runs the model."""
         return Encoded({})
 

@@ -124,7 +124,7 @@ class ZeroShotEvaluator:
             )
         self.images, self.templates, self.reranked_classes = images, len(by_class[0]), args.rerank_top_k
         texts = [text for of_class in by_class for text in of_class]
-        self.tokens = pad_captions(encode_captions(tokenizer, texts, None, max_seq_length), tokenizer.pad_token_id)
+        self.tokens = pad_captions(encode_captions(tokenizer, texts, max_seq_length), tokenizer.pad_token_id)
         self.predictions: Predictions | None = None
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class ZeroShotEvaluator:
 
 def unknown_names(tokenizer: PreTrainedTokenizerBase, names: Sequence[str], max_seq_length: int) -> list[str]:
     """Return the names that hold a word the tokenizer does not know, or nothing that it reads."""
-    bare, *found = encode_captions(tokenizer, ["", *names], None, max_seq_length)
+    bare, *found = encode_captions(tokenizer, ["", *names], max_seq_length)
     known = bare.count(tokenizer.unk_token_id)  # CLIP's is also the one that ends every text
     return [
         name

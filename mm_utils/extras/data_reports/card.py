@@ -8,7 +8,6 @@ from datasets import DatasetDict, Features
 from huggingface_hub import DatasetCardData
 
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
-from mm_utils.extras.languages.codes import iso_languages
 from mm_utils.text import markdown_text, redact
 
 logger = logging.getLogger(__name__)
@@ -41,13 +40,10 @@ def write_data_card(
         summary: the content of `report.json`.
         license: an identifier of the Hub; None if it is not known.
     """
-    languages = iso_languages(map(str, summary["captions"]["languages"]))
     images, kind = sum(map(len, pairs.values())), kind_of(next(iter(pairs.values())).features)
     files = [{"split": split, "path": f"{split}/*.arrow"} for split in pairs]
     front = DatasetCardData(
         license=license,
-        language=languages or None,
-        multilinguality=("multilingual" if len(languages) > 1 else "monolingual") if languages else None,
         size_categories=next((size for limit, size in _SIZES.items() if images < limit), "n>100M"),
         task_categories=_TASKS[kind],
         tags=[f"{COLUMNS[kind]}-text-pairs", f"{COLUMNS[kind]}-text-retrieval"],

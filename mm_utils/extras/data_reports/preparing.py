@@ -65,7 +65,7 @@ class PrepareArguments:
         metadata={
             "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern or Hub repository, with format, "
             "name, split, weight, medium, image_root, image_column, caption_column, caption_template ({brand} {title}), id_column, "
-            "language_column, language, templates, classes or config where they are not found by themselves."
+            "templates, classes or config where they are not found by themselves."
         },
     )
     output_dir: str = arg(

@@ -35,7 +35,7 @@ _TINY_SIDE = 112  # enlarged more than twice for the usual input of 224 pixels
 _LONG_CAPTION = 300  # characters: about the 77 tokens at which CLIP's text encoder cuts
 _MANY, _SOME = 0.05, 0.01  # shares from which on tiny images or bad rows, and long captions, are worth a warning
 _SHOWN_PAIRS, _SHOWN_SPLITS, _SHOWN_MATCHES = 24, 4, 12
-_SHOWN_ELSEWHERE = ("examples", "shared", "languages")  # parts of the summary that have their own table or picture
+_SHOWN_ELSEWHERE = ("examples", "shared")  # parts of the summary that have their own table or picture
 
 
 def write_report(
@@ -202,10 +202,6 @@ def _sections(summary: dict[str, Any]) -> list[str]:
         "Leakage between splits": _flat(summary["leakage"]),
         "Captions": _flat(summary["captions"]),
         "Captions of several images": summary["captions"]["shared"],
-        "Languages": [
-            {"language": name or "unknown", "captions": count}
-            for name, count in list(summary["captions"]["languages"].items())[:20]
-        ],
         "Storage": _flat(summary["storage"]),
         "How it was made": _flat(summary["settings"]),
     }

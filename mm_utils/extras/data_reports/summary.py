@@ -160,16 +160,14 @@ def _quarantined(faults: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def caption_figures(pairs: DatasetDict, templated: bool) -> dict[str, Any]:
-    """Count distinct captions, lengths and languages; list captions of too many images, unless templates made them."""
+    """Count distinct captions and lengths; list captions of too many images, unless templates made them."""
     texts: list[pa.Array] = []  # still in their files
     keys: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
     owners: list[np.ndarray] = []
-    languages: Counter[str] = Counter()
     images = 0
     for rows in pairs.values():
-        names = [name for name in ("captions", "languages") if name in rows.column_names]
-        for batch in rows.select_columns(names).with_format("arrow").iter(10_000):
+        for batch in rows.select_columns(["captions"]).with_format("arrow").iter(10_000):
             flat = pc.list_flatten(batch["captions"])
             texts += flat.chunks
             own = flat.to_pylist()
@@ -179,8 +177,6 @@ def caption_figures(pairs: DatasetDict, templated: bool) -> dict[str, Any]:
                 np.repeat(images + np.arange(len(batch)), pc.list_value_length(batch["captions"]).to_numpy())
             )
             images += len(batch)
-            if "languages" in names:
-                languages.update(pc.list_flatten(batch["languages"]).to_pylist())
     key_M, length_M, text_M = np.concatenate(keys), np.concatenate(lengths), pa.chunked_array(texts)
     return {
         "distinct": len(np.unique(key_M)),
@@ -188,7 +184,6 @@ def caption_figures(pairs: DatasetDict, templated: bool) -> dict[str, Any]:
             {"caption": text_M[one.row].as_py(), "images": one.images}
             for one in shared_captions(key_M, np.concatenate(owners))[: 0 if templated else _SHARED]
         ],
-        "languages": dict(languages.most_common()),
         "characters": {
             "mean": float(length_M.mean()),
             "p50": float(np.quantile(length_M, 0.5)),

@@ -1,1 +1,1 @@
-"""Features of frozen encoders, computed once, and a teacher whose similarities are learnt."""
+"""Features of frozen encoders, computed once."""

@@ -1,11 +1,10 @@
-"""Features of frozen towers and of a teacher, put beside the rows before training."""
+"""Features of frozen towers, put beside the rows before training."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mm_utils.arguments import Parsed, arg
-from mm_utils.run.checks import check_model
 from mm_utils.training.callbacks import RunCallback
 
 _AUGMENTS = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter patch_dropout"
@@ -82,32 +81,3 @@ class CacheFeatures(RunCallback):
         ]
         rows, work = run.data.num_rows, partial(cache_features, run.data, run.objective)
         run.timed_pass("features", rows, rows, partial(work, run.run.accelerator, splits))
-
-
-class CacheTeacher(RunCallback):
-    """Embed the training data with the teacher of `distillation`."""
-
-    scripts = ("pretrain",)
-    flag = "teacher_name_or_path"
-
-    def __init__(self, name: str):
-        self.name = name
-
-    @classmethod
-    def attach(cls, given: Parsed) -> "CacheTeacher":
-        """Return the callback of a teacher that exists."""
-        from mm_utils.extras.frozen.sentence_teacher import Embedder
-
-        name = given["teacher_name_or_path"]
-        if name.startswith("st:"):
-            Embedder(name)  # which complains now, not after the data are loaded
-        else:
-            check_model(name, "--teacher_name_or_path")
-        return cls(name)
-
-    def on_start(self, run: Any) -> None:
-        """Compute the embeddings, or open those that are stored."""
-        from mm_utils.extras.frozen.teacher import cache_teacher
-
-        rows, work = run.data.num_rows, partial(cache_teacher, self.name, run.data, run.objective)
-        run.timed_pass("the teacher", rows, rows, partial(work, run.run.accelerator))

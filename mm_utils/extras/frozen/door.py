@@ -2,5 +2,6 @@
 
 CALLBACKS = {
     "cache_features": "mm_utils.extras.frozen.callbacks.CacheFeatures",
-    "teacher": "mm_utils.extras.frozen.callbacks.CacheTeacher",
+    "teacher": "mm_utils.objectives.distillation.CacheTeacher",
 }
+TERMS = {"distillation": "mm_utils.objectives.distillation.Distillation"}

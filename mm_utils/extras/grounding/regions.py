@@ -146,7 +146,7 @@ def _tokenize(
         checked = map(_checked_regions, rows["id"], rows["regions"], is_wanted)
     regions = list(checked)
     phrases = [phrase for row in regions for _, phrase in row]
-    tokens = iter(encode_captions(tokenizer, phrases, None, max_seq_length))
+    tokens = iter(encode_captions(tokenizer, phrases, max_seq_length))
     return {
         "region_boxes": [[number for box, _ in row for number in box] for row in regions],
         "region_input_ids": [[next(tokens) for _ in row] for row in regions],

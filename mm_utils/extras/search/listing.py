@@ -153,7 +153,7 @@ def _images(shards: list[tuple[str, int, int]], medium: str = "image") -> Iterat
         if sample.fault is not None or member is None:
             continue
         try:
-            captions, _ = captions_of_sample(sample, sample.values(), Source(path, medium=medium), {})
+            captions = captions_of_sample(sample, sample.values(), Source(path, medium=medium), {})
         except Fault:  # an image needs no caption here
             captions = []
         texts = [" ".join(each.split()) for each in captions if isinstance(each, str)]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionLayer
-from mm_utils.objectives import JointObjective, Objective
+from mm_utils.objectives import Objective
 
 MIN_BLOCK_PARAMETERS = 1_000_000  # FSDP2 gathers and frees larger blocks one by one; all else is one unit
 
@@ -29,11 +29,6 @@ def configure_fsdp(accelerator: Accelerator, objective: Objective, global_batch_
         raise ValueError(
             f"fsdp_version is {plugin.fsdp_version} in the configuration of accelerate; this needs FSDP2. Set it to 2, or use "
             "accelerate_configs/fsdp2.yaml."
-        )
-    if isinstance(objective, JointObjective) and objective.needs_teacher:
-        raise ValueError(
-            "--objectives has a term that learns from the weight average, which replaces the weights in the middle of a step; "
-            "FSDP2 does not allow that. Drop the term, or use DDP (accelerate_configs/multi_gpu.yaml)."
         )
     plugin.mixed_precision_policy = None
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, blocks(objective)

@@ -198,7 +198,7 @@ def _text_features(model: FusionDualEncoderModel, batch: dict[str, Any]) -> Tens
 
 def _embed_names(model: FusionDualEncoderModel, names: list[str], data: TrainingData, device: torch.device) -> Tensor:
     """Return the unit text features of the names of classes, `[classes, B]`."""
-    ids = encode_captions(data.processor.tokenizer, names, None, data.max_seq_length)
+    ids = encode_captions(data.processor.tokenizer, names, data.max_seq_length)
     found = [torch.empty(0, model.config.text_width, device=device)]
     for start in range(0, len(ids), data.eval_batch_size):
         padded = pad_captions(ids[start : start + data.eval_batch_size], data.loaders.pad_token_id)

@@ -21,11 +21,6 @@ class Streaming(RunCallback):
     @classmethod
     def attach(cls, given: Parsed) -> "Streaming":
         """Return the callback with --streaming."""
-        if given["similar_captions_per_batch"] > 1:
-            raise ValueError(
-                f"--similar_captions_per_batch is {given['similar_captions_per_batch']}; a stream's captions are not known "
-                "ahead. Drop it, or --streaming."
-            )
         return cls()
 
     def open_data(self, accelerator: Accelerator, given: Parsed, *more: Any) -> TrainingData:

@@ -116,8 +116,7 @@ class StreamSteps:
         counts = np.array([len(row["captions"]) for row in rows])
         shown = choose_captions(self.stream.order.seed, np.array(epochs), np.array(keys), counts).tolist()
         captions = [row["captions"][place] for row, place in zip(rows, shown, strict=True)]
-        languages = [row["languages"][place] for row, place in zip(rows, shown, strict=True)]
-        tokens = encode_captions(self.tokenizer, captions, languages, self.max_seq_length)
+        tokens = encode_captions(self.tokenizer, captions, self.max_seq_length)
         return [
             [ids if other == place else [] for other in range(len(row["captions"]))]
             for row, place, ids in zip(rows, shown, tokens, strict=True)
@@ -213,7 +212,7 @@ class _Parts(IterableDataset):
         return self.steps.batches(self.start, self.stop, Reader(self.rank, self.world_size, *place))
 
 
-_PER_CAPTION = ("image_ids", "lengths", "languages")
+_PER_CAPTION = ("image_ids", "lengths")
 
 
 def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False) -> Batch:

@@ -68,7 +68,6 @@ FEATURES = datasets.Features(
         "id": datasets.Value("string"),
         "image": datasets.Image(decode=False),
         "captions": datasets.Sequence(datasets.Value("string")),
-        "languages": datasets.Sequence(datasets.Value("string")),
     }
 )
 _STORED: dict[str, Callable[[bytes], tuple[Sized, float]]] = {"clip": read_avi, "sound": read_wav}
@@ -328,7 +327,7 @@ def _builder(source: Source) -> RecordBuilder:
 
 def _names(columns: Columns, known: Sequence[str]) -> list[str]:
     cut = _CUT if columns.medium in _STORED else ()
-    named = (columns.image, columns.caption, columns.id, columns.language, *cut)
+    named = (columns.image, columns.caption, columns.id, *cut)
     return list(dict.fromkeys(name for name in named if name in known))
 
 
@@ -350,13 +349,13 @@ def _records(cells: Iterable[dict[str, Any] | Fault], columns: Columns, source: 
 def _sample_record(builder: RecordBuilder, sample: Sample) -> Record:
     """Return the record of a sample. Its id comes from .json: two keys may have the same image."""
     values, source = sample.values(), builder.source
-    captions, languages = captions_of_sample(sample, values, source, {})
+    captions = captions_of_sample(sample, values, source, {})
     column = source.id_column or find_column("--id_column", list(values), source.title, None, USUAL_NAMES["id"])
     member = next(iter(sample.media.values()), None)
     image = _Cell("", member.data if isinstance(member, BytesImage) else None, None)
     begin, end = (None if is_null(values.get(name)) else values[name] for name in _CUT)
     key = id_of(values, Columns(id=column))
-    return builder.record(sample.key, (image, key), captions, languages=languages, cut=(begin, end))
+    return builder.record(sample.key, (image, key), captions, cut=(begin, end))
 
 
 def _training_row(record: Record, medium: str) -> dict[str, Any]:
@@ -367,14 +366,13 @@ def _training_row(record: Record, medium: str) -> dict[str, Any]:
     content = image.data if isinstance(image, BytesImage) else image.read(MEDIA_LIMITS)
     if not isinstance(content, bytes) or not content:
         raise Fault("image_missing", f"the {medium if medium in _STORED else 'image'} is not in the shard")
-    good, faults, _ = check_captions(record.captions, record.languages, _CHECKS)
+    good, faults, _ = check_captions(record.captions, _CHECKS)
     if not good:
         raise faults[-1]
     row = {
         "id": record.id or stored_hash(content),
         "image": {"bytes": content, "path": image.path if isinstance(image, _Cell) else None},
-        "captions": list(good),
-        "languages": list(good.values()),
+        "captions": good,
     }
     return {**row, "seconds": _seconds(content, medium)} if medium in _STORED else row
 

@@ -24,8 +24,6 @@ from mm_utils.data.rows.columns import (
     SPLIT_NAMES,
     SUFFIXES,
     USUAL_NAMES,
-    Columns,
-    captions_of,
     split_of,
 )
 from mm_utils.data.rows.folders import unread_rows
@@ -349,10 +347,9 @@ def _record(
 ) -> Record:
     """Return a sample's record; `split` is its folder's, `a_line` as in `has_caption_a_line`."""
     values = sample.values()
-    captions, languages = captions_of_sample(sample, values, builder.source, names)
+    captions = captions_of_sample(sample, values, builder.source, names)
     if a_line and len(captions) == 1 and isinstance(captions[0], str):
         captions = captions[0].splitlines()
-        languages = languages and languages * len(captions)
     image: ImageRef
     member = sample.medium(builder.medium)
     if member is not None:
@@ -365,12 +362,10 @@ def _record(
         split = split_of(values["split"])
     beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
     beside["cut"] = values.get("start"), values.get("end")
-    return builder.record(where, (image, storable(key)), captions, languages=languages, split=split, **beside)
+    return builder.record(where, (image, storable(key)), captions, split=split, **beside)
 
 
-def captions_of_sample(
-    sample: Sample, values: dict[str, Any], source: Source, names: dict[str, str]
-) -> tuple[list[Any], list[str] | None]:
+def captions_of_sample(sample: Sample, values: dict[str, Any], source: Source, names: dict[str, str]) -> list[Any]:
     """Return unchecked captions: of .txt or .caption, else .json, else the class in .cls.
 
     Args:
@@ -378,13 +373,10 @@ def captions_of_sample(
         names: the names of classes by number.
     """
     column = source.caption_column or next((name for name in USUAL_NAMES["caption"] if name in values), None)
-    columns = Columns(caption="caption", language=source.language_column or "languages")
-    language = values.get(str(columns.language))
     plain = next((name for name in ("txt", "caption") if name in sample.texts), None)
     captions: Any
     if plain is not None and source.caption_column is None:
         captions = sample.text(plain)
-        language = None if isinstance(language, list) else language  # a list is that of the captions in .json
     elif column in values:
         captions = values[column]
     elif "cls" in sample.texts:
@@ -394,4 +386,4 @@ def captions_of_sample(
         captions = captions_of_class(source, names.get(label, label), source.medium)
     else:
         raise Fault("unmatched_image", f"{sample.key} has no caption among its members")
-    return captions_of({"caption": captions, str(columns.language): language}, columns)
+    return captions if isinstance(captions, list) else [captions]

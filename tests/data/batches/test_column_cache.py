@@ -116,7 +116,7 @@ def test_picked_rows_get_their_own_tokens(
     tokens = tokenize_captions(rows, tokenizer, 16, num_proc)
     assert tokens.select_columns(rows.column_names).to_list() == rows.to_list()
     for row in tokens:
-        assert row["input_ids"] == encode_captions(tokenizer, row["captions"], None, 16)
+        assert row["input_ids"] == encode_captions(tokenizer, row["captions"], 16)
         assert row["image_key"] == image_key(row["id"])
         assert row["caption_keys"] == list(map(caption_key, row["captions"]))
 

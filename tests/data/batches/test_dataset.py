@@ -292,3 +292,32 @@ def test_fixed_crops_need_an_image_of_about_their_size(
     colours = {tuple(colour) for colour in noise.reshape(-1, 3).tolist()}
     kept = sum(tuple(colour) in colours for colour in square.flatten(1).T.tolist())
     assert (kept == SIZE**2) is cut
+
+
+SIDES = [
+    "white is left",
+    "Right-handed",
+    "weiß ist links",
+    "im Uhrzeigersinn",
+    "bên trái",
+    "it says “no”",
+    "a STOP sign",
+    "no. 9",
+]
+
+
+@pytest.mark.parametrize(
+    "caption", ["a picture", "two dogs in the grass", "ein Rechteck", "một con chó", "A DOG", *SIDES]
+)
+def test_half_of_the_images_are_mirrored_where_no_caption_has_sides(
+    caption: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    picture = Image.new("RGB", (20, 20))
+    picture.paste("white", (0, 0, 10, 20))
+    value, captions = {"bytes": encode(picture, "png"), "path": None}, ["a picture", caption]
+    rows = [{"id": str(row), "image": value, "captions": captions} for row in range(40)]
+    pairs = training_pairs(
+        tokenize_captions(Dataset.from_list(rows, features=FEATURES), tokenizer, 16), horizontal_flip=True
+    )
+    mirrored = sum(bool(pairs[(row, 0)]["pixel_values"][0][:, 0].float().mean() < 100) for row in range(40))
+    assert mirrored == 0 if caption in SIDES else 10 < mirrored < 30

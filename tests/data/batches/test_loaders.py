@@ -76,7 +76,6 @@ def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch
         ({"max_seq_length": 2}, "--max_seq_length is 2"),
         ({"min_crop_area": 0.0}, "--min_crop_area is 0.0"),
         ({"min_crop_area": 1.5}, "--min_crop_area is 1.5"),
-        ({"similar_captions_per_batch": 0}, "--similar_captions_per_batch is 0"),
         ({"color_jitter": 1.5}, "--color_jitter is 1.5"),
         ({"color_jitter": -0.1}, "--color_jitter is -0.1"),
         (

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import global_order, tokenize_captions
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
@@ -154,7 +154,7 @@ def test_pairs_survive_shuffles_filters_slices_and_ranks(
         rows = CHANGES[change](rows)
     expected = Counter(number_said(captions[0]) for captions in rows["captions"])
     rows = tokenize_captions(rows, tokenizer, 16)
-    order = global_order(rows, BatchSizes((0,), (min(batch, len(rows)),)), seed)
+    order = GlobalOrder(len(rows), BatchSizes((0,), (min(batch, len(rows)),)), seed)
     steps = -(-len(rows) // order.sizes.at(0))
     made = loaders(image_size, 0, **augmentation)
     seen: list[int] = []

@@ -1,6 +1,5 @@
 """Captions become token ids, equal captions have equal keys, and a fingerprint identifies all of them."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset, Features, List, Value, disable_progress_bars
+from datasets import Dataset, List, Value, disable_progress_bars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -59,12 +58,12 @@ def test_the_tokenizer_reads_only_the_beginning_of_a_huge_caption(
     caption: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     counting = CountingTokenizer(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
-    [ids] = encode_captions(counting, [caption], None, 16)
+    [ids] = encode_captions(counting, [caption], 16)
     assert counting.lengths == [32 * 16]
     assert len(ids) <= 16
     assert ids[-1] == tokenizer.sep_token_id
     if " " in caption:
-        assert [ids] == encode_captions(counting, ["one two " * 100], None, 16)
+        assert [ids] == encode_captions(counting, ["one two " * 100], 16)
 
 
 TINY = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁": 4, "a": 5}
@@ -99,10 +98,10 @@ def test_special_tokens_are_text_for_every_family(family: str) -> None:
 def test_many_captions_at_once_are_tokenised_as_one_by_one(family: str, most: int) -> None:
     tokenizer: PreTrainedTokenizerBase = FAMILIES[family]()
     texts = [*awkward.TEXTS, *tokenizer.all_special_tokens, "a a " * 200, ""]
-    many = encode_captions(tokenizer, texts, None, most)
-    assert many == [ids for text in texts for ids in encode_captions(tokenizer, [text], None, most)]
+    many = encode_captions(tokenizer, texts, most)
+    assert many == [ids for text in texts for ids in encode_captions(tokenizer, [text], most)]
     tokenizer("a a a", truncation=True, max_length=2)  # what a call leaves in the tokenizer changes nothing
-    assert encode_captions(tokenizer, texts, None, most) == many
+    assert encode_captions(tokenizer, texts, most) == many
 
 
 def test_equal_images_and_captions_have_equal_keys(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -142,39 +141,10 @@ def test_fingerprint_follows_images_and_captions(tokenizer: PreTrainedTokenizerF
 def test_single_keys_and_tokens_equal_those_of_the_columns(tokenizer: PreTrainedTokenizerFast) -> None:
     captions = ["One  two", "three [SEP]", "ÄÖ " * 999]
     row = tokenize_captions(one_row(*captions, image_id="é"), tokenizer, 16)[0]
-    assert row["input_ids"] == encode_captions(tokenizer, captions, None, 16)
+    assert row["input_ids"] == encode_captions(tokenizer, captions, 16)
     assert row["caption_keys"] == list(map(caption_key, captions))
     assert row["image_key"] == image_key("é")
-    assert encode_captions(tokenizer, [], [], 16) == []
-
-
-# -- languages ----------------------------------------------------------------------------------------------------------
-def two_languages(*languages: str | None) -> Dataset:
-    features = Features({**FEATURES, "languages": datasets.Sequence(Value("string"))})
-    row = {"id": "a", "image": {"bytes": png(0), "path": None}, "captions": ["one two", "three"]}
-    return Dataset.from_list([{**row, "languages": list(languages)}], features=features)
-
-
-def test_a_caption_is_tokenised_in_its_language(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = new_tokenizer()
-    plain = tokenize_captions(two_languages("de", "fr"), tokenizer, 16)[0]["input_ids"]
-    tokenizer.add_tokens(["<de>", "<en>"], special_tokens=True)
-    german, english = map(tokenizer.convert_tokens_to_ids, ("<de>", "<en>"))
-    first, second = plain
-    with caplog.at_level(logging.WARNING):
-        for languages, expected in (
-            (("de", "en"), [[first[0], german, *first[1:]], [second[0], english, *second[1:]]]),
-            (("en", ""), [[first[0], english, *first[1:]], second]),
-            ((None, "xx"), plain),
-            ((), plain),
-        ):
-            assert tokenize_captions(two_languages(*languages), tokenizer, 16)[0]["input_ids"] == expected
-    assert [message.split(" for ")[1].split(";")[0] for message in caplog.messages] == ["'xx'"]
-
-
-def test_each_caption_needs_a_language_if_any_has_one(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"image a has 2 captions and 1 languages; .* Give as many"):
-        tokenize_captions(two_languages("de"), tokenizer, 16)
+    assert encode_captions(tokenizer, [], 16) == []
 
 
 # -- the fingerprint ----------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_an_example_is_a_function_of_seed_epoch_and_id(kind: str) -> None:
     if kind == "clip":
         rows = rows_of(kind, [brightening(number + 5) for number in range(4)], [2.0] * 4)
         transform = TrainingTransform(
-            Clip(16, min_crop_area=0.5, frames=3, seconds=1.0), seed=1, color_jitter=0.3, keeps_sides=lambda row: False
+            Clip(16, min_crop_area=0.5, frames=3, seconds=1.0), seed=1, color_jitter=0.3, horizontal_flip=True
         )
     else:
         rows = rows_of(kind, [counting(2000 + number) for number in range(4)], [2.0] * 4)

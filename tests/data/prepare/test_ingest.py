@@ -99,21 +99,19 @@ def test_a_row_survives_bad_negatives(tmp_path: Path) -> None:
 
 def test_a_row_survives_one_bad_caption(tmp_path: Path) -> None:
     items = [
-        record(save(picture(), "JPEG"), "good", None, "good", " good  too", languages=["en", "de", "fr", "en"]),
+        record(save(picture(), "JPEG"), "good", None, "good", " good  too"),
         record(save(picture(), "JPEG"), None, "", where="line 2"),
-        record(save(picture(), "JPEG"), where="line 3", languages=["en", "de"]),
         BadRow("pairs", "line 4", Fault("malformed_row", "no JSON"), raw='{"image'),
     ]
     [row], result = stored(tmp_path, *items)
-    assert (row["captions"], row["languages"]) == (["good", "good too"], ["en", "en"])
+    assert row["captions"] == ["good", "good too"]
     assert [(fault["where"], fault["reason"]) for fault in result.faults] == [
         ("line 1", "caption_null"),
         ("line 2", "caption_null"),
         ("line 2", "caption_empty"),
-        ("line 3", "languages_mismatch"),
         ("line 4", "malformed_row"),
     ]
-    assert (result.rows, result.bad) == ({"pairs": 4}, {"pairs": 3})
+    assert (result.rows, result.bad) == ({"pairs": 3}, {"pairs": 2})
     assert result.notes["caption_repeated"] == 1
 
 

@@ -1,9 +1,9 @@
-"""Columns are found by their names; captions, languages and splits by their values."""
+"""Columns are found by their names; captions and splits by their values."""
 
 import pytest
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.rows.columns import USUAL_NAMES, Columns, captions_of, find_columns, is_null, split_of
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_of
 from mm_utils.data.rows.source import Source
 
 
@@ -43,27 +43,6 @@ def test_an_error_names_the_flag_or_the_key_of_a_source_and_few_columns() -> Non
     with pytest.raises(ValueError, match=r"and 99,961 more\.") as caught:
         find_columns(["token-" * 100_000, *map(str, range(100_000))], "t", Columns(image="token-" * 9))
     assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    ("captions", "languages", "expected"),
-    [
-        ("a", "vi", (["a"], ["vi"])),
-        (["a", "b"], "vi", (["a", "b"], ["vi", "vi"])),
-        (["a", "b"], ["vi", None], (["a", "b"], ["vi", ""])),
-        (["a"], None, (["a"], None)),
-        (None, "en", ([None], ["en"])),
-    ],
-)
-def test_each_caption_gets_its_language(captions: object, languages: object, expected: object) -> None:
-    assert captions_of({"c": captions, "l": languages}, Columns(caption="c", language="l")) == expected
-
-
-@pytest.mark.parametrize("languages", [["en"], ["en", "vi", "de"], []])
-def test_languages_of_another_number_are_a_fault(languages: list[str]) -> None:
-    with pytest.raises(Fault) as fault:
-        captions_of({"c": ["a", "b"], "l": languages}, Columns(caption="c", language="l"))
-    assert fault.value.reason == "languages_mismatch"
 
 
 def test_splits_have_many_names_and_no_others() -> None:

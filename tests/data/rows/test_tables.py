@@ -26,23 +26,23 @@ def test_captions_are_given_as_they_are(folder: Path) -> None:
     assert repr([record.captions for record in good]) == repr(expected)
 
 
-def test_columns_languages_ids_regions_negatives_and_splits_are_read(folder: Path) -> None:
+def test_columns_ids_regions_negatives_and_splits_are_read(folder: Path) -> None:
     rows = [
         {"i": "a.jpg", "c": ["one", "eins"], "l": ["en", "de"], "n": 2**70, "split": "val", "regions": [1]},
         {"i": "b.jpg", "c": "zwei", "l": "de", "n": "x", "split": "restval", "negatives": ["drei"]},
         {"i": "c.jpg", "c": "x", "l": None, "n": None},
     ]
     path = write(folder / "p.jsonl", lines(*rows))
-    good, bad = read(path, image_column="i", caption_column="c", id_column="n", language_column="l")
-    assert [(row.id, row.languages, row.split, row.regions, row.negatives) for row in good] == [
-        (str(2**70), ["en", "de"], "validation", [1], None),
-        ("x", ["de"], "train", None, ["drei"]),
+    good, bad = read(path, image_column="i", caption_column="c", id_column="n")
+    assert [(row.id, row.split, row.regions, row.negatives) for row in good] == [
+        (str(2**70), "validation", [1], None),
+        ("x", "train", None, ["drei"]),
     ]
     assert reasons(bad) == [("line 3", "missing_column")]
-    good, _ = read(path, image_column="i", caption_column="c", language="vi", split="test")
-    assert [(row.id, row.languages, row.split) for row in good][::2] == [
-        ("a.jpg", ["vi", "vi"], "test"),
-        ("c.jpg", ["vi"], "test"),
+    good, _ = read(path, image_column="i", caption_column="c", split="test")
+    assert [(row.id, row.split) for row in good][::2] == [
+        ("a.jpg", "test"),
+        ("c.jpg", "test"),
     ]
 
 

@@ -30,7 +30,7 @@ def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokeniz
     plain = tokenize_captions(rows, tokenizer, 16)
     given = [["Picture  ZERO", "picture two"], [], None, ["picture one"]]
     found = with_negatives(tokenizer, rows, given)
-    expected = encode_captions(tokenizer, ["picture two", "picture one"], None, 16)
+    expected = encode_captions(tokenizer, ["picture two", "picture one"], 16)
     assert list(found[NEGATIVE_IDS]) == [[expected[0]], [], [], [expected[1]]]
     for name in ("input_ids", "image_key", "caption_keys"):
         assert list(found[name]) == list(plain[name])

@@ -208,8 +208,3 @@ def test_folders_of_shards_are_known(tmp_path: Path) -> None:
     assert not holds_shards(tmp_path / "nowhere")
     assert holds_shards(retrieval_folder(tmp_path / "wds"))
     assert holds_shards(tmp_path / "wds/test")
-
-
-def test_a_language_is_that_of_every_line(tmp_path: Path) -> None:
-    good, _ = read(retrieval_folder(tmp_path / "wds"), language="en")
-    assert all(record.languages == ["en"] * 6 for record in good)

@@ -21,8 +21,6 @@ from tests.kit.hub import HubServer
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_corpus(tmp_path_factory.mktemp("raw"))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        row["language"] = "eng_Latn"
     rows.append({**rows[0], "image": "images/nowhere.png", "captions": ["of nobody"]})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -34,16 +32,13 @@ FLAGS = ("--on_leakage", "keep", "--max_bad_fraction", "1", "--num_proc", "1")
 @pytest.fixture(scope="module")
 def prepared(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out") / "my pairs"
-    main(
-        ["--sources", f"{raw},language_column=language", "--output_dir", str(folder), *FLAGS, "--license", "cc-by-4.0"]
-    )
+    main(["--sources", str(raw), "--output_dir", str(folder), *FLAGS, "--license", "cc-by-4.0"])
     return folder
 
 
 def test_the_card_says_what_it_is_and_shows_the_report(prepared: Path) -> None:
     card = DatasetCard.load(prepared / "README.md")
-    assert (card.data.license, card.data.language, card.data.size_categories) == ("cc-by-4.0", ["en"], "n<1K")
-    assert card.data.multilinguality == "monolingual"
+    assert (card.data.license, card.data.size_categories) == ("cc-by-4.0", "n<1K")
     report = (prepared / "report.md").read_text()
     assert report.partition("\n")[2].strip() in card.text
     assert "Licence: cc-by-4.0." in card.text

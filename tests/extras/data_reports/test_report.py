@@ -67,7 +67,6 @@ SUMMARY: dict[str, Any] = {
     "captions": {
         "distinct": 21,
         "shared": [{"caption": "no image", "images": 20}],
-        "languages": {"en": 61, "": 62},
         "characters": {"mean": 41.25, "p50": 40},
     },
     "storage": {"store": "jpeg", "original_bytes_per_pair": 98765.4, "psnr_db": {"mean": 41.5}, "psnr_sample": 71},
@@ -147,7 +146,6 @@ def test_tables_hold_the_values_of_the_summary(tmp_path: Path, pairs: DatasetDic
         **{"distinct": ["21"], "characters, mean": ["41.25"], "characters, p50": ["40"]},
     }
     assert cells(text, "Captions of several images") == {"no image": ["20"]}
-    assert cells(text, "Languages") == {"en": ["61"], "unknown": ["62"]}
     assert cells(text, "Storage") == {
         **{"store": ["jpeg"], "original bytes per pair": ["98,765.40"]},
         **{"psnr db, mean": ["41.50"], "psnr sample": ["71"]},

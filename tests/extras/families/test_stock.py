@@ -60,7 +60,7 @@ def test_captions_in_groups_of_a_length_give_the_embeddings_of_the_stock_class(f
     """The path of training: token ids, padded to the longest caption of a group."""
     model, tokenizer = load_model(str(folder(kind))).eval(), load_processor_of(str(folder(kind))).tokenizer
     texts = sorted(TEXTS * 5, key=len, reverse=True)
-    captions = encode_captions(tokenizer, texts, None, 64)
+    captions = encode_captions(tokenizer, texts, 64)
     ids, mask = pad_captions(captions, tokenizer.pad_token_id)
     with torch.no_grad():
         image = model.encode_image(
@@ -131,9 +131,7 @@ def test_every_trained_parameter_gets_a_gradient(folder, kind, objective, tmp_pa
     )
     trained = build_objective(model, ObjectiveArguments(objective), 0, processor.tokenizer)
     assert (model.logit_bias is not None) == objective.startswith("sigmoid")
-    ids, mask = pad_captions(
-        encode_captions(processor.tokenizer, TEXTS[:3], None, 64), processor.tokenizer.pad_token_id
-    )
+    ids, mask = pad_captions(encode_captions(processor.tokenizer, TEXTS[:3], 64), processor.tokenizer.pad_token_id)
     places = torch.arange(3)
     batch = {
         "ids": places[:, None].expand(3, 2), "pixel_values": processor(images=noise(), return_tensors="pt").pixel_values, "input_ids": ids,

@@ -113,7 +113,7 @@ def test_a_step_reaches_everything_and_the_run_is_written(folder: Folder, kind: 
     processor: Any = load_processor_of(name)
     args = ModelArguments(model_name_or_path=name, fusion_layers=2, gradient_checkpointing=True)
     model = build_model(args, processor.tokenizer, medium=MEDIUM[kind])
-    captions = encode_captions(processor.tokenizer, TEXTS[:3], None, 64)
+    captions = encode_captions(processor.tokenizer, TEXTS[:3], 64)
     ids, mask = pad_captions(captions, processor.tokenizer.pad_token_id)
     places, shape = torch.arange(3), input_shape(model.vision_model)
     batch = {

@@ -193,7 +193,7 @@ def test_phrases_become_tokens_once(tokenizer: PreTrainedTokenizerFast) -> None:
     assert list(map(len, found["region_keys"])) == [1, 2, 0, 0]
     assert found["region_boxes"][1] == [1, 2, 3, 4, 5, 6, 7, 8]
     phrases = [region["phrase"] for region in listed[0] or []]
-    assert found["region_input_ids"][1] == encode_captions(tokenizer, phrases, None, 16)
+    assert found["region_input_ids"][1] == encode_captions(tokenizer, phrases, 16)
     assert found["region_keys"][1] == [caption_key("picture two")] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mm_utils.extras.grounding.regions.encode_captions", lambda *_: pytest.fail("tokenised again"))
@@ -227,7 +227,7 @@ def test_moments_are_regions_on_the_time_axis(tokenizer: PreTrainedTokenizerFast
     listed = [[a_moment(1.5, 2), a_moment(3, 8 + SLACK / 2, "picture two")], None, []]
     found = tokenized(rows_with_moments(listed), tokenizer)
     assert found["region_boxes"][0] == [1.5, 0, 0.5, 1, 3, 0, 5, 1]  # the second ends with the sound
-    assert found["region_input_ids"][0] == encode_captions(tokenizer, ["picture one", "picture two"], None, 16)
+    assert found["region_input_ids"][0] == encode_captions(tokenizer, ["picture one", "picture two"], 16)
     assert list(map(len, found["region_keys"])) == [2, 0, 0]
 
 
@@ -296,7 +296,7 @@ def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenize
         spans = batch["region_attention_mask"][place].sum(1).tolist()
         assert [span > 0 for span in spans] == [True] * len(phrases) + [False] * (3 - len(phrases))
         found = [ids[:span].tolist() for ids, span in zip(batch["region_input_ids"][place], spans, strict=True)]
-        assert found[: len(phrases)] == encode_captions(tokenizer, phrases, None, 16)
+        assert found[: len(phrases)] == encode_captions(tokenizer, phrases, 16)
         keys = batch["region_keys"][place, : len(phrases)]
         assert keys.tolist() == [caption_key(phrase) for phrase in phrases]
         areas = (batch["region_boxes"][place, :, 2:] - batch["region_boxes"][place, :, :2]).prod(1)

@@ -46,7 +46,7 @@ def plain(model: Path, photos: Path, query: str = QUERY) -> tuple[dict[str, floa
     names = sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
     squares = [center_square(Image.open(photos / name).convert("RGB"), side) / 255 for name in names]
     pixels = (torch.stack(squares) - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    ids, mask = pad_captions(encode_captions(processor.tokenizer, [query], None, 64), 0)
+    ids, mask = pad_captions(encode_captions(processor.tokenizer, [query], 64), 0)
     with torch.no_grad():
         images, keys_values = loaded.encode_image(pixels)
         text, states = loaded.encode_text(ids, mask)

@@ -35,9 +35,7 @@ def test_members_of_one_key_are_one_sample(tmp_path: Path, kind: int) -> None:
 
 def test_captions_come_from_text_then_json_then_the_class(tmp_path: Path) -> None:
     image = (b"image",)
-    described = json.dumps(
-        {"text": ["one", "zwei"], "languages": ["en", "de"], "split": "val", "regions": [1], "negatives": ["x"]}
-    ).encode()
+    described = json.dumps({"text": ["one", "zwei"], "split": "val", "regions": [1], "negatives": ["x"]}).encode()
     path = write_tar(
         tmp_path / "s.tar",
         [
@@ -57,8 +55,7 @@ def test_captions_come_from_text_then_json_then_the_class(tmp_path: Path) -> Non
         ["plain"],
         ["a great white shark.", "great white shark"],
     ]
-    assert (good[0].languages, good[0].split) == (["en", "de"], "validation")
-    assert (good[0].regions, good[0].negatives) == ([1], ["x"])
+    assert (good[0].split, good[0].regions, good[0].negatives) == ("validation", [1], ["x"])
     assert [(row.where[-1], row.fault.reason) for row in bad] == [
         ("3", "unmatched_image"),
         ("4", "image_missing"),

@@ -14,16 +14,15 @@ from torch import Tensor
 from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.batches.tokens import encode_captions, pad_captions, tokenize_captions
+from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.data.training_data import TrainingData
 from mm_utils.extras.frozen.feature_cache import Source, cache_features
-from mm_utils.extras.frozen.teacher import cache_teacher
-from mm_utils.extras.soft_targets.terms import Distillation
 from mm_utils.model.build import ModelArguments, build_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives.distillation import CacheTeacher, Distillation
 from scripts import pretrain
 from tests.extras.families.letters import write_bert
 from tests.kit.launches import losses, on_two_processes, weights
@@ -52,11 +51,16 @@ def student(teacher: str, **fields: Any) -> tuple[TrainingData, JointObjective]:
     return data, build_objective(model, ObjectiveArguments("contrastive", teacher), 0)
 
 
+def teach(teacher: str, data: TrainingData, objective: JointObjective) -> None:
+    run = SimpleNamespace(accelerator=Accelerator(cpu=True))
+    CacheTeacher(teacher)._embed(SimpleNamespace(data=data, objective=objective, run=run))
+
+
 def opened(teacher: str, **fields: Any) -> TrainingData:
     data, objective = student(teacher, **fields)
     if fields:
         cache_features(data, objective, Accelerator(cpu=True))
-    cache_teacher(teacher, data, objective, Accelerator(cpu=True))
+    teach(teacher, data, objective)
     return data
 
 
@@ -67,6 +71,7 @@ def batches(data: TrainingData) -> list[dict[str, Any]]:
 def as_the_teacher(folder: str) -> tuple[Tensor, dict[str, Tensor], float]:
     """Embeddings of all images that can be decoded, by row; of captions, by the words; and the scale."""
     model, processor = load_model(folder, fusion_layers=0).eval(), load_processor_of(folder)
+    model.processor = processor
     rows, images = rows_of(12, BROKEN), torch.zeros(12, model.config.projection_dim)
     arguments, pixels = LoaderArguments(16, dataloader_num_workers="0"), processor.image_processor
     loaders = Loaders(arguments, torch.device("cpu"), 0, media.Image(32, pixels.image_mean, pixels.image_std))
@@ -74,9 +79,8 @@ def as_the_teacher(folder: str) -> tuple[Tensor, dict[str, Tensor], float]:
     with torch.no_grad():
         for batch in loaders.evaluation(tokenize_captions(rows, processor.tokenizer, 16), 12):
             images[batch["rows"]] = model.encode_image(batch["pixel_values"], with_keys_values=False)[0]
-        for caption in {caption for row in rows["captions"] for caption in row}:
-            ids = encode_captions(processor.tokenizer, [caption], None, 16)
-            texts[caption] = model.encode_text(*pad_captions(ids, processor.tokenizer.pad_token_id))[0][0]
+    for caption in {caption for row in rows["captions"] for caption in row}:
+        texts[caption] = model.encode(texts=caption)[0]
     return images, texts, model.logit_scale.exp().item()
 
 
@@ -97,18 +101,19 @@ def test_a_batch_holds_what_the_teacher_gives(teacher: str, fields: dict[str, An
 
 def test_the_term_gets_the_teachers_own_scale(teacher: str) -> None:
     data, objective = student(teacher)
-    cache_teacher(teacher, data, objective, Accelerator(cpu=True))
+    teach(teacher, data, objective)
     [scale] = [term.scale for term in objective.weights if isinstance(term, Distillation)]
     assert scale == pytest.approx(as_the_teacher(teacher)[2])
     assert set(data.identity) == {"teacher"}
 
 
 def test_a_teacher_of_sounds_has_its_own_window(tmp_path: Path) -> None:
-    """CLAP takes a second, in loops, whatever the student's flag says."""
+    """CLAP takes a second, in loops."""
     folder, rows = write_clap(tmp_path / "clap"), split_of("sound", range(4))
     data, objective = student(folder)
-    data.splits["train"], data.loaders.arguments.medium_seconds = tokenize_captions(rows, new_tokenizer(), 16), 0.25
-    cache_teacher(folder, data, objective, Accelerator(cpu=True))
+    data.splits["train"] = tokenize_captions(rows, new_tokenizer(), 16)
+    data.loaders.medium = read_by(load_processor_of(folder))
+    teach(folder, data, objective)
     model, timed = load_model(folder).eval(), read_by(load_processor_of(folder), 1.0)
     assert isinstance(timed, media.Sound)
     with torch.no_grad():
@@ -207,8 +212,8 @@ def test_a_sentence_transformer_of_images_and_texts_teaches(
 
 def test_what_is_no_sentence_transformer_of_images_is_named(tiny_flags: list[str], tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
-    with pytest.raises(ValueError, match=r"--teacher_name_or_path is st:.*; there is no such folder"):
+    with pytest.raises(ValueError, match=r"--teacher_name_or_path is st:.*; it does not embed images and texts"):
         pretrain.main([*tiny_flags, "--teacher_name_or_path", f"st:{tmp_path / 'none'}"])
     text = write_bert(tmp_path / "text")
-    with pytest.raises(ValueError, match=r"it cannot embed an image and a text: .*Choose a model that embeds both"):
+    with pytest.raises(ValueError, match=r"it does not embed images and texts: .*Give the folder"):
         pretrain.main([*tiny_flags, "--teacher_name_or_path", f"st:{text}"])

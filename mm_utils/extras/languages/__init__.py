@@ -1,1 +1,0 @@
-"""Languages of captions: a multilingual tokenizer's own codes, and those of a card."""

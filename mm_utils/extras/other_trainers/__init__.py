@@ -1,1 +1,0 @@
-"""Advice for the flags of other trainers: transformers, sentence-transformers, open_clip, and the launcher."""

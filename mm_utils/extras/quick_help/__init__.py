@@ -1,1 +1,0 @@
-"""A script's `--help` in a second, without the large libraries that a run loads."""

@@ -1,1 +1,0 @@
-"""Soft targets: terms that learn the similarities of averaged weights, or of a teacher."""

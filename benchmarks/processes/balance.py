@@ -65,7 +65,6 @@ def timed_run(
     training = TrainingArguments(max_steps=args.steps, global_batch_size=args.pairs)
 
     data: Any = SimpleNamespace(loaders=SimpleNamespace(division=EQUAL_SHARES))
-    data.media = {"image": data}
     data.train_batches = lambda start, stop: [
         random_batch(args.pairs // ranks, VOCABULARY, IMAGE_SIZE, accelerator.device)
     ]

@@ -186,25 +186,8 @@ class ModelArguments:
                 raise ValueError(f"--{rare}{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
             value = getattr(self, name)
-            names = [value] if Path(value).is_file() else value.split(",")  # of several media
-            if not all(each.strip() in presets or Path(each.strip()).is_file() for each in names):
+            if value not in presets and not Path(value).is_file():
                 raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
-
-    def of(self, at: int) -> "ModelArguments":
-        """Return the arguments of one medium of several, from 0; below 0, all of them.
-
-        Raises:
-            ValueError: if there are several names, and none for it.
-        """
-        if at < 0:
-            return self
-        own: dict[str, Any] = {}
-        for flag in ("vision_model_name_or_path", "vision_config"):
-            names = str(getattr(self, flag) or "").split(",")
-            if 1 < len(names) <= at:
-                raise ValueError(f"--{flag} is {getattr(self, flag)}; give one for each of the data sets.")
-            own[flag] = names[at % len(names)].strip() or getattr(ModelArguments, flag)
-        return replace(self, **own)
 
     @property
     def pretrained(self) -> bool:
@@ -296,8 +279,7 @@ def _with_pooling(args: ModelArguments, medium: str, resume_from: Path | None) -
     """Return the arguments with a checkpoint's pooling of sounds, where none is asked for."""
     if resume_from is None or medium != "sound" or args.vision_pooling != "auto":
         return args
-    config = FusionDualEncoderConfig.from_pretrained(resume_from)
-    pooling = (config.media or {}).get(medium, {}).get("vision_pooling", config.vision_pooling)
+    pooling = FusionDualEncoderConfig.from_pretrained(resume_from).vision_pooling
     return args if pooling == "timed" else replace(args, vision_pooling=pooling)  # which no flag says
 
 

@@ -50,10 +50,9 @@ class Objective(nn.Module):
         pairs_per_image: how many pairs the fusion head scores for each image.
         readers: what the terms read of rows besides media and captions.
         needs_teacher: True if a term learns from the weight average.
-        medium: the kind of media of the step; None for that of a model with one.
         begin: called with (objective, step) at the beginning of a step, it sets the next two (`mm_utils.training.phases`).
         scores_pairs: whether this step has the terms that score pairs.
-        idle: parameters that this step does not train; None for those of other media.
+        idle: parameters that this step does not train.
     """
 
     groups_texts = True
@@ -64,10 +63,9 @@ class Objective(nn.Module):
     pairs_per_image = 0
     readers: Sequence[ColumnReader] = ()
     needs_teacher = False
-    medium: str | None = None
     begin: Callable[["Objective", int], None] | None = None
     scores_pairs = True
-    idle: Sequence[nn.Parameter] | None = None
+    idle: Sequence[nn.Parameter] = ()
     added: frozenset[str] = frozenset()
 
     def __init__(self, model: FusionDualEncoderModel):
@@ -98,7 +96,6 @@ class Objective(nn.Module):
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step: add `row_keys` for dropout by row, a function of seed, step and row."""
-        self.medium = batch.get("medium")
         if self.begin is not None:
             self.begin(self, step)
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
@@ -120,12 +117,11 @@ class Objective(nn.Module):
 
     def idle_weights(self) -> list[nn.Parameter]:
         """Return the parameters that other steps train, and this one does not."""
-        weights = self.model.idle_weights(self.medium) if self.idle is None else self.idle
-        return [weight for weight in weights if weight.requires_grad]
+        return [weight for weight in self.idle if weight.requires_grad]
 
     def zero_of_idle(self) -> Tensor | float:
         """Return 0, with a gradient for idle weights, where one is waited for."""
-        if not self.is_wrapped or self.model.media:
+        if not self.is_wrapped:
             return 0.0
         return 0 * sum((weight.sum() for weight in self.idle_weights()), torch.zeros(()))
 
@@ -214,8 +210,8 @@ class JointObjective(Objective):
         set_row_keys(self.model, batch.get("row_keys"))
         with_pairs = for_backward and self.reads_pairs
         teacher = self._teacher_embeds(batch) if self.needs_teacher and for_loss else {}
-        pooled, taps = vision_features(self.model, batch, with_pairs or self.embeds_taps, self.medium)
-        image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else (), self.medium)
+        pooled, taps = vision_features(self.model, batch, with_pairs or self.embeds_taps)
+        image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else ())
         text_nE, text_states = self._encode_text(batch, with_pairs)
         # FSDP2 holds both scalars as vectors of one, and frees them after this.
         scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias
@@ -316,8 +312,8 @@ class JointObjective(Objective):
         training = self.model.training
         with self.teacher.applied():
             self.model.eval()
-            pooled, _ = vision_features(self.model, batch, False, self.medium)
-            image_nE, _ = self.model.project_image(pooled, (), self.medium)
+            pooled, _ = vision_features(self.model, batch, False)
+            image_nE, _ = self.model.project_image(pooled, ())
             text_nE, _ = self._encode_text(batch, False)
             self.model.train(training)
         torch.clear_autocast_cache()  # it holds the average's weights in half precision

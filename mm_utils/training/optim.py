@@ -18,7 +18,6 @@ LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
 """The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
 (arXiv 2205.10287)."""
 TOWERS = ("vision_model.", "text_model.")
-_MEDIUM = re.compile(r"media\.\w+\.")  # a further medium, with a tower of its own
 _JOINTS = ("visual_projection", "text_projection", "logit_scale", "logit_bias")
 
 # Class, mask and register tokens, and positions: position_embeddings (BERT, ViT), absolute_pos_embed, wpe (GPT), and tables
@@ -184,12 +183,9 @@ def backbone_rate(args: OptimizerArguments, pretrained: bool) -> float:
 def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool) -> dict[str, float]:
     """Return the peak rate of every parameter, by name."""
     rates = {name: args.learning_rate for name, _ in model.named_parameters()}
-    media = sorted({found[0] for name in rates if (found := _MEDIUM.match(name))})
-    for part, tower in ((part, tower) for part in (None, *media) for tower in TOWERS):
+    for tower in TOWERS:
         inside = {
-            name: name.rpartition(f".{tower}")[2].removeprefix(tower)
-            for name in rates
-            if f".{tower}" in f".{name}" and (name.startswith(part) if part else not _MEDIUM.match(name))
+            name: name.rpartition(f".{tower}")[2].removeprefix(tower) for name in rates if f".{tower}" in f".{name}"
         }
         depths = depths_below_the_top(inside.values()) if args.layerwise_lr_decay < 1 else {}
         for name, short in inside.items():

@@ -316,7 +316,6 @@ def check_loading(
     global_batch_size: int,
     eval_batch_size: int,
     *,
-    others: Sequence[Loaders] = (),
     streaming: bool = False,
 ) -> None:
     """Check that shared memory and open files suffice for all workers of this machine.
@@ -326,7 +325,6 @@ def check_loading(
 
     Args:
         loaders: the run's loaders.
-        others: those of the other media of the run, whose training batches wait at the same time.
         global_batch_size: pairs of the largest step, over all processes.
         eval_batch_size: images per process.
         streaming: whether each worker makes a part of every batch, instead of whole batches.
@@ -334,9 +332,7 @@ def check_loading(
     Raises:
         ValueError: on every rank, if a machine has too little.
     """
-    parts, warnings, error = [loaders, *others], [], None
-    counts = [part.arguments.num_workers for part in parts]
-    workers = sum(counts)
+    warnings, error, workers = [], None, loaders.arguments.num_workers
     limit = allow_open_files()
     if limit is not None and limit < 1_024 and (workers or streaming):
         text = (
@@ -348,27 +344,24 @@ def check_loading(
         else:
             warnings.append(text)
     processes, free = distributed.processes_here(), free_shared_memory()
-    shares = [_rows_here(part, global_batch_size, streaming) for part in parts]
-    images = [count * PREFETCH * part.medium.blank(1).nbytes for count, part in zip(counts, parts, strict=True)]
-    train = sum(image * share for image, share in zip(images, shares, strict=True))
-    evaluation = max(images) * processes * eval_batch_size
-    needed = train + evaluation  # an evaluation, of one medium, begins while training batches wait
+    image = workers * PREFETCH * loaders.medium.blank(1).nbytes
+    train = image * _rows_here(loaders, global_batch_size, streaming)
+    evaluation = image * processes * eval_batch_size
+    needed = train + evaluation  # an evaluation begins while training batches wait
     if free is not None and needed > free:
-        fitting = [count * free // needed for count in counts]
+        fitting = workers * free // needed
         text = (
             f"/dev/shm has {byte_size(free)} free; {workers} data workers in each of {processes} processes may put "
             f"{byte_size(needed)} there"
         )
         remedy = f"Start the container with --shm-size={-(-needed * 5 // (2**30 * 4))}g"
-        total = sum(fitting) if all(fitting) else 0
         if loaders.arguments.dataloader_num_workers == "auto":
-            for part, count in zip(parts, fitting, strict=True):
-                part.arguments.dataloader_num_workers = str(count)
-            warnings.append(f"{text}, so there will be {sum(fitting)}. {remedy} for more.")
+            loaders.arguments.dataloader_num_workers = str(fitting)
+            warnings.append(f"{text}, so there will be {fitting}. {remedy} for more.")
         elif max(train, evaluation) > free:
-            error = f"{text}. {remedy}, or pass --dataloader_num_workers {total}."
+            error = f"{text}. {remedy}, or pass --dataloader_num_workers {fitting}."
         else:
-            warnings.append(f"{text}. {remedy}, or pass --dataloader_num_workers {total}.")
+            warnings.append(f"{text}. {remedy}, or pass --dataloader_num_workers {fitting}.")
     distributed.raise_everywhere(error, warnings)
 
 

@@ -56,9 +56,7 @@ class EmbeddingSizes(RunCallback):
 
     def on_finish(self, run: Any) -> None:
         """Write `embedding_sizes.*` of the last evaluation."""
-        for share in run.data.shares(run.run, run.metrics):
-            share.run.output_dir.mkdir(parents=True, exist_ok=True)
-            report_sizes(run.run.accelerator, run.retrieval[share.data.medium].split, share.run.output_dir)
+        report_sizes(run.run.accelerator, run.retrieval.split, run.run.output_dir)
 
 
 def report_sizes(accelerator: Accelerator, split: Embeddings | None, folder: str | Path | None) -> None:

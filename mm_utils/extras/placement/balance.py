@@ -73,10 +73,9 @@ class Balance(RunCallback):
         division = EQUAL_SHARES
         if max(seconds) > (1 + MIN_DIFFERENCE) * min(seconds):
             division = Division(tuple(map(float, deal(seconds, size))))
-        first, *others = [part.loaders for part in kwargs["data"].media.values()]
-        for loaders in (first, *others):
-            loaders.division = division
-        check_loading(first, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size, others=others)
+        loaders = kwargs["data"].loaders
+        loaders.division = division
+        check_loading(loaders, args.batch_sizes.sizes[-1], args.per_device_eval_batch_size)
         logger.info("--balance: %s", _describe(division, seconds))
 
 

@@ -109,7 +109,6 @@ def reason_against(
     reasons = {
         f"{backend} divides every weight among all processes. Use together, or accelerate_configs/multi_gpu.yaml.": backend,
         "in fp16 one encoder alone may have to skip a step. Use bf16, or together.": accelerator.scaler is not None,
-        "--dataset_name names several media, so there are more than two encoders. Use together.": objective.model.media,
         "--streaming assigns shards of its own to every process. Use together.": not isinstance(
             data.order, GlobalOrder
         ),

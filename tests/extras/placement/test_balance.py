@@ -111,7 +111,7 @@ def train(
         def __iter__(self) -> Any:
             return self.batches
 
-    data.train_batches, data.media = Waiting, {"image": data}
+    data.train_batches = Waiting
     data.loaders = loaders_of(EQUAL_SHARES)
     unwrapped: Any = trainer.accelerator.unwrap_model(trainer.objective)
     if exact:
@@ -253,7 +253,6 @@ def on_two(monkeypatch: pytest.MonkeyPatch, seconds: list[float], **given: Any) 
     monkeypatch.setattr(distributed, "world_size", lambda: len(seconds))
     monkeypatch.setattr(balance, "seconds_per_pair", lambda *_: seconds)
     data = SimpleNamespace(train_batches=lambda *_: [{}], loaders=loaders_of(Division((5.0, 1.0))))
-    data.media = {"image": data, "sound": data}
     args = TrainingArguments(**{"global_batch_size": 30, **given})
     state = TrainerState(max_steps=9, global_step=given.get("max_steps", 0))
     balance_of(None, None, args).on_train_begin(args, state, TrainerControl(), data=data)

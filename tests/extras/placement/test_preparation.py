@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from accelerate.utils import DistributedType
-from torch import nn
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
@@ -62,12 +61,6 @@ def test_shares_by_speed_are_of_pairs_and_not_of_streams() -> None:
         Placement.attach(Parsed([PlacementArguments(balance=True), StreamingArguments(streaming=True)]))
 
 
-def several_media() -> Objective:
-    objective = tiny_objective("contrastive")
-    objective.model.media = nn.ModuleDict({"sound": nn.Identity()})
-    return objective
-
-
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "captioning": ("captioning, which needs an image and its text on one process", {"objective": "captioning"}),
     "matching": ("matching, which needs an image", {"objective": "contrastive_matching"}),
@@ -76,7 +69,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "distillation": ("distillation, which needs further embeddings", {"objective": "distillation"}),
     "own": ("Uniformity, which needs further embeddings", {"objective": "own"}),
     "classifier": ("a Objective does not train two encoders", {"objective": lambda: Objective(tiny_model())}),
-    "media": ("several media", {"objective": several_media}),
     "fsdp": ("FSDP2 divides", {"machines": SimpleNamespace(distributed_type=DistributedType.FSDP, scaler=None)}),
     "deepspeed": ("DeepSpeed div", {"machines": SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, scaler=None)}),
     "fp16": ("Use bf16", {"machines": SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, scaler=object())}),

@@ -5,7 +5,9 @@
 """
 
 import json
+import shutil
 import tarfile
+from dataclasses import fields
 from pathlib import Path
 
 import datasets
@@ -20,6 +22,8 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
+from mm_utils.run.doors import Doors
+from mm_utils.run.flags import PRETRAINING
 from scripts import pretrain, search, verify_checkpoints
 
 OLD = sorted((Path(__file__).parent / "kit/old").glob("*.tar.xz"))
@@ -63,9 +67,26 @@ def test_a_model_and_an_index(old: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_a_model_of_several_media_is_refused_with_what_to_do(old: Path, tmp_path: Path) -> None:
+    """A model once had a tower for each of several media; the others' are whole models in its folder."""
+    folder = shutil.copytree(old / "run", tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "media": {"sound": {"medium": "sound"}}}))
+    with pytest.raises(ValueError, match="trained on several. Take media/sound in its folder") as error:
+        load_model(str(folder))
+    assert "\n" not in str(error.value)
+    (folder / "config.json").write_text(json.dumps({**config, "media": None}))  # as the folder media/sound has it
+    load_model(str(folder))
+
+
 def test_a_run_goes_on_to_the_same_weights(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `config.yaml` is read, its checkpoint is undamaged, and the steps that were left lead where they led."""
+    """Its `config.yaml` is read, without the flags that have left since; its checkpoint is undamaged, and the steps that were left
+    lead where they led.
+    """
     monkeypatch.chdir(old)
+    known = {each.name for kind in (*PRETRAINING, *Doors("pretrain").arguments) for each in fields(kind)}
+    lines = Path("run/config.yaml").read_text().splitlines(keepends=True)
+    Path("run/config.yaml").write_text("".join(line for line in lines if line.partition(":")[0] in known))
     expected = load_file("run/model.safetensors")
     verify_checkpoints.main(["--output_dir", "run"])
     pretrain.main(["--config", "run/config.yaml", "--resume_from_checkpoint", "latest"])

@@ -72,7 +72,7 @@ def test_a_model_of_several_media_is_refused_with_what_to_do(old: Path, tmp_path
     folder = shutil.copytree(old / "run", tmp_path / "run")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "media": {"sound": {"medium": "sound"}}}))
-    with pytest.raises(ValueError, match="trained on several. Take media/sound in its folder") as error:
+    with pytest.raises(ValueError, match=r"trained on several\. Take media/sound in its folder") as error:
         load_model(str(folder))
     assert "\n" not in str(error.value)
     (folder / "config.json").write_text(json.dumps({**config, "media": None}))  # as the folder media/sound has it

@@ -1138,11 +1138,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         _probe(self.text_model, "text")
 
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
-        """Set the mode, except for frozen towers and fixed batch norms, which stay in evaluation."""
+        """Set the mode, except for frozen towers, frozen projections and fixed batch norms, which stay in evaluation."""
         super().train(mode)
-        for tower in (self.vision_model, image_backbone(self.vision_model), self.text_model):
-            if not is_trained(tower):
-                tower.eval()
+        towers = (self.vision_model, image_backbone(self.vision_model), self.text_model)
+        for part in (*towers, self.visual_projection, self.text_projection):
+            if not is_trained(part):
+                part.eval()
         if self.config.freeze_batch_norm:
             for module in itertools.chain(self.vision_model.modules(), self.text_model.modules()):
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):

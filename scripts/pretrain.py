@@ -85,7 +85,7 @@ def main(
     # 4. Train.
     of_terms = objective.evaluators(data.medium)
     retrieval = validation_evaluator(given[flags.EvaluationArguments], data)
-    measures = [retrieval, *of_terms, *evaluators, *train_recall(data, args.seed)]
+    measures: list[Evaluate] = [retrieval, *of_terms, *evaluators, *train_recall(data, args.seed)]
     context = RunContext(
         run, given, data, model, objective, optimizer, measures, resume_from, has_baseline, retrieval=retrieval
     )

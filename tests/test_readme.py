@@ -52,6 +52,7 @@ REMOVED = {
     "--classes_file",
     "--length_bucket_window",
     "--look_alikes",
+    "--media_share",
     "--rerank_score",
     "--rerank_weight",
     "--stream_lanes",

@@ -251,7 +251,7 @@ def _joined(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: st
     """Join a vision and a text backbone, or a vision backbone and the text encoder of a run."""
     vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
     # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
-    config = {
+    config: dict[str, Any] = {
         "medium": medium,
         "vision_pooling": vision_pooling,
         "freeze_batch_norm": bool(args.vision_model_name_or_path),
@@ -260,15 +260,16 @@ def _joined(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: st
     first = _model_of_text(args)
     if first is None:
         text_model, text_pooling = _backbone(args, "text", tokenizer)
-        given = {"text_pooling": text_pooling, "projection_dim": args.projection_dim}
-        return FusionDualEncoderModel.from_backbones(vision_model, text_model, **given, **config)
-    given = {name: getattr(first.config, name) for name in ("text_pooling", "projection_dim", "text_padding")}
-    model = FusionDualEncoderModel.from_backbones(vision_model, first.text_model, **given, **config)
+        config |= {"text_pooling": text_pooling, "projection_dim": args.projection_dim}
+        return FusionDualEncoderModel.from_backbones(vision_model, text_model, **config)
+    config |= {name: getattr(first.config, name) for name in ("text_pooling", "projection_dim", "text_padding")}
+    model = FusionDualEncoderModel.from_backbones(vision_model, first.text_model, **config)
+    projection: Any = model.text_projection
     if isinstance(first.text_projection, nn.Identity):  # SigLIP's; a product with ones is exact
-        nn.init.eye_(model.text_projection.weight)
+        nn.init.eye_(projection.weight)
     else:
-        model.text_projection = first.text_projection
-    model.text_projection.requires_grad_(not args.freeze_text)
+        model.text_projection = projection = first.text_projection
+    projection.requires_grad_(not args.freeze_text)
     return model
 
 

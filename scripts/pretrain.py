@@ -71,10 +71,9 @@ def main(
 
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    model = doors.first("build_model", given, data, resume_from) or build_model(
-        model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium, resume_from
-    )
-    objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, data.training_rows)
+    model = build_model(model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium, resume_from)
+    rows = data.splits.get("train")
+    objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, rows)
     has_baseline = doors.has_baseline(given, data)
     optimizer = build_optimizer(
         model,
@@ -86,11 +85,9 @@ def main(
 
     # 4. Train.
     of_terms = objective.evaluators(data.medium)
+    retrieval = validation_evaluator(given[flags.EvaluationArguments], data)
     others = [*of_terms, *given[flags.EvaluationArguments].own_evaluators(), *evaluators]
-    if (measured := doors.first("evaluators", given, data, others)) is None:
-        held_out = validation_evaluator(given[flags.EvaluationArguments], data)
-        measured = {data.medium: held_out}, [held_out, *others, *train_recall(data, args.seed)]
-    retrieval, measures = measured
+    measures: list[Evaluate] = [retrieval, *others, *train_recall(data, args.seed)]
     context = RunContext(
         run, given, data, model, objective, optimizer, measures, resume_from, has_baseline, retrieval=retrieval
     )

@@ -54,6 +54,7 @@ REMOVED = {
     "--length_bucket_window",
     "--look_alikes",
     "--min_pair_score",
+    "--media_share",
     "--rerank_score",
     "--rerank_weight",
     "--score_with",

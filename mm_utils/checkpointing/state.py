@@ -43,7 +43,7 @@ _NOT_COMPARED = ("architectures", "auto_map", "dtype", "rerank_weights", "torch_
 _SCALARS = ("logit_scale", "logit_bias")
 _FREE_FLAGS = {
     "compared by the rows, weights or configuration that they lead to": "dataset_name train_file validation_file test_file "
-    "dataset_dir image_root allow_outside_root max_train_samples max_eval_samples media_share teacher_name_or_path "
+    "dataset_dir image_root allow_outside_root max_train_samples max_eval_samples teacher_name_or_path "
     "tokenizer_name_or_path vocab_size vision_config text_config image_size projection_dim vision_pooling text_pooling fusion_dim "
     "fusion_heads fusion_vision_taps fusion_text_taps classifier_inputs global_batch_size batch_size_schedule",
     "speed and memory": "preprocessing_num_workers dataloader_num_workers micro_batch_size vision_device text_device rank_shares torch_compile "

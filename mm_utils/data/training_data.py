@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import datasets
 from accelerate import Accelerator
@@ -38,22 +38,6 @@ class Schedule(Protocol):
         """Make a batch that nobody sized fit the training rows."""
 
 
-class Share(NamedTuple):
-    """What a run has learnt of one medium.
-
-    Attributes:
-        run: the run, as if it were on this medium alone: its folder and its settings.
-        data: its data.
-        metrics: of the last evaluation, named as in a run on it alone.
-        remark: a sentence for its card.
-    """
-
-    run: Any
-    data: "TrainingData"
-    metrics: dict[str, float]
-    remark: str = ""
-
-
 @dataclass
 class TrainingData:
     """The tokenised splits of a run, with the order of training and the loaders.
@@ -68,7 +52,6 @@ class TrainingData:
         eval_batch_size: images per process and forward pass in evaluation.
         total_rows: the rows of every split before `--max_train_samples` and `--max_eval_samples`.
         features: rows with the stored output of frozen towers, by split, in place of those of `splits`.
-        name: what `--dataset_name` calls them, if it names several data sets.
     """
 
     splits: DatasetDict
@@ -79,21 +62,6 @@ class TrainingData:
     eval_batch_size: int
     total_rows: dict[str, int] = field(default_factory=dict)
     features: dict[str, datasets.Dataset] = field(default_factory=dict)
-    name: str | None = None
-
-    @property
-    def media(self) -> dict[str, "TrainingData"]:
-        """The data of each medium, here one; `mm_utils.extras.several_media` has several."""
-        return {self.medium: self}
-
-    def shares(self, run: Any, metrics: dict[str, float]) -> list[Share]:
-        """Return what the run has learnt of each medium, the first one in the run's own folder."""
-        return [Share(run, self, metrics)]
-
-    @property
-    def training_rows(self) -> list[datasets.Dataset]:
-        """The tokenised training rows of each medium; none of a stream."""
-        return [data.splits["train"] for data in self.media.values() if "train" in data.splits]
 
     @property
     def medium(self) -> str:

@@ -10,12 +10,14 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
 from mm_utils.arguments import arg
 from mm_utils.doors import entry
@@ -37,6 +39,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     PROJECTIONS,
     FusionDualEncoderConfig,
     FusionDualEncoderModel,
+    ResidualProjection,
     input_name,
     input_shape,
     vision_tower,
@@ -86,7 +89,8 @@ class ModelArguments:
     text_model_name_or_path: str | None = arg(
         None,
         "Pretrained text backbone: a folder or a Hub id. Beside --model_name_or_path it takes the place of that model's, whose "
-        "image side stays as it is and is not trained, so that its indexes stay valid.",
+        "image side stays as it is and is not trained, so that its indexes stay valid. The folder of a run gives its whole text "
+        "encoder, with the projection; with --freeze_text both models embed a text alike, so that it finds the media of both.",
     )
     vision_config: str = arg(
         "tiny",
@@ -141,7 +145,7 @@ class ModelArguments:
         rare=True,
     )
     freeze_vision: bool = arg(False, "Do not train the vision backbone.")
-    freeze_text: bool = arg(False, "Do not train the text backbone.")
+    freeze_text: bool = arg(False, "Do not train the text backbone, nor the projection of a run's text encoder.")
     gradient_checkpointing: bool = arg(
         False, "Recompute activations in the backward pass: less memory, a third slower."
     )
@@ -186,30 +190,14 @@ class ModelArguments:
                 raise ValueError(f"--{rare}{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
             value = getattr(self, name)
-            names = [value] if Path(value).is_file() else value.split(",")  # of several media
-            if not all(each.strip() in presets or Path(each.strip()).is_file() for each in names):
+            if value not in presets and not Path(value).is_file():
                 raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
-
-    def of(self, at: int) -> "ModelArguments":
-        """Return the arguments of one medium of several, from 0; below 0, all of them.
-
-        Raises:
-            ValueError: if there are several names, and none for it.
-        """
-        if at < 0:
-            return self
-        own: dict[str, Any] = {}
-        for flag in ("vision_model_name_or_path", "vision_config"):
-            names = str(getattr(self, flag) or "").split(",")
-            if 1 < len(names) <= at:
-                raise ValueError(f"--{flag} is {getattr(self, flag)}; give one for each of the data sets.")
-            own[flag] = names[at % len(names)].strip() or getattr(ModelArguments, flag)
-        return replace(self, **own)
 
     @property
     def pretrained(self) -> bool:
-        """Whether any part starts from trained weights."""
-        return any((self.model_name_or_path, self.vision_model_name_or_path, self.text_model_name_or_path))
+        """Whether any backbone that is trained starts from trained weights."""
+        text = self.text_model_name_or_path and not self.freeze_text
+        return bool(self.model_name_or_path or self.vision_model_name_or_path or text)
 
     @property
     def joins_whole(self) -> bool:
@@ -237,23 +225,7 @@ def build_model(
         ValueError: if its vision tower cannot read the medium, `image`, `clip` or `sound`.
     """
     args = _with_pooling(args, medium, resume_from)
-    if args.model_name_or_path:
-        model = _whole_model(args, tokenizer, medium)
-    else:
-        vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
-        text_model, text_pooling = _backbone(args, "text", tokenizer)
-        model = FusionDualEncoderModel.from_backbones(
-            vision_model,
-            text_model,
-            medium=medium,
-            vision_pooling=vision_pooling,
-            text_pooling=text_pooling,
-            # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
-            freeze_batch_norm=bool(args.vision_model_name_or_path),
-            projection_dim=args.projection_dim,
-            projection=args.projection,
-            **_head(args),
-        )
+    model = (_whole_model if args.model_name_or_path else _joined)(args, tokenizer, medium)
     if args.backbone_dropout == "off":
         switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
@@ -272,6 +244,56 @@ def build_model(
         drop(model.vision_model, args.patch_dropout)
     if args.torch_compile:
         compile_parts(model)
+    return model
+
+
+def _joined(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: str) -> FusionDualEncoderModel:
+    """Join a vision and a text backbone, or a vision backbone and the text encoder of a run."""
+    vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
+    # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
+    config: dict[str, Any] = {
+        "medium": medium,
+        "vision_pooling": vision_pooling,
+        "freeze_batch_norm": bool(args.vision_model_name_or_path),
+    }
+    config |= {"projection": args.projection, **_head(args)}
+    first = _model_of_text(args)
+    if first is None:
+        text_model, text_pooling = _backbone(args, "text", tokenizer)
+        config |= {"text_pooling": text_pooling, "projection_dim": args.projection_dim}
+        return FusionDualEncoderModel.from_backbones(vision_model, text_model, **config)
+    config |= {name: getattr(first.config, name) for name in ("text_pooling", "projection_dim", "text_padding")}
+    model = FusionDualEncoderModel.from_backbones(vision_model, first.text_model, **config)
+    projection: Any = model.text_projection
+    if isinstance(first.text_projection, nn.Identity):  # SigLIP's; a product with ones is exact
+        nn.init.eye_(projection.weight)
+    else:
+        model.text_projection = projection = first.text_projection
+    projection.requires_grad_(not args.freeze_text)
+    return model
+
+
+def _model_of_text(args: ModelArguments) -> FusionDualEncoderModel | None:
+    """Load the model whose text encoder `--text_model_name_or_path` names, if it is one of ours; None for a backbone.
+
+    Raises:
+        ValueError: if a flag asks for other texts than it was trained with.
+    """
+    name = args.text_model_name_or_path
+    title = f"--text_model_name_or_path is {name}"
+    if not name or load_config(title, name, args.trust_remote_code).model_type != FusionDualEncoderConfig.model_type:
+        return None
+    model = load_model(name).float()
+    if isinstance(model.text_projection, ClapProjectionLayer):
+        raise ValueError(f"{title}; its projection is CLAP's own. Choose a model with a linear one.")
+    if (args.projection == "mlp") != isinstance(model.text_projection, ResidualProjection):
+        raise ValueError(
+            f"{title}, and --projection is {args.projection}; that model was trained with {model.config.projection}. Give the same."
+        )
+    has = {"projection_dim": model.config.projection_dim, "text_pooling": model.config.text_pooling}
+    for flag, value in {**has, "tokenizer_name_or_path": name}.items():
+        if getattr(args, flag) not in (getattr(ModelArguments, flag), value):
+            raise ValueError(f"{title}, and --{flag} is {getattr(args, flag)}; that model has {value}. Drop the flag.")
     return model
 
 
@@ -296,8 +318,7 @@ def _with_pooling(args: ModelArguments, medium: str, resume_from: Path | None) -
     """Return the arguments with a checkpoint's pooling of sounds, where none is asked for."""
     if resume_from is None or medium != "sound" or args.vision_pooling != "auto":
         return args
-    config = FusionDualEncoderConfig.from_pretrained(resume_from)
-    pooling = (config.media or {}).get(medium, {}).get("vision_pooling", config.vision_pooling)
+    pooling = FusionDualEncoderConfig.from_pretrained(resume_from).vision_pooling
     return args if pooling == "timed" else replace(args, vision_pooling=pooling)  # which no flag says
 
 

@@ -59,8 +59,6 @@ FEATURE_DROPOUT = {"vision": 0.7, "text": 0.5}  # of `ResidualProjection`
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
 _MOST_TOKENS = 512  # of a text, where neither tokenizer nor tower says it
 _POSITIONS = ("position_embedding", "position_embeddings", "embed_positions", "wpe")
-MEDIA_FOLDER = "media"  # of a model's folder; it has a folder for each further kind of media, with its processor
-_SHARED = ("text_config", "media", "auto_map", "architectures", "_name_or_path")
 KeysValues = tuple[Tensor, ...]
 """The image side of the fusion head for B images, one tensor per block with the image as dimension 1: keys and values
 `[2, B, heads, N, D / heads]`. If image tokens attend to the text too, the tokens `[1, B, N, D]` that enter at each block."""
@@ -105,14 +103,12 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             to; None if padding is masked.
         classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
             `FusionDualEncoderForClassification`.
-        media: of each further kind of media, the fields in which its own config differs, see `of`.
     """
 
     model_type = "fusion-dual-encoder"
     sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}  # noqa: RUF012
     has_no_defaults_at_init = True
     medium, projection = "image", "linear"
-    media = None  # type: dict[str, dict[str, Any]] | None  # other models' files say nothing of it
 
     def __init__(
         self,
@@ -149,6 +145,11 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         classifier_dropout: float = 0.1,
         **kwargs: Any,
     ):
+        if media := kwargs.pop("media", None):
+            raise ValueError(
+                f"media in config.json is {', '.join(media)}; a model reads one medium, and this one was trained on several. Take "
+                f"media/{next(iter(media))} in its folder, which is a whole model, or for {medium}s delete media from config.json."
+            )
         for name, config in (("vision_config", vision_config), ("text_config", text_config)):
             # A copy: PreTrainedConfig.__init__ below resets the attention implementation of its sub-configs, and a tower
             # whose own config lost it would silently ignore its padding mask.
@@ -194,10 +195,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
-
-    def of(self, medium: str) -> "FusionDualEncoderConfig":
-        """Return the config of the model of one further kind of media alone."""
-        return type(self).from_dict({**self.to_dict(), **(self.media or {})[medium], "media": None})
 
 
 @dataclass
@@ -1013,19 +1010,10 @@ class ClassesProjection(nn.Linear):
         return super().forward(F.normalize(pooled, dim=-1)) + F.linear(seen, self.names)
 
 
-class MediaTower(nn.Module):
-    """Hold a further medium's tower and projection, named as in a model of that medium."""
-
-    def __init__(self, vision_model: nn.Module, visual_projection: nn.Module):
-        super().__init__()
-        self.vision_model, self.visual_projection = vision_model, visual_projection
-
-
 class FusionDualEncoderModel(PreTrainedModel):
     """Two towers with one embedding space, and a fusion head that looks at image and text.
 
-    Build it with `from_backbones` (or `mm_utils.model.build.build_model`), load it with `from_pretrained`. It may have towers of
-    further kinds of media (`add_medium`); `of` returns the model of one kind, everything else works on that of the first.
+    Build it with `from_backbones` (or `mm_utils.model.build.build_model`), load it with `from_pretrained`.
     """
 
     config_class = FusionDualEncoderConfig
@@ -1033,7 +1021,6 @@ class FusionDualEncoderModel(PreTrainedModel):
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = True
     processor: Any = None  # of `encode` and `rerank`; by default, that of the folder the model was loaded from
-    _subfolder = ""  # of that folder
     _supports_sdpa = True
     _supports_flash_attn = True
 
@@ -1056,11 +1043,6 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
         self.visual_projection = _projection(config, "vision", config.vision_pooled_width)
         self.text_projection = _projection(config, "text", config.text_width)
-        self.media = nn.ModuleDict()
-        for medium, own in ((each, config.of(each)) for each in config.media or {}):
-            self.media[medium] = MediaTower(_media_tower(own), _projection(own, "vision", own.vision_pooled_width))
-        self._configs = {medium: config.of(medium) for medium in self.media}
-        self._of: dict[str, FusionDualEncoderModel] = {}
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
         bias = config.logit_bias_init_value
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
@@ -1075,7 +1057,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if any(module is part for tower in self.towers for part in tower.modules()):
+        if any(module is part for tower in (self.vision_model, self.text_model) for part in tower.modules()):
             return
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -1156,90 +1138,17 @@ class FusionDualEncoderModel(PreTrainedModel):
         _probe(self.text_model, "text")
 
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
-        """Set the mode, except for frozen towers and fixed batch norms, which stay in evaluation."""
+        """Set the mode, except for frozen towers, frozen projections and fixed batch norms, which stay in evaluation."""
         super().train(mode)
-        for tower in itertools.chain(self.towers, map(image_backbone, self.towers)):
-            if not is_trained(tower):
-                tower.eval()
-        for medium in (self.config.medium, *self.media):
-            tower, _, config = self._reads(medium)
-            if config.freeze_batch_norm:
-                for module in itertools.chain(tower.modules(), self.text_model.modules()):
-                    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                        module.eval()
+        towers = (self.vision_model, image_backbone(self.vision_model), self.text_model)
+        for part in (*towers, self.visual_projection, self.text_projection):
+            if not is_trained(part):
+                part.eval()
+        if self.config.freeze_batch_norm:
+            for module in itertools.chain(self.vision_model.modules(), self.text_model.modules()):
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
         return self
-
-    # -- further kinds of media -------------------------------------------------------------------------------------
-
-    @property
-    def towers(self) -> list[Any]:
-        """The backbones of all media, and that of texts."""
-        return [self.vision_model, self.text_model, *(part.vision_model for part in self.media.values())]
-
-    def _reads(self, medium: str | None) -> tuple[Any, Any, FusionDualEncoderConfig]:
-        """Return tower, projection and config of a medium, None for the first.
-
-        Raises:
-            ValueError: if there is no tower of that kind.
-        """
-        if medium is None or medium == self.config.medium:
-            config: Any = self.config
-            return self.vision_model, self.visual_projection, config
-        if medium not in self.media:
-            known = ", ".join(f"{kind}s" for kind in (self.config.medium, *self.media))
-            raise ValueError(f"This model has no tower for {medium}s, only for {known}.")
-        part: Any = self.media[medium]
-        return part.vision_model, part.visual_projection, self._configs[medium]
-
-    def add_medium(self, other: "FusionDualEncoderModel") -> None:
-        """Take tower and projection of a model of another kind of media, to be trained with this model's text tower.
-
-        Raises:
-            ValueError: if there is a tower of that kind, a model has a fusion head, or the embeddings differ in width.
-        """
-        other.vision_model.config.name_or_path = ""  # see `save_pretrained`
-        medium, own, given = other.config.medium, self.config.to_dict(), other.config.to_dict()
-        if medium == self.config.medium or medium in self.media:
-            raise ValueError(f"The model has a tower for {medium}s already.")
-        if self.fusion is not None or other.fusion is not None:
-            raise ValueError(
-                "A fusion head reads the tower of one kind of media. Build both models with fusion_layers=0."
-            )
-        if own["projection_dim"] != given["projection_dim"]:
-            raise ValueError(
-                f"projection_dim is {own['projection_dim']} and {given['projection_dim']}; give both models the same."
-            )
-        differs = {name: value for name, value in given.items() if value != own.get(name) and name not in _SHARED}
-        self.config.media = {**(self.config.media or {}), medium: {**differs, "medium": medium}}
-        self.media[medium] = MediaTower(other.vision_model, other.visual_projection)
-        self._configs[medium] = self.config.of(medium)
-
-    def of(self, medium: str | None) -> "FusionDualEncoderModel":
-        """Return the model of one kind of media: with its tower and projection, and all else shared; None for the first.
-
-        Raises:
-            ValueError: if there is no tower of that kind.
-        """
-        tower, projection, config = self._reads(medium)
-        if tower is self.vision_model:
-            return self
-        found = self._of.get(config.medium)
-        if found is None:
-            with torch.device("meta"):  # new projections, which the present ones replace
-                found = self._of[config.medium] = type(self)(config, tower, self.text_model)
-            found.visual_projection, found._subfolder = projection, f"{MEDIA_FOLDER}/{medium}"
-            found._folder = self._folder
-        found.text_projection, found.logit_scale, found.logit_bias = (
-            self.text_projection, self.logit_scale, self.logit_bias
-        )  # fmt: skip
-        found.training = self.training
-        return found
-
-    def idle_weights(self, medium: str | None) -> list[nn.Parameter]:
-        """Return the parameters of the other media's towers and projections, which a batch of `medium` does not reach."""
-        first = [] if medium in (None, self.config.medium) else [self.vision_model, self.visual_projection]
-        idle = [*first, *(part for name, part in self.media.items() if name != medium)]
-        return [weight for part in idle for weight in part.parameters()]
 
     def freeze(self, tower: str) -> None:
         """Stop training the `vision` or the `text` backbone; its projection, and layers over frames, are still trained."""
@@ -1312,12 +1221,10 @@ class FusionDualEncoderModel(PreTrainedModel):
         pooled, states = self.text_features(input_ids, attention_mask, with_states)
         return self.project_text(pooled, states if with_states else None)
 
-    def vision_features(
-        self, pixel_values: Tensor, with_taps: bool = True, medium: str | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the pooled output `[B, C]` of the backbone of a medium, by default the first, and the pooled taps."""
+    def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the pooled output `[B, C]` of the vision backbone, and the pooled taps."""
         head = self.fusion if with_taps else None
-        tower, _, config = self._reads(medium)
+        tower, config = self.vision_model, self.config
         name, medium = input_name(tower), config.medium
         if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance
             pixel_values = (pixel_values + 35) / 33
@@ -1328,11 +1235,9 @@ class FusionDualEncoderModel(PreTrainedModel):
         states = () if head is None else [_along_time(state, tower, medium) for state in output.hidden_states]
         return pool_output(output, config.vision_pooling), () if head is None else head.pool_taps(states)
 
-    def project_image(
-        self, pooled: Tensor, taps: Sequence[Tensor], medium: str | None = None
-    ) -> tuple[Tensor, KeysValues | None]:
+    def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
         """Turn the result of `vision_features` into that of `encode_image`; None without taps."""
-        embeds = F.normalize(self._reads(medium)[1](pooled), dim=-1)
+        embeds = F.normalize(self.visual_projection(pooled), dim=-1)
         return embeds, self.fusion.encode_vision(taps) if self.fusion is not None and taps else None
 
     def text_features(
@@ -1563,8 +1468,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         empty = torch.zeros(0, self.config.projection_dim)
         for kind, media in zip(MEDIA, (images, clips, sounds), strict=True):
             if media is not None:
-                own = self.of(kind) if kind in self.media else self
-                parts = [own.encode_image(each, False)[0] for each in own._inputs(media, kind, batch_size)]
+                parts = [self.encode_image(each, False)[0] for each in self._inputs(media, kind, batch_size)]
                 found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
         if texts is not None:
             batches = _batches([texts] if isinstance(texts, str) else list(texts), batch_size)
@@ -1618,7 +1522,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.processor is None:
             if not self._folder:
                 raise ValueError("This model was not loaded from a folder. Set model.processor to its processor.")
-            self.processor = AutoProcessor.from_pretrained(self._folder, subfolder=self._subfolder)
+            self.processor = AutoProcessor.from_pretrained(self._folder)
         return self.processor
 
     def _inputs(self, media: Any, kind: str, batch_size: int) -> Iterator[Tensor]:
@@ -1674,7 +1578,7 @@ class FusionDualEncoderModel(PreTrainedModel):
 
         The folders that its towers were loaded from are not saved: nobody else has them.
         """
-        for tower in (self.vision_model, self.text_model, *(each.vision_model for each in self.media.values())):
+        for tower in (self.vision_model, self.text_model):
             tower.config.name_or_path = ""
         if type(self) is FusionDualEncoderModel:
             known = getattr(self.config, "auto_map", None) or {}

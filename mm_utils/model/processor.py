@@ -58,7 +58,7 @@ _COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
 
 
 def load_processor(
-    args: ModelArguments, captions: Iterable[str], medium: str = "image", seconds: float | None = None, at: int = -1
+    args: ModelArguments, captions: Iterable[str], medium: str = "image", seconds: float | None = None
 ) -> ProcessorMixin:
     """Load tokenizer and image processor, or, for sounds, feature extractor.
 
@@ -68,13 +68,11 @@ def load_processor(
 
     Args:
         seconds: how much of a sound is read; default: 10 s, or what the pretrained tower reads.
-        at: with several media, the place of this one (`ModelArguments.of`).
 
     Raises:
         ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot read as much.
     """
-    args = args.of(at)
-    if args.image_size and medium == "sound" and args.model_name_or_path and at < 0:
+    if args.image_size and medium == "sound" and args.model_name_or_path:
         raise ValueError(
             f"--image_size is {args.image_size}; the data are sounds, which have no pixels. Drop the flag."
         )

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,14 +144,14 @@ def build_objective(
     args: ObjectiveArguments,
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    rows: Sequence[datasets.Dataset] = (),
+    rows: datasets.Dataset | None = None,
 ) -> JointObjective:
     """Build the objective; add to the model what terms need, freeze what none trains.
 
     Args:
         model, args, seed: the model, and the run's arguments and seed.
         tokenizer: of its texts.
-        rows: the tokenised training rows of each medium; none for a stream.
+        rows: the tokenised training rows; None for a stream.
 
     Raises:
         ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.
@@ -167,7 +167,7 @@ def build_objective(
                 "where backbones are joined; an earlier run without a head gets one by its folder dual_encoder/ as --model_name_or_path."
             )
         term.prepare(model)
-        if rows:
+        if rows is not None:
             term.read_captions(model, rows)
     objective = JointObjective(model, weights)
     objective.added = frozenset(model.state_dict()) - before

@@ -1,7 +1,6 @@
 """Captioning: next tokens, from those before and the image."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import datasets
@@ -53,7 +52,7 @@ class Captioning(RowTerm):
         self._is_new = model.token_head is None
         model.add_token_head(captions=True)
 
-    def read_captions(self, model: FusionDualEncoderModel, rows: Sequence[datasets.Dataset]) -> None:
+    def read_captions(self, model: FusionDualEncoderModel, rows: datasets.Dataset) -> None:
         """Let the head predict the words that occur; one that was trained before keeps its own, too."""
         head = model.token_head
         assert head is not None

@@ -27,11 +27,11 @@ from mm_utils.model.row_noise import part_of_rows
 
 
 def vision_features(
-    model: FusionDualEncoderModel, batch: Mapping[str, Any], with_taps: bool, medium: str | None = None
+    model: FusionDualEncoderModel, batch: Mapping[str, Any], with_taps: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return what the method of the model returns, of the batch's media: read, or computed."""
     if "vision_pooled" not in batch:
-        return model.vision_features(batch["pixel_values"], with_taps, medium)
+        return model.vision_features(batch["pixel_values"], with_taps)
     taps = range(len(model.fusion.taps)) if with_taps and model.fusion is not None else ()
     pooled, *read = (batch[name].to(model.dtype) for name in ("vision_pooled", *map("vision_taps_{}".format, taps)))
     return pooled, tuple(read)

@@ -49,10 +49,9 @@ class Objective(nn.Module):
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
         readers: what the terms read of rows besides media and captions.
-        medium: the kind of media of the step; None for that of a model with one.
         begin: called with (objective, step) at the beginning of a step, it sets the next two (`mm_utils.training.phases`).
         scores_pairs: whether this step has the terms that score pairs.
-        idle: parameters that this step does not train; None for those of other media.
+        idle: parameters that this step does not train.
     """
 
     groups_texts = True
@@ -62,10 +61,9 @@ class Objective(nn.Module):
     average: WeightAverage | None = None
     pairs_per_image = 0
     readers: Sequence[ColumnReader] = ()
-    medium: str | None = None
     begin: Callable[["Objective", int], None] | None = None
     scores_pairs = True
-    idle: Sequence[nn.Parameter] | None = None
+    idle: Sequence[nn.Parameter] = ()
     added: frozenset[str] = frozenset()
 
     def __init__(self, model: FusionDualEncoderModel):
@@ -96,7 +94,6 @@ class Objective(nn.Module):
 
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step: add `row_keys` for dropout by row, a function of seed, step and row."""
-        self.medium = batch.get("medium")
         if self.begin is not None:
             self.begin(self, step)
         return batch | {"row_keys": row_keys(batch[self.row_ids], self.seed * 1_000_003 + step)}
@@ -110,12 +107,11 @@ class Objective(nn.Module):
 
     def idle_weights(self) -> list[nn.Parameter]:
         """Return the parameters that other steps train, and this one does not."""
-        weights = self.model.idle_weights(self.medium) if self.idle is None else self.idle
-        return [weight for weight in weights if weight.requires_grad]
+        return [weight for weight in self.idle if weight.requires_grad]
 
     def zero_of_idle(self) -> Tensor | float:
         """Return 0, with a gradient for idle weights, where one is waited for."""
-        if not self.is_wrapped or self.model.media:
+        if not self.is_wrapped:
             return 0.0
         return 0 * sum((weight.sum() for weight in self.idle_weights()), torch.zeros(()))
 
@@ -202,8 +198,8 @@ class JointObjective(Objective):
             batch = blank_pair(batch)
         set_row_keys(self.model, batch.get("row_keys"))
         with_pairs = for_backward and self.reads_pairs
-        pooled, taps = vision_features(self.model, batch, with_pairs or self.embeds_taps, self.medium)
-        image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else (), self.medium)
+        pooled, taps = vision_features(self.model, batch, with_pairs or self.embeds_taps)
+        image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else ())
         text_nE, text_states = self._encode_text(batch, with_pairs)
         # FSDP2 holds both scalars as vectors of one, and frees them after this.
         scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias

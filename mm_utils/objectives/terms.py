@@ -159,8 +159,8 @@ class Term:
             ValueError: if the model cannot have them, with what to do.
         """
 
-    def read_captions(self, model: FusionDualEncoderModel, rows: Sequence[datasets.Dataset]) -> None:
-        """Fit the parts that `prepare` added to the tokenised training rows of all media; not called for a stream."""
+    def read_captions(self, model: FusionDualEncoderModel, rows: datasets.Dataset) -> None:
+        """Fit the parts that `prepare` added to the tokenised training rows; not called for a stream."""
 
     def embed(self, model: FusionDualEncoderModel, encoded: EncodedBatch, batch: Batch) -> Mapping[str, Tensor]:
         """Return further unit embeddings that the loss needs, one per pair, by name.

@@ -6,7 +6,7 @@ saved, and when its card is written `on_publish`. Starts go by the names of the 
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ class RunContext:
         resume_from: the checkpoint that training goes on from.
         has_baseline: whether the weights before the first step are a model already.
         evaluates_start: whether they are evaluated, and kept if no later ones are better.
-        retrieval: in pre-training, the evaluator of each medium's validation split, which is among `evaluators`.
+        retrieval: in pre-training, the evaluator of the validation split, which is among `evaluators`.
         metrics: after training, those of the saved model.
         published: lines of the summary: where callbacks have published the output folder.
         passes: passes over training rows at the start: name, seconds, rows, and the most rows that a whole run takes.
@@ -63,7 +63,7 @@ class RunContext:
     resume_from: Path | None = None
     has_baseline: bool = False
     evaluates_start: bool = False
-    retrieval: Mapping[str, RetrievalEvaluator] = field(default_factory=dict)
+    retrieval: RetrievalEvaluator | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     published: list[str] = field(default_factory=list)
     passes: list[tuple[str, float, int, int]] = field(default_factory=list)

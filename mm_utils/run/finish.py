@@ -12,7 +12,6 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
-from mm_utils.checkpointing.state import write_model
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
 from mm_utils.data.training_data import TrainingData
@@ -33,7 +32,7 @@ from mm_utils.reports.model_card import (
 )
 from mm_utils.reports.pictures import picture
 from mm_utils.reports.plots import RetrievalExample, draw_retrieval, plot_training
-from mm_utils.run.commands import SOURCES, commands_after_training, evaluation_command, own_command, search_commands
+from mm_utils.run.commands import SOURCES, commands_after_training, own_command
 from mm_utils.run.doors import Doors, RunContext
 from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
@@ -218,28 +217,20 @@ def run_card(
 def finish_run(doors: Doors, context: RunContext, argv: Sequence[str] | None) -> None:
     """Draw `training.png` and `retrieval.png`, write the card, let callbacks publish the folder, log a summary.
 
-    The model of each medium but the first is written to `media/`, as a whole one with a card of its own.
-
     Args:
         doors: the callbacks of the run.
         context: the run, after its last evaluation.
         argv: the arguments that `main` was called with, None for those of the command line.
     """
     run, model, data, metrics = context.run, context.model, context.data, context.metrics
-    folder, evaluators = run.output_dir, context.retrieval
+    folder, evaluator = run.output_dir, context.retrieval
+    assert evaluator is not None
 
     def write() -> None:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
-        saved = FusionDualEncoderModel.from_pretrained(folder) if model.media else model
-        for own, part, found, remark in data.shares(run, metrics):
-            of_medium, split = saved.of(part.medium), evaluators[part.medium].split
-            if own.output_dir != folder:
-                write_model(own.output_dir, of_medium, part.processor)
-            if split is not None:
-                draw_examples(part.splits["validation"], evaluators[part.medium], own.output_dir / "retrieval.png")
-            card = retrieval_card(own, of_medium, part, split, found, argv)
-            card.table_note += remark
-            write_model_card(own.output_dir, card)
+        if evaluator.split is not None:
+            draw_examples(data.splits["validation"], evaluator, folder / "retrieval.png")
+        write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, argv))
 
     distributed.on_first(write)
     doors.publish(context)
@@ -296,12 +287,9 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 
 def _retrieval_summary(context: RunContext) -> list[str]:
     run, model, data, metrics = context.run, context.model, context.data, context.metrics
-    folder, lines = run.output_dir, []
-    for share in data.shares(run, metrics):
-        medium = share.data.medium
-        title = f"Retrieval on the {medium}s of the validation split, which were not trained on:"
-        lines += ["", title, *_recall_lines(share.metrics, medium)]
-    lines += [f"  {name.removeprefix('eval_')}: {value:.3f}" for name, value in metrics.items() if "_between_" in name]
+    folder = run.output_dir
+    title = f"Retrieval on the {data.medium}s of the validation split, which were not trained on:"
+    lines = ["", title, *_recall_lines(metrics, data.medium)]
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
     if "eval_moment_iou0.5" in metrics:
         found, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
@@ -310,7 +298,6 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "dual_encoder": "the two towers for stock transformers",
-        "media": "the models of the other media, each whole, with the same text tower",
         "README.md": "the model card, with code to use the model",
         "training.png": "curves",
         "retrieval.png": "what some captions find",
@@ -320,16 +307,9 @@ def _retrieval_summary(context: RunContext) -> list[str]:
         "metrics.jsonl": "every figure that was logged",
         "config.yaml": "the arguments, to run it again",
     }
-    commands = []
-    for own, part, *_ in data.shares(run, metrics):
-        query = printable(" ".join(part.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
-        has_test = "test" in part.splits
-        if own.output_dir == folder:
-            flags = {"has_test": has_test, "has_fusion": model.fusion is not None}
-            commands += commands_after_training(folder, own.settings, **flags, query=query)
-        else:
-            command = evaluation_command(own.output_dir, own.settings, "test" if has_test else "validation")
-            commands += [*filter(None, [command]), *search_commands(own.output_dir, own.settings, query)]
+    query = printable(" ".join(data.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
+    has = {"has_test": "test" in data.splits, "has_fusion": model.fusion is not None}
+    commands = commands_after_training(folder, run.settings, **has, query=query)
     return [
         *lines,
         *listing(folder, contents, context.published),

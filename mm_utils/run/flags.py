@@ -50,7 +50,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
     others = any((given["model_name_or_path"], vision, text, given["tokenizer_name_or_path"]))
     trial = given.is_trial  # it turns off what reads them, by flags behind the user's
     return [
-        ("vision_config", vision and "," not in vision, "the vision backbone is a pretrained one"),
+        ("vision_config", vision, "the vision backbone is a pretrained one"),
         ("text_config", text, "the text backbone is a pretrained one"),
         ("vocab_size", text or given["tokenizer_name_or_path"], "the tokenizer is a trained one"),
         (f"{_HEAD} rerank_top_k rerank_weights rerank_cache_gb", not head, "--fusion_layers is 0"),
@@ -119,7 +119,7 @@ def _trains_head(given: Parsed) -> bool:
 
 def _is_embedded(given: Parsed) -> bool:
     sources = [given[name] for name in ("dataset_name", "train_file", "dataset_dir") if given[name]]
-    return not sources or all(name == "scenes" or is_embedded(name) for name in sources[0].split(","))
+    return not sources or is_embedded(sources[0])
 
 
 def _check_place(config: Path, output_dir: str | None) -> None:

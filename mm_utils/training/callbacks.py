@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -151,14 +150,6 @@ class RunCallback(TrainerCallback):
             given: all flags.
             more: `schedule`, `make_processor` and `readers`, as `open_data` takes them.
         """
-        return None
-
-    def build_model(self, given: Parsed, data: TrainingData, resume_from: Path | None) -> Any:
-        """Build the run's model, in place of `mm_utils.model.build.build_model`; None to leave that to it."""
-        return None
-
-    def evaluators(self, given: Parsed, data: TrainingData, others: Sequence[Any]) -> Any:
-        """Return what evaluates the run: retrieval by medium, and the list that includes it and `others`; None as above."""
         return None
 
     def has_baseline(self, data: TrainingData) -> bool:

@@ -31,9 +31,6 @@ def prepare(
     if backend in ("FSDP", "DEEPSPEED"):
         configure = entry("BACKENDS", backend, f"accelerate is configured for {backend}")
         configure(accelerator, objective, args.batch_sizes.at(0))
-    elif objective.model.media and accelerator.ddp_handler is not None:
-        # DDP else packs gradients in the order in which they came in the first step, so as that step's medium has it.
-        accelerator.ddp_handler.find_unused_parameters = True
     share_batches(args, data)
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     place_encoders(args, accelerator, objective)

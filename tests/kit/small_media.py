@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +14,6 @@ from PIL import Image
 from mm_utils.data.media import FEATURES
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.model.build import ModelArguments
 
 THINGS = ("fox", "owl", "bear", "wolf", "lynx", "goat", "hare", "crow")
 RATE, SECONDS = 4000, 0.5
@@ -24,14 +21,6 @@ VISION = {"model_type": "convnext", "hidden_sizes": [8, 16], "depths": [1, 1], "
 SOUND = {**VISION, "num_channels": 1, "image_size": [40, 16]}
 TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
-
-
-def model_args(root: Path) -> ModelArguments:
-    """Flags of small towers for images and sounds, from scratch."""
-    for name, config in (("vision", VISION), ("sound", SOUND), ("text", TEXT)):
-        (root / f"{name}.json").write_text(json.dumps(config))
-    towers = {"vision_config": f"{root}/vision.json,{root}/sound.json", "text_config": f"{root}/text.json"}
-    return ModelArguments(**towers, fusion_layers=0)
 
 
 def picture(thing: int, number: int) -> bytes:
@@ -79,9 +68,6 @@ def load(args: DataArguments, **_: Any) -> DatasetDict:
 
 @contextlib.contextmanager
 def small_media() -> Iterator[None]:
-    """Let `--dataset_name images,sounds` name these sets."""
-    modules = ("mm_utils.data.training_data", "mm_utils.extras.several_media.mixture")
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(mock.patch(f"{module}.load_pairs", load))
+    """Let `--dataset_name images` and `--dataset_name sounds` name these sets."""
+    with mock.patch("mm_utils.data.training_data.load_pairs", load):
         yield

@@ -421,12 +421,11 @@ def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatc
     """Value and gradients are those of a softmax over these words, written out; others have the probability of chance."""
     monkeypatch.setattr("mm_utils.objectives.captioning._LARGE", 50)
     model, batch = tiny_model(), global_batch()
-    head_of, rows = Captioning(), [[[2, *range(5, 15)], [20, 3]], [[21, 20]]]
+    head_of, rows = Captioning(), Dataset.from_dict({"input_ids": [[[2, *range(5, 15)], [20, 3]], [[21, 20]]]})
     head_of.prepare(model)
     model.double()
     assert model.token_head is not None
-    first, second = (Dataset.from_dict({"input_ids": rows[start:]}) for start in (0, 1))
-    head_of.read_captions(model, [second, first])
+    head_of.read_captions(model, rows)
     known = [2, 3, *range(5, 15), 20, 21]
     assert model.token_head.known().nonzero()[:, 0].tolist() == known
 
@@ -457,9 +456,9 @@ def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatc
 
     more = Captioning()
     more.prepare(model)
-    more.read_captions(model, [Dataset.from_dict({"input_ids": [[[30]]]})])
+    more.read_captions(model, Dataset.from_dict({"input_ids": [[[30]]]}))
     assert model.token_head.known().nonzero()[:, 0].tolist() == sorted([*known, 30])
-    more.read_captions(model, [Dataset.from_dict({"input_ids": [[[*range(26)]]]})])
+    more.read_captions(model, Dataset.from_dict({"input_ids": [[[*range(26)]]]}))
     assert model.token_head.known().all()
 
 

@@ -23,7 +23,6 @@ from mm_utils.run import flags
 from mm_utils.run.doors import Doors
 from scripts import embed, eval_retrieval, eval_zero_shot, finetune, pretrain, search
 from tests.kit.numbered_shards import write_shards
-from tests.kit.small_media import model_args
 from tests.kit.stock_folders import write_stock
 
 TOWERS = "--vision_model_name_or_path a --text_model_name_or_path b"
@@ -120,7 +119,7 @@ def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, wo
 
 
 # -- observed, for every kind of start -----------------------------------------------------------------------------------
-STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "media", "finetune")
+STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "finetune")
 _CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt_flags"}
 OTHERS = {
     "dataset_config_name": "other", "dataset_dir": ".", "dataset_name": "sounds", "task": "scenes:count", "train_file": "x.jsonl",
@@ -128,7 +127,7 @@ OTHERS = {
     "fusion_text_taps": "-1", "fusion_direction": "both", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "vision_pooling": "mean", "text_pooling": "cls", "backbone_dropout": "keep", "lora_towers": "text", "matryoshka_dims": "8",
     "lr_scheduler_type": "constant_with_cooldown", "batch_size_lr_rule": "linear", "batch_size_schedule": "0:4,2:8",
-    "micro_batch_size": "2", "vision_device": "cpu", "text_device": "cpu", "rank_shares": "1", "media_share": "1,1", "hub_strategy": "every_save", "license": "mit",
+    "micro_batch_size": "2", "vision_device": "cpu", "text_device": "cpu", "rank_shares": "1", "hub_strategy": "every_save", "license": "mit",
     "report_to": "none", "rerank_weights": "match:1", "dataloader_num_workers": "1", "class_weights": "balanced",
     "classifier_inputs": "image", "wise_ft_alpha": "0.5", "max_steps": "3", "hub_model_id": "a/b",
 }  # fmt: skip
@@ -193,7 +192,6 @@ def test_every_flag_is_read_or_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    towers_of_media = model_args(tmp_path)
     stock = write_stock(tmp_path / "clip", "clip")
     short = [*tiny_flags[:2], *tiny_flags[4:], "--max_steps", "2"]
     towers = ["--vision_model_name_or_path", stock, "--text_model_name_or_path", stock]
@@ -205,10 +203,6 @@ def test_every_flag_is_read_or_refused(
         "resume": [*tiny_flags, "--save_steps", "2", "--resume_from_checkpoint", "latest"],
         "stream": ["--streaming", "--train_file", write_shards(tmp_path, "tar", [11, 9, 12]), *tiny_flags[2:]],
         "cached": [*short, *towers, "--freeze_vision", "--freeze_text", "--cache_features"],
-        "media": ["--dataset_name", "scenes,sounds", "--objectives", "contrastive", "--fusion_layers", "0",
-                  "--vision_config", towers_of_media.vision_config, "--text_config", towers_of_media.text_config,
-                  "--max_train_samples", "16", "--max_eval_samples", "8", "--global_batch_size", "8",
-                  "--max_steps", "2", "--dataloader_num_workers", "0"],
         "finetune": finetuning_flags,
     }[start]  # fmt: skip
     script: Any = finetune if start == "finetune" else pretrain

@@ -99,10 +99,10 @@ def fingerprint(rows: datasets.Dataset) -> str:
     return hashlib.blake2b(keys.digest() + counts.digest() + captions.digest(), digest_size=8).hexdigest()
 
 
-def occurring_tokens(rows: Sequence[datasets.Dataset], vocabulary: int) -> Tensor | None:
+def occurring_tokens(rows: datasets.Dataset, vocabulary: int) -> Tensor | None:
     """Return which tokens the captions have, bool `[vocabulary]`; None as soon as these are more than half."""
     occurs = torch.zeros(vocabulary, dtype=torch.bool)
-    for batch in (batch for part in rows for batch in arrow_batches(part, ["input_ids"], _BATCH // 10)):
+    for batch in arrow_batches(rows, ["input_ids"], _BATCH // 10):
         for chunk in batch["input_ids"].chunks:
             occurs[torch.from_numpy(chunk.flatten().flatten().unique().to_numpy().astype(np.int64))] = True
         if 2 * occurs.sum() > vocabulary:

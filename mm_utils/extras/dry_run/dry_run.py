@@ -3,7 +3,7 @@
 The script's `main` is called with other arguments and one more callback, so the dry run takes the same path as the real run:
 data are opened, a few steps are trained, evaluated and saved. Everything is written to a hidden folder beside the output
 folder, which is removed. Four steps are taken, two with a quarter of the largest batch and two with all of it; if the large
-ones would take longer than a minute they are left out, and the peak of memory stays unknown. Each of several media has as many.
+ones would take longer than a minute they are left out, and the peak of memory stays unknown.
 """
 
 import logging
@@ -29,9 +29,6 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, size_of
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
-from mm_utils.extras.several_media.flags import MediaArguments
-from mm_utils.extras.several_media.mixture import Mixture
-from mm_utils.extras.several_media.turns import Turns
 from mm_utils.reliability import failures
 from mm_utils.run.commands import own_command
 from mm_utils.run.doors import RunContext
@@ -78,10 +75,8 @@ def dry_run(
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     scratch = existing / f".dry-run-{folder.name}"
     sizes = args.batch_sizes.sizes
-    media_args = MediaArguments(settings.get("media_share"))
-    turns = 2 * max(1, len(media_args.names(settings.get("dataset_name"))))  # steps of a size
-    plan = {0: max(2, min(sizes[0], sizes[-1] // 4)), turns: sizes[-1]}
-    probe = _Probe(plan, lambda data: media_args.shares_of(data, settings.get("max_train_samples")))
+    plan = {0: max(2, min(sizes[0], sizes[-1] // 4)), 2: sizes[-1]}  # two steps of a size
+    probe = _Probe(plan)
     with _scratch_folder(scratch):
         main([*(sys.argv[1:] if argv is None else argv), *_overrides(args, settings, plan, scratch)], (probe,))
         if not probe.is_main_process:
@@ -124,7 +119,6 @@ def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[
         "output_dir": scratch,
         **{name: min(samples[name.split("_")[1]], limit or sys.maxsize) for name, limit in limits.items()},
         "max_steps": steps,
-        **({"media_share": ",".join("1" * (steps // 4))} if steps > 4 else {}),
         "head_share": 0.0,  # towers and head at once: no step of the run takes more
         "batch_size_schedule": ",".join(f"{start}:{size}" for start, size in plan.items()),
         "logging_steps": 1,
@@ -139,9 +133,8 @@ def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[
 
 @dataclass(frozen=True)
 class _Step:
-    """A step: its medium, global pairs, seconds without waiting for data, peak GiB after it."""
+    """A step: global pairs, seconds without waiting for data, peak GiB after it."""
 
-    medium: str
     pairs: int
     seconds: float
     peak: float
@@ -152,11 +145,10 @@ class _Probe(TrainerCallback):
 
     Args:
         plan: the global batch size from each step on.
-        shares_of: returns the shares of the media in the whole run, given the data of the trial.
     """
 
-    def __init__(self, plan: dict[int, int], shares_of: Callable[[TrainingData], dict[str, int]]):
-        self.plan, self.shares_of = plan, shares_of
+    def __init__(self, plan: dict[int, int]):
+        self.plan = plan
         self.steps: list[_Step] = []
         self.seconds = {"evaluation": 0.0, "checkpoint": 0.0}
         self.logs: dict[str, float] = {}
@@ -197,8 +189,7 @@ class _Probe(TrainerCallback):
                 )
         self.logs = logs
         pairs = args.batch_sizes.at(state.global_step - 1)
-        medium = self.data.turns.medium(state.global_step - 1) if isinstance(self.data, Mixture) else self.data.medium
-        self.steps.append(_Step(medium, pairs, self.step_seconds, logs["peak_memory_gib"]))
+        self.steps.append(_Step(pairs, self.step_seconds, logs["peak_memory_gib"]))
 
     def on_evaluate_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock."""
@@ -221,8 +212,6 @@ class _Probe(TrainerCallback):
         device = parameters[0].device
         self.available = available_bytes(device) / 2**30
         start, images = state.global_step, 0
-        if isinstance(self.data, Mixture):
-            self.data.turns = Turns(self.shares_of(self.data))
         unreadable: dict[str, str] = {}
         seen: set[str] = set()
         began = time.perf_counter()
@@ -259,9 +248,7 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     total, data = probe.data.total_rows, probe.data
     largest, last = args.batch_sizes.sizes[-1], probe.steps[-1]
     steps = args.total_steps(total["train"])
-    shares, lasts = probe.shares_of(data), {step.medium: step for step in probe.steps}
-    seconds = sum(share * lasts[medium].seconds for medium, share in shares.items()) / sum(shares.values())
-    model, loader = last.pairs / seconds, probe.images_per_second
+    model, loader = last.pairs / last.seconds, probe.images_per_second
     rate = min(model, loader) if data.loaders.arguments.num_workers else 1 / (1 / model + 1 / loader)
     args.settle_eval_steps(steps, probe.context.has_baseline)
     first = 0 if probe.context.evaluates_start else args.eval_steps
@@ -277,8 +264,7 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
         kept = min(kept, args.save_total_limit + 1 + max(args.save_best_limit, args.keeps_best))
     checkpoint = find_checkpoint("latest", folder)
     checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
-    evaluated = [(part.total_rows["validation"], len(part.splits["validation"])) for part in data.media.values()]
-    growth = sum(all_rows for all_rows, _ in evaluated) / sum(tried for _, tried in evaluated)
+    growth = total["validation"] / len(data.splits["validation"])
     hours = {
         "training_hours": args.batch_sizes.before(steps) / rate / 3600,
         "evaluation_hours": evaluations * growth * probe.seconds["evaluation"] / 3600,
@@ -297,7 +283,7 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
         "loader_images_per_second": loader,
         "hours": sum(hours.values()),
         **hours,
-        "peak_memory_gib": max(step.peak for step in lasts.values()) if last.pairs == largest else math.nan,
+        "peak_memory_gib": last.peak if last.pairs == largest else math.nan,
         "free_memory_gib": probe.available,
         "kept_checkpoints": kept,
         "checkpoints_gb": kept * checkpoint_bytes / 1e9,

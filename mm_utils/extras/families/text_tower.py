@@ -27,14 +27,9 @@ def with_text_tower(
         head: fields of the configuration for the new fusion head.
 
     Raises:
-        ValueError: if the model reads several kinds of media, or as in `FusionDualEncoderModel.from_backbones`.
+        ValueError: as in `FusionDualEncoderModel.from_backbones`.
     """
     own: Any = model.config
-    if own.media:
-        raise ValueError(
-            "--text_model_name_or_path is set; the model of --model_name_or_path reads several kinds of media, which share its "
-            "text tower. Choose a model of one."
-        )
     projection: Any = model.visual_projection
     made = FusionDualEncoderModel.from_backbones(
         model.vision_model,

@@ -173,11 +173,10 @@ class FlopRates(RunCallback):
     flops: Any = None
 
     def on_start(self, run: Any) -> None:
-        """Count the FLOPs of a model of one medium."""
+        """Count the FLOPs of the model."""
         self.pairs_per_image = run.objective.pairs_per_image
-        if len(run.data.media) == 1:
-            shape = run.data.loaders.blank(1).shape[1:]
-            self.flops = measure_flops(run.model, shape, run.data.max_seq_length, not run.given["cache_features"])
+        shape = run.data.loaders.blank(1).shape[1:]
+        self.flops = measure_flops(run.model, shape, run.data.max_seq_length, not run.given["cache_features"])
         self.pairs = self.operations = 0
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -91,7 +91,6 @@ def synthetic_batch(batch: Batch, pairs: int, length: int, readers: Sequence[Col
         for name, value in batch.items()
         if name == "pixel_values" or name.startswith(("vision_", "text_", "teacher_"))
     }
-    inputs |= {name: value for name, value in batch.items() if name == "medium"}
     if "text_states" in inputs:
         inputs["text_states"] = ones.new_zeros(pairs, length, batch["text_states"].shape[-1]).to(batch["text_states"])
     if "all_input_ids" in batch:

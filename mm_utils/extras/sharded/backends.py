@@ -39,10 +39,6 @@ def configure_fsdp(accelerator: Accelerator, objective: Objective, global_batch_
 def configure_deepspeed(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
     """Configure DeepSpeed, as `configure_fsdp`."""
     plugin = accelerator.state.deepspeed_plugin
-    if objective.model.media:
-        raise ValueError(
-            "--dataset_name names several media, and DeepSpeed would move the towers of all in every step. Use DDP or FSDP2."
-        )
     if plugin.zero_stage == 3:
         raise ValueError(
             "zero_stage is 3 in the configuration of accelerate; this shards weights by FSDP2 only. Use "

@@ -57,7 +57,7 @@ class ClosedFormStart(RunCallback):
     def has_baseline(self, data: TrainingData) -> bool:
         """Return whether there are rows enough; a stream has none at hand."""
         rows = len(data.splits["train"]) if "train" in data.splits else 0
-        return len(data.media) == 1 and min(rows, self.images) >= FEWEST_IMAGES
+        return min(rows, self.images) >= FEWEST_IMAGES
 
     def on_start(self, run: Any) -> None:
         """Fit the projections, unless a checkpoint holds them and nothing is compared with the start."""
@@ -68,7 +68,7 @@ class ClosedFormStart(RunCallback):
         if not self.has_baseline(run.data):
             if run.given["projection"] == "classes":
                 raise ValueError(
-                    f"--projection is classes, which is fitted to {FEWEST_IMAGES} training images or more, of one medium. Leave it out."
+                    f"--projection is classes, which is fitted to {FEWEST_IMAGES} training images or more. Leave it out."
                 )
             return
         rows = min(len(run.data.splits["train"]), self.images)

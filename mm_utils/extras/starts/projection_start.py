@@ -31,6 +31,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     ClassesProjection,
     FusionDualEncoderModel,
     ResidualProjection,
+    is_trained,
     pool_output,
 )
 from mm_utils.objectives.encoding import vision_features
@@ -43,7 +44,8 @@ def start_projections(
 ) -> None:
     """Set both projections and the temperature to their closed form, of at most N training images.
 
-    Without `vision_name` the images' projection stays, and the texts' is fitted to its embeddings.
+    Without `vision_name` the images' projection stays, and the texts' is fitted to its embeddings; the other way round where the
+    texts' is frozen.
 
     Called on all ranks, before the model is prepared.
 
@@ -65,7 +67,9 @@ def start_projections(
     if not found.image_AE.any():
         logger.warning("Images or captions are embedded all alike, so the projections start from random values")
         return
-    if vision_name is None:  # scores of the fit, of images as they are
+    if not is_trained(model.text_projection):  # scores of the fit, of texts as they are
+        found = replace(found, image_AE=found.image_AE @ found.text_BE.T, text_BE=torch.zeros(0))
+    elif vision_name is None:  # scores of the fit, of images as they are
         found = replace(found, text_BE=found.text_BE @ found.image_AE.T, image_AE=torch.zeros(0))
     write_projections(model, found, named)
     logger.info(
@@ -107,7 +111,8 @@ def paired_features(
     model.to(device)  # type: ignore[arg-type]
     width = model.config.vision_pooled_width if vision_name else model.config.projection_dim
     pooled = [torch.empty(0, width, device=device)]
-    texts, seen = ([torch.empty(0, model.config.text_width, device=device)] for _ in range(2))
+    text_width = model.config.text_width if is_trained(model.text_projection) else model.config.projection_dim
+    texts, seen = ([torch.empty(0, text_width, device=device)] for _ in range(2))
     owners, number = [torch.empty(0, dtype=torch.long, device=device)], 0
     pool = partial(pool_output, pooling=model.config.vision_pooling)
     with read_classes(vision_name, model.vision_model, pool) as classes, accelerator.autocast():
@@ -190,18 +195,20 @@ def _sample(rows: datasets.Dataset, images: int) -> datasets.Dataset:
 
 
 def _text_features(model: FusionDualEncoderModel, batch: dict[str, Any]) -> Tensor:
-    """Return the pooled output of the text tower for the captions of a batch, `[t, B]`."""
+    """Return the pooled output of the text tower for the captions of a batch, `[t, B]`; of a frozen projection, its output."""
     if "text_pooled" in batch:
-        return batch["text_pooled"].float()
-    return model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)[0].float()
+        pooled = batch["text_pooled"].to(model.dtype)
+    else:
+        pooled, _ = model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)
+    return (pooled if is_trained(model.text_projection) else model.project_text(pooled)[0]).float()
 
 
 def _embed_names(model: FusionDualEncoderModel, names: list[str], data: TrainingData, device: torch.device) -> Tensor:
     """Return the unit text features of the names of classes, `[classes, B]`."""
     ids = encode_captions(data.processor.tokenizer, names, data.max_seq_length)
-    found = [torch.empty(0, model.config.text_width, device=device)]
+    found = []
     for start in range(0, len(ids), data.eval_batch_size):
         padded = pad_captions(ids[start : start + data.eval_batch_size], data.loaders.pad_token_id)
         input_ids, attention_mask = (part.to(device) for part in padded)
-        found.append(model.text_features(input_ids, attention_mask, with_taps=False)[0].float())
+        found.append(_text_features(model, {"input_ids": input_ids, "attention_mask": attention_mask}))
     return F.normalize(torch.cat(found), dim=-1)

@@ -603,7 +603,6 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
         ("--freeze_vision --freeze_text --cache_features false", False),
         ("--freeze_vision --freeze_text --closed_form_images 0", False),
         ("--freeze_vision --freeze_text --streaming", False),
-        ("--freeze_vision --freeze_text --dataset_name scenes,sounds", False),
     ],
 )
 def test_the_defaults_of_frozen_towers_yield_to_what_is_given(flags: str, cached: bool) -> None:

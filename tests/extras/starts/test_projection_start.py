@@ -91,6 +91,24 @@ def test_a_residual_projection_starts_from_the_same_cosines(towers: dict[str, st
     assert cosines[0].std() > 0.1
 
 
+def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> None:
+    """The images' map is that of the fit to the texts' embeddings, which stay."""
+    Accelerator(cpu=True)
+    data, model, name = training_data(towers), joined(towers), towers["vision_model_name_or_path"]
+    before = model.text_projection.requires_grad_(False).weight.clone()
+    features, _ = paired_features(model, 100, data, Accelerator(), name)
+    start_projections(100, name, data, model, Accelerator())
+    assert torch.equal(model.text_projection.weight, before)
+    [batch] = data.loaders.evaluation(data.splits["train"], 20)
+    with torch.no_grad():
+        image_ME, _ = model.eval().encode_image(batch["pixel_values"])
+        text_TE, _ = model.encode_text(batch["input_ids"], batch["attention_mask"])
+    torch.testing.assert_close(features.text_TB, text_TE)
+    unit, found = features.unit(), closed_form.fit(features, model.config.projection_dim)
+    expected_ME = unit.image_MA @ found.image_AE @ found.text_BE.T
+    torch.testing.assert_close(torch.nn.functional.normalize(expected_ME, dim=-1).float(), image_ME)
+
+
 @pytest.fixture
 def convolutional(towers: dict[str, str], tmp_path: Path) -> dict[str, str]:
     """The towers, with a vision backbone whose classifier reads what it pools."""

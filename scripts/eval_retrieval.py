@@ -40,7 +40,7 @@ from mm_utils.extras.measured.report import report_retrieval
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
-from mm_utils.run.start import make_accelerator, report_metrics, run_script
+from mm_utils.run.start import make_accelerator, run_script
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class EvalRetrievalArguments:
     )
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
     output_dir: str | None = arg(
-        None, "Also write metrics.json, and figures and pictures of re-ranking and of small embeddings."
+        None, "Write metrics.json with all figures, and figures and pictures of re-ranking and of small embeddings."
     )
 
     def __post_init__(self) -> None:
@@ -99,6 +99,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
+    if model.fusion is None:
+        given.refuse("rerank_top_k rerank_weights", "the model has no fusion head")
     flops = measure_flops(model, loaders.blank(1).shape[1:], loader_args.max_seq_length)
     model = accelerator.prepare(model)
 
@@ -110,11 +112,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = in_turn(evaluator, *others)(model, loader, accelerator)
 
     # 5. Report.
-    report_retrieval(accelerator, evaluator, metrics, flops, args.output_dir)
+    report_retrieval(accelerator, evaluator, metrics, flops, loaders.medium.kind, args.output_dir)
     for each in others:
         if args.output_dir:
             each.report(accelerator, rows, loaders, Path(args.output_dir))
-    report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
     record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium.kind)
     accelerator.end_training()

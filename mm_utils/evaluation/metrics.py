@@ -214,17 +214,27 @@ def _margin(split: Embeddings) -> float:
     return true_cosines / max(1, true) - (cosines - true_cosines) / max(1, pairs - true)
 
 
-def helps(ranks: dict[str, DirectionRanks]) -> bool:
-    """Return whether re-ranking gains mean recall beyond its interval, and loses in no direction.
+def mean_gain(directions: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float, float]:
+    """Return the gain of mean recall, half the width of its interval, and the smaller gain of a direction.
 
-    Both directions have the same groups, and their mean one interval. Recall at one cut-off or in one direction is too coarse a
+    All directions have the same groups, and their mean one interval. Recall at one cut-off or in one direction is too coarse a
     figure to tell a small gain from noise.
+
+    Args:
+        directions: of each, the queries' ranks before and after, and their groups.
     """
     gains, groups = [], []
-    for each in ranks.values():
-        gained = [(each.reranked_Q <= k).double() - (each.cosine_Q <= k).double() for k in CUTOFFS]
-        gains.append(torch.stack(gained).mean(0))
-        groups.append(each.queries.group)
+    for before_Q, after_Q, group_Q in directions:
+        gains.append(torch.stack([(after_Q <= k).double() - (before_Q <= k).double() for k in CUTOFFS]).mean(0))
+        groups.append(group_Q)
     weights = [torch.full_like(gain_Q, 1 / len(gain_Q)) for gain_Q in gains]
     mean, half_width = mean_interval(torch.cat(gains), torch.cat(groups), torch.cat(weights))
-    return min(gain_Q.mean().item() for gain_Q in gains) >= 0 and mean > half_width
+    return mean, half_width, min(gain_Q.mean().item() for gain_Q in gains)
+
+
+def helps(ranks: dict[str, DirectionRanks]) -> bool:
+    """Return whether re-ranking gains mean recall beyond its interval, and loses in no direction."""
+    mean, half_width, least = mean_gain(
+        (each.cosine_Q, each.reranked_Q, each.queries.group) for each in ranks.values()
+    )
+    return least >= 0 and mean > half_width

@@ -15,6 +15,7 @@ Ties and NaN count against the model.
 Shape letters: M images and T captions of the split, P probes, L tokens, E embedding width.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.media import kind_of
+from mm_utils.data.rows.columns import HOLDOUT_LEAST
 from mm_utils.data.scenes import order_pairs
 from mm_utils.doors import entries, load
 from mm_utils.evaluation.embeddings import Embeddings, Texts
@@ -133,15 +135,17 @@ def word_order(rows: datasets.Dataset) -> list[Probe]:
 def caption_probes(
     rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, in_training: bool = False
 ) -> Probes:
-    """Return the probes of word order and those that extras add, tokenised.
+    """Return the probes of word order and those that extras add, tokenised; no kind of which there are fewer than 30.
 
     Args:
         in_training: take the few that every evaluation of a run on this medium has, in place of all that a trained model is asked.
     """
     paths = entries("PROBES_IN_TRAINING" if in_training else "PROBES").items()
     asked = [path for name, path in paths if not in_training or name == kind_of(rows.features)]
-    others = [probe for path in asked for probe in load(path)(rows)]
-    return tokenize_probes([*word_order(rows), *others], tokenizer, max_seq_length)
+    probes = [*word_order(rows), *(probe for path in asked for probe in load(path)(rows))]
+    counts = Counter(probe.kind for probe in probes)
+    enough = [probe for probe in probes if counts[probe.kind] >= HOLDOUT_LEAST]
+    return tokenize_probes(enough, tokenizer, max_seq_length)
 
 
 def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:

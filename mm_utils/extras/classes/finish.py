@@ -3,7 +3,7 @@
 import csv
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.media import COLUMNS
+from mm_utils.evaluation.gained import Evaluations, read_evaluations
 from mm_utils.extras.classes.confusion import draw_confusion
 from mm_utils.extras.classes.evaluator import ClassificationEvaluator
 from mm_utils.extras.classes.labels import LabelledArguments, LabelledTask
@@ -134,7 +135,7 @@ def classification_card(
         metrics,
         argv,
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
-        table_note=chosen_on_validation(run, metrics).rstrip(),
+        table_note=chosen_on_validation(run, metrics),
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
         glance=glance,
@@ -163,6 +164,26 @@ def classifier_input(model: FusionDualEncoderForClassification) -> str:
     return _INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
 
 
+def _gained(metrics: Mapping[str, float], evaluations: Evaluations) -> tuple[bool, str]:
+    """Return whether training gained accuracy beyond its interval, and a sentence on it."""
+    accuracy, low, majority = (metrics[f"eval_{name}"] for name in ("accuracy", "accuracy_low", "majority"))
+    if low <= majority:
+        return (
+            False,
+            f"Accuracy {accuracy:.3f} is not above that of always the most frequent class, {majority:.3f}: nothing was learnt.",
+        )
+    if not evaluations.starts:
+        return True, f"Always the most frequent class would have an accuracy of {majority:.3f}."
+    before = evaluations.first["eval_accuracy"]
+    if evaluations.saved_step == 0:
+        return (
+            False,
+            f"Accuracy was {before:.3f} before training, and no later step was better: training gained nothing.",
+        )
+    noise = "" if low > before else ", within noise"
+    return not noise, f"Accuracy {before:.3f} before training, {accuracy:.3f} after: {accuracy - before:+.3f}{noise}."
+
+
 def _summary(context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask) -> list[str]:
     run, metrics = context.run, context.metrics
     lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
@@ -185,7 +206,13 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
         "results.json": "the metrics above",
         "config.yaml": "the arguments, to run it again",
     }
-    commands = [longer_command(run.name, run.output_dir, run.settings)]
+    commands = []
+    gained, sentence = _gained(
+        metrics, evaluations := read_evaluations(run.output_dir / "metrics.jsonl", ("eval_accuracy",))
+    )
+    lines.append(f"  {sentence}")
+    if gained and evaluations.rise:
+        commands.append(longer_command(run.name, run.output_dir, run.settings))
     if (
         model.config.classifier_inputs == "image" and run.settings["dataset_name"]
     ):  # what the start does without training

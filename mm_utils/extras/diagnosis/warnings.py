@@ -29,6 +29,7 @@ RISE = 0.2  # share of chance by which a diverging run is above its best
 IDLE_LIFT = 0.005  # nats below the prior's entropy; an idle head's lift varies by 0.0025
 FEW_DIRECTIONS = 0.02  # effective rank as a share of what width and rows allow
 ONE_DIRECTION, ONE_POINT = 1.5, 0.01  # effective rank; spread, which is a mean cosine of 0.99
+MOST_DIRECTIONS = 0.5  # share from which on a low rank is that of few rows
 FORGOTTEN = (
     0.1  # share of the best mean recall by which a later one is lower; that of 165 photographs varies by half of it
 )
@@ -111,6 +112,10 @@ class CollapseWarning(RunCallback):
             return
         chance = chance_loss(args.batch_sizes.at(int(row["step"]) - 1), "logit_bias" in row)
         row = {**row, "chance": chance, "ratio": row["contrastive_loss"] / chance}
+        if (
+            self.rows and self.rows[-1]["chance"] != chance
+        ):  # another size of the batch: its losses are of another kind
+            self.rows, self.lowest = [], math.inf
         self.rows = [*self.rows[1 - self.head_lines :], row]
         window = self.rows[-self.lines :]
         if len(window) == self.lines:
@@ -137,7 +142,7 @@ def _of_gradient(row: Row) -> Iterator[Finding]:
 
 
 def _of_loss(window: list[Row], lowest: float, evaluation: Row) -> Iterator[Finding]:
-    """Judge the loss as a share of chance, as a schedule's larger batch has a higher loss."""
+    """Judge the losses of batches of one size."""
     half, ratios = len(window) // 2, [row["ratio"] for row in window]
     found = f"contrastive_loss is {_mean(window, 'contrastive_loss'):.3g} over {_steps(window)}"
     if min(ratios) > lowest + RISE:
@@ -203,7 +208,7 @@ def _of_rank(row: Row, before: Row, modality: str) -> Iterator[Finding]:
             f"eval_{modality}_spread is {spread:.2g} at step {step}; all {modality}s are embedded alike, at a mean cosine of "
             f"{1 - spread:.3f}. Lower --learning_rate, and check what the {modality} tower is given to read.",
         )
-    elif rank < ONE_DIRECTION or share < FEW_DIRECTIONS:
+    elif share < FEW_DIRECTIONS or (rank < ONE_DIRECTION and share < MOST_DIRECTIONS):
         yield Finding(
             f"{modality} rank",
             f"{name} is {rank:.1f} at step {step}, {share:.1%} of what width and rows allow; {modality}s differ in few "

@@ -52,16 +52,21 @@ def record_zero_shot(accelerator: Accelerator, folder: str, data: EvaluatedData,
 
 
 def _record(folder: str, data: EvaluatedData, results: Sequence[EvalResult]) -> None:
-    if update_results(Path(folder), results):
+    if SPLIT_NAMES.get(data.split.lower()) == "train":
+        logger.warning(
+            "The split is %s; of a model that was trained on these rows, the figures say nothing about others, so they do not enter "
+            "its card. Set --split, or name other data.",
+            data.split,
+        )
+    elif update_results(Path(folder), results):
         logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, data.split)
 
 
 def zero_shot_results(metrics: Mapping[str, float], data: EvaluatedData) -> list[EvalResult]:
-    """Return the accuracies of zero-shot classification; the titles of those of a split for training say so."""
+    """Return the accuracies of zero-shot classification."""
     task = f"zero-shot-{COLUMNS[data.medium]}-classification"
-    note = ", on a split for training" if SPLIT_NAMES.get(data.split.lower()) == "train" else ""
     return [
-        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}{note}")
+        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}")
         for stage in STAGES
         for measure, title in ACCURACIES.items()
         if (name := f"{stage}{measure}") in metrics

@@ -1,7 +1,6 @@
-"""Report retrieval: table, intervals, and the curve and cost of re-ranking."""
+"""Report retrieval: recalls on the screen; intervals, and the curve and cost of re-ranking, in files."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,10 @@ from mm_utils.reports.plots import (
     set_title,
     style_axes,
 )
-from mm_utils.text import with_half_width
-
-logger = logging.getLogger(__name__)
+from mm_utils.run.finish import recall_lines
+from mm_utils.run.start import report_metrics
 
 _GIGA = 1e9
-_SHORT = {"recall": "R", "ndcg": "nDCG", "mrr": "MRR"}  # names in the table
 
 
 def report_retrieval(
@@ -38,35 +35,44 @@ def report_retrieval(
     evaluator: RetrievalEvaluator,
     metrics: dict[str, float],
     flops: FlopCounts,
+    medium: str,
     folder: str | None,
 ) -> None:
-    """On the main process, log the last evaluation's figures and probes, re-ranking's cost.
+    """On the main process, log recalls with their intervals and chance, as a run's summary has them; write the rest.
 
     Args:
         metrics: what the evaluator returned.
         flops: FLOPs of the same model, from `mm_utils.extras.flops.counts.measure_flops`.
-        folder: where to write `reranking.json`, `embedding_sizes.json`, and a picture of each.
+        medium: the kind of media.
+        folder: where to write `metrics.json`, `reranking.json`, `embedding_sizes.json`, and a picture of the last two; None for
+            nowhere.
     """
-    if not accelerator.is_main_process:
+    split, scores = evaluator.split, evaluator.scores
+    if not accelerator.is_main_process or split is None:
         return
     found = {direction: direction_figures(ranks) for direction, ranks in evaluator.directions.items()}
-    logger.info("\n%s", "\n".join([*_table(found), *_probe_table(metrics)]))
-    report_sizes(accelerator, evaluator.split, folder)
-    if evaluator.scores is None:
+    lines = recall_lines({f"eval_{name}": value for name, value in metrics.items()}, split, medium)
+    report_metrics(accelerator, lines, metrics | half_widths(found), folder)
+    if folder is None:
         return
-    costs = scoring_costs(evaluator.scores, flops)
-    logger.info(
-        "Re-ranking: %s pairs at %s a second; %.3g GFLOP a pair of %.0f text tokens, besides %.3g a text and %.3g an image; "
-        "keys and values of an image take %s kB",
-        f"{costs['pairs']:,}", f"{costs['pairs_per_second']:,.0f}", costs["gflop_per_pair"], costs["text_tokens"],
-        costs["gflop_per_text"], costs["gflop_per_image"], f"{costs['keys_values_bytes_per_image'] / 1000:,.0f}",
-    )  # fmt: skip
-    if folder is not None:
+    report_sizes(accelerator, split, folder)
+    if scores is not None:
         args = evaluator.args
         settings = {"weights": args.rerank_weights, "top_k": args.rerank_top_k}
-        content = {**settings, **found, "costs": costs}
+        content = {**settings, **found, "costs": scoring_costs(scores, flops)}
         write_atomic(Path(folder, "reranking.json"), json.dumps(content, indent=2) + "\n")
         _draw(found, Path(folder, "reranking.png"))
+
+
+def half_widths(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return half the width of the 95 % interval of each recall, nDCG and MRR, as `NAME_half_width_95`, where there is one."""
+    return {
+        f"{stage}{direction}_{measure}_half_width_95": figure["half_width_95"]
+        for direction, figures in found.items()
+        for stage, key in (("", "dual_encoder"), ("rerank_", "reranked"))
+        for measure, figure in figures.get(key, {}).items()
+        if figure["half_width_95"] is not None
+    }
 
 
 def direction_figures(ranks: DirectionRanks) -> dict[str, Any]:
@@ -149,38 +155,3 @@ def _draw_curve(ax: Axes, curve: list[dict[str, Any]]) -> None:
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(ScalarFormatter())
     ax.set_xlabel("candidates re-ranked", fontsize=8, color=MUTED)
-
-
-def _table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Format one line per direction and measure; the last two columns only after re-ranking."""
-    lines = [f"{'95 % intervals, over images':<28}{'two towers':<18}"]
-    if any("curve" in figures for figures in found.values()):
-        lines[0] += f"{'re-ranked':<18}{'difference':<18}"
-    for direction, figures in found.items():
-        for measure in figures["dual_encoder"]:
-            name, _, cut = measure.partition("@")
-            line = f"{direction.replace('_to_', ' → ') + f' {_SHORT[name]}@{cut}':<28}"
-            for column, sign in (("dual_encoder", ""), ("reranked", ""), ("difference", "+")):
-                if column in figures:
-                    one = figures[column][measure]
-                    line += f"{with_half_width(one, sign):<18}"
-            lines.append(line)
-        if "curve" in figures:
-            last = figures["curve"][-1]
-            name = f"  ceiling, R@{last['candidates']}"
-            lines.append(f"{name:<28}{with_half_width(last['ceiling'])}")
-    return [line.rstrip() for line in lines]
-
-
-def _probe_table(metrics: dict[str, float]) -> list[str]:
-    """Format one line per kind of probe; "alone" is what the captions tell without their image."""
-    kinds = [name.removesuffix("_rows") for name in metrics if name.endswith("_rows")]
-    reranked = any(f"rerank_{kind}_accuracy" in metrics for kind in kinds)
-    title = f"{'true above false caption':<28}{'two towers':<24}" + f"{'re-ranked':<24}" * reranked + "alone  rows"
-    lines = ["", title] if kinds else []
-    for kind in kinds:
-        line = f"{kind.replace('_', ' '):<28}"
-        for name in (f"{kind}_accuracy", f"rerank_{kind}_accuracy")[: 1 + reranked]:
-            line += f"{metrics[name]:.3f} ({metrics[name + '_low']:.3f} to {metrics[name + '_high']:.3f})  "
-        lines.append(f"{line}{metrics[kind + '_blind']:.3f}{metrics[kind + '_rows']:>6,.0f}")
-    return [*lines, "by chance                   0.500"] if kinds else lines

@@ -16,7 +16,6 @@ Shape letters: Q queries, N images, K candidates, E width of an embedding.
 """
 
 import json
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +33,6 @@ from mm_utils.extras.measured.embedding_codes import hamming, quantize_int8, rot
 from mm_utils.files import write_atomic
 from mm_utils.reports.plots import COLORS, INK, MUTED, new_figure, save_figure, set_title, style_axes
 from mm_utils.training.callbacks import RunCallback
-
-logger = logging.getLogger(__name__)
 
 BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0, "binary": 1 / 8}
 _LEAST_POWER = 4  # 16 dimensions
@@ -61,20 +58,18 @@ class EmbeddingSizes(RunCallback):
             report_sizes(run.run.accelerator, run.retrieval[share.data.medium].split, share.run.output_dir)
 
 
-def report_sizes(accelerator: Accelerator, split: Embeddings | None, folder: str | Path | None) -> None:
-    """On the main process, log R@1 of each width and code; write `embedding_sizes.*`.
+def report_sizes(accelerator: Accelerator, split: Embeddings | None, folder: str | Path) -> None:
+    """On the main process, write recalls of each width and code, `embedding_sizes.*`.
 
     Args:
         split: the embeddings of the last evaluation; None if there was none.
-        folder: where to write; None does not.
+        folder: where to write.
     """
     if not accelerator.is_main_process or split is None:
         return
     rows = recall_over_bytes(split)
-    logger.info("\n%s", "\n".join(_table(rows)))
-    if folder is not None:
-        write_atomic(Path(folder, "embedding_sizes.json"), json.dumps(rows, indent=2) + "\n")
-        draw_sizes(rows, Path(folder, "embedding_sizes.png"))
+    write_atomic(Path(folder, "embedding_sizes.json"), json.dumps(rows, indent=2) + "\n")
+    draw_sizes(rows, Path(folder, "embedding_sizes.png"))
 
 
 def recall_over_bytes(split: Embeddings) -> list[dict[str, Any]]:
@@ -135,14 +130,6 @@ def _two_passes(image_NE: np.ndarray) -> Scores:
         return torch.full_like(score_QN, -torch.inf).scatter_(1, near_QK, score_QN.gather(1, near_QK))
 
     return scores
-
-
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'by text, R@1 (bytes)':<26}" + "".join(f"{code:<16}" for code in BYTES)]
-    for width in dict.fromkeys(row["dimensions"] for row in rows):
-        cells = (f"{row['recall@1']['value']:.3f} ({row['bytes']:,})" for row in rows if row["dimensions"] == width)
-        lines.append(f"{f'{width:,} dimensions':<26}" + "".join(f"{cell:<16}" for cell in cells))
-    return [line.rstrip() for line in lines]
 
 
 def draw_sizes(rows: list[dict[str, Any]], out_path: Path) -> None:

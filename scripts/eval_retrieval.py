@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = in_turn(evaluator, *others)(model, loader, accelerator)
 
     # 5. Report.
-    report_retrieval(accelerator, evaluator, metrics, flops, loaders.medium.kind, args.output_dir)
+    report_retrieval(accelerator, evaluator, metrics, flops, loaders.medium.kind, split, args.output_dir)
     for each in others:
         if args.output_dir:
             each.report(accelerator, rows, loaders, Path(args.output_dir))

@@ -94,8 +94,8 @@ def recall_gained(
     by_chance = sum(chance(split, name, k) for name in ranks for k in CUTOFFS) / (len(ranks) * len(CUTOFFS))
     at_chance = recall - half <= by_chance
     stated = f"mean recall {recall:.3f} ± {half:.3f}, by chance {by_chance:.3f}"
-    if few := too_few(len(split.image_key_M), medium):
-        return Gained(f"{few} {stated.capitalize()}.", False, at_chance)
+    if too_few(len(split.image_key_M), medium):  # the summary says so
+        return Gained(f"{stated}.", False, at_chance)
     if at_chance:
         advice = "Encoders from scratch need many pairs, pretrained ones few." if from_scratch else _MORE_PAIRS
         return Gained(f"{stated}: at chance, nothing was learnt. {advice}", False, True)

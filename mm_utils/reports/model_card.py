@@ -247,7 +247,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
 
 def _what_it_is(card: CardInfo) -> str:
     """Return what was trained, from what, by which terms, and what it does."""
-    names = (f"{card.medium} encoder {_text(card.vision_model)}", f"text encoder {_text(card.text_model)}")
+    names = (f"{card.medium} encoder ({_text(card.vision_model)})", f"text encoder ({_text(card.text_model)})")
     image, text = (f"a frozen {name}" if frozen else an(name) for name, frozen in zip(names, card.frozen, strict=True))
     size, trained = (f"{count / 1e6:,.1f} million" for count in (card.num_parameters, card.num_trained))
     of_these = f", of which {trained} were trained" if any(card.frozen) else ""

@@ -175,9 +175,9 @@ def _plot(ax: Axes, points: Points, color: str, label: str = "", width: float = 
     ax.plot(steps, values, color=color, linewidth=width, label=label, marker="o" * (len(steps) < 30), markersize=3)
 
 
-def _legend_above(ax: Axes, columns: int = 3) -> None:
+def _legend_above(ax: Axes, columns: int = 3, height: float = 0.98) -> None:
     """Add a legend above the axes, right of the title, where it covers no curve."""
-    small_legend(ax, loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=columns, columnspacing=1.2)
+    small_legend(ax, loc="lower right", bbox_to_anchor=(1.02, height), ncols=columns, columnspacing=1.2)
 
 
 def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
@@ -216,7 +216,7 @@ def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
     for cutoff, style in style_of.items():
         look = {"marker": style, "linestyle": ""} if points else {"linestyle": style}
         ax.plot([], [], color=MUTED, linewidth=1.5, markersize=5, label=f"@{cutoff}", **look)
-    _legend_above(ax, columns=len(style_of) + len(color_of) if len(color_of) < 3 else len(color_of))
+    _legend_above(ax, len(color_of) + len(style_of) * (len(color_of) < 3), height=0.99)  # of a panel twice as high
 
 
 @dataclass

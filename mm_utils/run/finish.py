@@ -314,17 +314,23 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 # -- summaries ----------------------------------------------------------------------------------------------------------
 
 
-def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str) -> list[str]:
-    """Return the lines of a screen with recalls, their intervals and chance; too few images are said to be so."""
-    counted, queries = independent_queries(split, len(split.image_key_M), medium)
+def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str, name: str) -> list[str]:
+    """Return the lines of a screen with recalls, their intervals and chance; too few images are said to be so.
+
+    Args:
+        name: what was measured on, such as "the test split".
+    """
+    images = len(split.image_key_M)
+    counted, queries = independent_queries(split, images, medium)
     rows = _retrieval_rows(metrics, split, queries, medium)
     width = max((len(name) for name, *_ in rows), default=0) + 2
     lines = [
         f"  {name:<{width}}" + "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False)).rstrip()
         for name, *cells in rows
     ]
-    few = too_few(len(split.image_key_M), medium)
-    return [*lines, f"  {counted[0].upper()}{counted[1:]}.", *([f"  {few}"] if few else [])]
+    few = too_few(images, medium, "The split")
+    title = f"Retrieval on the {images:,} {medium}s of {name}:"
+    return ["", title, *lines, f"  {counted[0].upper()}{counted[1:]}.", *([f"  {few}"] if few else [])]
 
 
 def _retrieval_summary(context: RunContext) -> list[str]:
@@ -335,9 +341,9 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     gains = []
     for share in data.shares(run, metrics):
         medium, evaluator = share.data.medium, context.retrieval[share.data.medium]
-        lines += ["", f"Retrieval on the {medium}s of the validation split, which were not trained on:"]
         if evaluator.split is not None:
-            lines += recall_lines(_with_head(share.metrics, model), evaluator.split, medium)
+            held_out = "the validation split, which were not trained on"
+            lines += recall_lines(_with_head(share.metrics, model), evaluator.split, medium, held_out)
         gain = recall_gained(
             evaluator,
             evaluations,

@@ -154,6 +154,6 @@ def report_metrics(accelerator: Accelerator, lines: list[str], metrics: dict[str
         more = (
             "Give --output_dir to have all metrics" if folder is None else f"All metrics are in {folder}/metrics.json"
         )
-        logger.info("%s", "\n".join(["", *lines, more]))
+        logger.info("%s", "\n".join([*lines, more]))
         if folder is not None:
             Path(folder, "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

@@ -272,7 +272,7 @@ def accuracy_lines(metrics: dict[str, float]) -> list[str]:
         if name in metrics
     ]
     chance, majority = metrics["chance@1"], metrics["majority@1"]
-    return [*lines, f"  {'by chance':<36}{chance:.3f}; always the most frequent class {majority:.3f}"]
+    return ["", *lines, f"  {'by chance':<36}{chance:.3f}; always the most frequent class {majority:.3f}"]
 
 
 def report_classes(accelerator: Accelerator, evaluator: ZeroShotEvaluator, folder: str | None) -> None:

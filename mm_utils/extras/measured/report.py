@@ -36,6 +36,7 @@ def report_retrieval(
     metrics: dict[str, float],
     flops: FlopCounts,
     medium: str,
+    split_name: str,
     folder: str | None,
 ) -> None:
     """On the main process, log recalls with their intervals and chance, as a run's summary has them; write the rest.
@@ -43,7 +44,7 @@ def report_retrieval(
     Args:
         metrics: what the evaluator returned.
         flops: FLOPs of the same model, from `mm_utils.extras.flops.counts.measure_flops`.
-        medium: the kind of media.
+        medium, split_name: the kind of media, and of what split.
         folder: where to write `metrics.json`, `reranking.json`, `embedding_sizes.json`, and a picture of the last two; None for
             nowhere.
     """
@@ -51,7 +52,9 @@ def report_retrieval(
     if not accelerator.is_main_process or split is None:
         return
     found = {direction: direction_figures(ranks) for direction, ranks in evaluator.directions.items()}
-    lines = recall_lines({f"eval_{name}": value for name, value in metrics.items()}, split, medium)
+    lines = recall_lines(
+        {f"eval_{name}": value for name, value in metrics.items()}, split, medium, f"the {split_name} split"
+    )
     report_metrics(accelerator, lines, metrics | half_widths(found), folder)
     if folder is None:
         return

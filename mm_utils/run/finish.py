@@ -385,19 +385,16 @@ def _retrieval_summary(context: RunContext) -> list[str]:
                 has_test=has_test,
                 has_fusion=model.fusion is not None,
                 rises=evaluations.rise and any(gain.gained for gain in gains),
-                wants_pretrained=part.medium == "image" and not any(starts) and all(gain.at_chance for gain in gains),
+                wants_pretrained=part.medium == "image"
+                and not any(starts)
+                and bool(gains)
+                and all(gain.at_chance for gain in gains),
                 query=query,
             )
         else:
             command = evaluation_command(own.output_dir, own.settings, "test") if has_test else None
             commands += [*filter(None, [command]), *search_commands(own.output_dir, own.settings, query)]
-    return [
-        *lines,
-        *listing(folder, contents, context.published),
-        "",
-        "Next:",
-        *(f"  {command}" for command in commands),
-    ]
+    return [*lines, *listing(folder, contents, context.published), *next_lines(commands)]
 
 
 def choices(run: Run, metrics: dict[str, float], model: FusionDualEncoderModel | None = None) -> list[str]:
@@ -412,3 +409,8 @@ def listing(folder: Path, contents: dict[str, str], published: Sequence[str]) ->
     lines = ["", f"Everything is in {folder}:"]
     lines += [f"  {name:<20}{text}" for name, text in contents.items() if (folder / name).exists()]
     return [*lines, *(f"  {place}" for place in published)]
+
+
+def next_lines(commands: Sequence[str]) -> list[str]:
+    """Return the lines of what to try next, if there is anything."""
+    return ["", "Next:", *(f"  {command}" for command in commands)] if commands else []

@@ -236,12 +236,12 @@ def least_held_out(images: int) -> int:
     return min(HOLDOUT_LEAST, images // 5)
 
 
-def too_few(images: int, medium: str = "image", split: str = "The validation split") -> str:
-    """Return a sentence about a split whose recall says nothing; "" if there are enough images."""
-    if images >= HOLDOUT_LEAST:
+def too_few(rows: int, kind: str, split: str = "The validation split", figure: str = "recall") -> str:
+    """Return a sentence about a split whose figure says nothing; "" if there are enough rows, which are of a kind."""
+    if rows >= HOLDOUT_LEAST:
         return ""
-    counted = f"1 {medium}" if images == 1 else f"{images} {medium}s"
-    return f"{split} has {counted}; recall on fewer than {HOLDOUT_LEAST} says nothing."
+    counted = f"1 {kind}" if rows == 1 else f"{rows} {kind}s"
+    return f"{split} has {counted}; {figure} on fewer than {HOLDOUT_LEAST} says nothing."
 
 
 def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> set[str]:

@@ -263,6 +263,16 @@ STORIES: dict[str, tuple[dict[str, Any], list[tuple[Act, list[str]]]]] = {
         ]) for loss, reason in ((1.0, "though those of training are. Check"),
                                 (4.05, r"nor are those of training; all pairs look alike\."))
     },
+    "few rows, which have no more directions": ({}, [
+        (lambda run: run.log(2).evaluate(image_effective_rank=1.0, image_rank_share=1.0), []),
+    ]),
+    "sizes of a schedule, each with its own chance": (
+        {"batch_size_schedule": "0:16,120:64", "global_batch_size": 64}, [
+            (lambda run: run.losses(*[0.9 * math.log(16)] * 7, *[0.999 * math.log(16)] * 3), []),
+            (lambda run: run.losses(*[0.999 * math.log(64)] * 4), []),
+            (lambda run: run.losses(0.999 * math.log(64)), ["is 4.15 over steps 130 to 170; chance is 4.16"]),
+        ]
+    ),
     "retrieval figures alone": ({}, [(lambda run: run.log(9).write(**{"eval_text_to_image_recall@1": 0.0}), [])]),
     "another process": ({"main": False}, [(lambda run: run.log(30, contrastive_loss=CHANCE, grad_norm=0.0), [])]),
     "another objective": ({}, [(lambda run: rows(run, 30, loss=9.0, grad_norm=1.0, learning_rate=0.0), [])]),

@@ -3,7 +3,7 @@
 The test split of the embedded data set:
     accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/pretrain-1 --split test
 
-Your own pairs, re-ranking the first 32 of every query, with the curve of recall against their number and what it costs:
+Your own pairs, re-ranking the first 32 of every query, with all figures and their intervals in outputs/retrieval/metrics.json:
     accelerate launch scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
         --split validation --rerank_top_k 32 --output_dir outputs/retrieval
 
@@ -34,7 +34,6 @@ from mm_utils.doors import entries, load
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
-from mm_utils.extras.flops.counts import measure_flops
 from mm_utils.extras.measured.card import record_retrieval
 from mm_utils.extras.measured.report import report_retrieval
 from mm_utils.model.build import load_model
@@ -59,9 +58,7 @@ class EvalRetrievalArguments:
         None, "The split: train, validation or test; default: that of the benchmark, else validation."
     )
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
-    output_dir: str | None = arg(
-        None, "Write metrics.json with all figures, and figures and pictures of re-ranking and of small embeddings."
-    )
+    output_dir: str | None = arg(None, "Write metrics.json, with all figures and their intervals, to this folder.")
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
@@ -101,7 +98,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
     if model.fusion is None:
         given.refuse("rerank_top_k rerank_weights", "the model has no fusion head")
-    flops = measure_flops(model, loaders.blank(1).shape[1:], loader_args.max_seq_length)
     model = accelerator.prepare(model)
 
     # 4. Evaluate.
@@ -112,7 +108,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = in_turn(evaluator, *others)(model, loader, accelerator)
 
     # 5. Report.
-    report_retrieval(accelerator, evaluator, metrics, flops, loaders.medium.kind, split, args.output_dir)
+    report_retrieval(accelerator, evaluator, metrics, loaders.medium.kind, split, args.output_dir)
     for each in others:
         if args.output_dir:
             each.report(accelerator, rows, loaders, Path(args.output_dir))

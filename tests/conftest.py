@@ -73,7 +73,6 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the drawing, two thirds of a tiny run or preparation; fixtures of a whole module, and launched runs, do draw."""
     drawn = {
         "run.finish": ("plot_training", "draw_examples"),
-        "extras.measured.sizes": ("draw_sizes",),
         "extras.data_reports.report": ("draw_statistics", "draw_contact_sheet"),
         "extras.classes.finish": ("plot_training", "draw_confusion"),
     }
@@ -87,7 +86,6 @@ def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/extras/flops` counts."""
     for user in (
         "mm_utils.extras.flops.counts",
-        "scripts.eval_retrieval",
         "benchmarks.rivals.loop_bench",
         "benchmarks.gpu",
     ):

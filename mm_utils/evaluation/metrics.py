@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mm_utils.evaluation.embeddings import LISTED, Embeddings, Places, cosine_places
+from mm_utils.evaluation.embeddings import LISTED, Embeddings, Keyed, Places, cosine_places
 from mm_utils.evaluation.reranking import DirectionRanks
 
 CUTOFFS = (1, 5, 10)  # of recall
@@ -54,6 +54,12 @@ def mean_interval(value_Q: Tensor, group_Q: Tensor, weight_Q: Tensor | None = No
     residual_M = weight_Q.new_zeros(images).index_add_(0, place_Q, weight_Q * (value_Q - mean))
     variance = ((residual_M / weight_Q.sum()) ** 2).sum().item() * images / max(1, images - 1)
     return mean.item(), _NORMAL_95 * math.sqrt(variance) if variance > 0 else min(1.0, 3 / images)
+
+
+def half_width(value_Q: Tensor, queries: Keyed) -> float | None:
+    """Return half the width of the interval of queries' mean value; None if equal captions leave fewer than `FEW_GROUPS` groups."""
+    groups, images = len(queries.group.unique()), len(queries.key.unique())
+    return None if groups < min(images, FEW_GROUPS) else mean_interval(value_Q, queries.group)[1]
 
 
 # -- recall, nDCG, MRR --------------------------------------------------------------------------------------------------
@@ -212,6 +218,25 @@ def _margin(split: Embeddings) -> float:
     true, pairs = int((counts[0] * counts[1]).sum()), len(split.image_ME) * len(split.text_TE)
     cosines = pairs * (_centroid(split.image_ME) @ _centroid(split.text_TE)).item()
     return true_cosines / max(1, true) - (cosines - true_cosines) / max(1, pairs - true)
+
+
+def half_widths(directions: dict[str, DirectionRanks]) -> dict[str, float]:
+    """Return half the width of the interval of each recall, nDCG and MRR, as `NAME_half_width_95`, where there is one.
+
+    After re-ranking also by how much each is higher, `rerank_gain_NAME`, with the interval of the difference of each query.
+    """
+    found: dict[str, float | None] = {}
+    for direction, ranks in directions.items():
+        measured = {"": measures_of_queries(ranks.cosine)}
+        if ranks.reranked is not None:
+            after = measured["rerank_"] = measures_of_queries(ranks.reranked)
+            gains = {name: value_Q - measured[""][name] for name, value_Q in after.items()}
+            found |= {f"rerank_gain_{direction}_{name}": gain_Q.mean().item() for name, gain_Q in gains.items()}
+            measured["rerank_gain_"] = gains
+        for prefix, values in measured.items():
+            for name, value_Q in values.items():
+                found[f"{prefix}{direction}_{name}_half_width_95"] = half_width(value_Q, ranks.queries)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def mean_gain(directions: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float, float]:

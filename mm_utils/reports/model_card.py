@@ -21,7 +21,6 @@ from mm_utils.text import (
     printable,
     publishable,
     redact,
-    with_half_width,
     without_secrets,
 )
 
@@ -134,7 +133,6 @@ _PICTURES = {
     "Training curves": "training.png",
     "Retrieved {}s": "retrieval.png",
     "Moments": "moments.png",
-    "Recall over the bytes of an embedding": "embedding_sizes.png",
     "Confusions": "confusion.png",
     "Between the start and the end of training": "wise_ft.png",
 }
@@ -217,7 +215,6 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         markdown_table(list(map(_text, titles)), [list(map(_text, row)) for row in rows]),
         *([card.table_note] if card.table_note else []),
         _details("All metrics", markdown_table(["metric", "value"], metrics)),
-        *_sizes(output_dir / "embedding_sizes.json", card.medium),
         *(
             f"![{title.format(card.medium)}]({name})"
             for title, name in _PICTURES.items()
@@ -342,19 +339,6 @@ print("re-ranked:", [{media}[place].name for place, score in model.rerank("{text
 # The two encoders alone, with the class that transformers ships.
 dual_encoder = {card.dual_encoder}.from_pretrained(folder, subfolder="dual_encoder")"""
     return code
-
-
-def _sizes(path: Path, medium: str) -> list[str]:
-    """Return the recalls of small embeddings, folded; nothing if there is no such file."""
-    if not path.is_file():
-        return []
-    rows = [
-        [f"{row['dimensions']:,}", row["code"], f"{row['bytes']:,}"]
-        + [with_half_width(row[name]) for name in ("recall@1", "recall@10")]
-        for row in json.loads(path.read_text(encoding="utf-8"))
-    ]
-    titles = ["dimensions", "stored as", f"bytes {an(medium)}", f"text to {medium} R@1", "R@10"]
-    return [_details("Recall over the bytes of an embedding", markdown_table(titles, rows))]
 
 
 def _details(title: str, text: str) -> str:

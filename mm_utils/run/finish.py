@@ -367,7 +367,6 @@ def _retrieval_summary(context: RunContext) -> list[str]:
         "README.md": "the model card, with code to use the model",
         "training.png": "curves",
         "retrieval.png": "what some captions find",
-        "embedding_sizes.png": "recall over the bytes of an embedding",
         "regions.png": "where some phrases point",
         "moments.png": "when some phrases happen, as predicted",
         "wise_ft.png": "weights between the start and the end",

@@ -41,7 +41,6 @@ _OWN = (
         "retrieval.png",
         "regions.png",
         "moments.png",
-        "embedding_sizes.*",
         "confusion.png",
         "classes.csv",
         "results.json",

@@ -1,4 +1,3 @@
-import json
 import re
 import shlex
 from pathlib import Path
@@ -227,16 +226,6 @@ def test_a_card_that_is_read_only_stays(tmp_path: Path) -> None:
     before = path.read_bytes()
     assert not update_results(tmp_path, retrieval_results(FIGURES, DATA._replace(split="test")))
     assert path.read_bytes() == before
-
-
-def test_card_shows_what_small_embeddings_keep(tmp_path: Path) -> None:
-    recalls = {f"recall@{k}": {"value": k / 20, "half_width_95": 0.01} for k in (1, 5, 10)}
-    rows = [{"dimensions": 64, "code": "int8", "bytes": 64, **recalls}]
-    (tmp_path / "embedding_sizes.json").write_text(json.dumps(rows))
-    (tmp_path / "embedding_sizes.png").touch()
-    text = write_model_card(tmp_path, card()).read_text(encoding="utf-8")
-    assert "| 64 | int8 | 64 | 0.050 ± 0.010 | 0.500 ± 0.010 |" in text
-    assert "(embedding_sizes.png)" in text
 
 
 def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:

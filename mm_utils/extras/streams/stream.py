@@ -220,11 +220,13 @@ def _hold_out(files: list[Shard]) -> tuple[list[Shard], list[Shard]]:
     total = sum(file.rows for file in files)
     count = min(HELD_OUT, max(1, least_held_out(total), round(HELD_OUT_SHARE * total)))
     sources = min(HELD_OUT_SHARDS, count, len(files))
-    heads, rest = [], list(files)
+    heads, rest, missing = [], list(files), 0
     for part in range(sources):
         place = len(files) * part // sources
         file = files[place]
-        rows = min(len(distributed.share(count, part, sources)), max(1, file.rows // 2))
+        wanted = missing + len(distributed.share(count, part, sources))
+        rows = min(wanted, max(1, file.rows // 2))
+        missing = wanted - rows
         heads.append(replace(file, first=0, rows=rows))
         rest[place] = replace(file, first=rows, rows=file.rows - rows)
     return heads, [file for file in rest if file.rows]

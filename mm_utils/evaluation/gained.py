@@ -88,12 +88,13 @@ def recall_gained(
     if split is None or not ranks:
         return None
     groups = {name: each.queries.group for name, each in ranks.items()}
-    after = {name: each.cosine_Q for name, each in ranks.items()}
+    after = {name: each.cosine_Q if each.reranked is None else each.reranked_Q for name, each in ranks.items()}
+    by_head = ", re-ranked" if any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items()) else ""
     never = {name: torch.full_like(rank_Q, NEVER) for name, rank_Q in after.items()}
     recall, half, _ = mean_gain((never[name], after[name], groups[name]) for name in ranks)
     by_chance = sum(chance(split, name, k) for name in ranks for k in CUTOFFS) / (len(ranks) * len(CUTOFFS))
     at_chance = recall - half <= by_chance
-    stated = f"mean recall {recall:.3f} ± {half:.3f}, by chance {by_chance:.3f}"
+    stated = f"mean recall {recall:.3f} ± {half:.3f}{by_head}, by chance {by_chance:.3f}"
     if too_few(len(split.image_key_M), medium):  # the summary says so
         return Gained(f"{stated}.", False, at_chance)
     if at_chance:
@@ -107,7 +108,7 @@ def recall_gained(
             f"mean recall {before:.3f} before training, and no later step was better: training gained nothing. {_MORE_PAIRS}",
             False,
         )
-    ends = f"mean recall {before:.3f} before training, {recall:.3f} after"
+    ends = f"mean recall {before:.3f} before training, {recall:.3f} after{by_head}"
     earlier = evaluator.first if is_paired else {}
     if all(name in earlier and len(earlier[name]) == len(after[name]) for name in ranks):
         gain, half, _ = mean_gain((earlier[name], after[name], groups[name]) for name in ranks)
@@ -117,4 +118,6 @@ def recall_gained(
         ends += f" ± {half:.3f}"
     if gain > half:
         return Gained(f"{ends}.", True)
+    if gain < -half:
+        return Gained(f"{ends}: training lost recall. Lower --learning_rate, or freeze the encoders.", False)
     return Gained(f"{ends}, within noise. {_MORE_PAIRS}", False)

@@ -35,6 +35,7 @@ CASES = [
     (200, 1.6, 0.8, 9, r"before training, 0\.\d{3} after: \+0\.\d{3} ± 0\.\d{3}\.$", True, False),
     (200, 0.8, 0.8, 9, r"after: [+-]0\.\d{3} ± 0\.\d{3}, within noise\. More pairs", False, False),
     (200, 0.8, 0.8, 0, r"before training, and no later step was better: training gained nothing", False, False),
+    (200, 0.8, 1.6, 9, r"after: -0\.\d{3} ± 0\.\d{3}: training lost recall\. Lower", False, False),
     (29, 1.6, 0.8, 9, r"^mean recall 0\.\d{3} ± 0\.\d{3}, by chance 0\.\d{3}\.$", False, False),
 ]
 

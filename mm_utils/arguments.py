@@ -107,6 +107,15 @@ class Parsed:
         """Return whether the command line or the file of ``--config`` has one of some flags."""
         return not (self.named | self.in_config).isdisjoint(names)
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The declared default of every flag by name, None for a list."""
+        return {
+            field.name: None if field.default is dataclasses.MISSING else field.default
+            for each in self._parsed
+            for field in dataclasses.fields(each)
+        }
+
     def differs(self, names: str) -> bool:
         """Return whether one of some flags, separated by spaces, is not at its default; the script may lack some."""
         known = {field.name: field for each in self._parsed for field in dataclasses.fields(each)}

@@ -203,9 +203,3 @@ def duration(hours: float) -> str:
         if hours >= 2 * size:
             return f"{hours / size:.1f} {unit}"
     return f"{3600 * hours:.1f} s"
-
-
-def with_half_width(figure: Mapping[str, float | None], sign: str = "") -> str:
-    """Format a figure's `value` with its `half_width_95`, if it has one."""
-    half = figure["half_width_95"]
-    return f"{figure['value']:{sign}.3f}" + ("" if half is None else f" ± {half:.3f}")

@@ -3,7 +3,7 @@
 The test split of the embedded data set:
     python scripts/eval_retrieval.py --model_name_or_path outputs/pretrain-1 --split test
 
-Your own pairs, re-ranking the first 32 of every query, with the curve of recall against their number and what it costs:
+Your own pairs, re-ranking the first 32 of every query, with all figures and their intervals in outputs/retrieval/metrics.json:
     python scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
         --split validation --rerank_top_k 32 --output_dir outputs/retrieval
 
@@ -29,14 +29,13 @@ from mm_utils.data.pairs import load_split
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.doors import entries, load
 from mm_utils.evaluation.probes import caption_probes
-from mm_utils.evaluation.report import report_retrieval
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
-from mm_utils.run.results import record_retrieval
-from mm_utils.run.start import make_accelerator, report_metrics, run_script
+from mm_utils.run.results import record_retrieval, report_retrieval
+from mm_utils.run.start import make_accelerator, run_script
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class EvalRetrievalArguments:
         None, "The split: train, validation or test; default: that of the benchmark, else validation."
     )
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
-    output_dir: str | None = arg(None, "Also write metrics.json, and the intervals of re-ranking.")
+    output_dir: str | None = arg(None, "Write metrics.json, with all figures and their intervals, to this folder.")
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
@@ -93,6 +92,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
+    if model.fusion is None:
+        given.refuse("rerank_top_k rerank_weights", "the model has no fusion head")
     model = accelerator.prepare(model)
 
     # 4. Evaluate.
@@ -103,11 +104,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 
     # 5. Report.
-    report_retrieval(accelerator, evaluator, metrics, args.output_dir)
+    report_retrieval(accelerator, evaluator, metrics, loaders.medium.kind, split, args.output_dir)
     for each in others:
         if args.output_dir:
             each.report(accelerator, rows, loaders, Path(args.output_dir))
-    report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
     record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium.kind)
     accelerator.end_training()

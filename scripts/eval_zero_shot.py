@@ -23,9 +23,8 @@ from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
-from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.extras.classes.labels import LabelledArguments, load_labelled
-from mm_utils.extras.classes.zero_shot import ZeroShotArguments, ZeroShotEvaluator, report_classes
+from mm_utils.extras.classes.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.reports.model_card import EvaluatedData, data_names
@@ -71,15 +70,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     loaders = make_loaders(loader_args, accelerator.device, processor)
     counts = f"{len(images.rows):,}", loaders.medium.kind, f"{len(images.classes):,}"
     logger.info("%s: %s %ss, %s classes", images.split, *counts)
-    if SPLIT_NAMES.get(images.split.lower()) == "train":
-        logger.warning(
-            "The split is %s; of a model that was trained on these %ss, the accuracy says nothing about others. Set --split, or "
-            "name other data, if it was.",
-            *(images.split, loaders.medium.kind),
-        )
 
     # 3. Model.
-    model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())
+    model = load_model(args.model_name_or_path, fusion_layers=0).eval()
+    if model.fusion is None:
+        given.refuse("rerank_top_k", "the model has no fusion head")
+    model = accelerator.prepare(model)
 
     # 4. Evaluate.
     evaluator = ZeroShotEvaluator(images, processor.tokenizer, loader_args.max_seq_length, zero_shot_args)
@@ -87,8 +83,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
 
     # 5. Report.
+    report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir)
     report_classes(accelerator, evaluator, args.output_dir)
-    report_metrics(accelerator, metrics, str(Path(args.output_dir, "metrics.json")) if args.output_dir else None)
     names = data_names({"dataset_name": data_args.dataset_name or data_args.classes}, "")
     sizes = {f"{loaders.medium.kind}s": len(images.rows), "classes": len(images.classes)}
     data = EvaluatedData(*names, images.split, sizes, loaders.medium.kind)

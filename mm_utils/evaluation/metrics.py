@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mm_utils.evaluation.embeddings import LISTED, Embeddings, Places, cosine_places
+from mm_utils.evaluation.embeddings import LISTED, Embeddings, Keyed, Places, cosine_places
 from mm_utils.evaluation.reranking import DirectionRanks
 
 CUTOFFS = (1, 5, 10)  # of recall
@@ -54,6 +54,12 @@ def mean_interval(value_Q: Tensor, group_Q: Tensor, weight_Q: Tensor | None = No
     residual_M = weight_Q.new_zeros(images).index_add_(0, place_Q, weight_Q * (value_Q - mean))
     variance = ((residual_M / weight_Q.sum()) ** 2).sum().item() * images / max(1, images - 1)
     return mean.item(), _NORMAL_95 * math.sqrt(variance) if variance > 0 else min(1.0, 3 / images)
+
+
+def half_width(value_Q: Tensor, queries: Keyed) -> float | None:
+    """Return half the width of the interval of queries' mean value; None if equal captions leave fewer than `FEW_GROUPS` groups."""
+    groups, images = len(queries.group.unique()), len(queries.key.unique())
+    return None if groups < min(images, FEW_GROUPS) else mean_interval(value_Q, queries.group)[1]
 
 
 # -- recall, nDCG, MRR --------------------------------------------------------------------------------------------------
@@ -192,17 +198,46 @@ def _margin(split: Embeddings) -> float:
     return true_cosines / max(1, true) - (cosines - true_cosines) / max(1, pairs - true)
 
 
-def helps(ranks: dict[str, DirectionRanks]) -> bool:
-    """Return whether re-ranking gains mean recall beyond its interval, and loses in no direction.
+def half_widths(directions: dict[str, DirectionRanks]) -> dict[str, float]:
+    """Return half the width of the interval of each recall, nDCG and MRR, as `NAME_half_width_95`, where there is one.
 
-    Both directions have the same groups, and their mean one interval. Recall at one cut-off or in one direction is too coarse a
+    After re-ranking also by how much each is higher, `rerank_gain_NAME`, with the interval of the difference of each query.
+    """
+    found: dict[str, float | None] = {}
+    for direction, ranks in directions.items():
+        measured = {"": measures_of_queries(ranks.cosine)}
+        if ranks.reranked is not None:
+            after = measured["rerank_"] = measures_of_queries(ranks.reranked)
+            gains = {name: value_Q - measured[""][name] for name, value_Q in after.items()}
+            found |= {f"rerank_gain_{direction}_{name}": gain_Q.mean().item() for name, gain_Q in gains.items()}
+            measured["rerank_gain_"] = gains
+        for prefix, values in measured.items():
+            for name, value_Q in values.items():
+                found[f"{prefix}{direction}_{name}_half_width_95"] = half_width(value_Q, ranks.queries)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def mean_gain(directions: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float, float]:
+    """Return the gain of mean recall, half the width of its interval, and the smaller gain of a direction.
+
+    All directions have the same groups, and their mean one interval. Recall at one cut-off or in one direction is too coarse a
     figure to tell a small gain from noise.
+
+    Args:
+        directions: of each, the queries' ranks before and after, and their groups.
     """
     gains, groups = [], []
-    for each in ranks.values():
-        gained = [(each.reranked_Q <= k).double() - (each.cosine_Q <= k).double() for k in CUTOFFS]
-        gains.append(torch.stack(gained).mean(0))
-        groups.append(each.queries.group)
+    for before_Q, after_Q, group_Q in directions:
+        gains.append(torch.stack([(after_Q <= k).double() - (before_Q <= k).double() for k in CUTOFFS]).mean(0))
+        groups.append(group_Q)
     weights = [torch.full_like(gain_Q, 1 / len(gain_Q)) for gain_Q in gains]
     mean, half_width = mean_interval(torch.cat(gains), torch.cat(groups), torch.cat(weights))
-    return min(gain_Q.mean().item() for gain_Q in gains) >= 0 and mean > half_width
+    return mean, half_width, min(gain_Q.mean().item() for gain_Q in gains)
+
+
+def helps(ranks: dict[str, DirectionRanks]) -> bool:
+    """Return whether re-ranking gains mean recall beyond its interval, and loses in no direction."""
+    mean, half_width, least = mean_gain(
+        (each.cosine_Q, each.reranked_Q, each.queries.group) for each in ranks.values()
+    )
+    return least >= 0 and mean > half_width

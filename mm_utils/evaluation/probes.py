@@ -14,6 +14,7 @@ Ties and NaN count against the model.
 Shape letters: M images and T captions of the split, P probes, L tokens, E embedding width.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.rows.columns import HOLDOUT_LEAST
 from mm_utils.data.scenes import order_pairs
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.evaluation.metrics import share_with_interval
@@ -127,8 +129,11 @@ def word_order(rows: datasets.Dataset) -> list[Probe]:
 
 
 def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
-    """Return the probes of word order, tokenised."""
-    return tokenize_probes(word_order(rows), tokenizer, max_seq_length)
+    """Return the probes of word order, tokenised; no kind of which there are fewer than 30."""
+    probes = word_order(rows)
+    counts = Counter(probe.kind for probe in probes)
+    enough = [probe for probe in probes if counts[probe.kind] >= HOLDOUT_LEAST]
+    return tokenize_probes(enough, tokenizer, max_seq_length)
 
 
 def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:

@@ -111,6 +111,7 @@ class RetrievalEvaluator:
         split: embeddings of the last evaluation.
         directions: its ranks in each direction.
         scores: its pair scores; None without a head.
+        first: the ranks of the first evaluation by the two encoders, by direction.
         reads_features: True for an evaluator that reads batches with the output of frozen towers in place of the media.
     """
 
@@ -129,9 +130,15 @@ class RetrievalEvaluator:
         self.split: Embeddings | None = None
         self.directions: dict[str, DirectionRanks] = {}
         self.scores: PairScores | None = None
+        self.first: dict[str, Tensor] = {}
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Evaluate `model` on the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
+        metrics = self._measure(model, loader, accelerator)
+        self.first = self.first or {name: ranks.cosine_Q for name, ranks in self.directions.items()}
+        return metrics
+
+    def _measure(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         weights = self._weights(model) if self.args.rerank_top_k > 0 and model.fusion is not None else {}
         device, reranks = accelerator.device, bool(weights)
         # On a GPU at most half of what is free.

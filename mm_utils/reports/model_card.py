@@ -81,6 +81,19 @@ def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
     return name, f"local-{_slug(name)}"
 
 
+def model_title(name: str) -> str:
+    """Return a model's name for people: that on the Hub, or the last folder of a path that says something, and those in it."""
+    if not Path(name).exists():
+        return name
+    parts = Path(name).absolute().parts[1:]
+    for at in range(len(parts) - 1, -1, -1):
+        if parts[at].startswith("models--"):  # the cache of the Hub
+            return "/".join(parts[at].split("--")[1:])
+        if not _PLAIN_FOLDER.fullmatch(parts[at].lower()):
+            return "/".join(parts[at:])
+    return "/".join(parts)
+
+
 def is_on_hub(dataset_name: str) -> bool:
     """Return whether --dataset_name means a data set on the Hub."""
     return not is_embedded(dataset_name) and not Path(dataset_name).exists()
@@ -106,27 +119,15 @@ def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix:
     ]
 
 
-EXAMPLES = {  # of code: what a person has, how to make some, and a text
-    "image": (
-        "pictures, or paths to them",
-        'pictures = [Image.new("RGB", (224, 224), colour) for colour in ("red", "green", "blue")]',
-        "something red",
-    ),
-    "clip": (
-        "clips, lists of frames, or paths to videos (pip install av)",
-        """\
-turns = (("red", "blue"), ("blue", "red"), ("green", "white"))
-clips = [[Image.new("RGB", (224, 224), colour) for colour in colours for _ in range(8)] for colours in turns]""",
-        "something turns red",
-    ),
-    "sound": (
-        "sounds, (samples in [-1, 1], rate), or paths to WAV files",
-        """\
-times = torch.arange(48000) / 16000
-sounds = [(torch.sin(2 * torch.pi * hertz * times), 16000) for hertz in (220, 880, 3520)]""",
-        "a low tone",
-    ),
+EXAMPLES = {  # of code: the folder of a person's files, which files, and a text
+    "image": ("pictures", "*.jpg", "something red"),
+    "clip": ("clips", "*.mp4", "something turns red"),  # pip install av
+    "sound": ("sounds", "*.wav", "a low tone"),
 }
+_HEALTH = re.compile(r".*_(effective_rank|rank_share|spread|margin|modality_gap)")  # figures for those who train
+_PLAIN_FOLDER = re.compile(
+    r"(checkpoint|step)-?\d+|models?|snapshots?|final|best|last|weights|(dual_)?encoder|[0-9a-f]{40}"
+)
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 _PICTURES = {
     "Training curves": "training.png",
@@ -178,6 +179,10 @@ class CardInfo:
     table_note: str = ""
     has_fusion: bool = True
     dual_encoder: str = ""  # the class in `dual_encoder/`, if there is one
+    frozen: tuple[bool, ...] = (False, False)  # whether the encoder of the medium, and that of texts, was not trained
+    num_trained: int = 0
+    terms: list[str] = field(default_factory=lambda: ["contrastive"])  # of the loss
+    search: list[str] = field(default_factory=list)  # commands
     pipeline_tag: str | None = "feature-extraction"
     tags: tuple[str, ...] = ()
     summary: str | None = None
@@ -193,23 +198,17 @@ class CardInfo:
 def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     """Write ``README.md`` into `output_dir`, with the pictures that exist; return its path."""
     titles, rows = card.table
-    encoders = f"{an(card.medium).capitalize()} encoder ({_text(card.vision_model)}) and a text encoder ({_text(card.text_model)})"
-    size = f"{card.num_parameters / 1e6:,.1f} million parameters in all"
-    fusion = ", and a cross-attention fusion head that re-ranks the best candidates" if card.has_fusion else ""
-    retrieval = (
-        f"{encoders} trained together with a contrastive loss{fusion}: {size}. It finds {card.medium}s for a text and texts "
-        f"for {an(card.medium)}."
-    )
-    metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items()]
+    metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items() if not _HEALTH.fullmatch(name)]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
     hyperparameters, usage = without_secrets(card.hyperparameters, publishable), _usage(card)
     parts = [
         f"---\n{_front_matter(card).to_yaml()}\n---",
         f"# {_text(card.name)}",
-        retrieval if card.summary is None else f"{_text(card.summary)} {encoders}, {size}.",
+        _what_it_is(card),
         markdown_table(["at a glance", ""], [[title, _text(text)] for title, text in _glance(card)]),
         "## Use",
         usage,
+        *([_fenced("bash", "\n".join(card.search))] if card.search else []),
         "## Results",
         markdown_table(list(map(_text, titles)), [list(map(_text, row)) for row in rows]),
         *([card.table_note] if card.table_note else []),
@@ -226,7 +225,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         _fenced("bash", card.command),
         markdown_table(["setting", "value"], [[_text(k), _text(v)] for k, v in {**setting, **card.versions}.items()]),
         _details(
-            "All arguments",
+            "Arguments that differ from the defaults",
             markdown_table(["name", "value"], [[_code(k), _code(v)] for k, v in hyperparameters.items()]),
         ),
         "## Limitations",
@@ -241,9 +240,30 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     return path
 
 
+def _what_it_is(card: CardInfo) -> str:
+    """Return what was trained, from what, by which terms, and what it does."""
+    names = (f"{card.medium} encoder ({_text(card.vision_model)})", f"text encoder ({_text(card.text_model)})")
+    image, text = (f"a frozen {name}" if frozen else an(name) for name, frozen in zip(names, card.frozen, strict=True))
+    size, trained = (f"{count / 1e6:,.1f} million" for count in (card.num_parameters, card.num_trained))
+    of_these = f", of which {trained} were trained" if any(card.frozen) else ""
+    if card.summary is not None:
+        return f"{_text(card.summary)} {image[0].upper()}{image[1:]} and {text}: {size} parameters in all{of_these}."
+    terms = [_text(term) for term in card.terms]
+    losses = " and ".join([*filter(None, [", ".join(terms[:-1])]), terms[-1]])
+    losses = f"the {losses} loss{'es' * (len(terms) > 1)}"
+    head = "a cross-attention fusion head that re-ranks the best candidates"
+    if all(card.frozen):
+        parts = f"A projection and {head}" if card.has_fusion else "A projection"
+        made = f"{parts} ({trained} parameters), trained between {image} and {text} with {losses}"
+    else:
+        fusion = f", and {head}" if card.has_fusion else ""
+        made = f"{image[0].upper()}{image[1:]} and {text}, trained together with {losses}{fusion}: {size} parameters in all{of_these}"
+    return f"{made}. It finds {card.medium}s for a text and texts for {an(card.medium)}."
+
+
 def an(medium: str) -> str:
-    """Return a medium with its article."""
-    return f"an {medium}" if medium == "image" else f"a {medium}"
+    """Return a medium, or words that begin with it, with their article."""
+    return f"an {medium}" if medium.startswith("image") else f"a {medium}"
 
 
 def _front_matter(card: CardInfo) -> ModelCardData:
@@ -287,28 +307,28 @@ def _usage(card: CardInfo) -> str:
 
 def _search_code(name: str, card: CardInfo) -> str:
     stock = f", {card.dual_encoder}" if card.dual_encoder else ""
-    medium, own, made, text = card.medium, *EXAMPLES[card.medium]
-    media = "pictures" if medium == "image" else f"{medium}s"
+    medium, (media, files, text) = card.medium, EXAMPLES[card.medium]
     code = f"""\
-{"import torch" if medium == "sound" else "from PIL import Image"}
+from pathlib import Path
+
 from transformers import AutoModel{stock}
 
 folder = {name}
 model = AutoModel.from_pretrained(folder, trust_remote_code=True)  # its code comes with it
 
-# Embed: vectors of length 1. Take your own {own}, and texts.
-{made}
+# Embed your own {media} and a text: vectors of length 1.
+{media} = sorted(Path("{media}").glob("{files}"))
 {medium}_embeds, text_embeds = model.encode({medium}s={media}, texts=["{text}"])
 
 # Search: the cosine of the text with every {media[:-1]}, the best first.
 cosine = model.similarity(text_embeds, {medium}_embeds)[0]
-for place in cosine.argsort(descending=True).tolist():
-    print(f"{{cosine[place]:.3f}}  {media[:-1]} {{place}}")"""
+for place in cosine.argsort(descending=True)[:5].tolist():
+    print(f"{{cosine[place]:.3f}}  {{{media}[place]}}")"""
     if card.has_fusion:
         code += f"""
 
 # Re-rank: the fusion head reads the text and each of the best {media} together.
-print("re-ranked:", [place for place, score in model.rerank("{text}", {media})])"""
+print("re-ranked:", [{media}[place].name for place, score in model.rerank("{text}", {media})])"""
     if card.dual_encoder:
         code += f"""
 

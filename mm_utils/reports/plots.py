@@ -29,8 +29,8 @@ BLUE, ORANGE, GREEN, PURPLE, PINK, CYAN = COLORS = ("#2563eb", "#ea580c", "#0596
 
 # Title of each panel of the training curves, and the names of its values.
 _PANELS = {
-    "Loss": r"(.*_)?loss",
     "Recall": r"eval_(.+_)?recall@\d+",
+    "Loss": r"(.*_)?loss",
     "Mean recall": "eval_(train_)?mean_recall",
     "Accuracy": "train_accuracy|eval_accuracy|eval_macro_f1",
     "Learning rate": "learning_rate",
@@ -124,18 +124,23 @@ def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
     if not panels:
         logger.warning("%s has no values to plot; %s is not written", metrics_path, out_path)
         return []
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = new_figure(4.5 * columns, 3.1 * rows)
-    for index, (title, shown) in enumerate(panels):
-        ax = figure.add_subplot(rows, columns, index + 1)
+    large = panels[0][0] == "Recall" and len(panels) > 1  # it takes two rows and two columns
+    columns = (3 if len(panels) < 4 else 4) if large else min(3, len(panels))
+    cells = [(row, column) for row in range(len(panels)) for column in range(columns)]
+    cells = [cell for cell in cells if not large or max(cell) > 1][: len(panels) - large]
+    rows = max(2 * large, 1 + cells[-1][0])
+    places: list[Any] = [(slice(0, 2), slice(0, 2))] * large + cells
+    figure = new_figure(4.2 * columns, 3.1 * rows)
+    grid = figure.add_gridspec(rows, columns)
+    for (title, shown), place in zip(panels, places, strict=True):
+        ax = figure.add_subplot(grid[place])
         style_axes(ax)
         (_draw_recall if title == "Recall" else _draw_lines)(ax, shown)
         low, high = ax.get_ylim()
         margin = 0.05 * max(abs(low), abs(high))  # a constant has round labels, and not the digits of its noise
         ax.set_ylim(min(low, high - 2 * margin), max(high, low + 2 * margin))
         set_title(ax, title)
-        if index >= len(panels) - columns:
+        if len(ax.get_xticks()):
             ax.set_xlabel("step", fontsize=8, color=MUTED)
     save_figure(figure, out_path)
     return [title for title, _ in panels]
@@ -170,13 +175,15 @@ def _plot(ax: Axes, points: Points, color: str, label: str = "", width: float = 
     ax.plot(steps, values, color=color, linewidth=width, label=label, marker="o" * (len(steps) < 30), markersize=3)
 
 
-def _legend_above(ax: Axes, columns: int = 3) -> None:
+def _legend_above(ax: Axes, columns: int = 3, height: float = 0.98) -> None:
     """Add a legend above the axes, right of the title, where it covers no curve."""
-    small_legend(ax, loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=columns, columnspacing=1.2)
+    small_legend(ax, loc="lower right", bbox_to_anchor=(1.02, height), ncols=columns, columnspacing=1.2)
 
 
 def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
-    """Draw a line for each name; shorter names come first and are broader."""
+    """Draw a line for each name; shorter names come first and are broader. The only term of a loss is the total."""
+    terms = [name for name in series if name.endswith("_loss") and not name.startswith("eval_")]
+    series = {name: points for name, points in series.items() if name != "loss" or len(terms) != 1}
     for rank, name in enumerate(sorted(series, key=lambda name: (len(name), name))):
         label = _LABELS.get(name) or name.removesuffix("_loss").removeprefix("eval_").replace("_", " ")
         _plot(ax, series[name], COLORS[rank % len(COLORS)], label, 1.3 if rank else 2.0)
@@ -191,10 +198,10 @@ def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
     cutoffs = sorted({int(match[2]) for match in found.values()})
     color_of = dict(zip(directions, COLORS * len(directions), strict=False))
     points = all(len(series[name][0]) == 1 for name in found)  # one evaluation has no lines that could differ
-    styles = (("●", "o"), ("■", "s"), ("▲", "^")) if points else (("solid", "-"), ("dashed", "--"), ("dotted", ":"))
+    styles = ("o", "s", "^") if points else ("-", "--", ":")
     style_of = {cutoff: styles[min(rank, 2)] for rank, cutoff in enumerate(cutoffs)}
     for name, match in found.items():
-        direction, (_, style) = match[1] or "all", style_of[int(match[2])]
+        direction, style = match[1] or "all", style_of[int(match[2])]
         (steps, values), color = series[name], color_of[direction]
         if points:
             ax.plot([directions.index(direction)], values, color=color, marker=style, markersize=6)
@@ -206,9 +213,10 @@ def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
     for direction, color in color_of.items():
         label = direction.replace("_to_", " → ").replace("rerank_", "re-ranked ").replace("_", " ")
         ax.plot([], [], color=color, linewidth=2, label=label)
-    note = ", ".join(f"@{cutoff} {style}" for cutoff, (style, _) in style_of.items())
-    ax.set_ylabel(note, fontsize=7.5, color=MUTED)
-    _legend_above(ax, columns=2)
+    for cutoff, style in style_of.items():
+        look = {"marker": style, "linestyle": ""} if points else {"linestyle": style}
+        ax.plot([], [], color=MUTED, linewidth=1.5, markersize=5, label=f"@{cutoff}", **look)
+    _legend_above(ax, len(color_of) + len(style_of) * (len(color_of) < 3), height=0.99)  # of a panel twice as high
 
 
 @dataclass

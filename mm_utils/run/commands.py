@@ -13,6 +13,7 @@ from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.training.arguments import CONFIG_FILE
 
 SOURCES = ("dataset_name", "train_file", "dataset_dir")
+PRETRAINED = {"vision": "google/mobilenet_v2_1.0_224", "text": "sentence-transformers/all-MiniLM-L6-v2"}
 
 
 def own_command(script: str, argv: Sequence[str] | None) -> str:
@@ -33,13 +34,40 @@ def longer_command(script: str, folder: Path, settings: Mapping[str, Any]) -> st
     return launch_command(script, [*words, f"--{name}", f"{2 * settings[name]:.10g}"], launcher())
 
 
+def pretrained_command(folder: Path, settings: Mapping[str, Any]) -> str:
+    """Return the command that trains on the same pairs between frozen pretrained encoders, in another folder."""
+    words = to_words(DataArguments, settings, ["preprocessing_num_workers"])
+    encoders = [word for tower, name in PRETRAINED.items() for word in (f"--{tower}_model_name_or_path", name)]
+    return launch_command(
+        "pretrain",
+        [*words, *encoders, "--freeze_vision", "--freeze_text", "--output_dir", _beside(folder, "pretrained")],
+        launcher(),
+    )
+
+
 def commands_after_training(
-    folder: Path, settings: Mapping[str, Any], *, has_test: bool, has_fusion: bool, query: str
+    folder: Path,
+    settings: Mapping[str, Any],
+    *,
+    has_test: bool,
+    has_fusion: bool,
+    rises: bool,
+    wants_pretrained: bool,
+    query: str,
 ) -> list[str]:
-    """Return what to try after pre-training: evaluation, a longer run, a task, a search."""
-    flags = ("test",) if has_test else ("validation", *(("--rerank_top_k", "32") if has_fusion else ()))
-    commands = [evaluation_command(folder, settings, *flags), longer_command("pretrain", folder, settings)]
-    if has_fusion and not any(settings.get(name) for name in SOURCES):
+    """Return what to try after pre-training: the test split, another start or a longer run, a task, a search.
+
+    Args:
+        rises: whether training gained something, and its last evaluation was the best one.
+        wants_pretrained: whether encoders that started from scratch learnt nothing.
+    """
+    named = any(settings.get(name) for name in SOURCES)
+    commands = [evaluation_command(folder, settings, "test") if has_test else None]
+    if wants_pretrained and named:
+        commands.append(pretrained_command(folder, settings))
+    elif rises:
+        commands.append(longer_command("pretrain", folder, settings))
+    if has_fusion and not named:
         words = ["--model_name_or_path", str(folder), "--task", "scenes:colour"]
         commands.append(launch_command("finetune", words))
     return [*filter(None, commands), *search_commands(folder, settings, query)]
@@ -59,14 +87,13 @@ def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> li
     return [launch_command("embed", words), launch_command("search", found, launcher="python")]
 
 
-def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str, *flags: str) -> str | None:
+def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str | None:
     """Return what measures retrieval on a split; None if only training can read the data.
 
     Args:
         folder: the run's output folder.
         settings: the run's arguments, by name.
         split: the name of the split.
-        flags: further arguments.
     """
     without = ["max_train_samples", "preprocessing_num_workers"]
     if settings.get("streaming"):  # the validation rows of shards are held out of the stream
@@ -78,7 +105,7 @@ def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str, *f
     if settings["max_seq_length"] != LoaderArguments.max_seq_length:
         words += ["--max_seq_length", str(settings["max_seq_length"])]
     words += to_words(EvaluationArguments, settings, ["rerank_top_k", "rerank_cache_gb"])
-    return launch_command("eval_retrieval", [*words, "--split", split, *flags])
+    return launch_command("eval_retrieval", [*words, "--split", split])
 
 
 def _beside(folder: Path, word: str) -> str:

@@ -1,7 +1,6 @@
 """Finish a run: pictures, model card, what callbacks publish, and a summary with the next commands."""
 
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,25 +13,29 @@ from transformers import AutoConfig
 from mm_utils import distributed
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
+from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
-from mm_utils.evaluation.embeddings import Embeddings, count_right, right_items
+from mm_utils.evaluation.embeddings import Embeddings, right_items
+from mm_utils.evaluation.gained import chance, read_evaluations, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
 from mm_utils.reports.model_card import (
     DIRECTIONS,
+    EXAMPLES,
     CardInfo,
     EvaluatedData,
     an,
     data_names,
     is_on_hub,
+    model_title,
     retrieval_results,
     write_model_card,
 )
 from mm_utils.reports.pictures import picture
 from mm_utils.reports.plots import RetrievalExample, draw_retrieval, plot_training
-from mm_utils.run.commands import SOURCES, commands_after_training, own_command
+from mm_utils.run.commands import SOURCES, commands_after_training, own_command, search_commands
 from mm_utils.run.doors import Doors, RunContext
 from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
@@ -58,12 +61,12 @@ def retrieval_card(
     whole = run.settings.get("model_name_or_path")
     bases = [whole or run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
     towers = (model.vision_model.config.model_type, model.text_model.config.model_type)
-    vision, text = (base or f"{tower}, from scratch" for base, tower in zip(bases, towers, strict=True))
+    vision, text = (
+        model_title(base) if base else f"{tower}, from scratch" for base, tower in zip(bases, towers, strict=True)
+    )
     images, medium = len(data.splits["validation"]) if split is None else len(split.image_key_M), data.medium
     counts = {f"{medium}s": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
-    reranks = model.fusion is not None and bool(stored_weights(model))
-    # A head of weight 0 reorders nothing: there is no second figure to show.
-    shown = {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
+    reranks, shown = model.fusion is not None and bool(stored_weights(model)), _with_head(metrics, model)
     counted, queries = independent_queries(split, images, medium)
     return run_card(
         run,
@@ -73,7 +76,21 @@ def retrieval_card(
         medium=medium,
         glance=_retrieval_glance(shown, split, images, queries, medium),
         table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium)),
-        table_note=f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}. {chosen_on_validation(run, metrics, model)}{describe_weights(model)}".rstrip(),
+        table_note=" ".join(
+            filter(
+                None,
+                [
+                    f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
+                    too_few(images, medium),
+                    chosen_on_validation(run, metrics, model),
+                    describe_weights(model),
+                ],
+            )
+        ),
+        frozen=tuple(not is_trained(tower) for tower in (model.vision_model, model.text_model)),
+        num_trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
+        terms=terms_of(run.settings),
+        search=search_commands(run.output_dir, run.settings, EXAMPLES[medium][2]),
         results=retrieval_results(
             shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium), "eval_"
         ),
@@ -88,8 +105,20 @@ def retrieval_card(
     )
 
 
+def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> dict[str, float]:
+    """Return the metrics; without those of a head of weight 0, which reorders nothing."""
+    reranks = model.fusion is not None and bool(stored_weights(model))
+    return {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
+
+
+def terms_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of the terms of the loss that have a weight."""
+    terms = [term.strip().partition(":") for term in str(settings.get("objectives") or "contrastive:1").split(",")]
+    return [name.rpartition(".")[2].replace("_", " ") for name, _, weight in terms if float(weight or 1)]
+
+
 def chosen_on_validation(run: Run, metrics: Mapping[str, float], model: FusionDualEncoderModel | None = None) -> str:
-    """Return a sentence on what the validation split has chosen, ending in a space; "" if it has chosen nothing.
+    """Return sentences on what is saved and what the validation split has chosen; "" if it has chosen nothing.
 
     Args:
         model: a model of retrieval, whose re-ranking may have been fitted; None for a classifier.
@@ -100,10 +129,10 @@ def chosen_on_validation(run: Run, metrics: Mapping[str, float], model: FusionDu
         *(["alpha"] if "eval_wise_ft_alpha" in metrics and run.settings.get("wise_ft_alpha") is None else []),
     ]
     if not chosen:
-        return f"{run.args.choice} " if run.args.choice else ""
+        return run.args.choice
     named = " and ".join([*filter(None, [", ".join(chosen[:-1])]), chosen[-1]])
     saved = f"{run.args.choice} " if run.args.choice else ""
-    return f"{saved}The validation split also chose {named}, so its figures are slightly too high; those of a test split are not. "
+    return f"{saved}The validation split also chose {named}, so its figures are slightly too high; those of a test split are not."
 
 
 def _retrieval_rows(
@@ -176,23 +205,6 @@ def _class_in(folder: Path) -> str:
     return AutoConfig.from_pretrained(folder).architectures[0] if folder.is_dir() else ""
 
 
-def chance(split: Embeddings, direction: str, k: int) -> float:
-    """Return recall at k in random order: the mean share of queries with a right item there."""
-    images, texts = len(split.image_key_M), len(split.caption_key_T)
-    if split.text_key_T is not None:
-        counts = count_right(*split.directions[direction]).tolist()
-    elif direction == "text_to_image":
-        return min(1.0, k / images)
-    else:
-        counts = split.caption_key_T.unique(return_counts=True)[1].tolist()
-    items = images if direction == "text_to_image" else texts
-    return (
-        sum(1 - math.comb(items - count, k) / math.comb(items, k) for count in counts) / len(counts)
-        if items > k
-        else 1.0
-    )
-
-
 def run_card(
     run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], argv: Sequence[str] | None, **values: Any
 ) -> CardInfo:
@@ -206,7 +218,11 @@ def run_card(
         metrics=metrics,
         license=run.settings.get("license"),
         datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
-        hyperparameters={name: value for name, value in run.settings.items() if value is not None},
+        hyperparameters={
+            name: value
+            for name, value in run.settings.items()
+            if value is not None and value != run.defaults.get(name)
+        },
         hardware=device_name(run.accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
         precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
         num_processes=run.accelerator.num_processes,
@@ -285,11 +301,43 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 # -- summaries ----------------------------------------------------------------------------------------------------------
 
 
+def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str, name: str) -> list[str]:
+    """Return the lines of a screen with recalls, their intervals and chance; too few images are said to be so.
+
+    Args:
+        name: what was measured on, such as "the test split".
+    """
+    images = len(split.image_key_M)
+    counted, queries = independent_queries(split, images, medium)
+    rows = _retrieval_rows(metrics, split, queries, medium)
+    width = max((len(name) for name, *_ in rows), default=0) + 2
+    lines = [
+        f"  {name:<{width}}" + "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False)).rstrip()
+        for name, *cells in rows
+    ]
+    few = too_few(images, medium, "The split")
+    title = f"Retrieval on the {images:,} {medium}s of {name}:"
+    return ["", title, *lines, f"  {counted[0].upper()}{counted[1:]}.", *([f"  {few}"] if few else [])]
+
+
 def _retrieval_summary(context: RunContext) -> list[str]:
     run, model, data, metrics = context.run, context.model, context.data, context.metrics
-    folder = run.output_dir
-    title = f"Retrieval on the {data.medium}s of the validation split, which were not trained on:"
-    lines = ["", title, *_recall_lines(metrics, data.medium)]
+    folder, medium, evaluator = run.output_dir, data.medium, context.retrieval
+    evaluations = read_evaluations(folder / "metrics.jsonl", ("eval_head_mean_recall", "eval_mean_recall"))
+    starts = [run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_")]
+    lines: list[str] = []
+    if evaluator is not None and evaluator.split is not None:
+        held_out = "the validation split, which were not trained on"
+        lines += recall_lines(_with_head(metrics, model), evaluator.split, medium, held_out)
+    gain = evaluator and recall_gained(
+        evaluator,
+        evaluations,
+        medium,
+        is_paired=context.evaluates_start and context.resume_from is None,
+        from_scratch=not (starts[0] or all(starts[1:])),
+    )
+    if gain is not None:
+        lines.append(f"  {gain.sentence[0].upper()}{gain.sentence[1:]}")
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
     if "eval_moment_iou0.5" in metrics:
         found, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
@@ -308,35 +356,23 @@ def _retrieval_summary(context: RunContext) -> list[str]:
         "config.yaml": "the arguments, to run it again",
     }
     query = printable(" ".join(data.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
-    has = {"has_test": "test" in data.splits, "has_fusion": model.fusion is not None}
-    commands = commands_after_training(folder, run.settings, **has, query=query)
-    return [
-        *lines,
-        *listing(folder, contents, context.published),
-        "",
-        "Next:",
-        *(f"  {command}" for command in commands),
-    ]
-
-
-def _recall_lines(metrics: dict[str, float], medium: str) -> list[str]:
-    lines = []
-    for direction, name in DIRECTIONS.items():
-        for prefix, label in MEASURED.items():
-            recalls = [metrics.get(f"{prefix}{direction}_recall@{k}") for k in (1, 5, 10)]
-            if None not in recalls:
-                title = f"  {name.replace('image', medium)}, {label}:"
-                lines.append(f"{title:<48}R@1 {recalls[0]:.3f}   R@5 {recalls[1]:.3f}   R@10 {recalls[2]:.3f}")
-    if "eval_text_to_image_chance@1" in metrics:
-        lines.append(f"  {f'text to {medium}, by chance:':<46}R@1 {metrics['eval_text_to_image_chance@1']:.3f}")
-    return lines
+    commands = commands_after_training(
+        folder,
+        run.settings,
+        has_test="test" in data.splits,
+        has_fusion=model.fusion is not None,
+        rises=evaluations.rise and gain is not None and gain.gained,
+        wants_pretrained=medium == "image" and not any(starts) and gain is not None and gain.at_chance,
+        query=query,
+    )
+    return [*lines, *listing(folder, contents, context.published), *next_lines(commands)]
 
 
 def choices(run: Run, metrics: dict[str, float], model: FusionDualEncoderModel | None = None) -> list[str]:
     """Return what the validation split has chosen, as lines of a summary."""
     alpha, sentence = metrics.get("eval_wise_ft_alpha"), chosen_on_validation(run, metrics, model)
     lines = [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
-    return [*lines, f"  {sentence.rstrip()}"] if sentence else lines
+    return [*lines, f"  {sentence}"] if sentence else lines
 
 
 def listing(folder: Path, contents: dict[str, str], published: Sequence[str]) -> list[str]:
@@ -344,3 +380,8 @@ def listing(folder: Path, contents: dict[str, str], published: Sequence[str]) ->
     lines = ["", f"Everything is in {folder}:"]
     lines += [f"  {name:<20}{text}" for name, text in contents.items() if (folder / name).exists()]
     return [*lines, *(f"  {place}" for place in published)]
+
+
+def next_lines(commands: Sequence[str]) -> list[str]:
+    """Return the lines of what to try next, if there is anything."""
+    return ["", "Next:", *(f"  {command}" for command in commands)] if commands else []

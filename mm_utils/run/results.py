@@ -13,9 +13,12 @@ from yaml import YAMLError
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.evaluation.embeddings import Embeddings
+from mm_utils.evaluation.metrics import half_widths
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.files import write_atomic
 from mm_utils.reports.model_card import RETRIEVAL_TAGS, STAGES, EvaluatedData, data_names, retrieval_results
-from mm_utils.run.finish import EMBEDDED
+from mm_utils.run.finish import EMBEDDED, recall_lines
+from mm_utils.run.start import report_metrics
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -52,16 +55,21 @@ def record_zero_shot(accelerator: Accelerator, folder: str, data: EvaluatedData,
 
 
 def _record(folder: str, data: EvaluatedData, results: Sequence[EvalResult]) -> None:
-    if update_results(Path(folder), results):
+    if SPLIT_NAMES.get(data.split.lower()) == "train":
+        logger.warning(
+            "The split is %s; of a model that was trained on these rows, the figures say nothing about others, so they do not enter "
+            "its card. Set --split, or name other data.",
+            data.split,
+        )
+    elif update_results(Path(folder), results):
         logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, data.split)
 
 
 def zero_shot_results(metrics: Mapping[str, float], data: EvaluatedData) -> list[EvalResult]:
-    """Return the accuracies of zero-shot classification; the titles of those of a split for training say so."""
+    """Return the accuracies of zero-shot classification."""
     task = f"zero-shot-{COLUMNS[data.medium]}-classification"
-    note = ", on a split for training" if SPLIT_NAMES.get(data.split.lower()) == "train" else ""
     return [
-        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}{note}")
+        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}")
         for stage in STAGES
         for measure, title in ACCURACIES.items()
         if (name := f"{stage}{measure}") in metrics
@@ -89,3 +97,24 @@ def update_results(folder: Path, results: Sequence[EvalResult]) -> bool:
         logger.warning("The card %s was left as it is: %s", path, one_line(error))
         return False
     return True
+
+
+def report_retrieval(
+    accelerator: Accelerator,
+    evaluator: RetrievalEvaluator,
+    metrics: dict[str, float],
+    medium: str,
+    split_name: str,
+    folder: str | None,
+) -> None:
+    """On the main process, log recalls as a run's summary has them, and write all metrics.
+
+    Args:
+        metrics: what the evaluator returned.
+        medium, split_name: the kind of media, and of what split.
+        folder: where to write `metrics.json`; None for nowhere.
+    """
+    if accelerator.is_main_process and evaluator.split is not None:
+        shown = {f"eval_{name}": value for name, value in metrics.items()}
+        lines = recall_lines(shown, evaluator.split, medium, f"the {split_name} split")
+        report_metrics(accelerator, lines, metrics | half_widths(evaluator.directions), folder)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Run:
         settings: all arguments, by name.
         args: the training arguments.
         repository: the repository on the Hub that the model is pushed to, if it is.
+        defaults: the default of every argument, by name.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Run:
     settings: dict[str, Any]
     args: TrainingArguments
     repository: str | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 def start_run(name: str, given: Parsed) -> Run:
@@ -96,7 +98,7 @@ def start_run(name: str, given: Parsed) -> Run:
 
     distributed.on_first(write)
     set_seed(args.seed)
-    return Run(name, accelerator, Path(claim.folder), settings, args)
+    return Run(name, accelerator, Path(claim.folder), settings, args, defaults=given.defaults)
 
 
 def make_accelerator() -> Accelerator:
@@ -145,9 +147,12 @@ def make_accelerator() -> Accelerator:
     return accelerator
 
 
-def report_metrics(accelerator: Accelerator, metrics: dict[str, float], file: str | None) -> None:
-    """Log metrics, and write them to a JSON file if one is given."""
+def report_metrics(accelerator: Accelerator, lines: list[str], metrics: dict[str, float], folder: str | None) -> None:
+    """Log what a person reads first, and write all metrics to `metrics.json` in a folder if one is given."""
     if accelerator.is_main_process:
-        logger.info("\n%s", "\n".join(f"{name:<40}{value:.4f}" for name, value in metrics.items()))
-        if file:
-            Path(file).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        more = (
+            "Give --output_dir to have all metrics" if folder is None else f"All metrics are in {folder}/metrics.json"
+        )
+        logger.info("%s", "\n".join([*lines, more]))
+        if folder is not None:
+            Path(folder, "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,9 @@ from transformers.trainer_callback import ExportableState
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
 from mm_utils.copies import HostCopy
+from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation.train_recall import MOST_IMAGES
 
 logger = logging.getLogger(__name__)
 
@@ -201,8 +203,16 @@ class ProgressBar(TrainerCallback):
             name: value for name, value in logs.items() if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))
         }
         if recalls and state.is_world_process_zero:
-            line = ", ".join(f"{name.removeprefix('eval_').replace('_', ' ')} {v:.3f}" for name, v in recalls.items())
-            self.bar.write(f"step {state.global_step}: {line}")
+            titles, few, data = {}, "", kwargs.get("data")
+            if data is not None and "eval_mean_recall" in logs:
+                held_out, kind = len(data.splits["validation"]), data.medium
+                sampled = f"{min(data.num_rows, held_out, MOST_IMAGES):,} training {kind}s"
+                titles, few = {"eval_train_mean_recall": f"mean recall of {sampled}"}, too_few(held_out, kind)
+            figures = (
+                f"{titles.get(name) or name.removeprefix('eval_').replace('_', ' ')} {value:.3f}"
+                for name, value in recalls.items()
+            )
+            self.bar.write(f"step {state.global_step}: {', '.join(figures)}{few and '. '}{few}")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the finished bar on the screen."""

@@ -414,8 +414,6 @@ class Trainer:
                 f" No head was trained: the run ended at step {step}, and its head learns from step {first} on."
             )
         self.args.choice = self.args.choice.strip()
-        if self.args.choice and self.accelerator.is_main_process:
-            logger.info("%s", self.args.choice)
         return metrics
 
     def _load_best(self, best: list[int], metrics: dict[str, float]) -> dict[str, float]:

@@ -214,7 +214,7 @@ def test_a_prepared_data_set_is_given_as_it_is(tmp_path: Path) -> None:
 def test_validation_is_held_out_of_a_prepared_data_set_that_has_none(tmp_path: Path) -> None:
     name = write_prepared(tmp_path, {"train": 60})
     loaded, again = (load_pairs(DataArguments(dataset_name=name)) for _ in range(2))
-    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 57, "validation": 3}
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 48, "validation": 12}
     assert sorted([*loaded["train"]["id"], *loaded["validation"]["id"]]) == sorted(f"train-{at}" for at in range(60))
     assert list(loaded["validation"]["id"]) == list(again["validation"]["id"])
     assert list(load_pairs(DataArguments(dataset_name=name), need_train=False)) == ["train"]

@@ -353,7 +353,7 @@ def test_the_number_of_processes_changes_nothing() -> None:
 
 
 def test_scenes_have_probes(tmp_path: Any) -> None:
-    rows = load_scenes(num_train=1, num_eval=6, cache_dir=tmp_path)["validation"]
+    rows = load_scenes(num_train=1, num_eval=30, cache_dir=tmp_path)["validation"]
     tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)
     probes = caption_probes(rows, tokenizer, 64)
     texts = probes.texts

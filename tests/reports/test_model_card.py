@@ -6,7 +6,14 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from mm_utils.reports.model_card import CardInfo, EvaluatedData, data_names, retrieval_results, write_model_card
+from mm_utils.reports.model_card import (
+    CardInfo,
+    EvaluatedData,
+    data_names,
+    model_title,
+    retrieval_results,
+    write_model_card,
+)
 from mm_utils.run.results import update_results
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
@@ -24,7 +31,7 @@ def card(**changes: object) -> CardInfo:
         "dataset_fingerprint": "0f3a9c",
         "command": "accelerate launch scripts/pretrain.py --config recipes/tiny.yaml",
         "table": (["recall among the first", "1"], [["text to image, encoders alone", "0.432"]]),
-        "metrics": {"eval_text_to_image_recall@1": 0.43215},
+        "metrics": {"eval_text_to_image_recall@1": 0.43215, "eval_image_effective_rank": 7.0, "eval_margin": 0.4},
         "hyperparameters": {"learning_rate": 1e-3, "max_steps": 100},
         "hardware": "1 x CPU",
         "precision": "bf16",
@@ -64,6 +71,7 @@ def test_card_says_how_the_model_was_made_and_how_to_load_it(tmp_path: Path) -> 
     ):
         assert part in text
     assert ".png" not in text
+    assert not {"eval_image_effective_rank", "eval_margin"} & set(re.findall(r"\w+", text))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,64 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
     assert update_results(tmp_path, retrieval_results(FIGURES, data))
     if medium != "image":
         assert not {"image", "images", "pictures"} & set(re.findall(r"[a-z]+", text.partition("## Results")[0]))
+
+
+HEAD = "a cross-attention fusion head that re-ranks the best candidates"
+SENTENCES = [  # frozen, head, terms, the first sentence
+    (
+        (True, True),
+        False,
+        ["contrastive"],
+        "A projection (0.4 million parameters), trained between a frozen image encoder (i) and a frozen text encoder (t) with "
+        "the contrastive loss.",
+    ),
+    (
+        (True, True),
+        True,
+        ["contrastive", "captioning", "MarginRanking"],
+        f"A projection and {HEAD} (0.4 million parameters), trained between a frozen image encoder (i) and a frozen text encoder "
+        "(t) with the contrastive, captioning and MarginRanking losses.",
+    ),
+    (
+        (False, True),
+        False,
+        ["sigmoid"],
+        "An image encoder (i) and a frozen text encoder (t), trained together with the sigmoid loss: 198.0 million parameters in "
+        "all, of which 0.4 million were trained.",
+    ),
+    (
+        (False, False),
+        True,
+        ["contrastive", "matching"],
+        "An image encoder (i) and a text encoder (t), trained together with the contrastive and matching losses, and "
+        f"{HEAD}: 198.0 million parameters in all.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("frozen", "head", "terms", "sentence"), SENTENCES)
+def test_the_first_sentence_names_what_was_trained(
+    frozen: tuple[bool, bool], head: bool, terms: list[str], sentence: str, tmp_path: Path
+) -> None:
+    made = card(vision_model="i", text_model="t", frozen=frozen, num_trained=400_000, terms=terms, has_fusion=head)
+    text = write_model_card(tmp_path, made).read_text(encoding="utf-8")
+    assert f"\n\n{sentence} It finds images for a text" in text
+    assert ("model.rerank" in text) == head
+
+
+@pytest.mark.parametrize(
+    ("folder", "title"),
+    [
+        ("runs/shoes", "shoes"),
+        ("encoders/all-MiniLM-L6-v2/model", "all-MiniLM-L6-v2/model"),
+        ("runs/shoes/checkpoint-200", "shoes/checkpoint-200"),
+        (f"hub/models--google--vit-base/snapshots/{'0a' * 20}", "google/vit-base"),
+    ],
+)
+def test_a_model_in_a_folder_has_a_name(folder: str, title: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    assert model_title(str(tmp_path / folder)) == title
+    assert model_title("google/vit-base") == "google/vit-base"
 
 
 DATA = EvaluatedData("photos/captions.jsonl", "local-photos", "validation", {"images": 164, "captions": 166})

@@ -45,8 +45,8 @@ def test_a_picture_has_every_panel_and_leaves_global_state_alone(tmp_path: Path)
     rows.append({"step": 200, "eval_rerank_text_to_image_recall@1": 0.9})
     panels = plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
     assert panels == [
-        "Loss",
         "Recall",
+        "Loss",
         "Learning rate",
         "Temperature",
         "Pairs per second",
@@ -121,7 +121,23 @@ def test_recalls_of_one_evaluation_are_points_beside_each_other(tmp_path: Path, 
         (line.get_xdata()[0], line.get_marker()): line.get_ydata()[0] for line in ax.lines if len(line.get_xdata())
     }
     assert points == {(way, marker): k / 20 for way in (0, 1) for k, marker in ((1, "o"), (5, "s"), (10, "^"))}
-    assert ax.get_ylabel() == "@1 ●, @5 ■, @10 ▲"
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["image → text", "text → image", "@1", "@5", "@10"]
+
+
+@pytest.mark.parametrize(("terms", "drawn"), [(["contrastive"], 1), (["contrastive", "matching"], 3)])
+def test_the_only_term_is_the_total(terms: list[str], drawn: int, tmp_path: Path, figures: list[Figure]) -> None:
+    rows = [{"step": step, "loss": 2.0, **{f"{term}_loss": 1.0 for term in terms}} for step in range(3)]
+    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
+    assert len(figures[0].axes[0].lines) == drawn
+
+
+def test_recall_has_the_largest_panel(tmp_path: Path, figures: list[Figure]) -> None:
+    rows = [{"step": step, **TRAINING, **EVALUATION} for step in range(3)]
+    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
+    figures[0].savefig(tmp_path / "drawn.png")
+    areas = {ax._left_title.get_text(): ax.bbox.width * ax.bbox.height for ax in figures[0].axes}
+    assert areas.pop("Recall") > 3 * max(areas.values())
 
 
 @pytest.mark.parametrize("value", [0.070394, 5e-4, 12345.678, -3.21e-5, 0.0])

@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from scripts import eval_retrieval, eval_zero_shot, pretrain
+from tests.kit.corpora import draw
 from tests.kit.launches import ROOT, launch
 from tests.kit.reading import write_tar
 
@@ -22,12 +23,16 @@ def flags(tiny_flags: list[str], corpus: Path, tmp_path_factory: pytest.TempPath
     return ["--model_name_or_path", folder, *data, "--rerank_top_k", "4", "--rerank_weights", "caption:1"]
 
 
-def test_figures_are_left(flags: list[str], tmp_path: Path) -> None:
+def test_all_figures_are_left_with_their_intervals(flags: list[str], tmp_path: Path) -> None:
     found = eval_retrieval.main([*flags, "--output_dir", str(tmp_path / "out")])
-    assert json.loads((tmp_path / "out/metrics.json").read_text()) == found
-    report = json.loads((tmp_path / "out/reranking.json").read_text())
-    assert report["text_to_image"]["candidates"] == 4
-    assert report["text_to_image"]["reranked"]["recall@1"]["value"] == found["rerank_text_to_image_recall@1"]
+    written = json.loads((tmp_path / "out/metrics.json").read_text())
+    beside = {name for name in written if name.endswith("_half_width_95") or name.startswith("rerank_gain_")}
+    assert {name: value for name, value in written.items() if name not in beside} == found
+    for direction in ("text_to_image", "image_to_text"):
+        for measure in ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10"):
+            name = f"{direction}_{measure}"
+            assert written[f"rerank_gain_{name}"] == pytest.approx(found[f"rerank_{name}"] - found[name])
+            assert all(0 < written[f"{stage}{name}_half_width_95"] < 1 for stage in ("", "rerank_", "rerank_gain_"))
 
 
 def test_the_card_gets_the_figures_of_the_split(flags: list[str], tmp_path: Path) -> None:
@@ -45,6 +50,37 @@ def test_the_card_gets_the_figures_of_the_split(flags: list[str], tmp_path: Path
     assert len(card.data.eval_results) == 20, "10 figures of the two encoders, and 10 after re-ranking"
     eval_retrieval.main(["--model_name_or_path", str(foreign), *flags[2:]])
     assert (foreign / "README.md").read_text() == "# A card of somebody else\n"
+
+
+def test_the_screen_has_recalls_and_the_card_no_figure_of_training_rows(
+    flags: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(flags[1], "README.md")
+    before = path.read_text()
+    with caplog.at_level("INFO"):
+        found = eval_retrieval.main([*flags, "--split", "train"])
+    assert path.read_text() == before
+    assert "The split is train;" in caplog.text
+    [shown] = [message for message in caplog.messages if "Retrieval on the" in message]
+    assert f"R@1 {found['text_to_image_recall@1']:.3f} (" in shown
+    assert "by chance" in shown
+    assert "mean_rank" not in caplog.text
+    assert not any(name.endswith("_rows") for name in found), "probes of fewer than 30 rows"
+
+
+def test_reranking_without_a_head_is_refused(tiny_flags: list[str], corpus: Path, tmp_path: Path) -> None:
+    flags = [*tiny_flags, "--fusion_layers", "0", "--objectives", "contrastive:1", "--rerank_top_k", "0"]
+    pretrain.main([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "m")])
+    asked = ["--model_name_or_path", str(tmp_path / "m"), "--rerank_top_k", "32"]
+    for colour in ("red", "blue"):
+        (tmp_path / "classes" / colour).mkdir(parents=True)
+        draw(colour, "circle", 42).save(tmp_path / f"classes/{colour}/1.png")
+    for script, data in (
+        (eval_retrieval, ["--train_file", str(corpus)]),
+        (eval_zero_shot, ["--dataset_name", str(tmp_path / "classes")]),
+    ):
+        with pytest.raises(ValueError, match="--rerank_top_k is 32; the model has no fusion head"):
+            script.main([*asked, *data])
 
 
 def test_memory_and_the_batch_size_change_nothing(flags: list[str]) -> None:
@@ -89,7 +125,8 @@ def test_two_processes_find_what_one_finds(flags: list[str], tmp_path: Path) -> 
     assert two.returncode == 0, two.stderr
     assert "2 x cpu" in two.stderr + two.stdout
     one = eval_retrieval.main(flags)
-    assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(one, rel=1e-4)
+    two = json.loads((tmp_path / "metrics.json").read_text())
+    assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-4)
 
 
 def test_reranking_is_off_by_default_where_it_did_not_help(flags: list[str]) -> None:

@@ -134,7 +134,7 @@ def test_evaluation_script_gives_the_figures_of_the_run(finished, corpus, tmp_pa
     del known["eval_train_mean_recall"], known["eval_head_mean_recall"]
     same = {f"eval_{name}": value for name, value in again.items()}
     assert same == pytest.approx(known, rel=1e-4)
-    assert json.loads((tmp_path / "out/metrics.json").read_text()) == again
+    assert json.loads((tmp_path / "out/metrics.json").read_text()).items() >= again.items()
 
 
 def test_the_average_of_the_weights_is_kept_and_resumed(tiny_flags, tmp_path):

@@ -39,7 +39,7 @@ from mm_utils.data.prepare.perceptual_hash import (
     leaks,
     look_alikes,
 )
-from mm_utils.data.rows.columns import SPLITS
+from mm_utils.data.rows.columns import HOLDOUT_FRACTION, SPLITS, least_held_out
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,11 @@ _LEAKS = {
 class ReconcileArguments:
     """Handling of duplicates, of leaks between splits, and of rows whose source names no split."""
 
-    validation_fraction: float = arg(0.05, "Share of the rows without a split that is held out for validation.")
+    validation_fraction: float | None = arg(
+        None,
+        "Share of the rows without a split that is held out for validation. (default: 5 %, but at least 30 images, or a fifth "
+        "of fewer than 150)",
+    )
     test_fraction: float = arg(0.0, "Share of the rows without a split that is held out for the test.")
     on_leakage: str = arg(
         "error",
@@ -74,9 +78,9 @@ class ReconcileArguments:
 
     def __post_init__(self) -> None:
         for name in ("validation_fraction", "test_fraction"):
-            if not 0 <= getattr(self, name) < 1:
+            if not 0 <= (getattr(self, name) or 0) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}; it is a share of the images. Give 0 to below 1.")
-        if self.validation_fraction + self.test_fraction >= 1:
+        if (self.validation_fraction or 0) + self.test_fraction >= 1:
             raise ValueError("--validation_fraction and --test_fraction leave nothing to train on. Lower them.")
         if not 0 <= self.near_duplicate_distance <= 16:
             raise ValueError(
@@ -136,7 +140,7 @@ def reconcile(
     state = _State(found.facts, args.near_duplicate_distance, not own_ids, search, leak_file.parent)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)
-    _fill_splits(state, found.facts, (args.validation_fraction, args.test_fraction))
+    _fill_splits(state, found.facts, args.validation_fraction, args.test_fraction)
     _refuse_shared_ids(found, state)
     members = _merge(found, state, own_ids)
     if args.near_duplicates == "drop":
@@ -298,8 +302,9 @@ def _linked(state: _State, codes_N: np.ndarray) -> np.ndarray:
     return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
 
 
-def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) -> None:
+def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test: float) -> None:
     """Assign to rows without a split that of their group, or one by the hash of their group."""
+    is_default, validation = validation is None, HOLDOUT_FRACTION if validation is None else validation
     unknown = state.split_N < 0
     if not unknown.any():
         return
@@ -307,7 +312,7 @@ def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) ->
     group_U = groups(len(state.first_U), np.concatenate([links_U2, _same_file(state, facts)]))
     group_N = group_U[state.image_N]
     largest = int(np.bincount(group_N[unknown]).max())
-    held_out = shares[0] + shares[1]
+    held_out = validation + test
     if largest > 100 and held_out and largest > (1 - held_out) * np.count_nonzero(unknown):
         logger.warning(
             "%s of %s rows come into one split, as they look alike or have a group or file in common, each with some other; so "
@@ -318,7 +323,9 @@ def _fill_splits(state: _State, facts: pa.Table, shares: tuple[float, float]) ->
     np.maximum.at(of_group, group_N, state.split_N)
     hashes = pieces(facts.select(["image_hash"]), state.first_U)
     keys = (key for piece in hashes for key in piece["image_hash"].to_pylist())
-    by_hash_U = assign_splits(group_U, keys, (1 - sum(shares), *shares))
+    images = len(np.unique(state.image_N[unknown]))
+    least = least_held_out(images) if is_default and not (state.split_N == SPLITS.index("validation")).any() else 0
+    by_hash_U = assign_splits(group_U, keys, (max(0.0, 1 - held_out), validation, test), least=least)
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
 

@@ -220,7 +220,9 @@ def leaks(splits_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
     return np.stack([dropped, winner[dropped]], axis=1)
 
 
-def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence[float], salt: str = "") -> np.ndarray:
+def assign_splits(
+    groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence[float], salt: str = "", least: int = 0
+) -> np.ndarray:
     """Return each row's split, from 0, by a hash of the key of the first row of its group.
 
     Rows added behind these leave them where they are, except where a new one connects two groups.
@@ -230,6 +232,8 @@ def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence
         keys: permanent names of the rows, such as the digests of their images.
         fractions: shares of the splits, in their order.
         salt: another one makes other splits.
+        least: rows that the second of three splits has at least: the first gives it the groups of the next hashes, unless
+            one of them is so large that there would be more than twice as many.
 
     Raises:
         ValueError: if the fractions are not shares of a whole.
@@ -242,6 +246,13 @@ def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence
     )
     positions = digests_N[first] / 2.0**64
     bounds = np.cumsum(fractions)[:-1]
+    if least:
+        order = np.argsort(-positions)[np.count_nonzero(positions >= bounds[1]) :]  # the third split's come first
+        rows = np.bincount(place)[order].cumsum()
+        last = int(np.searchsorted(rows, least))
+        last -= last == len(rows) or rows[last] > 2 * least
+        if last >= 0:
+            bounds[0] = min(bounds[0], positions[order[last]])
     return np.searchsorted(bounds, positions, side="right").astype(np.int8)[place]
 
 

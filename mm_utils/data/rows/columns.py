@@ -34,7 +34,7 @@ SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-HOLDOUT_FRACTION, HOLDOUT_MOST = 0.05, 2000
+HOLDOUT_FRACTION, HOLDOUT_LEAST, HOLDOUT_MOST = 0.05, 30, 2000
 _NEEDED = ("image", "caption")
 _LISTED = 40  # columns that a message names
 
@@ -219,8 +219,21 @@ def split_of(value: Any) -> str:
     return name
 
 
+def least_held_out(images: int) -> int:
+    """Return how many images a validation split has at least, if nobody says it: 30, or a fifth of fewer than 150."""
+    return min(HOLDOUT_LEAST, images // 5)
+
+
+def too_few(rows: int, kind: str, split: str = "The validation split", figure: str = "recall") -> str:
+    """Return a sentence about a split whose figure says nothing; "" if there are enough rows, which are of a kind."""
+    if rows >= HOLDOUT_LEAST:
+        return ""
+    counted = f"1 {kind}" if rows == 1 else f"{rows} {kind}s"
+    return f"{split} has {counted}; {figure} on fewer than {HOLDOUT_LEAST} says nothing."
+
+
 def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> set[str]:
-    """Choose the ids of a validation split: those of the smallest hashes, 5 % and at most 2,000.
+    """Choose the ids of a validation split: those of the smallest hashes, 5 %, at least `least_held_out` and at most 2,000.
 
     The order of the rows does not matter, and new rows change few choices.
 
@@ -229,7 +242,7 @@ def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> se
         classes: the class of every id, of which the same share is held out; one of a smaller class that has two or more, of the
             largest first, until twice the share is held out in all.
     """
-    count = min(HOLDOUT_MOST, max(1, round(HOLDOUT_FRACTION * len(ids))))
+    count = min(HOLDOUT_MOST, max(1, least_held_out(len(ids)), round(HOLDOUT_FRACTION * len(ids))))
     of_class: dict[str, list[str]] = {}
     for each in ids:
         of_class.setdefault(classes[each] if classes else "", []).append(each)

@@ -3,7 +3,7 @@
 import csv
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.media import COLUMNS
+from mm_utils.data.rows.columns import too_few
+from mm_utils.evaluation.gained import Evaluations, read_evaluations
 from mm_utils.extras.classes.confusion import draw_confusion
 from mm_utils.extras.classes.evaluator import ClassificationEvaluator
 from mm_utils.extras.classes.labels import LabelledArguments, LabelledTask
@@ -21,7 +23,7 @@ from mm_utils.reports.model_card import CardInfo, EvaluatedData, an, data_names,
 from mm_utils.reports.plots import plot_training
 from mm_utils.run.commands import longer_command
 from mm_utils.run.doors import Doors, RunContext
-from mm_utils.run.finish import EMBEDDED, choices, chosen_on_validation, listing, run_card
+from mm_utils.run.finish import EMBEDDED, choices, chosen_on_validation, listing, next_lines, run_card
 from mm_utils.run.start import Run
 from mm_utils.text import no_formula
 
@@ -134,7 +136,7 @@ def classification_card(
         metrics,
         argv,
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
-        table_note=chosen_on_validation(run, metrics).rstrip(),
+        table_note=chosen_on_validation(run, metrics),
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
         glance=glance,
@@ -163,6 +165,23 @@ def classifier_input(model: FusionDualEncoderForClassification) -> str:
     return _INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
 
 
+def _gained(metrics: Mapping[str, float], evaluations: Evaluations, rows: int) -> tuple[bool, str]:
+    """Return whether training gained accuracy beyond its interval, and a sentence on it."""
+    accuracy, low, majority = (metrics[f"eval_{name}"] for name in ("accuracy", "accuracy_low", "majority"))
+    if few := too_few(rows, "row", figure="accuracy"):
+        return False, few
+    if low <= majority:
+        always = f"that of always the most frequent class, {majority:.3f}"
+        return False, f"Accuracy {accuracy:.3f} is not above {always}: by this figure, nothing was learnt."
+    if not evaluations.starts:
+        return True, f"Accuracy {accuracy:.3f} is above that of always the most frequent class, {majority:.3f}."
+    before = evaluations.first["eval_accuracy"]
+    if evaluations.saved_step == 0:
+        return False, f"Accuracy {before:.3f} before training, and no later step was better: training gained nothing."
+    noise = "" if low > before else ", within noise"
+    return not noise, f"Accuracy {before:.3f} before training, {accuracy:.3f} after: {accuracy - before:+.3f}{noise}."
+
+
 def _summary(context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask) -> list[str]:
     run, metrics = context.run, context.metrics
     lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
@@ -185,11 +204,16 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
         "results.json": "the metrics above",
         "config.yaml": "the arguments, to run it again",
     }
-    commands = [longer_command(run.name, run.output_dir, run.settings)]
+    commands = []
+    if "eval_accuracy" in metrics:
+        evaluations = read_evaluations(run.output_dir / "metrics.jsonl", ("eval_accuracy",))
+        gained, sentence = _gained(metrics, evaluations, len(task.splits["validation"]))
+        lines.append(f"  {sentence}")
+        if gained and evaluations.rise:
+            commands.append(longer_command(run.name, run.output_dir, run.settings))
     if (
         model.config.classifier_inputs == "image" and run.settings["dataset_name"]
     ):  # what the start does without training
         words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
         commands.append(launch_command("eval_zero_shot", [*words, *to_words(LabelledArguments, run.settings)]))
-    shown = [f"  {command}" for command in commands]
-    return [*lines, *listing(run.output_dir, contents, context.published), "", "Next:", *shown]
+    return [*lines, *listing(run.output_dir, contents, context.published), *next_lines(commands)]

@@ -18,14 +18,13 @@ def usage(inputs: str, name: str, medium: str) -> str:
 
 def _classify_code(name: str, inputs: str) -> str:
     given = [
-        *(['images=[Image.new("RGB", (224, 224), "red")]'] if inputs != "text" else []),
+        *(['images=[Image.open("photo.jpg").convert("RGB")]'] if inputs != "text" else []),
         *(['text=["a text"]'] if inputs != "image" else []),
     ]
     picture = "from PIL import Image\n" if inputs != "text" else ""
-    comment = (
-        '# Take your own pictures, Image.open("photo.jpg").convert("RGB")' if picture else "# Take your own texts"
+    comment = {"text": "# Take your own text.", "image": "# Take your own picture."}.get(
+        inputs, "# Take your own picture and text."
     )
-    comment += ", and texts." if inputs in ("fused", "pair") else "."
     return f"""\
 import torch
 {picture}from transformers import AutoModelForSequenceClassification, AutoProcessor
@@ -43,17 +42,18 @@ for number in share.argsort(descending=True)[:5].tolist():
 
 
 def _predict_code(name: str, medium: str, inputs: str) -> str:
-    own, made, _ = EXAMPLES[medium]
+    media, files, _ = EXAMPLES[medium]
     has_texts = inputs != "image"
     return f"""\
-{"import torch" if medium == "sound" else "from PIL import Image"}
+from pathlib import Path
+
 from transformers import AutoModelForSequenceClassification
 
 folder = {name}
 model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
 
-# Take your own {own}{", and a text for each" if has_texts else ""}.
-{made}
+# Take your own {media}{", and a text for each" if has_texts else ""}.
+{media} = sorted(Path("{media}").glob("{files}"))
 shares = model.predict({medium}s{f', ["a text"] * len({medium}s)' if has_texts else ""})
 for share in shares:
     print(f"{{share.max():.3f}}  {{model.config.id2label[share.argmax().item()]}}")"""

@@ -264,6 +264,17 @@ def accuracy_metrics(found: Predictions, classes: int, prefix: str = "") -> dict
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
+def accuracy_lines(metrics: dict[str, float]) -> list[str]:
+    """Return accuracies with their intervals, beside chance and the most frequent class, as lines of a screen."""
+    lines = [
+        f"  accuracy{title:<28}{metrics[name]:.3f} ({metrics[f'{name}_low']:.2f} to {metrics[f'{name}_high']:.2f})"
+        for name, title in (("accuracy@1", ""), ("rerank_accuracy@1", ", re-ranked"))
+        if name in metrics
+    ]
+    chance, majority = metrics["chance@1"], metrics["majority@1"]
+    return ["", *lines, f"  {'by chance':<36}{chance:.3f}; always the most frequent class {majority:.3f}"]
+
+
 def report_classes(accelerator: Accelerator, evaluator: ZeroShotEvaluator, folder: str | None) -> None:
     """On the main process, log the least accurate classes and write files into `folder`."""
     if not accelerator.is_main_process or evaluator.predictions is None:

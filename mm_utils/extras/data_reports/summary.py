@@ -14,6 +14,7 @@ from mm_utils.data.faults import REASONS
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.prepare.pipeline import Ingested
+from mm_utils.data.rows.columns import too_few
 from mm_utils.extras.data_reports.captions import caption_keys, shared_captions
 from mm_utils.extras.data_reports.preparing import PrepareArguments
 from mm_utils.text import publishable, without_secrets
@@ -75,6 +76,8 @@ def describe(summary: dict[str, Any], folder: str) -> str:
         lines.append(
             f"Stored: {after:,.1f} kB {'an' if medium == 'image' else 'a'} {medium} instead of {before:,.1f}{loss}"
         )
+    if few := too_few(summary["splits"].get("validation", {"images": 0})["images"], medium):
+        lines.append(f"{few} Add pairs, or set --validation_fraction.")
     return "\n  ".join(
         [
             f"{folder}:",

@@ -37,7 +37,7 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import cached_rows
 from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS
+from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.extras.streams.flags import GROUPS, StreamingArguments
@@ -217,13 +217,15 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
 def _hold_out(files: list[Shard]) -> tuple[list[Shard], list[Shard]]:
     """Return the first rows of some files, spread over all of them, and the rest of all files."""
     total = sum(file.rows for file in files)
-    count = min(HELD_OUT, max(1, round(HELD_OUT_SHARE * total)))
+    count = min(HELD_OUT, max(1, least_held_out(total), round(HELD_OUT_SHARE * total)))
     sources = min(HELD_OUT_SHARDS, count, len(files))
-    heads, rest = [], list(files)
+    heads, rest, missing = [], list(files), 0
     for part in range(sources):
         place = len(files) * part // sources
         file = files[place]
-        rows = min(len(distributed.share(count, part, sources)), max(1, file.rows // 2))
+        wanted = missing + len(distributed.share(count, part, sources))
+        rows = min(wanted, max(1, file.rows // 2))
+        missing = wanted - rows
         heads.append(replace(file, first=0, rows=rows))
         rest[place] = replace(file, first=rows, rows=file.rows - rows)
     return heads, [file for file in rest if file.rows]

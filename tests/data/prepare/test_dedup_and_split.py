@@ -145,6 +145,20 @@ def test_ids_that_count_rows_are_no_leak(tmp_path: Path, caplog: pytest.LogCaptu
     assert "row numbers" in caplog.text
 
 
+def test_a_small_set_has_a_fifth_for_validation_unless_a_share_is_given(tmp_path: Path) -> None:
+    rows = [row(place) for place in range(40)]
+    sizes = [
+        len(decide(rows, tmp_path, **flags).rows.get("validation", ()))
+        for flags in ({}, {"test_fraction": 0.3}, {"validation_fraction": 0.0}, {"validation_fraction": 0.6})
+    ]
+    assert sizes[:3] == [8, 8, 0]
+    assert sizes[3] > 16
+    rows[0]["split"] = "validation"  # then there is one
+    assert len(decide(rows, tmp_path).rows["validation"]) < 8
+    rows = [row(place, group=f"site {place % 2}") for place in range(40)]
+    assert set(decide(rows, tmp_path).rows) == {"train"}, "half of the images is more than twice a fifth"
+
+
 def test_an_id_is_of_one_image(tmp_path: Path) -> None:
     rows = [row(0, id="x", where=1), row(1, id="x", where=2), row(2, id="y"), row(0, id="x")]
     found = decide(rows, tmp_path, validation_fraction=0.0)

@@ -45,8 +45,8 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 from benchmarks.harness import Contestant, cpu_seconds, flags_of, names, print_table, take_turns
 from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes, RankBatches
-from mm_utils.data.batches.tokens import global_order, pad_captions, tokenize_captions
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder, RankBatches
+from mm_utils.data.batches.tokens import pad_captions, tokenize_captions
 from mm_utils.data.images import read_pixels
 from mm_utils.data.media.medium import image_geometry, random_square
 from mm_utils.data.pairs import load_pairs
@@ -112,7 +112,7 @@ class Bench:
         self.rows = self.tokenized(prepared)
         self.ids: list[str] = self.rows["id"][:]
         self.tokens: list[list[int]] = [captions[0] for captions in self.rows["input_ids"]]
-        self.order = global_order(self.rows, BatchSizes((0,), (args.batch_size,)), SEED)
+        self.order = GlobalOrder(len(self.rows), BatchSizes((0,), (args.batch_size,)), SEED)
 
     def prepared(self, store: str) -> datasets.Dataset:
         """The training pairs that scripts/prepare_data.py makes of the source."""
@@ -182,7 +182,7 @@ def tandem(bench: Bench, rows: datasets.Dataset) -> Batches:
     """`Loaders.train`, without what `DeviceLoader` does on the device."""
     medium = media.Image(*bench.geometry, bench.loader_args.min_crop_area)
     loaders = Loaders(bench.loader_args, torch.device("cpu"), bench.tokenizer.pad_token_id, medium)
-    order = global_order(rows, BatchSizes((0,), (bench.args.batch_size,)), SEED)
+    order = GlobalOrder(len(rows), BatchSizes((0,), (bench.args.batch_size,)), SEED)
     return iter(loaders.train(rows, order, 0, ENDLESS).loader)
 
 

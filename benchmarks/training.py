@@ -55,8 +55,7 @@ from benchmarks.peers import (
 )
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, Loaders
-from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import global_order
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.media import Image
 from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
@@ -95,7 +94,7 @@ def tandem_batches(bench: Bench) -> Iterator[Batch]:
         batch = {"pixel_values": pixels.to(bench.device), **bench.random_tokens(length, length)}
         batch |= {"ids": ids, "lengths": [length] * bench.batch_size}
         return iter(DeviceLoader(itertools.repeat(batch), bench.device, Image(*bench.geometry)))
-    order = global_order(bench.rows, BatchSizes((0,), (bench.batch_size,)), SEED)
+    order = GlobalOrder(len(bench.rows), BatchSizes((0,), (bench.batch_size,)), SEED)
     medium = Image(*bench.geometry, bench.loader_args.min_crop_area)
     loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, medium)
     return iter(loaders.train(bench.rows, order, 0, ENDLESS))

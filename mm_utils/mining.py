@@ -146,7 +146,7 @@ def write_mined(
 
 def _write(pairs: datasets.DatasetDict, mined: Mined, source: str, folder: Path, settings: dict[str, Any]) -> None:
     counts = [len(texts) for texts in mined.negatives]
-    said = {"images": len(counts), "negatives": sum(counts), "images_without": counts.count(0)}
+    said: dict[str, Any] = {"images": len(counts), "negatives": sum(counts), "images_without": counts.count(0)}
     said |= {"left_out": mined.left_out, "settings": settings}
     tables = {
         split: _with_column(rows, mined.negatives if split == "train" else [[]] * len(rows))

@@ -86,7 +86,7 @@ def main(
     # 4. Train.
     of_terms = objective.evaluators(data.medium)
     retrieval = validation_evaluator(given[flags.EvaluationArguments], data)
-    others = [*of_terms, *given[flags.EvaluationArguments].own_evaluators(), *evaluators]
+    others: list[Evaluate] = [*of_terms, *given[flags.EvaluationArguments].own_evaluators(), *evaluators]
     measures: list[Evaluate] = [retrieval, *others, *train_recall(data, args.seed)]
     context = RunContext(
         run, given, data, model, objective, optimizer, measures, resume_from, has_baseline, retrieval=retrieval

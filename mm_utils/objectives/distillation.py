@@ -178,7 +178,8 @@ class CacheTeacher(RunCallback):
             raise ValueError(
                 f"{FLAG} is {self.name}; it embeds {kind}s, and the data are {data.medium}s. Give another."
             )
-        source = _Embeddings(data.splits["train"], data.loaders, data.eval_batch_size, teacher, run.run.accelerator)
+        embedder: Any = teacher
+        source = _Embeddings(data.splits["train"], data.loaders, data.eval_batch_size, embedder, run.run.accelerator)
         data.features["train"] = datasets.concatenate_datasets([data.rows("train"), source.open_or_compute()], axis=1)
         data.identity["teacher"] = weights_digest(teacher)
         for term in run.objective.weights:

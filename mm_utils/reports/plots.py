@@ -214,7 +214,7 @@ def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
         label = direction.replace("_to_", " → ").replace("rerank_", "re-ranked ").replace("_", " ")
         ax.plot([], [], color=color, linewidth=2, label=label)
     for cutoff, style in style_of.items():
-        look = {"marker": style, "linestyle": ""} if points else {"linestyle": style}
+        look: dict[str, Any] = {"marker": style, "linestyle": ""} if points else {"linestyle": style}
         ax.plot([], [], color=MUTED, linewidth=1.5, markersize=5, label=f"@{cutoff}", **look)
     _legend_above(ax, len(color_of) + len(style_of) * (len(color_of) < 3), height=0.99)  # of a panel twice as high
 

@@ -329,12 +329,16 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     if evaluator is not None and evaluator.split is not None:
         held_out = "the validation split, which were not trained on"
         lines += recall_lines(_with_head(metrics, model), evaluator.split, medium, held_out)
-    gain = evaluator and recall_gained(
-        evaluator,
-        evaluations,
-        medium,
-        is_paired=context.evaluates_start and context.resume_from is None,
-        from_scratch=not (starts[0] or all(starts[1:])),
+    gain = (
+        None
+        if evaluator is None
+        else recall_gained(
+            evaluator,
+            evaluations,
+            medium,
+            is_paired=context.evaluates_start and context.resume_from is None,
+            from_scratch=not (starts[0] or all(starts[1:])),
+        )
     )
     if gain is not None:
         lines.append(f"  {gain.sentence[0].upper()}{gain.sentence[1:]}")

@@ -214,8 +214,8 @@ def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool, ha
         if rate is None and pretrained:
             rate = 0.1 * new
         elif rate is None:
-            prefix = next(iter(inside)).rpartition(tower)[0] + tower.rstrip(".")
-            rate = new if args.learning_rate is not None else scratch_rate(model.get_submodule(prefix).config)
+            backbone: Any = model.get_submodule(next(iter(inside)).rpartition(tower)[0] + tower.rstrip("."))
+            rate = new if args.learning_rate is not None else scratch_rate(backbone.config)
         depths = depths_below_the_top(inside.values()) if args.layerwise_lr_decay < 1 else {}
         for name, short in inside.items():
             if ".lora_" not in name:

@@ -68,8 +68,8 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
                 yield builder.bad(f"file {path}", fault, path)
         for name in sorted(left):
             path = os.path.relpath(os.path.join(place, name), source.path)
-            fault = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
-            yield builder.bad(f"file {path}", fault)
+            unmatched = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
+            yield builder.bad(f"file {path}", unmatched)
     yield from unread_rows(builder, unread)
 
 

@@ -54,7 +54,7 @@ def open_streamed(
         splits = DatasetDict(validation=stream.validation)
         splits = tokenize_splits(splits, processor.tokenizer, length, workers, readers)
     loaders = open_loaders(accelerator, splits, processor, loader_args, schedule, readers, streaming=True)
-    identity = {"data": stream.fingerprint, **loaders.content(None, processor.tokenizer), **loader_args.order}
+    identity = {"data": stream.fingerprint, **loaders.content(None, processor.tokenizer)}
     found = StreamedData(splits, processor, loaders, stream, identity, schedule.per_device_eval_batch_size, total)
     logger.info("%s", found)
     return found

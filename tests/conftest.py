@@ -85,13 +85,8 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/extras/flops` counts."""
-    for user in (
-        "mm_utils.extras.flops.counts",
-        "scripts.eval_retrieval",
-    ):
-        if user in sys.modules:
-            count = sys.modules["mm_utils.extras.flops.counts"].measure_flops
-            monkeypatch.setattr(sys.modules[user], "measure_flops", partial(_counted, count))
+    if flops := sys.modules.get("mm_utils.extras.flops.counts"):
+        monkeypatch.setattr(flops, "measure_flops", partial(_counted, flops.measure_flops))
 
 
 _COUNTS: dict[Any, Any] = {}

@@ -74,8 +74,8 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the drawing, two thirds of a tiny run or preparation; fixtures of a whole module, and launched runs, do draw."""
     drawn = {
         "run.finish": ("plot_training", "draw_examples"),
-        "extras.data_reports.report": ("draw_contact_sheet",),
-        "extras.classes.finish": ("plot_training", "draw_confusion"),
+        "data.prepare.report": ("draw_contact_sheet",),
+        "finetuning.finish": ("plot_training", "draw_confusion"),
     }
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():
@@ -84,13 +84,13 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/extras/flops` counts."""
+    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/training/flops` counts."""
     for user in (
-        "mm_utils.extras.flops.counts",
+        "mm_utils.training.flops",
         "scripts.eval_retrieval",
     ):
         if user in sys.modules:
-            count = sys.modules["mm_utils.extras.flops.counts"].measure_flops
+            count = sys.modules["mm_utils.training.flops"].measure_flops
             monkeypatch.setattr(sys.modules[user], "measure_flops", partial(_counted, count))
 
 

@@ -26,7 +26,7 @@ from benchmarks.harness import add_model_flags, flags_of, model_arguments, numbe
 from mm_utils.copies import HostCopy
 from mm_utils.model.build import build_model
 from mm_utils.model.processor import load_processor
-from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.encoding import PASS_TOKENS
 from mm_utils.objectives.grad_cache import backward
 

@@ -52,9 +52,10 @@ from benchmarks.harness import (
     print_table,
     synchronize,
 )
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model
 from mm_utils.model.processor import load_processor
-from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import TooManyPairsError, is_out_of_memory
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments

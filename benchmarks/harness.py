@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from mm_utils import distributed
-from mm_utils.model.build import ModelArguments
+from mm_utils.model.arguments import ModelArguments
 from mm_utils.text import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]

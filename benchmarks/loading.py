@@ -51,7 +51,7 @@ from mm_utils.data.images import read_pixels
 from mm_utils.data.media.medium import image_geometry, random_square
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.model.build import ModelArguments
+from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.processor import load_processor
 from scripts import prepare_data
 

@@ -57,8 +57,9 @@ from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.media import Image
-from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
+from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.memory import peak_bytes
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 

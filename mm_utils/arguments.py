@@ -8,6 +8,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import importlib
 import logging
 import os
 import shlex
@@ -248,6 +249,37 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
                 continue
             words += [f"--{each.name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return words
+
+
+def load_own(path: str, flag: str, base: type | None = None) -> Any:
+    """Import what is given as module.name, from the current folder, an installed package or `__main__`.
+
+    Args:
+        path: what was given.
+        flag: the flag that it was given by.
+        base: the class that it must be a subclass of; default: it must be a function, or callable as one.
+
+    Raises:
+        ValueError: if there is no such thing.
+    """
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{flag} has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with {name} in it."
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if base is None:
+        if isinstance(found, type) or not callable(found):
+            raise ValueError(f"{flag} has {path}; that is not a function. Name one.")
+    elif not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(
+            f"{flag} has {path}; that is not a subclass of {base.__module__}.{base.__name__}. Make it one."
+        )
+    return found
 
 
 def in_notebook() -> bool:

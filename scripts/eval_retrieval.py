@@ -25,14 +25,14 @@ from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required, to_dict
 from mm_utils.data.batches.loaders import OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
-from mm_utils.data.pairs import load_split
+from mm_utils.data.benchmarks import RETRIEVAL, find_benchmark
+from mm_utils.data.pairs import load_benchmark, load_split
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.doors import entries, load
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
-from mm_utils.extras.benchmarks.named import RETRIEVAL, find_benchmark, load_benchmark
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
+from mm_utils.objectives.grounding.moments import of_split
 from mm_utils.run.checks import check_model
 from mm_utils.run.results import record_retrieval, report_retrieval
 from mm_utils.run.start import make_accelerator, run_script
@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             split, rows = load_benchmark(RETRIEVAL[args.benchmark], data_args, args.split)
         else:
             split, rows = load_split(data_args, args.split or "validation")
-        others = [each for make in map(load, entries("SPLIT_EVALUATORS").values()) if (each := make(rows)) is not None]
+        moments = of_split(rows)
+        others = [] if moments is None else [moments]
         readers, length = [reader for each in others for reader in each.readers], loader_args.max_seq_length
         rows = tokenize_splits(DatasetDict({split: rows}), processor.tokenizer, length, readers=readers)[split]
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)

@@ -23,8 +23,8 @@ from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
-from mm_utils.extras.classes.labels import LabelledArguments, load_labelled
-from mm_utils.extras.classes.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes
+from mm_utils.finetuning.labels import LabelledArguments, load_labelled
+from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.reports.model_card import EvaluatedData, data_names

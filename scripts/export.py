@@ -20,8 +20,8 @@ from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.extras.export.graphs import check_packages, head_weights
-from mm_utils.extras.export.layouts import LAYOUTS, PRECISIONS, check_output, export_open_clip, written
+from mm_utils.export.graphs import check_packages, head_weights
+from mm_utils.export.layouts import LAYOUTS, PRECISIONS, check_output, export_open_clip, written
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.checks import check_model
@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
     if args.layout != "open_clip":
         check_packages(args.opset)
-    from mm_utils.extras.export.comparison import add_recall, compare, table
-    from mm_utils.extras.export.folder import write_graphs, write_report
+    from mm_utils.export.comparison import add_recall, compare, table
+    from mm_utils.export.folder import write_graphs, write_report
 
     check_model(model_name)
     check_output(output_dir)

@@ -29,15 +29,16 @@ from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.evaluation.retrieval import Evaluate
-from mm_utils.extras.classes.classifier import ClassifierArguments, build_classifier
-from mm_utils.extras.classes.evaluator import ClassificationEvaluator
-from mm_utils.extras.classes.finish import finish_finetuning
-from mm_utils.extras.classes.labels import TaskArguments, open_task
-from mm_utils.extras.classes.objective import ClassificationObjective, weigh_classes
+from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
+from mm_utils.finetuning.evaluator import ClassificationEvaluator
+from mm_utils.finetuning.finish import finish_finetuning
+from mm_utils.finetuning.labels import TaskArguments, open_task
+from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
-from mm_utils.run.doors import Doors, RunContext, all_callbacks
+from mm_utils.run.callbacks import RunContext, all_callbacks, attach, flags_of_callbacks
+from mm_utils.run.dry_run import dry_run
 from mm_utils.run.flags import check_flags
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import FinetuningArguments
@@ -56,14 +57,13 @@ def main(
     argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = (), evaluators: Sequence[Evaluate] = ()
 ) -> dict[str, float]:
     """Run the script and return its metrics; the arguments are those of scripts/pretrain.py's."""
-    # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
-    doors = Doors("finetune", callbacks)
-    given = parse_args(*FLAGS, *doors.arguments, argv=argv, doc=__doc__)
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    given = parse_args(*FLAGS, *flags_of_callbacks("finetune"), argv=argv, doc=__doc__)
     classifier_args, args = given[ClassifierArguments], given[FinetuningArguments]
     check_flags(given)
-    doors.open(given)
-    if (forecast := doors.first("instead", "finetune", main, argv)) is not None:
-        return forecast
+    attached = attach("finetune", given, callbacks)
+    if given["dry_run"]:
+        return dry_run(main, "finetune", argv, args, given.settings)
     run = start_run("finetune", given)
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
@@ -89,9 +89,10 @@ def main(
 
     # 4. Train.
     evaluator = ClassificationEvaluator(data.splits["validation"], classes)
-    context = RunContext(run, given, data, model, objective, optimizer, [evaluator, *evaluators], resume_from)
+    measures: list[Evaluate] = [evaluator, *evaluators]
+    context = RunContext(run, given, data, model, objective, optimizer, measures, resume_from, callbacks=attached)
     context.final_evaluations = int("test" in data.splits)
-    doors.start(context)
+    context.start()
     trainer = Trainer(
         args,
         optimizer_args,
@@ -100,18 +101,18 @@ def main(
         optimizer,
         data,
         context.evaluators,
-        all_callbacks(run, objective, data, doors.callbacks),
+        all_callbacks(run, objective, data, attached),
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
 
     # 5. Finish, with the saved model: what callbacks save, the test split, pictures, model card, push.
-    doors.finish(context)
+    context.finish()
     saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
     if "test" in data.splits:
         evaluator = ClassificationEvaluator(data.splits["test"], classes)
         found = evaluator(saved, data.evaluation("test"), run.accelerator)
         context.metrics |= {f"test_{name}": value for name, value in found.items()}
-    finish_finetuning(doors, context, saved, task, evaluator, argv)
+    finish_finetuning(context, saved, task, evaluator, argv)
     return context.metrics
 
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mm_utils.arguments import parse_args
-from mm_utils.extras.launch.arguments import LaunchArguments, read_command, split_words
+from mm_utils.launch.arguments import LaunchArguments, read_command, split_words
 from mm_utils.run.start import run_script, set_up_logging
 
 
@@ -44,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     set_up_logging()
 
     # 2. Ray: a cluster that runs, or a small one on this machine.
-    from mm_utils.extras.launch.cluster import connect, fit, launch_name
-    from mm_utils.extras.launch.sweep import sweep
+    from mm_utils.launch.cluster import connect, fit, launch_name
+    from mm_utils.launch.sweep import sweep
 
     with connect(args) as resources:
         # 3. Prepare data, in this process with the cluster's; or train, in the cluster's alone.
         if prepares:
-            from mm_utils.extras.launch.preparing import make_engine
-            from mm_utils.extras.launch.worker import load_main
+            from mm_utils.launch.preparing import make_engine
+            from mm_utils.launch.worker import load_main
 
             engine = make_engine(args.workers[1], resources["CPU"])
             return load_main(command.script, "engine")(list(command.argv), engine)

@@ -24,14 +24,16 @@ from transformers import TrainerCallback
 
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
-from mm_utils.data.training_data import open_data
+from mm_utils.data.streams.data import open_streamed
+from mm_utils.data.training_data import TrainingData, open_data
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.evaluation.train_recall import train_recall, validation_evaluator
 from mm_utils.model.build import build_model
 from mm_utils.model.processor import load_processor
-from mm_utils.objectives import build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.run import flags
-from mm_utils.run.doors import Doors, RunContext, all_callbacks
+from mm_utils.run.callbacks import RunContext, all_callbacks, attach, flags_of_callbacks, has_baseline
+from mm_utils.run.dry_run import dry_run
 from mm_utils.run.finish import finish_run
 from mm_utils.run.recipes import recipe_for
 from mm_utils.run.start import run_script, start_run
@@ -46,41 +48,42 @@ def main(
 
     Args:
         argv: the command line; None for that of the process.
-        callbacks: called at the events of `mm_utils.training.trainer` and `mm_utils.run.doors`.
+        callbacks: called at the events of `mm_utils.training.trainer` and `mm_utils.run.callbacks`.
         evaluators: called with (model, loader, accelerator) at every evaluation; their metrics are logged.
     """
-    # 1. Arguments: dataclass defaults < --config file < command line. What attaches to a run has flags of its own.
-    doors = Doors("pretrain", callbacks)
-    groups = (*flags.PRETRAINING, *doors.arguments)
+    # 1. Arguments: dataclass defaults < --config file < command line.
+    groups = (*flags.PRETRAINING, *flags_of_callbacks("pretrain"))
     given = parse_args(*groups, argv=argv, doc=__doc__)
     if recipe := recipe_for(given):  # pairs of one's own, and no start is named: not from scratch
         given = parse_args(*groups, argv=argv, doc=__doc__, recipe=recipe)
     model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
     args = given[flags.TrainingArguments]
     flags.check_flags(given)
-    doors.open(given)
-    if (forecast := doors.first("instead", "pretrain", main, argv)) is not None:
-        return forecast
+    attached = attach("pretrain", given, callbacks)
+    if given["dry_run"]:
+        return dry_run(main, "pretrain", argv, args, given.settings)
     run = start_run("pretrain", given)
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
     opening = (args, partial(load_processor, model_args), objective_args.readers)
-    data = doors.first("open_data", run.accelerator, given, *opening) or open_data(
-        run.accelerator, given[flags.DataArguments], given[flags.LoaderArguments], *opening
-    )
+    data: TrainingData
+    if given["streaming"]:
+        data = open_streamed(run.accelerator, given, *opening)
+    else:
+        data = open_data(run.accelerator, given[flags.DataArguments], given[flags.LoaderArguments], *opening)
 
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     model = build_model(model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium, resume_from)
     rows = data.splits.get("train")
     objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, rows)
-    has_baseline = doors.has_baseline(given, data)
+    is_model = has_baseline(given, data, attached)  # before the first step
     optimizer = build_optimizer(
         model,
         given[flags.OptimizerArguments],
         pretrained=model_args.pretrained,
         device=run.accelerator.device,
-        has_baseline=has_baseline,
+        has_baseline=is_model,
     )
 
     # 4. Train.
@@ -89,11 +92,13 @@ def main(
     others: list[Evaluate] = [*of_terms, *given[flags.EvaluationArguments].own_evaluators(), *evaluators]
     measures: list[Evaluate] = [retrieval, *others, *train_recall(data, args.seed)]
     context = RunContext(
-        run, given, data, model, objective, optimizer, measures, resume_from, has_baseline, retrieval=retrieval
+        *(run, given, data, model, objective, optimizer, measures, resume_from, is_model),
+        retrieval=retrieval,
+        callbacks=attached,
     )
     scale = objective_args.highest_scale(model)
-    doors.start(context)
-    args.settle_eval_steps(args.total_steps(data.num_rows), has_baseline)
+    context.start()
+    args.settle_eval_steps(args.total_steps(data.num_rows), is_model)
     trainer = Trainer(
         args,
         given[flags.OptimizerArguments],
@@ -102,15 +107,15 @@ def main(
         optimizer,
         data,
         context.evaluators,
-        all_callbacks(run, objective, data, doors.callbacks, scale),
+        all_callbacks(run, objective, data, attached, scale),
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
 
     # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
-    doors.finish(context)
+    context.finish()
     for evaluator in of_terms:
         evaluator.report(run.accelerator, data.splits["validation"], data.loaders, run.output_dir)
-    finish_run(doors, context, argv)
+    finish_run(context, argv)
     return context.metrics
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mm_utils.arguments import arg, parse_args, required
-from mm_utils.extras.search.narrowed import Filter, table_of_copies, table_of_hits
-from mm_utils.extras.search.searcher import Searcher
 from mm_utils.files import read_regular_file
 from mm_utils.run.script import run_script, set_up_logging
+from mm_utils.search.narrowed import Filter, table_of_copies, table_of_hits
+from mm_utils.search.searcher import Searcher
 
 
 @dataclass
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # 3. Serve, or answer one query.
     if args.serve:
-        from mm_utils.extras.search.server import serve  # its packages are optional
+        from mm_utils.search.server import serve  # its packages are optional
 
         serve(searcher, args.host, args.port, args.token)
         return

@@ -74,8 +74,8 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the drawing, two thirds of a tiny run or preparation; fixtures of a whole module, and launched runs, do draw."""
     drawn = {
         "run.finish": ("plot_training", "draw_examples"),
-        "extras.data_reports.report": ("draw_contact_sheet",),
-        "extras.classes.finish": ("plot_training", "draw_confusion"),
+        "data.prepare.report": ("draw_contact_sheet",),
+        "finetuning.finish": ("plot_training", "draw_confusion"),
     }
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():
@@ -84,8 +84,8 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/extras/flops` counts."""
-    if flops := sys.modules.get("mm_utils.extras.flops.counts"):
+    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/training/flops` counts."""
+    if flops := sys.modules.get("mm_utils.training.flops"):
         monkeypatch.setattr(flops, "measure_flops", partial(_counted, flops.measure_flops))
 
 

@@ -11,9 +11,9 @@ from mm_utils.arguments import _USUAL, arg, is_rare, parse_args, read_flat_yaml,
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
-from mm_utils.model.build import ModelArguments
-from mm_utils.objectives import ObjectiveArguments
-from mm_utils.run.doors import Doors
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.objectives.build import ObjectiveArguments
+from mm_utils.run.callbacks import flags_of_callbacks
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
 from scripts.finetune import FLAGS as FINETUNING
@@ -268,7 +268,7 @@ def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixtu
 
 
 def test_the_usual_flags_exist() -> None:
-    known = {field.name for kind in (*ALL, *FINETUNING, *Doors("pretrain").arguments) for field in fields(kind)}
+    known = {field.name for kind in (*ALL, *FINETUNING, *flags_of_callbacks("pretrain")) for field in fields(kind)}
     assert set(_USUAL.split()) - known == {"config", "help", "help_all"}
 
 

@@ -12,10 +12,10 @@ import torch
 
 from mm_utils.data.batches.tokens import caption_key, image_key
 from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings, Texts
-from mm_utils.extras.data_reports.preparing import verify
 from mm_utils.mining import REASONS, REPORT, Mined, MiningArguments, choose
 from scripts import mine_negatives, prepare_data, pretrain
 from tests.kit.launches import ROOT, launch

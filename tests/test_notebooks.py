@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from mm_utils.extras.search.searcher import Searcher
+from mm_utils.search.searcher import Searcher
 from mm_utils.training.arguments import TrainingArguments
 
 ROOT = Path(__file__).parents[1]

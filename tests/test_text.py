@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.faults import Fault, excerpt
-from mm_utils.extras.classes.finish import report_predictions
+from mm_utils.finetuning.finish import report_predictions
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import (
     markdown_table,

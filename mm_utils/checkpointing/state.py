@@ -26,11 +26,11 @@ from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, Trai
 from mm_utils.arguments import read_flat_yaml
 from mm_utils.checkpointing.files import CONFIG_FILE, STATE_FILE
 from mm_utils.distributed import full_tensor, on_first, raise_everywhere, shard_like
-from mm_utils.doors import entry
 from mm_utils.files import readable
 from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
-from mm_utils.objectives import Objective
+from mm_utils.model.stock import stock_processor
+from mm_utils.objectives.joint import Objective
 from mm_utils.text import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -257,9 +257,8 @@ def _write_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
     try:
         model = FusionDualEncoderModel.from_pretrained(folder)
         stock = model.to_dual_encoder()
-        if (kind := stock.config.model_type) != DUAL_ENCODERS[0]:
-            of_kind = entry("STOCK", "processor", f"its processor would be that of {kind}")
-            processor = of_kind(processor, stock.config, model.config.text_padding)
+        if stock.config.model_type != DUAL_ENCODERS[0]:
+            processor = stock_processor(processor, stock.config, model.config.text_padding)
     except ValueError as error:
         logger.info("No dual_encoder/ folder: %s.", error)
         return

@@ -18,17 +18,20 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, concatenate_datasets
 
+from mm_utils.data.benchmarks import Benchmark, fetch, resolved
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
 from mm_utils.data.rows.detect import METADATA_FILES, holds_shards, is_image_folder, metadata_files
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded, resolved
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.data.scenes import load_scenes
-from mm_utils.doors import entries, load
+from mm_utils.data.sets import SETS
 
 logger = logging.getLogger(__name__)
+
+CAPTIONS = 5  # of an image that retrieval benchmarks count
 
 
 def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool | None = None) -> DatasetDict:
@@ -49,7 +52,7 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
     if not sources:
         pairs = load_scenes()
     elif is_embedded(args.dataset_name):
-        pairs = load(entries("SETS")[str(args.dataset_name)])()
+        pairs = SETS[str(args.dataset_name)]()
     elif args.dataset_name is not None and is_prepared(args.dataset_name):
         pairs = open_prepared(args.dataset_name, title, args.dataset_config_name, args.allow_outside_root)
     else:
@@ -71,6 +74,36 @@ def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
     if split not in pairs:
         raise ValueError(f"--split is {split}; the data has {', '.join(pairs)}.")
     return split, pairs[split]
+
+
+def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None = None) -> tuple[str, Dataset]:
+    """Load a retrieval benchmark's images with their first five captions; return the split too.
+
+    The split is by default the benchmark's. The images are those of the source that `args` names, and without any from the
+    Hub. Other numbers of images than the benchmark's are logged.
+
+    Raises:
+        ValueError: in one line, if that fails, or there is no such split.
+    """
+    split, title = split or benchmark.split, f"--benchmark is {benchmark.name}"
+    if sources_of(args):
+        pairs = load_pairs(args, need_train=False)
+    else:
+        folder = Path(fetch(benchmark, title), benchmark.split)
+        source = Source(str(folder), "webdataset", benchmark.name, split=benchmark.split, title=title)
+        pairs = load_or_prepare([source], PathArguments(), args.preprocessing_num_workers)
+        pairs = first_rows(pairs, args, title, need_train=False)
+    if split not in pairs:
+        raise ValueError(f"{title}; the data has {', '.join(pairs)}, but not {split}. Set --split to one of them.")
+    rows = pairs[split]
+    if len(rows) != benchmark.images:
+        logger.warning(
+            "%s: %s images, and the benchmark has %s; the figures are not those of the benchmark",
+            title, f"{len(rows):,}", f"{benchmark.images:,}",
+        )  # fmt: skip
+    first = {"captions": [captions[:CAPTIONS] for captions in rows["captions"]]}
+    kept = Dataset.from_dict(first, Features({"captions": rows.features["captions"]}))
+    return split, concatenate_datasets([rows.remove_columns("captions"), kept], axis=1)
 
 
 def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, need_train: bool = True) -> DatasetDict:

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 
 from mm_utils.data.faults import REASONS, Fault
-from mm_utils.doors import entries
 from mm_utils.files import is_passing, read_regular_file, retry
 
 MOST_FILES = 1_000_000  # that a pattern stands for
@@ -38,7 +37,11 @@ class Limits:
     attempts: int = 3
 
 
-SHARDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".tar.gz": "tar"}
+SQLITE_SUFFIXES = (".sqlite", ".sqlite3", ".db")
+SHARDS = {
+    **{".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".tar.gz": "tar"},
+    **dict.fromkeys(SQLITE_SUFFIXES, "sqlite"),
+}
 MEDIA_LIMITS = Limits(max_bytes=512 << 20)
 """The limits of a file of sound or video."""
 
@@ -49,10 +52,9 @@ def is_url(name: str) -> bool:
 
 
 def shard_kind(url: str) -> str | None:
-    """Return `parquet`, `arrow`, `tar` or the format of an extra by the path or address of a shard, or None."""
+    """Return `parquet`, `arrow`, `tar` or `sqlite` by the path or address of a shard, or None."""
     name = url.split("?")[0].lower()
-    own = {suffix: kind for suffix, kind in entries("SOURCE_SUFFIXES").items() if kind in entries("COUNTS")}
-    return next((kind for suffix, kind in {**SHARDS, **own}.items() if name.endswith(suffix)), None)
+    return next((kind for suffix, kind in SHARDS.items() if name.endswith(suffix)), None)
 
 
 class Jail:

@@ -19,7 +19,6 @@ from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.doors import entries
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +182,10 @@ def open_loaders(
 ) -> Loaders:
     """Return the loaders of a run, for which its machines have enough open files."""
     rows = splits["validation"]
-    for column in entries("UNREAD").keys() & set(rows.column_names) - {reader.source(rows) for reader in readers}:
-        logger.info("The rows have %s that no term reads; %s", column, entries("UNREAD")[column])
+    if "moments" in set(rows.column_names) - {reader.source(rows) for reader in readers}:
+        logger.info(
+            "The rows have moments that no term reads; add moments:0.5 to --objectives to learn when something is."
+        )
     # Saved with the model, so that all who load it read as much of a text.
     processor.tokenizer.model_max_length = loader_args.max_seq_length
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)

@@ -14,9 +14,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from mm_utils.arguments import arg
+from mm_utils.arguments import arg, load_own
 from mm_utils.distributed import full_tensor
-from mm_utils.doors import load_own
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
 from mm_utils.evaluation.metrics import embedding_health, helps, mean_recall, retrieval_metrics
 from mm_utils.evaluation.probes import Probes, probe_cosines

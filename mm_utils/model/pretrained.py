@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig
 
-from mm_utils.doors import entries, load
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig, probe_input
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
@@ -149,13 +148,12 @@ def explained(what: str, name: str) -> Iterator[None]:
 
 
 def opened(name: str) -> str:
-    """Return the folder of a model in the format of transformers; one of another format is converted once by an extra."""
+    """Return the folder of a model in the format of transformers; one of open_clip's is converted once."""
+    from mm_utils.model.open_clip import as_transformers  # which explains its errors as this file does
+
     folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        for file, path in entries("MODEL_FORMATS").items():
-            if (folder / file).is_file():
-                return load(path)(name)
-    return name
+    of_open_clip = (folder / "open_clip_config.json").is_file() and not (folder / "config.json").is_file()
+    return as_transformers(name) if of_open_clip else name
 
 
 def is_dual_encoder(config: Any) -> bool:

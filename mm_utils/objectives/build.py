@@ -3,8 +3,6 @@
 import itertools
 import logging
 import math
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +10,28 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.arguments import arg
+from mm_utils.arguments import arg, load_own
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.doors import entries, load
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.contrastive import InfoNCE
+from mm_utils.objectives.distillation import Distillation
+from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives.joint import JointObjective
+from mm_utils.objectives.masked_language import MaskedLanguageModelling
+from mm_utils.objectives.matching import Matching
+from mm_utils.objectives.sigmoid import PairwiseSigmoid
 from mm_utils.objectives.terms import EmbeddingTerm, Term
 
 logger = logging.getLogger(__name__)
 
-_CORE: dict[str, type[Term]] = {term.name: term for term in (InfoNCE, Captioning)}
+TERMS: dict[str, type[Term]] = {
+    term.name: term
+    for term in (
+        *(InfoNCE, PairwiseSigmoid, Captioning, Matching, MaskedLanguageModelling, RegionPointing, MomentCovering),
+        Distillation,
+    )
+}
 _READ_BY = {
     "matryoshka_dims": ("contrastive", "sigmoid"),
     "hard_negatives": ("matching",),
@@ -182,32 +190,17 @@ def build_objective(
 
 
 def term_class(name: str) -> type[Term]:
-    """Return the class of a term: of the core, of an extra, or module.Class from the current folder or a package.
+    """Return the class of a term: one of `TERMS`, or module.Class from the current folder or a package.
 
     Raises:
         ValueError: if there is none, with what to do.
     """
-    if name in _CORE:
-        return _CORE[name]
-    known = entries("TERMS")
-    if name not in known and "." not in name:
-        names = ", ".join([*_CORE, *known])
+    if name in TERMS:
+        return TERMS[name]
+    if "." not in name:
         raise ValueError(
-            f"--objectives has {name!r}; there is no such term. Choose of {names}, or write module.Class."
+            f"--objectives has {name!r}; there is no such term. Choose of {', '.join(TERMS)}, or write module.Class."
         )
-    path = known.get(name, name)
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = load(path)
-    except (ImportError, AttributeError) as error:
-        module, _, attribute = path.rpartition(".")
-        raise ValueError(
-            f"--objectives has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with a class "
-            f"{attribute}."
-        ) from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if not (isinstance(found, type) and issubclass(found, Term)):
-        raise ValueError(f"--objectives has {path}; that is not a subclass of mm_utils.objectives.Term. Make it one.")
+    found: type[Term] = load_own(name, "--objectives", Term)
     found.name = found.name or found.__name__
     return found

@@ -1,6 +1,6 @@
 """Encode a batch: what a frozen tower has stored is read, captions are taken in groups of about one length.
 
-`mm_utils.extras.frozen` stores outputs of towers; `mm_utils.data.batches.column_cache` names the entries of the batch.
+`mm_utils.training.feature_cache` stores outputs of towers; `mm_utils.data.batches.column_cache` names the entries of the batch.
 
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so

@@ -191,7 +191,7 @@ class JointObjective(Objective):
     def encode(self, batch: Batch, for_backward: bool = True) -> EncodedBatch:
         """Run both towers on a part of a batch.
 
-        A frozen tower whose features are in the batch (`mm_utils.extras.frozen.feature_cache`) does not run.
+        A frozen tower whose features are in the batch (`mm_utils.training.feature_cache`) does not run.
         """
         own = len(batch["ids"])
         if not own:

@@ -35,8 +35,8 @@ from mm_utils.reports.model_card import (
 )
 from mm_utils.reports.pictures import picture
 from mm_utils.reports.plots import RetrievalExample, draw_retrieval, plot_training
+from mm_utils.run.callbacks import RunContext
 from mm_utils.run.commands import SOURCES, commands_after_training, own_command, search_commands
-from mm_utils.run.doors import Doors, RunContext
 from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
 from mm_utils.text import printable
@@ -230,11 +230,10 @@ def run_card(
     )
 
 
-def finish_run(doors: Doors, context: RunContext, argv: Sequence[str] | None) -> None:
+def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
     """Draw `training.png` and `retrieval.png`, write the card, let callbacks publish the folder, log a summary.
 
     Args:
-        doors: the callbacks of the run.
         context: the run, after its last evaluation.
         argv: the arguments that `main` was called with, None for those of the command line.
     """
@@ -249,7 +248,7 @@ def finish_run(doors: Doors, context: RunContext, argv: Sequence[str] | None) ->
         write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, argv))
 
     distributed.on_first(write)
-    doors.publish(context)
+    context.publish()
     if run.accelerator.is_main_process:
         logger.info("%s", "\n".join(_retrieval_summary(context)))
     run.accelerator.end_training()

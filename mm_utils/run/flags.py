@@ -9,11 +9,11 @@ from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import COLUMNS, DataArguments, is_embedded
+from mm_utils.data.streams.flags import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.adapt import LoraArguments
-from mm_utils.model.build import ModelArguments
-from mm_utils.objectives import ObjectiveArguments
-from mm_utils.objectives.build import term_class
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.objectives.build import ObjectiveArguments, term_class
 from mm_utils.run.checks import check_model
 from mm_utils.run.start import RunArguments
 from mm_utils.training.arguments import TrainingArguments
@@ -34,7 +34,7 @@ OF_NEW_MODELS = [
 
 PRETRAINING = (
     *(DataArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
-    *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments),
+    *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments, StreamingArguments),
 )
 
 _HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_hierarchy fusion_direction"
@@ -71,6 +71,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         ),
         ("image_root allow_outside_root", tars, "tar shards hold what their captions describe"),
         (COLUMNS, prepared, "the data are a prepared set, whose columns are known"),
+        ("stream_interleave shuffle_block_size", not given["streaming"] and not trial, "there is no --streaming"),
         ("trust_remote_code", not others, "nothing of others is loaded"),
         ("peak_tflops", not pairs, "the operations of fine-tuning are not counted"),
         ("allow_changed_run", given["resume_from_checkpoint"] is None, "no run is resumed"),

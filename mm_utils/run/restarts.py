@@ -35,9 +35,7 @@ from mm_utils.files import write_atomic
 from mm_utils.text import redact
 
 STARTS_FILE = "environment.json"
-LAUNCHER_VARIABLE = (
-    "TANDEM_LAUNCHER"  # holds the name of a launcher that sets it in its processes (`mm_utils.extras.launch`)
-)
+LAUNCHER_VARIABLE = "TANDEM_LAUNCHER"  # holds the name of a launcher that sets it in its processes (`mm_utils.launch`)
 _ROOT = Path(__file__).resolve().parents[2]
 _MAX_RESTARTS_WITHOUT_STEP = 2
 _GIT_SECONDS = 10

@@ -16,8 +16,7 @@ from accelerate.utils import set_seed
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg, to_dict
 from mm_utils.distributed import RunError
-from mm_utils.doors import entries, load
-from mm_utils.run import checks
+from mm_utils.run import checks, rendezvous
 from mm_utils.run.output_folder import claim_folder, save_config
 from mm_utils.run.restarts import describe_start, launcher_names, record_start
 from mm_utils.run.script import run_script as run_script
@@ -29,8 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunArguments:
-    """Callbacks of your own."""
+    """A trial before the run, and callbacks of your own."""
 
+    dry_run: bool = arg(
+        False, "Try the run on a few pairs, log what it will take in time, memory and disk, and leave nothing."
+    )
     callbacks: str | None = arg(
         None, "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/training.md."
     )
@@ -116,11 +118,10 @@ def make_accelerator() -> Accelerator:
     # Its successor is not in older versions of torch, which are supported, too.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    methods = entries("RENDEZVOUS").values() if launched > 1 else ()
     handlers = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         InitProcessGroupKwargs(
-            init_method=next((load(path)() for path in methods), None),
+            init_method=rendezvous.init_method() if launched > 1 else None,
             timeout=timedelta(seconds=distributed.RENDEZVOUS_TIMEOUT),
         ),
     ]

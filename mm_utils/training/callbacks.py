@@ -2,11 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator
 from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -116,8 +115,8 @@ def _has_waited(callback: EarlyStoppingCallback) -> bool:
 class RunCallback(TrainerCallback):
     """A callback that also takes part in a run outside of its training loop.
 
-    Extras name theirs in `CALLBACKS` of their `door.py`; a user names them by `--callbacks` or to `main`. Any other callback
-    may have these methods too.
+    Ours are listed in `mm_utils.run.callbacks`; a user names them by `--callbacks` or to `main`. Any other callback may have
+    these methods too.
 
     Attributes:
         scripts: the scripts that it is for.
@@ -140,26 +139,12 @@ class RunCallback(TrainerCallback):
         """
         return cls()
 
-    def instead(self, script: str, main: Callable[..., Any], argv: Sequence[str] | None) -> dict[str, float] | None:
-        """Run something in place of this run, such as a trial of it, and return its metrics; None to let it run."""
-        return None
-
-    def open_data(self, accelerator: Accelerator, given: Parsed, *more: Any) -> TrainingData | None:
-        """Open the run's data, in place of `mm_utils.data.training_data.open_data`; None to leave that to it.
-
-        Args:
-            accelerator: the run's accelerator.
-            given: all flags.
-            more: `schedule`, `make_processor` and `readers`, as `open_data` takes them.
-        """
-        return None
-
     def has_baseline(self, data: TrainingData) -> bool:
         """Return whether `on_start` makes a model of the weights, so that training is compared with its start."""
         return False
 
     def on_start(self, run: Any) -> None:
-        """Change what a `mm_utils.run.doors.RunContext` has, before anything is prepared, resumed or trained.
+        """Change what a `mm_utils.run.callbacks.RunContext` has, before anything is prepared, resumed or trained.
 
         Called on all ranks, as `on_finish` is.
         """

@@ -17,7 +17,7 @@ from torch import nn
 
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
-from mm_utils.objectives import Objective
+from mm_utils.objectives.joint import Objective
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments, schedule
 

@@ -10,7 +10,7 @@ from torch import nn
 from mm_utils import distributed
 from mm_utils.data.batches.order import Division, GlobalOrder
 from mm_utils.data.training_data import TrainingData
-from mm_utils.objectives import Objective
+from mm_utils.objectives.joint import Objective
 from mm_utils.training.arguments import TrainingArguments
 
 

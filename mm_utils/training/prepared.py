@@ -1,7 +1,8 @@
-"""Prepare what a run trains for its processes; `mm_utils.extras.sharded` does what FSDP2 and DeepSpeed need."""
+"""Prepare what a run trains for its processes; `mm_utils.training.sharded` does what FSDP2 and DeepSpeed need."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -9,10 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from mm_utils.data.training_data import TrainingData
-from mm_utils.doors import entry
-from mm_utils.objectives import Objective
+from mm_utils.objectives.joint import Objective
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.placement import place_encoders, share_batches
+from mm_utils.training.sharded import configure_deepspeed, configure_fsdp, initialise_fsdp_root
 
 
 def prepare(
@@ -29,13 +30,14 @@ def prepare(
     """
     backend = accelerator.distributed_type.value
     if backend in ("FSDP", "DEEPSPEED"):
-        configure = entry("BACKENDS", backend, f"accelerate is configured for {backend}")
+        configure = configure_fsdp if backend == "FSDP" else configure_deepspeed
         configure(accelerator, objective, args.batch_sizes.at(0))
     share_batches(args, data)
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     place_encoders(args, accelerator, objective)
     if isinstance(wrapped, FSDPModule):
-        entry("BACKENDS", "root", "accelerate is configured for FSDP")(wrapped)
+        root: Any = wrapped
+        initialise_fsdp_root(root)
     return wrapped, optimizer
 
 

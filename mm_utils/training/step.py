@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.doors import entry
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.reliability.skipped import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import restored_buffers
+from mm_utils.training.micro_batch import find_micro_batch_size
 from mm_utils.training.optim import LR_RULES, OptimizerArguments
 from mm_utils.training.phases import Phases
 
@@ -137,7 +137,7 @@ class TrainStep:
         """Find the micro-batch size, or settle DDP's order, before this start's first step."""
         if self.args.micro_batch_size == "auto":
             largest = -(-self.sizes.sizes[-1] // distributed.world_size())
-            self.micro_batch.size = entry("MICRO_BATCHES", "auto", "--micro_batch_size is auto")(
+            self.micro_batch.size = find_micro_batch_size(
                 self.accelerator,
                 self.objective,
                 batch,

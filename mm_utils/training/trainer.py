@@ -35,7 +35,7 @@ from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.files import append_rows, truncate_rows
-from mm_utils.objectives import Objective
+from mm_utils.objectives.joint import Objective
 from mm_utils.reliability.signals import Interrupted, Interruption
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch.nn.functional import normalize
 
 from benchmarks import expected, gpu, learning, loading, loss, peers, reliability, training
-from mm_utils.model.build import ModelArguments
+from mm_utils.model.arguments import ModelArguments
 from mm_utils.objectives.losses import gather_batch, info_nce
 from mm_utils.training.step import TrainStep
 from tests.kit.commands import parse, understand

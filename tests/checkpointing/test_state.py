@@ -28,10 +28,10 @@ from mm_utils.checkpointing.state import (
     optimizer_tensors,
 )
 from mm_utils.distributed import full_tensor
-from mm_utils.extras.lora.adapters import add_adapters
 from mm_utils.model import adapt
 from mm_utils.model.adapt import LoraArguments, WeightAverage, load_weights
-from mm_utils.objectives import JointObjective
+from mm_utils.model.adapters import add_adapters
+from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from tests.kit.objectives import tiny_objective
 from tests.kit.ranks import run_on_ranks

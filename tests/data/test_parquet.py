@@ -13,7 +13,7 @@ from mm_utils.data.parquet import ParquetRows, check_files
 from mm_utils.data.paths import Limits
 from mm_utils.data.rows.records import ParquetImage
 from mm_utils.data.rows.source import DataArguments, PathArguments
-from mm_utils.extras.classes.labels import TaskArguments, load_task
+from mm_utils.finetuning.labels import TaskArguments, load_task
 from tests.kit.reading import read
 
 DOORS = {

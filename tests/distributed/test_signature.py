@@ -20,10 +20,11 @@ from mm_utils.data.batches.loaders import make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.pairs import iterate_captions
-from mm_utils.extras.albef.negatives import NEGATIVE_IDS, Negatives
-from mm_utils.extras.grounding.regions import RegionReader
-from mm_utils.model.build import ModelArguments, load_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor
+from mm_utils.objectives.grounding.regions import RegionReader
+from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.media_files import rows_with_moments
 from tests.kit.ranks import run_on_ranks

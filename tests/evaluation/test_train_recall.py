@@ -17,7 +17,8 @@ from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation import train_recall
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model
 from scripts import pretrain
 from tests.kit.launches import rows_of as log_of
 from tests.kit.launches import weights

@@ -23,11 +23,11 @@ from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments, Source
-from mm_utils.extras.streams import rows as stream_rows
-from mm_utils.extras.streams.flags import StreamingArguments
-from mm_utils.extras.streams.loader import StreamBatches, StreamSteps
-from mm_utils.extras.streams.shards import Shard, ShardReader, count_shards
-from mm_utils.extras.streams.stream import open_stream
+from mm_utils.data.streams import rows as stream_rows
+from mm_utils.data.streams.flags import StreamingArguments
+from mm_utils.data.streams.loader import StreamBatches, StreamSteps
+from mm_utils.data.streams.shards import Shard, ShardReader, count_shards
+from mm_utils.data.streams.stream import open_stream
 from tests.kit.fault_images import BROKEN, draw, jpeg
 from tests.kit.numbered_rows import CPU, SIZE, loaders, new_tokenizer, rows_of
 from tests.kit.numbered_shards import write_shards

@@ -25,9 +25,10 @@ from mm_utils.data.batches.tokens import encode_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.detect import read_source
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
-from mm_utils.extras.streams.flags import StreamingArguments
-from mm_utils.extras.streams.stream import open_stream
-from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.data.streams.flags import StreamingArguments
+from mm_utils.data.streams.stream import open_stream
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.text import redact
 from scripts.prepare_data import main

@@ -13,9 +13,9 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from mm_utils.arguments import parse_args
-from mm_utils.extras.frozen import callbacks as frozen
-from mm_utils.extras.launch.arguments import LaunchArguments, split_words
+from mm_utils.launch.arguments import LaunchArguments, split_words
 from mm_utils.run import flags
+from mm_utils.training import frozen
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -55,7 +55,7 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
                 patch.setattr(place, "check_model", lambda *_: None)
         if hasattr(module, "start_run"):
             patch.setattr(module, "start_run", stop)
-            patch.setattr("mm_utils.extras.dry_run.dry_run.dry_run", stop)
+            patch.setattr("mm_utils.run.dry_run.dry_run", stop)
         elif hasattr(module, "parse_args"):
             real = module.parse_args
             patch.setattr(module, "parse_args", parse_and_stop)

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from mm_utils.data.media.medium import settle_window
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 

@@ -13,9 +13,11 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, TokenHead
-from mm_utils.objectives import EmbeddingTerm, JointObjective, Objective, ObjectiveArguments, build_objective
+from mm_utils.objectives import EmbeddingTerm
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.distillation import Distillation
 from mm_utils.objectives.grad_cache import backward
+from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments

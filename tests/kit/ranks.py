@@ -22,7 +22,7 @@ PRELOADED = [
     "tests.kit.tiny_run",
     "tests.kit.training_runs",
     "mm_utils.evaluation.retrieval",
-    "mm_utils.extras.albef.matching",
+    "mm_utils.objectives.matching",
     "transformers.models.bert.modeling_bert",
     "transformers.models.clip.modeling_clip",
     "transformers.models.convnext.modeling_convnext",

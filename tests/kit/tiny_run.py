@@ -19,7 +19,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, step_of
-from mm_utils.objectives import JointObjective
+from mm_utils.objectives.joint import JointObjective
 from mm_utils.reliability.signals import Interrupted
 from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection

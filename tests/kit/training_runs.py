@@ -19,16 +19,18 @@ from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.extras.albef.negatives import Negatives
-from mm_utils.extras.sharded.backends import initialise_fsdp_root, make_shardable
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
-from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.joint import JointObjective
+from mm_utils.objectives.negatives import Negatives
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.sharded import initialise_fsdp_root, make_shardable
 from mm_utils.training.trainer import Trainer
 from tests.kit.ranks import let_accelerate_find_ranks
 

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config, ViTConfig
 
-from mm_utils.extras.lora.adapters import add_adapters, attention_layers
-from mm_utils.extras.patch_dropout.patches import drop_patches
 from mm_utils.model.adapt import (
     LoraArguments,
     compile_parts,
@@ -21,8 +19,11 @@ from mm_utils.model.adapt import (
     save_adapters,
     switch_off_dropout,
 )
-from mm_utils.model.build import ModelArguments, build_model, freeze_unreached, load_model
+from mm_utils.model.adapters import add_adapters, attention_layers
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model, freeze_unreached, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, probe_input
+from mm_utils.model.patches import drop_patches
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.models import CAPTIONS
 from tests.kit.objectives import global_batch, tiny_objective

@@ -29,7 +29,8 @@ from transformers import (
 
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.model import processor as processors
-from mm_utils.model.build import TEXT_PRESETS, VISION_PRESETS, ModelArguments, build_model, load_model
+from mm_utils.model.arguments import TEXT_PRESETS, VISION_PRESETS, ModelArguments
+from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
 from mm_utils.model.reading import center_square

@@ -23,10 +23,11 @@ from transformers import (
 
 from mm_utils.data.media.medium import read_by, settle_window
 from mm_utils.data.media.riff import write_wav
-from mm_utils.extras.flops.counts import measure_flops
-from mm_utils.model.build import ModelArguments, build_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.processor import load_processor, load_processor_of
+from mm_utils.training.flops import measure_flops
 from tests.kit.models import TOWERS
 
 CAPTIONS = ["a dog barks", "a glass breaks", "rain falls"] * 5

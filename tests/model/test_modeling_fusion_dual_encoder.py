@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports
 
-from mm_utils.extras.families.stock import from_dual_encoder
 from mm_utils.model import modeling_fusion_dual_encoder as modeling
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
+from mm_utils.model.stock import from_dual_encoder
 from tests.kit.models import BERT, TEXT, VISION, Batch, backbone, batch_for, build
 
 PAIRS = [

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from mm_utils.model import modeling_fusion_dual_encoder as modeling
-from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.pretrained import load_tower
 from mm_utils.model.processor import train_tokenizer

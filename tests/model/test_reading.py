@@ -33,11 +33,11 @@ from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Sound
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.media.sound_files import read_sound
-from mm_utils.extras.flops.counts import measure_flops
-from mm_utils.extras.search.listing import Listing, Reader, stock_file
-from mm_utils.extras.search.searcher import read_query
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import center_square, frames_of, open_picture, samples_of
+from mm_utils.search.listing import Listing, Reader, stock_file
+from mm_utils.search.searcher import read_query
+from mm_utils.training.flops import measure_flops
 from tests.kit.awkward import RNG, TEXTS, awkward_pictures, file
 from tests.kit.made_media import picture as made_picture
 from tests.kit.made_media import steady, video, wav

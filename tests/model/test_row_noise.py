@@ -2,7 +2,7 @@
 
 import torch
 
-from mm_utils.extras.patch_dropout.patches import PatchDropout
+from mm_utils.model.patches import PatchDropout
 from mm_utils.model.row_noise import RowDropout, RowNoise, row_keys, set_row_keys
 
 

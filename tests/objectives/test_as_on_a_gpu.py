@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils.model.adapt import PatchProduct, multiply_patches
 from mm_utils.model.modeling_fusion_dual_encoder import average_pool, rows_of
-from mm_utils.objectives import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from tests.kit.models import TEXT, VISION, batch_for, build
 from tests.kit.objectives import ALONE, KINDS, global_batch, tiny_objective

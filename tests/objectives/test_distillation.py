@@ -18,17 +18,19 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.data.training_data import TrainingData
-from mm_utils.extras.frozen.feature_cache import Source, cache_features
-from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.objectives import JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.distillation import CacheTeacher, Distillation
+from mm_utils.objectives.joint import JointObjective
+from mm_utils.training.feature_cache import Source, cache_features
 from scripts import pretrain
-from tests.extras.families.letters import write_bert
 from tests.kit.launches import losses, on_two_processes, weights
 from tests.kit.numbered_rows import new_tokenizer, rows_of
 from tests.kit.small_media import split_of
 from tests.kit.stock_folders import write_clap, write_stock
+from tests.model.families.letters import write_bert
 
 SIZE, BROKEN = 16, (2, 7)
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.objectives import JointObjective, Objective, grad_cache
+from mm_utils.objectives import grad_cache
 from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts, is_out_of_memory
+from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.ranks import GradientAverage
 from tests.kit.host_reads import HostReads
 from tests.kit.objectives import (

@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from mm_utils import distributed
-from mm_utils.extras.albef.masked_language import MaskedLanguageModelling, continuations
-from mm_utils.extras.albef.matching import Matching, Pairs
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, FusionHead, target_mask
-from mm_utils.objectives import EmbeddingTerm, JointObjective, ObjectiveArguments, build_objective
+from mm_utils.objectives import EmbeddingTerm
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.captioning import Captioning, token_cross_entropy
 from mm_utils.objectives.contrastive import InfoNCE
+from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
+from mm_utils.objectives.masked_language import MaskedLanguageModelling, continuations
+from mm_utils.objectives.matching import Matching, Pairs
 from mm_utils.objectives.terms import LossInputs
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments

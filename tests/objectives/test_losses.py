@@ -14,9 +14,9 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils import distributed
-from mm_utils.extras.albef.matching import hard_negatives
-from mm_utils.extras.sigmoid.term import sigmoid_loss
 from mm_utils.objectives.losses import Tile, gather_batch, info_nce, same_pair
+from mm_utils.objectives.matching import hard_negatives
+from mm_utils.objectives.sigmoid import sigmoid_loss
 from tests.kit.objectives import dense_info_nce, dense_sigmoid
 from tests.kit.ranks import run_on_ranks
 

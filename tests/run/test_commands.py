@@ -20,8 +20,8 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from mm_utils.arguments import LAUNCH_VARIABLE, launch_command, launcher
-from mm_utils.extras.dry_run.dry_run import command_without_dry_run
 from mm_utils.run.commands import evaluation_command, longer_command, search_commands
+from mm_utils.run.dry_run import command_without_dry_run
 from scripts import eval_retrieval, finetune, prepare_data, pretrain
 from tests.kit.corpora import COLOURS, draw
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from mm_utils.arguments import is_rare, parse_args
 from mm_utils.distributed import RunError
 from mm_utils.run import flags
-from mm_utils.run.doors import Doors
+from mm_utils.run.callbacks import attach, flags_of_callbacks
 from scripts import embed, eval_retrieval, eval_zero_shot, finetune, pretrain, search
 from tests.kit.numbered_shards import write_shards
 from tests.kit.stock_folders import write_stock
@@ -66,14 +66,13 @@ RULES = [
 
 def kinds_of(script: str) -> list[Any]:
     own = flags.PRETRAINING if script == "pretrain" else finetune.FLAGS
-    return [*own, *Doors(script).arguments]
+    return [*own, *flags_of_callbacks(script)]
 
 
 def check(words: list[str]) -> None:
-    doors = Doors("pretrain")
-    given = parse_args(*flags.PRETRAINING, *doors.arguments, argv=words)
+    given = parse_args(*flags.PRETRAINING, *flags_of_callbacks("pretrain"), argv=words)
     flags.check_flags(given)
-    doors.open(given)
+    attach("pretrain", given)
 
 
 @pytest.mark.parametrize(("unread", "settings", "read"), RULES)

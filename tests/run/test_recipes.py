@@ -9,6 +9,7 @@ import pytest
 
 from mm_utils.arguments import parse_args, read_flat_yaml
 from mm_utils.run import flags, recipes
+from mm_utils.run.callbacks import flags_of_callbacks
 from scripts import prepare_data, pretrain
 from tests.kit.corpora import write_corpus
 from tests.kit.hub import HubServer
@@ -49,7 +50,7 @@ def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, 
             (tmp_path / name).touch()
         (tmp_path / "rows.jsonl").write_text(f'{row}, "caption": "a dog"}}\n' * 3, encoding="utf-8")
         words = f"{words} --train_file {tmp_path / 'rows.jsonl'}"
-    given = parse_args(*pretrain.Doors("pretrain").arguments, *flags.PRETRAINING, argv=words.split())
+    given = parse_args(*flags_of_callbacks("pretrain"), *flags.PRETRAINING, argv=words.split())
     found = recipes.recipe_for(given)
     assert found == (recipe and str(ROOT / f"recipes/{recipe}.yaml"))
     assert (f"this run takes {found}" in caplog.text) == bool(recipe)
@@ -59,7 +60,7 @@ def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, 
 def test_a_prepared_set_says_what_it_holds(tmp_path: Path) -> None:
     corpus, folder = write_corpus(tmp_path / "raw"), str(tmp_path / "set")
     prepare_data.main(["--sources", str(corpus), "--output_dir", folder, "--on_leakage", "keep"])
-    given = parse_args(*pretrain.Doors("pretrain").arguments, *flags.PRETRAINING, argv=["--dataset_name", folder])
+    given = parse_args(*flags_of_callbacks("pretrain"), *flags.PRETRAINING, argv=["--dataset_name", folder])
     assert Path(str(recipes.recipe_for(given))).stem == "photographs"
 
 

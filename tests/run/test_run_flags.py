@@ -13,7 +13,7 @@ from mm_utils.arguments import is_rare, parse_args
 from mm_utils.checkpointing.state import FREE_FLAGS, changes, learnt_flags
 from mm_utils.reliability import failures
 from mm_utils.run import flags
-from mm_utils.run.doors import Doors
+from mm_utils.run.callbacks import flags_of_callbacks
 from mm_utils.run.script import run_script
 from scripts.finetune import FLAGS
 
@@ -39,7 +39,7 @@ def test_flags_of_new_models_are_refused_for_a_whole_one(name: str, monkeypatch:
 
 def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
     for script, own in (("pretrain", flags.PRETRAINING), ("finetune", FLAGS)):
-        found = [field for kind in (*own, *Doors(script).arguments) for field in fields(kind)]
+        found = [field for kind in (*own, *flags_of_callbacks(script)) for field in fields(kind)]
         assert len(found) == len({field.name for field in found})
         assert sum(not is_rare(field) for field in found) <= {"pretrain": 100, "finetune": 77}[script]
 
@@ -106,7 +106,7 @@ def test_an_interrupted_script_prints_no_traceback(
 @pytest.mark.parametrize("script", ["pretrain", "finetune"])
 def test_a_flag_is_compared_by_a_resume_or_free(script: str) -> None:
     """Every field of every dataclass; `FREE_FLAGS` names no other."""
-    kinds = (*(flags.PRETRAINING if script == "pretrain" else FLAGS), *Doors(script).arguments)
+    kinds = (*(flags.PRETRAINING if script == "pretrain" else FLAGS), *flags_of_callbacks(script))
     names = {field.name for kind in kinds for field in fields(kind)}
     now = dict.fromkeys(names, "one")
     for name in names:
@@ -116,7 +116,7 @@ def test_a_flag_is_compared_by_a_resume_or_free(script: str) -> None:
 
 
 def test_the_free_flags_exist() -> None:
-    kinds = [*flags.PRETRAINING, *FLAGS, *Doors("pretrain").arguments]
+    kinds = [*flags.PRETRAINING, *FLAGS, *flags_of_callbacks("pretrain")]
     assert {field.name for kind in kinds for field in fields(kind)} >= FREE_FLAGS
 
 

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModel
 
 from mm_utils.data.media.medium import read_by
-from mm_utils.model.build import ModelArguments, build_model, load_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 from scripts import pretrain

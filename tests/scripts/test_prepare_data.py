@@ -11,15 +11,15 @@ from datasets import load_from_disk
 
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare import arguments as preparing
 from mm_utils.data.prepare import on_disk, pipeline
+from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.extras.albef.negatives import Negatives
-from mm_utils.extras.data_reports import preparing
-from mm_utils.extras.data_reports.preparing import verify
-from mm_utils.extras.grounding.regions import RegionReader
 from mm_utils.model.processor import cached_tokenizer
+from mm_utils.objectives.grounding.regions import RegionReader
+from mm_utils.objectives.negatives import Negatives
 from scripts.prepare_data import main
 from tests.kit.media_files import picture
 

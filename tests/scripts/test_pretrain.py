@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from mm_utils.distributed import RunError
-from mm_utils.objectives import JointObjective
+from mm_utils.objectives.joint import JointObjective
 from scripts import eval_retrieval, pretrain
 from tests.kit.corpora import draw, write_corpus
 from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
 from mm_utils.data.scenes import load_scenes
-from mm_utils.extras.classes import labels
-from mm_utils.extras.lora.adapters import attention_layers
+from mm_utils.finetuning import labels
+from mm_utils.model.adapters import attention_layers
 from mm_utils.model.build import load_model
 from scripts import eval_retrieval, finetune, pretrain
 from tests.kit.corpora import draw

@@ -1,6 +1,6 @@
 """Columns beside the rows of a data set: computed once, cached on disk, read without copies.
 
-Features are written by `mm_utils.extras.frozen` and read in the tower's place (C channels, N tokens of an image, L of a
+Features are written by `mm_utils.training.feature_cache` and read in the tower's place (C channels, N tokens of an image, L of a
 caption, E embedding width):
 
 ==================  =============================  =====================================================

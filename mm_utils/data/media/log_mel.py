@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import ClapFeatureExtractor
 
-from mm_utils.doors import entries, load
-
 _MAX_SAMPLES = 2**22  # of one pass; its spectra take up to about 0.3 GB
 
 
@@ -45,13 +43,14 @@ class LogMel(ABC):
         """
         if type(feature_extractor) is ClapFeatureExtractor:
             return _Clap(feature_extractor)
-        name, others = type(feature_extractor).__name__, entries("SOUND_INPUTS")
-        if name not in others:
+        from mm_utils.data.media.sound_inputs import SOUND_INPUTS  # which are subclasses
+
+        name = type(feature_extractor).__name__
+        if name not in SOUND_INPUTS:
             raise ValueError(
-                f"the feature extractor is a {name}; known are {', '.join(others)}, ClapFeatureExtractor."
+                f"the feature extractor is a {name}; known are {', '.join(SOUND_INPUTS)}, ClapFeatureExtractor."
             )
-        found: LogMel = load(others[name])(feature_extractor)
-        return found
+        return SOUND_INPUTS[name](feature_extractor)
 
     @torch.no_grad()
     def __call__(self, waveforms: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ or a clip as an AVI file of JPEG frames (`mm_utils.data.media.riff`). The column
 Clips and sounds last, and an example is a window of them. Seconds are counted here and in preparation, and nowhere else frames or
 samples. Training takes a random window, evaluation the middle; what is shorter than the window begins with it, and then the last
 frame stays, or silence follows, or the sound again (`LogMel.loops`). A window is stated in shares of the medium's length, so that
-moments of it (`mm_utils.extras.grounding.regions`) follow into the window, and none lies in what comes after the end.
+moments of it (`mm_utils.objectives.grounding.regions`) follow into the window, and none lies in what comes after the end.
 
 Three attributes of ours are saved among the stock ones of a processor. `window_seconds` is the length of what the model is shown of a
 clip or a sound (None: whole clips), and `clip_frames` the frames of a clip; `settle_window` alone writes them, once, for a new model,

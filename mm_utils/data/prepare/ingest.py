@@ -26,11 +26,11 @@ from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_PIXELS, decode, encode, open_image, psnr, read_header, shrink
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
+from mm_utils.data.prepare.grounding import STORED
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.timed import TimedArguments, store_medium
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, ImageRef, Record
-from mm_utils.doors import entries, load
 from mm_utils.files import write_atomic
 from mm_utils.stored import stamp, version_of
 
@@ -314,9 +314,9 @@ class Worker:
 
     def _part(self, name: str, record: Record, image: dict[str, Any], notes: Counter[str]) -> Any:
         """Return boxes or moments as they lie in what is stored; bad moments are set aside alone."""
-        if getattr(record, name) is None or name not in entries("STORED"):
+        if getattr(record, name) is None or name not in STORED:
             return None
-        good, faults, found = load(entries("STORED")[name])(record, image, self.checks)
+        good, faults, found = STORED[name](record, image, self.checks)
         notes.update(found)
         for fault in faults:
             self._set_aside(record, fault)

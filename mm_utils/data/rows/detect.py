@@ -7,15 +7,19 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from mm_utils.data.paths import walk
+from mm_utils.arguments import load_own
+from mm_utils.data.paths import SQLITE_SUFFIXES, walk
+from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
+from mm_utils.data.rows.caption_files import is_captioned, read_caption_files
+from mm_utils.data.rows.class_folders import read_classes
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
 from mm_utils.data.rows.records import BadRow, Record
-from mm_utils.data.rows.source import PathArguments, Source, known_formats
+from mm_utils.data.rows.source import FORMATS, PathArguments, Source
+from mm_utils.data.rows.sql import read_sqlite
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import read_datasets, read_metadata, read_parquet, read_text
+from mm_utils.data.rows.tars import read_webdataset
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array
-from mm_utils.doors import entries, load
-from mm_utils.text import one_line
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets")
@@ -26,6 +30,13 @@ _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]
     **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
     "parquet": read_parquet,
     "datasets": read_datasets,
+    "imagefolder": read_caption_files,
+    "classes": read_classes,
+    "coco": read_coco,
+    "karpathy": read_karpathy,
+    "flickr": read_flickr,
+    "sqlite": read_sqlite,
+    "webdataset": read_webdataset,
 }
 
 
@@ -51,7 +62,7 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
         source = replace(source, medium=_medium_of_folder(source))
     if files:
         return read_metadata(source, safety, files)
-    is_named = source.format in ("datasets", "webdataset") or source.format not in known_formats()
+    is_named = source.format in ("datasets", "webdataset") or source.format not in FORMATS
     if not is_named and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
     return _READERS.get(source.format, _read_own)(source, safety)
@@ -69,14 +80,8 @@ def _check_template(source: Source, has_columns: bool) -> None:
 
 
 def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read by the reader of an extra, or by a user's, which `format` names as module.function."""
-    try:
-        read = load(entries("SOURCES").get(source.format, source.format))
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{source.title}, format={source.format}; it cannot be imported ({one_line(error)})."
-        ) from error
-    for item in read(source, safety):
+    """Read by a user's reader, which `format` names as module.function."""
+    for item in load_own(source.format, f"{source.title}, format=")(source, safety):
         if not isinstance(item, (Record, BadRow)):
             raise ValueError(
                 f"{source.title}, format={source.format}; it yields {type(item).__name__}. Yield Record or BadRow."
@@ -95,9 +100,8 @@ def detect(source: Source) -> str:
         return "webdataset"
     if path.is_dir():
         return _of_folder(path, source)
-    own = entries("SOURCE_SUFFIXES").get(path.suffix.lower())
-    if own is not None and path.is_file():
-        return str(own)
+    if path.suffix.lower() in SQLITE_SUFFIXES and path.is_file():
+        return "sqlite"
     if path.is_file():
         return _of_file(path, source)
     if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", source.path) and not path.suffix:
@@ -148,7 +152,7 @@ def _of_folder(path: Path, source: Source) -> str:
     found = _of_names(files, path, medium)
     if found is None:
         raise ValueError(
-            f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(known_formats())}."
+            f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(FORMATS)}."
         )
     lists = [name for place, name in files if place == str(path) and name.lower().endswith(TEXT_SUFFIXES)]
     if found == "classes" and lists:
@@ -189,7 +193,7 @@ def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -
     suffixes = {os.path.splitext(name)[1].lower() for _, name in files}
     if ".tar" in suffixes:
         return "webdataset"
-    if any(load(found)(files, medium) for found in entries("CAPTIONED").values()):
+    if is_captioned(files, medium):
         return "imagefolder"
     media = (place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium])
     if any(os.path.relpath(place, path) != "." for place in media):
@@ -205,9 +209,8 @@ def _of_file(path: Path, source: Source) -> str:
         return "parquet"
     with path.open("rb") as file:
         head = file.read(_HEAD).decode("utf-8-sig", "replace")
-    found = next(filter(None, (load(path)(suffix, head) for path in entries("TEXT_FORMATS").values())), None)
-    if found is not None:
-        return str(found)
+    if (found := format_of(suffix, head)) is not None:
+        return found
     if suffix in (".json", ".jsonl"):
         return "json" if is_array(head) else "jsonl"
     if suffix in (".csv", ".tsv"):
@@ -215,5 +218,5 @@ def _of_file(path: Path, source: Source) -> str:
     known = ", ".join((*TEXT_SUFFIXES, ".parquet", ".tar"))
     raise ValueError(
         f"{source.title}; its format is not known by '{path.suffix}'. Known are {known}; prepare_data also takes "
-        f"format=, one of {', '.join(known_formats())}."
+        f"format=, one of {', '.join(FORMATS)}."
     )

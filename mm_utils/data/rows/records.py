@@ -22,7 +22,6 @@ from mm_utils.data.paths import Jail, Limits, is_url, read_file
 from mm_utils.data.rows.columns import SUFFIXES, is_null
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import check_row, open_lines, read_lines
-from mm_utils.doors import entries, load
 from mm_utils.text import one_line, redact
 
 IMAGE_SUFFIXES = SUFFIXES["image"]
@@ -200,9 +199,10 @@ class RecordBuilder:
         if self.medium == "clip" and isinstance(value, list):
             return self._frames(value, jail or self.jail, times)
         written = value.get("path") if isinstance(value, dict) else value
-        kind = entries("ADDRESSES").get(str(written).partition("://")[0].lower()) if is_url(str(written)) else None
-        if self.safety.allow_download and kind is not None:
-            return load(kind)(str(written)), storable(redact(str(written)))  # a signed one is a secret
+        if self.safety.allow_download and str(written).lower().startswith(("http://", "https://")):
+            from mm_utils.data.rows.downloads import UrlImage  # an ImageRef
+
+            return UrlImage(str(written)), storable(redact(str(written)))  # a signed one is a secret
         path = image_path(written, jail or self.jail)
         return FileImage(path), path_id(path, self._id_root, written)
 

@@ -11,7 +11,6 @@ from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
 from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
-from mm_utils.doors import entries, load
 from mm_utils.text import redact
 
 FORMATS = {
@@ -22,7 +21,15 @@ FORMATS = {
     "parquet": "a Parquet file or a folder of them",
     "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt)",
     "datasets": "a data set on the Hub, a folder of one, or a folder of save_to_disk",
+    "classes": "a folder of images a class",
+    "coco": "COCO's annotations of captions",
+    "karpathy": "Karpathy's splits of COCO, Flickr8k and Flickr30k",
+    "flickr": "Flickr8k's and Flickr30k's lists of captions",
+    "sqlite": "a table of a database",
+    "webdataset": "tar shards",
 }
+EMBEDDED_SETS = ("clips", "sounds")
+"""Data sets that are drawn, besides the scenes of a run without a source."""
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
@@ -119,7 +126,7 @@ class Source:
 
     Attributes:
         path: a file, a folder, a pattern of shards, or a repository on the Hub.
-        format: a key of `FORMATS` or of the extras' `SOURCES`, or a reader of one's own as ``module.function``; "" recognises
+        format: a key of `FORMATS`, or a reader of one's own as ``module.function``; "" recognises
             it by the path and the content.
         name: the source's name in rows, reports and warnings; by default the last part of `path`.
         image_root: folder that image paths are relative to and may not leave; by default the data file's.
@@ -162,7 +169,7 @@ class Source:
         title = self.title or f"--sources has {self.path}"
         object.__setattr__(self, "title", title)
         object.__setattr__(self, "name", storable(redact(self.name or re.split(r"[\\/]", self.path.rstrip("/"))[-1])))
-        formats = known_formats()
+        formats = FORMATS
         if self.format and self.format not in formats and "." not in self.format:
             raise ValueError(
                 f"{title}, format={self.format}; known are {', '.join(formats)}, and a function of your own as "
@@ -199,23 +206,9 @@ class Source:
         return Columns(*names, option, self.medium, self.caption_template, self.group_column)
 
 
-def known_formats() -> list[str]:
-    """Return the names of all formats, those of extras too."""
-    return [*FORMATS, *(name for name in entries("SOURCES") if name not in FORMATS)]
-
-
 def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
     """Return whether --dataset_name means an embedded set; a file or folder goes before."""
-    return dataset_name in entries("SETS") and not os.path.exists(str(dataset_name))
-
-
-def resolved(source: Source) -> Source:
-    """Return the source of the data that a name stands for, such as a benchmark's; others as they are."""
-    path = entries("NAMED_SOURCES").get(source.path)
-    if path is None or os.path.exists(source.path):
-        return source
-    found: Source = load(path)(source)
-    return found
+    return dataset_name in EMBEDDED_SETS and not os.path.exists(str(dataset_name))
 
 
 def close_to(word: str, known: Any) -> str:

@@ -19,7 +19,7 @@ from mm_utils.data.prepare import ingest as module
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
 from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, FramesImage, ImageRef, Record
-from mm_utils.extras.tars.webdataset import MemberImage
+from mm_utils.data.rows.tars import MemberImage
 from tests.kit.fault_images import save
 
 JPEG, RAW = Storage("jpeg", 64), Storage("raw", 64)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
 from mm_utils.data.prepare import perceptual_hash
+from mm_utils.data.prepare.caption_counts import caption_keys, repeated_captions, shared_captions
 from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     RADIUS,
@@ -30,7 +31,6 @@ from mm_utils.data.prepare.perceptual_hash import (
     pairs_of_choice,
 )
 from mm_utils.data.scenes import load_scenes
-from mm_utils.extras.data_reports.captions import caption_keys, repeated_captions, shared_captions
 
 
 def photo(seed: int, width: int = 240, height: int = 180) -> Image.Image:

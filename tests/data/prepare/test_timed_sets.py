@@ -14,10 +14,10 @@ from mm_utils.data.media.clip_files import read_clip
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.media.sound_files import loudness_picture, read_sound
 from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.prepare.on_disk import content_fingerprint, open_prepared, write_splits
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.extras.data_reports.preparing import verify
 from scripts import prepare_data
 from tests.kit.made_media import animation, encoded, steady, tone, video, wav
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mm_utils.data.paths import MOST_FILES
-from mm_utils.extras.tars.patterns import expand_braces, files_of_pattern
+from mm_utils.data.rows.tar_patterns import expand_braces, files_of_pattern
 from tests.kit.fault_images import grey
 from tests.kit.reading import Build, check_closed, check_linked, content, lines, put, read, reasons, write
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from mm_utils.data.prepare.arguments import parse_source
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
-from mm_utils.extras.data_reports.preparing import parse_source
 
 
 def test_an_item_is_parsed() -> None:

@@ -13,8 +13,8 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments, PathArguments
-from mm_utils.extras.classes.labels import LabelledArguments, TaskArguments, load_labelled, load_task
-from mm_utils.extras.streams.stream import _find_urls
+from mm_utils.data.streams.stream import _find_urls
+from mm_utils.finetuning.labels import LabelledArguments, TaskArguments, load_labelled, load_task
 from tests.kit.fault_images import draw, png
 from tests.kit.reading import NAMES, lines, read, write, write_tar
 from tests.kit.recording_server import RecordingServer, recording

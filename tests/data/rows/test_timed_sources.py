@@ -9,9 +9,9 @@ import pytest
 from datasets import Audio, Dataset, DatasetDict, Features, Value, Video
 
 from mm_utils.data.paths import Limits
+from mm_utils.data.rows.caption_files import read_cues
 from mm_utils.data.rows.records import FramesImage, Record
 from mm_utils.data.rows.source import Source
-from mm_utils.extras.formats.caption_files import read_cues
 from tests.kit import reading
 
 

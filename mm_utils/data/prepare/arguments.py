@@ -1,0 +1,295 @@
+"""The run of `scripts/prepare_data.py`: its arguments, the folder that it works in, and the check of what it wrote.
+
+All work is done in `<output_dir>.partial`, whose result is renamed to `output_dir` at the end; an interrupted run leaves it, and the
+same command resumes there.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, load_from_disk
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+
+from mm_utils import distributed
+from mm_utils.arguments import arg
+from mm_utils.data.faults import storable
+from mm_utils.data.paths import Jail, is_url
+from mm_utils.data.prepare.checks import CheckArguments
+from mm_utils.data.prepare.ingest import OVERSIZE, Storage, stored_hash
+from mm_utils.data.prepare.on_disk import VERSION, content_fingerprint, content_id, is_prepared, with_image
+from mm_utils.data.prepare.perceptual_hash import Run, on_all_cores
+from mm_utils.data.prepare.pipeline import IngestPlan, flush, local_pool
+from mm_utils.data.prepare.timed import TimedArguments
+from mm_utils.data.rows.source import Source, close_to
+from mm_utils.data.rows.stored import check_saved
+from mm_utils.files import replace_folder, restore_folder
+from mm_utils.text import one_line, redact
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What does the work of preparing: the cores of this machine, or those of `mm_utils.launch.preparing`.
+
+    Attributes:
+        pool: makes what checks and stores chunks.
+        search: finds near copies, see `look_alikes`.
+        workers: how many there are, where `num_proc` does not say it.
+    """
+
+    pool: Callable[[int], Executor] = local_pool
+    search: Run = on_all_cores
+    workers: int | None = None
+
+
+@dataclass
+class PrepareArguments:
+    """Sources, the output folder, and the form in which images are kept."""
+
+    sources: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern or Hub repository, with format, "
+            "name, split, weight, medium, image_root, image_column, caption_column, caption_template ({brand} {title}), id_column, "
+            "templates, classes or config where they are not found by themselves."
+        },
+    )
+    output_dir: str = arg(
+        "", "The prepared data set goes to this folder; --dataset_name of a training script reads it."
+    )
+    overwrite_output_dir: bool = arg(False, "Replace what --output_dir holds, and begin anew.")
+    image_size: int = arg(224, "The vision tower's input in pixels; images are kept 1.15 times as large.")
+    store: str = arg(
+        "jpeg",
+        "jpeg: quality 92; png: without loss; raw: pixels that need no decoding, for a data set that fits into memory.",
+        choices=["jpeg", "png", "raw"],
+    )
+    keep_originals: bool = arg(False, "Keep the original bytes instead, whatever --image_size and --store say.")
+    max_bad_fraction: float = arg(0.05, "Stop if more than this share of a source's rows is bad.")
+    verify: str | None = arg(None, "Only compare a prepared data set with what was written.", metavar="DIR")
+    max_rows: int | None = arg(None, "Read only the first N rows of every source, to try.")
+    num_proc: int | None = arg(None, "Processes; default one per core.")
+
+    def __post_init__(self) -> None:
+        if self.verify:
+            return
+        if not self.sources:
+            raise ValueError("--sources is empty; there is nothing to prepare. Give files, folders or repositories.")
+        if not self.output_dir:
+            raise ValueError("--output_dir is empty; the prepared data set needs a place. Give a folder.")
+        if is_url(self.output_dir):
+            raise ValueError(
+                f"--output_dir is {redact(self.output_dir)}; a folder of this machine is written. Give one, and copy it afterwards, "
+                "for example with aws s3 sync."
+            )
+        if self.output_dir != storable(self.output_dir):
+            raise ValueError(
+                f"--output_dir is {storable(self.output_dir)}; that is not UTF-8 text, and Arrow files need such names. Give "
+                "another folder."
+            )
+        if self.image_size < 16:
+            raise ValueError(f"--image_size is {self.image_size}; that is in pixels. Give at least 16, usually 224.")
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ValueError(f"--max_bad_fraction is {self.max_bad_fraction}; give a share from 0 to 1.")
+        for name in ("max_rows", "num_proc"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
+
+    @property
+    def short_side(self) -> int:
+        """Return the shorter side of stored images, in pixels."""
+        return round(OVERSIZE * self.image_size)
+
+    def plan(self, checks: CheckArguments, timed: TimedArguments, engine: Engine | None = None) -> IngestPlan:
+        """Return the settings of `ingest_sources`; `engine` is by default this machine."""
+        storage = Storage(self.store, None if self.keep_originals else self.short_side, timed)
+        engine = engine or Engine()
+        workers = engine.workers or self.num_proc or distributed.available_cores()
+        return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows, engine.pool)
+
+
+def parse_source(item: str | Mapping[str, Any]) -> Source:
+    r"""Read ``path,key=value,...``, or a mapping of the same keys as a YAML file has it.
+
+    A comma inside a value is written ``\,``; templates are separated by ``|``, or are a list in a mapping.
+
+    Raises:
+        ValueError: for an unknown key or an impossible value.
+    """
+    if isinstance(item, str):
+        path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
+        pairs = [part.partition("=") for part in rest]
+        odd = next((key for key, equals, _ in pairs if not equals), None)
+        if odd is not None:
+            raise ValueError(rf"--sources has {item}; '{odd}' is not key=value. Write a comma in a path as '\,'.")
+        names = ["path", *(key.strip() for key, _, _ in pairs)]
+        twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+        if twice is not None:
+            raise ValueError(f"--sources has {item}; {twice} is given twice. Keep one of them.")
+        item = dict(zip(names, [path.strip(), *(value.strip() for _, _, value in pairs)], strict=True))
+    known = [each.name for each in dataclasses.fields(Source) if each.name != "title"]
+    values = {key: value for key, value in item.items() if value is not None}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"--sources has the key {key}; known are {', '.join(known)}.{close_to(str(key), known)}")
+    source = Source(**{key: _typed(key, value) for key, value in {"path": "", **values}.items()})
+    if is_url(source.path):
+        raise ValueError(
+            f"{source.title}; files of this machine are read. Copy them first, for example with aws s3 sync, or train on shards with "
+            "--streaming."
+        )
+    return source
+
+
+def _typed(key: str, value: Any) -> Any:
+    if key == "weight":
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"--sources has weight={value}; a weight is a number. Write for example weight=2."
+            ) from None
+    if key == "templates":
+        return tuple(value.split("|") if isinstance(value, str) else map(str, value))
+    return str(value)
+
+
+@contextmanager
+def workspace(args: PrepareArguments) -> Iterator[Path]:
+    """Yield a folder to work in; its folder `result` takes the place of `args.output_dir` at the end.
+
+    Links in the path of the output are followed once, here.
+
+    Raises:
+        ValueError: if the output folder is taken or cannot be written, or another process is at work there.
+    """
+    output = Path(args.output_dir).resolve()
+    work = output.with_name(f"{output.name}.partial")
+    try:
+        restore_folder(output)
+        _refuse_taken(output, args)
+        work.mkdir(parents=True, exist_ok=True)
+        with FileLock(work / "lock", blocking=False):
+            _refuse_taken(output, args)  # again, as the last holder of the lock may be done
+            _empty(work, everything=args.overwrite_output_dir)
+            with _left_with_a_word(work):
+                yield work
+            flush(work / "result")
+            replace_folder(work / "result", output)
+        shutil.rmtree(work)
+    except Timeout:
+        raise ValueError(f"{work} is in use by another run. Wait for it, or give another folder.") from None
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; {error.filename or 'it'} cannot be written: {error.strerror}. Free some "
+            "space or give another folder; the same command resumes where this stopped."
+        ) from error
+
+
+def _empty(work: Path, everything: bool) -> None:
+    """Remove the half result of a run that was killed while writing, or everything but the lock."""
+    for path in work.iterdir():
+        if path.name == "result" or (everything and path.name != "lock"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def _left_with_a_word(work: Path) -> Iterator[None]:
+    """When the block fails, remove an untouched folder, and name one with something in it."""
+    try:
+        yield
+    except BaseException:
+        if any(path.is_file() and path.name != "lock" for path in work.rglob("*")):
+            logger.warning(
+                "%s keeps the rows that were read: the same command resumes there. Delete it if you do not need it",
+                work,
+            )
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _refuse_taken(output: Path, args: PrepareArguments) -> None:
+    """Refuse to replace what is not a prepared data set, what a source is read from, a mount point, the current folder."""
+    if os.path.ismount(output) or output == Path.cwd():
+        kind = "the current folder" if output == Path.cwd() else "a mount point"
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; that is {kind}, and the result takes the place of a folder. Give a folder "
+            "inside it."
+        )
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not args.overwrite_output_dir:
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; it is not empty. Replace it with --overwrite_output_dir, or give another folder."
+        )
+    inside = [item for item in args.sources if Path(item.partition(",")[0]).resolve().is_relative_to(output)]
+    if inside:
+        raise ValueError(f"--output_dir is {args.output_dir}; {inside[0]} is read from it. Give another folder.")
+    if not (output / "report.json").is_file():
+        raise ValueError(
+            f"--output_dir is {args.output_dir}; it holds no prepared data set but something else, which is not removed. Give "
+            "another folder."
+        )
+
+
+def verify(folder: str) -> int:
+    """Compare every row of a prepared data set with its content id; return the number of rows.
+
+    Raises:
+        ValueError: if the folder holds none, rows are damaged, or rows are missing; the message names the first.
+    """
+    if not is_prepared(folder):
+        raise ValueError(f"{folder} holds no prepared data set. Give the --output_dir of prepare_data.")
+    report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
+    if report.get("version") != VERSION:
+        raise ValueError(f"{folder}: it was written by another version of prepare_data. Prepare it anew to verify it.")
+    try:
+        check_saved(Path(folder), Jail(folder))
+        pairs = with_image(load_from_disk(folder))
+        total = sum(map(len, pairs.values()))
+        damaged = _damaged(pairs, total)
+        counts = {name: part["images"] for name, part in report["splits"].items()}
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
+    if damaged:
+        raise ValueError(
+            f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
+        )
+    same = counts == {name: len(rows) for name, rows in pairs.items()}
+    if not same or content_fingerprint(pairs) != report.get("fingerprint"):
+        raise ValueError(f"{folder}: rows are missing, changed or in another order than was written. Prepare it anew.")
+    return total
+
+
+def _damaged(pairs: DatasetDict, total: int) -> list[str]:
+    """Name the rows that differ from what was written."""
+    found = (
+        (f"row {at} of {split}", good) for split, rows in pairs.items() for at, good in enumerate(_verified(rows))
+    )
+    return [row for row, good in tqdm(found, total=total, desc="Verifying", unit=" rows") if not good]
+
+
+def _verified(rows: Dataset) -> Iterator[bool]:
+    columns = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow")
+    for batch in columns.iter(100):
+        contents = pc.struct_field(batch["image"], "bytes")
+        for content, captions, wanted in zip(
+            contents, batch["captions"].to_pylist(), batch["content_id"].to_pylist(), strict=True
+        ):
+            yield content.is_valid and content_id(stored_hash(content.as_buffer()), captions) == wanted

@@ -1,0 +1,91 @@
+"""What a row says about places and times in its medium, moved onto what is stored of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mm_utils.data.faults import Fault
+from mm_utils.data.media.containers import TOLERANCE, check_cut, seconds_of
+from mm_utils.data.prepare.checks import CheckArguments, check_caption
+from mm_utils.data.rows.records import Record
+
+Parts = tuple[list[dict[str, Any]] | None, list[Fault], list[str]]
+"""What is stored, the faults of the others, and notes."""
+
+
+def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArguments) -> Parts:
+    """Return a record's boxes as x, y, width, height in pixels of the stored image, each with its phrase.
+
+    Args:
+        image: the sizes of the stored image and of the original; without them, nothing is stored.
+
+    Raises:
+        Fault: bad_regions.
+    """
+    if image.get("width") is None:
+        return None, [], []
+    across = image["width"] / image["original_width"]
+    down = image["height"] / image["original_height"]
+    try:
+        boxes = [
+            {
+                "box": [x * across, y * down, w * across, h * down],
+                "phrase": check_caption(region["phrase"], checks)[0],
+            }
+            for region in record.regions
+            for x, y, w, h in [_inside(region["box"], image["original_width"], image["original_height"])]
+        ]
+    except (TypeError, ValueError, KeyError) as error:
+        if isinstance(error, Fault):
+            raise
+        raise Fault("bad_regions", f"not a list of box (x, y, width, height) and phrase: {error!r}") from error
+    return boxes, [], []
+
+
+def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArguments) -> Parts:
+    """Return a record's moments, on the clock of its file, as spans of the part that is stored.
+
+    Args:
+        medium: the `seconds` that are stored.
+
+    Raises:
+        Fault: bad_moments if they are not a list.
+    """
+    moments, cut, seconds = record.moments, record.cut, medium.get("seconds", 0.0)
+    if not isinstance(moments, list):
+        raise Fault("bad_moments", f"moments are a {type(moments).__name__}, not a list")
+    begin, is_cut = seconds_of(cut[0] or 0), cut != (None, None)
+    good, faults, notes = [], list[Fault](), list[str]()
+    for moment in moments:
+        try:
+            start, end, phrase = _parts(moment)
+            check_cut(start, end, None if is_cut else max(seconds, TOLERANCE))
+            low, high = max(0.0, start - begin), min(seconds, end - begin)
+            if is_cut and (low, high) != (start - begin, end - begin):
+                notes.append("moment_cut")
+            if low < high:
+                text, found = check_caption(phrase, checks)
+                good.append({"span": [low, high], "phrase": text})
+                notes += found
+        except Fault as fault:
+            faults.append(fault)
+    return good, faults, notes
+
+
+def _parts(moment: Any) -> tuple[float, float, Any]:
+    """Return start, end and phrase of a moment; raises bad_moments or bad_times."""
+    span = moment.get("span") if isinstance(moment, Mapping) else None
+    if not isinstance(span, (list, tuple)) or len(span) != 2 or "phrase" not in moment:
+        raise Fault("bad_moments", f"{str(moment)[:200]} has no span of two times, or no phrase")
+    return seconds_of(span[0]), seconds_of(span[1]), moment["phrase"]
+
+
+def _inside(box: Sequence[Any], width: int, height: int) -> tuple[float, float, float, float]:
+    """Return a box that lies in its image, up to a pixel of rounding; raises a ValueError."""
+    x, y, w, h = map(float, box)
+    if not (w > 0 and h > 0 and min(x, y) >= -1 and x + w <= width + 1 and y + h <= height + 1):
+        raise ValueError(f"box {[x, y, w, h]} of an image of {width} x {height} pixels")
+    return x, y, w, h
+
+
+STORED = {"regions": stored_regions, "moments": stored_moments}
+"""By the field of a record, what moves it onto what is stored of the medium."""

@@ -1,0 +1,389 @@
+"""Records of tar shards; members with one name up to the first dot are a sample.
+
+A folder of shards may have a folder per split, and CLIP_benchmark's ``dataset_type.txt``.
+
+An archive is untrusted input. Its members are read in memory and never extracted; links, devices, names that lead out
+and Python pickles, which run code when they are read, set the whole sample aside.
+"""
+
+import glob
+import os
+import tarfile
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any
+
+from mm_utils.data.faults import Fault, storable
+from mm_utils.data.images import MOST_BYTES
+from mm_utils.data.media.medium import MEDIA
+from mm_utils.data.paths import Limits, check_own_file, is_url, read_file, walk
+from mm_utils.data.rows.class_folders import captions_of_class, class_names
+from mm_utils.data.rows.columns import (
+    BESIDE,
+    SPLIT_NAMES,
+    SUFFIXES,
+    USUAL_NAMES,
+    split_of,
+)
+from mm_utils.data.rows.folders import unread_rows
+from mm_utils.data.rows.records import (
+    BadRow,
+    BytesImage,
+    ImageRef,
+    Record,
+    RecordBuilder,
+)
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.tar_patterns import files_of_pattern
+from mm_utils.data.rows.text_files import checked_object, parse_json
+from mm_utils.files import read_regular_file
+
+_TEXTS = ("txt", "caption", "json", "cls")
+_PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
+_LONGEST_TEXT = 1 << 20  # bytes
+_LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
+_COMPRESSED = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zX", "zstd": b"\x28\xb5\x2f\xfd"}
+_LOOKED_AT = 100  # samples that tell the kind of the media
+
+
+@dataclass(frozen=True, slots=True)
+class MemberImage(ImageRef):
+    """`size` bytes of an uncompressed tar archive, from byte `offset`."""
+
+    path: str
+    offset: int
+    size: int
+
+    def read(self, limits: Limits) -> bytes:
+        """Read the member alone."""
+        return read_file(self.path, limits, self.offset, self.size)
+
+
+class BoundedHeader(tarfile.TarInfo):
+    """A header of a tar archive that has its name in at most `_LONGEST_HEADER` bytes.
+
+    Python before 3.11.10 and 3.12.6 searches an extended header in quadratic time (CVE-2024-6232), and all of them read it
+    whole into memory.
+    """
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        kinds = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+        if self.type in (*kinds, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK) and self.size > _LONGEST_HEADER:
+            raise tarfile.ReadError(f"an extended header has {self.size:,} bytes; {_LONGEST_HEADER:,} is the most")
+        return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
+
+
+@dataclass
+class Sample:
+    """The members of one key: a file of each medium, texts by extension, a fault if any."""
+
+    key: str
+    media: dict[str, MemberImage | BytesImage] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    fault: Fault | None = None
+
+    def medium(self, kind: str) -> MemberImage | BytesImage | None:
+        """Return the image, clip or sound; a video without a file of its sound is one, too."""
+        return next((self.media[each] for each in MEDIA[kind].holders if each in self.media), None)
+
+    def set_aside(self, reason: str, detail: str) -> None:
+        """Record a fault; the first one stays."""
+        self.fault = self.fault or Fault(reason, detail)
+
+    def text(self, extension: str) -> str:
+        """Decode a text; raises bad_encoding."""
+        try:
+            return self.texts[extension].decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise Fault("bad_encoding", f"{self.key}.{extension}: byte {error.start + 1} is not UTF-8") from error
+
+    def values(self) -> dict[str, Any]:
+        """Parse the .json, if there is one; raises the sample's own fault, or one of the text."""
+        if self.fault is not None:
+            raise self.fault
+        return checked_object(parse_json(self.text("json"))) if "json" in self.texts else {}
+
+
+def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read `source`'s shards, each by itself; an id is split folder, shard name and key."""
+    names, paths = class_names(source), shard_paths(source)
+    is_folder, a_line = os.path.isdir(source.path), has_caption_a_line(source.path)
+    for path in paths if is_folder else ():
+        check_own_file(path, source.path, safety.allow_outside_root, source.title)
+    medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
+    builder = RecordBuilder(replace(source, medium=medium), safety, ".")
+    if is_folder:
+        unread: list[Fault] = []
+        deque(walk(source.path, unread), maxlen=0)
+        yield from unread_rows(
+            builder, [fault for fault in unread if fault.reason != "linked_folder"]
+        )  # it is entered
+    for path in paths:
+        split = split_of_folder(path, source.path) if is_folder else None
+        shard = "/".join(filter(None, (split, os.path.splitext(os.path.basename(path))[0])))
+        for sample in read_shard(path, MEDIA[medium].holders):
+            where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
+            try:
+                yield _record(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)
+            except Fault as fault:
+                yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"))
+
+
+def shard_paths(source: Source) -> list[str]:
+    """Return the shards of a folder, a file, or a pattern with ``*`` or ``{000..099}``."""
+    if os.path.isdir(source.path):
+        paths = sorted(glob.glob(os.path.join(glob.escape(source.path), "**", "*.tar"), recursive=True))
+    else:
+        paths = files_of_pattern(source.path)
+    missing = next((path for path in paths if not os.path.isfile(path)), None)
+    if missing is not None or not paths:
+        raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
+    return paths
+
+
+def split_of_folder(path: str, folder: str) -> str | None:
+    """Return the split that the first folder on the way from `folder` to a shard names."""
+    first, below, _ = os.path.relpath(path, folder).partition(os.sep)
+    return SPLIT_NAMES.get(first.lower()) if below else None
+
+
+def has_caption_a_line(folder: str) -> bool:
+    """Return whether CLIP_benchmark wrote this folder of shards, or its parent, for retrieval."""
+    files = (os.path.join(folder, *up, "dataset_type.txt") for up in ((), ("..",)))
+    kind = next((file for file in files if os.path.isdir(folder) and os.path.isfile(file)), None)
+    return kind is not None and read_regular_file(kind, _LONGEST_TEXT).strip().lower() == b"retrieval"
+
+
+def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
+    """Return the medium that a source asks for, else that of its first samples, else images.
+
+    Raises:
+        ValueError: if there are several kinds.
+    """
+    if source.medium != "auto":
+        return source.medium
+    first: dict[str, str] = {}
+    for sample in islice(samples, _LOOKED_AT):
+        for kind, member in sample.media.items():
+            if kind != "clip" or not member.name.lower().endswith(".gif"):  # which is an image, too
+                first.setdefault(kind, member.name)
+    if len(first) > 1:
+        option = "--medium " if source.columns.option.startswith("--") else ",medium="
+        raise ValueError(
+            f"{source.title}; its samples hold {' and '.join(f'{kind}s' for kind in first)}, such as "
+            f"{' and '.join(first.values())}. Set {option}{' or '.join(first)}."
+        )
+    return next(iter(first), "image")
+
+
+def read_shard(path: str, kinds: Collection[str] = tuple(SUFFIXES)) -> Iterator[Sample]:
+    """Read a tar file's samples; a cut archive ends with a fault under the empty key.
+
+    The sample that the cut goes through is left out: some of its members may be missing.
+    """
+    count = 0
+    try:
+        with tarfile.open(path, "r:", tarinfo=BoundedHeader) as archive:
+            for sample in read_samples(archive, path, kinds=kinds, size=os.path.getsize(path)):
+                yield sample
+                count += 1
+    except (tarfile.TarError, RecursionError, EOFError, ValueError, OSError) as error:
+        with open(path, "rb") as file:
+            head = file.read(4)
+        kind = next((name for name, magic in _COMPRESSED.items() if head.startswith(magic)), None)
+        detail = f"{path}: {str(error) or type(error).__name__}; {count:,} whole samples come before"
+        if kind is not None:
+            yield Sample("", fault=Fault("compressed_archive", f"{path} is compressed by {kind}"))
+        else:
+            yield Sample("", fault=Fault("truncated_archive", detail))
+
+
+def read_samples(
+    archive: tarfile.TarFile,
+    path: str,
+    *,
+    kinds: Collection[str] = tuple(SUFFIXES),
+    size: int | None = None,
+    first: int | None = None,
+) -> Iterator[Sample]:
+    """Read the samples of an open archive.
+
+    Args:
+        path: the archive's name, in faults and media.
+        kinds: those of the media that are wanted.
+        size: the bytes of the file, if it is known; a member that goes beyond them is an error.
+        first: the number of the first sample whose contents are read, media too; those before have none. By default
+            media stay in the file and are read from `path`.
+
+    Raises:
+        tarfile.TarError: if the archive is damaged or cut.
+    """
+    current, number, keys = None, -1, set[str]()
+    for member in _members(archive, size):
+        if member is None:  # what comes next is another archive
+            if current is not None:
+                yield current
+            current = None
+            continue
+        key, _ = _key(member.name)
+        if current is None or key != current.key:
+            if current is not None:
+                yield current
+            current, number = Sample(key), number + 1
+            if key in keys:
+                current.set_aside("duplicate_id", f"the key {key} is in {path} twice")
+            keys.add(key)
+        if first is None or number >= first:
+            _add(current, member, kinds, archive, path, in_memory=first is not None)
+    if current is not None:
+        yield current
+
+
+def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.TarInfo | None]:
+    """Read the members except folders, and None at the end of an archive, behind which another one may follow.
+
+    Raises a TarError if the end of an archive is wrong.
+    """
+    begin = -1
+    while (member := archive.next()) is not None or _continues(archive):
+        if member is None:
+            yield None
+            continue
+        vars(archive)["members"] = []  # else it keeps the header of every member
+        if member.offset <= begin or member.size < 0:
+            raise tarfile.ReadError("a header has a negative size")
+        begin = member.offset
+        stored = member.isreg() and not member.issparse()
+        if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files
+            yield member  # of the next sample, perhaps: then the one before is whole, although this one is cut
+        if size is not None and stored and member.offset_data + member.size > size:
+            raise tarfile.ReadError("the file ends inside a member")
+
+
+def _continues(archive: tarfile.TarFile) -> bool:
+    """Go to what follows the end mark of an archive; return whether there is anything but zeros."""
+    # `tarfile` takes a damaged header, and the end of the file where the end marker should be, for a regular end.
+    stream: Any = archive.fileobj
+    stream.seek(archive.offset)
+    if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError("the end marker is missing")
+    archive.offset += tarfile.BLOCKSIZE
+    while block := stream.read(tarfile.BLOCKSIZE):
+        if any(block):
+            stream.seek(archive.offset)
+            return True
+        archive.offset += tarfile.BLOCKSIZE
+    return False
+
+
+def _key(name: str) -> tuple[str, str]:
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return f"{folder}{slash}{stem}", extension.lower()
+
+
+def _add(
+    sample: Sample,
+    member: tarfile.TarInfo,
+    kinds: Collection[str],
+    archive: tarfile.TarFile,
+    path: str,
+    in_memory: bool,
+) -> None:
+    name, (_, extension) = storable(member.name), _key(member.name)
+    media = [kind for kind in kinds if f".{extension}" in SUFFIXES[kind]]
+    reason = _unsafe(member, extension)
+    if reason is not None:
+        sample.set_aside("unsafe_member", f"{name} {reason}")
+    elif media:
+        title = f"{path}, member {name}"
+        new = [each for each in media if each not in sample.media]
+        if any(found.name == title for found in sample.media.values()):
+            sample.set_aside("duplicate_id", f"{name} is there twice")
+        elif new and not in_memory:
+            sample.media |= dict.fromkeys(new, MemberImage(title, path, member.offset_data, member.size))
+        elif new and member.size > MOST_BYTES:
+            sample.set_aside("too_many_bytes", f"{name} has {member.size:,} bytes; {MOST_BYTES:,} is the most")
+        elif new:
+            sample.media |= dict.fromkeys(new, BytesImage(title, _content(archive, member)))
+    elif extension in _TEXTS:
+        if extension in sample.texts:
+            sample.set_aside("duplicate_id", f"{name} is there twice")
+        elif member.size > _LONGEST_TEXT:
+            sample.set_aside("malformed_row", f"{name} has {member.size:,} bytes")
+        else:
+            sample.texts[extension] = _content(archive, member)
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    content = b"" if file is None else file.read()
+    if len(content) < member.size:
+        raise tarfile.ReadError("the file ends inside a member")
+    return content
+
+
+def _unsafe(member: tarfile.TarInfo, extension: str) -> str | None:
+    name = member.name
+    if name.startswith(("/", "\\")) or ".." in name.split("/") or "\0" in name:
+        return "leads out of the archive"
+    if not member.isreg() or member.issparse():
+        return "is a link, a device or a sparse file"
+    if extension.rpartition(".")[2] in _PICKLES:
+        return "is a pickle, which runs code when it is read"
+    return None
+
+
+def _record(
+    builder: RecordBuilder,
+    sample: Sample,
+    where: str,
+    key: str,
+    names: dict[str, str],
+    split: str | None,
+    a_line: bool,
+) -> Record:
+    """Return a sample's record; `split` is its folder's, `a_line` as in `has_caption_a_line`."""
+    values = sample.values()
+    captions = captions_of_sample(sample, values, builder.source, names)
+    if a_line and len(captions) == 1 and isinstance(captions[0], str):
+        captions = captions[0].splitlines()
+    image: ImageRef
+    member = sample.medium(builder.medium)
+    if member is not None:
+        image = member
+    elif builder.safety.allow_download and is_url(str(values.get("url"))):
+        image, _ = builder.image(values["url"])
+    else:
+        raise Fault("image_missing", f"{sample.key} has no {builder.medium} among its members")
+    if values.get("split") is not None and not builder.source.split:
+        split = split_of(values["split"])
+    beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
+    beside["cut"] = values.get("start"), values.get("end")
+    return builder.record(where, (image, storable(key)), captions, split=split, **beside)
+
+
+def captions_of_sample(sample: Sample, values: dict[str, Any], source: Source, names: dict[str, str]) -> list[Any]:
+    """Return unchecked captions: of .txt or .caption, else .json, else the class in .cls.
+
+    Args:
+        values: the fields of .json.
+        names: the names of classes by number.
+    """
+    column = source.caption_column or next((name for name in USUAL_NAMES["caption"] if name in values), None)
+    plain = next((name for name in ("txt", "caption") if name in sample.texts), None)
+    captions: Any
+    if plain is not None and source.caption_column is None:
+        captions = sample.text(plain)
+    elif column in values:
+        captions = values[column]
+    elif "cls" in sample.texts:
+        label = sample.text("cls").strip()
+        if label.isdigit() and label not in names:
+            raise Fault("unmatched_image", f"class {label} has no name; set classes= to a file of names")
+        captions = captions_of_class(source, names.get(label, label), source.medium)
+    else:
+        raise Fault("unmatched_image", f"{sample.key} has no caption among its members")
+    return captions if isinstance(captions, list) else [captions]

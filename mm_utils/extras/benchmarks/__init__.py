@@ -1,1 +1,0 @@
-"""Standard benchmarks: their names and tables, and the folders that CLIP_benchmark writes."""

@@ -1,1 +1,0 @@
-"""Launches that restart their processes: each start meets at an address of its own."""

@@ -1,1 +1,0 @@
-"""Model FLOPs: counted for any model, and logged as a rate and as a share of the device's peak."""

@@ -1,1 +1,0 @@
-"""Further formats of pairs: annotation files, folders of classes, caption files, addresses of images."""

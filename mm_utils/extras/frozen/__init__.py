@@ -1,1 +1,0 @@
-"""Features of frozen encoders, computed once."""

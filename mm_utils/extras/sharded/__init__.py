@@ -1,1 +1,0 @@
-"""Weights or their gradients in shards: FSDP2 and DeepSpeed."""

@@ -1,1 +1,0 @@
-"""The sigmoid loss (SigLIP, arXiv 2303.15343): each pair is judged alone."""

@@ -1,1 +1,0 @@
-"""A row source for the tables of a SQLite database."""

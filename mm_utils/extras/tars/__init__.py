@@ -1,1 +1,0 @@
-"""Tar shards: samples of members with one name, as WebDataset and img2dataset write them."""

@@ -1,0 +1,113 @@
+"""Build a classifier on top of a trained model."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mm_utils.arguments import arg, required
+from mm_utils.model.adapt import (
+    BACKBONE_DROPOUT,
+    DROPOUTS,
+    LoraArguments,
+    freeze_unused,
+    recompute_activations,
+    switch_off_dropout,
+    use_channels_last,
+)
+from mm_utils.model.adapters import add_adapters
+from mm_utils.model.build import load_model
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    CLASSIFIER_INPUTS,
+    FusionDualEncoderForClassification,
+    FusionDualEncoderModel,
+)
+from mm_utils.model.row_noise import RowDropout
+
+
+@dataclass
+class ClassifierArguments:
+    """The model to start from, and the input of its classifier."""
+
+    model_name_or_path: str = required(
+        "The model to start from: the output folder of pretrain, a checkpoint, or a Hub id."
+    )
+    classifier_inputs: str | None = arg(
+        None,
+        "Input of the classifier: fused (the fusion head's [CLS] on image and text), pair (both embeddings side by side), "
+        "image, or text. Default: fused if the data and the model allow it, else pair, or what there is.",
+    )
+    classifier_dropout: float = arg(0.1, "Dropout before the last layer of the classifier.")
+    class_weights: str = arg("none", "'balanced' weighs classes against their frequency in training; or 'none'.")
+    freeze_vision: bool = arg(False, "Do not train the vision backbone.")
+    freeze_text: bool = arg(False, "Do not train the text backbone.")
+    gradient_checkpointing: bool = arg(
+        False, "Recompute activations in the backward pass: less memory, a third slower."
+    )
+    backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path is None:
+            raise ValueError("--model_name_or_path is missing; give the folder that pretrain left, or a Hub id.")
+        if self.classifier_inputs not in (None, *CLASSIFIER_INPUTS):
+            raise ValueError(
+                f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {', '.join(CLASSIFIER_INPUTS)}."
+            )
+        if self.class_weights not in ("balanced", "none"):
+            raise ValueError(f"--class_weights is {self.class_weights!r}; choose balanced or none.")
+        if self.backbone_dropout not in DROPOUTS:
+            raise ValueError(f"--backbone_dropout is {self.backbone_dropout!r}; choose one of {', '.join(DROPOUTS)}.")
+        if not 0 <= self.classifier_dropout < 1:
+            raise ValueError(f"--classifier_dropout is {self.classifier_dropout}; give a share in [0, 1).")
+
+
+def build_classifier(
+    args: ClassifierArguments, lora_args: LoraArguments, classes: Sequence[str], *, has_images: bool, has_texts: bool
+) -> FusionDualEncoderForClassification:
+    """Load a model and add a classifier for `classes`, ready to be trained.
+
+    Raises:
+        ValueError: if there is no such model, or the classifier's input is missing from the data or the model.
+    """
+    base = load_model(str(args.model_name_or_path)).float()
+    config = copy.deepcopy(base.config)
+    config.classifier_inputs = _choose_inputs(args.classifier_inputs, base, has_images, has_texts)
+    config.classifier_dropout = args.classifier_dropout
+    config.id2label = dict(enumerate(classes))  # num_labels follows from it
+    config.label2id = {name: number for number, name in enumerate(classes)}
+    model = FusionDualEncoderForClassification(config, base.vision_model, base.text_model)
+    model.load_state_dict(base.state_dict(), strict=False)
+    RowDropout.replace(model.classifier)  # so that its masks are the same on any number of processes
+    if args.backbone_dropout == "off":
+        switch_off_dropout(model)
+    for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
+        if frozen:
+            model.freeze(tower)
+    if lora_args.lora_rank:
+        add_adapters(model, lora_args)
+    use_channels_last(model.vision_model)
+    freeze_unused(
+        model, model.parameters(), lambda images, ids: model.classify(images, ids, torch.ones_like(ids)).sum()
+    )
+    if args.gradient_checkpointing:
+        recompute_activations(model)
+    return model
+
+
+def _choose_inputs(wanted: str | None, base: FusionDualEncoderModel, has_images: bool, has_texts: bool) -> str:
+    fits = {
+        "fused": has_images and has_texts,
+        "pair": has_images and has_texts,
+        "image": has_images,
+        "text": has_texts,
+    }
+    if wanted is not None and not fits[wanted]:
+        lacks = "images" if not has_images else "texts"
+        raise ValueError(
+            f"--classifier_inputs is {wanted}; the data has no {lacks}. Give data that has, or drop the flag."
+        )
+    if wanted == "fused" and base.fusion is None:
+        raise ValueError("--classifier_inputs is fused; the model has no fusion head. Choose pair, or another model.")
+    choices = [name for name in CLASSIFIER_INPUTS if fits[name] and (name != "fused" or base.fusion is not None)]
+    return wanted or choices[0]

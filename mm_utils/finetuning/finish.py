@@ -1,0 +1,217 @@
+"""Finish a run that learnt classes: pictures, tables, model card, summary."""
+
+import csv
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from mm_utils import distributed
+from mm_utils.arguments import launch_command, to_words
+from mm_utils.data.media import COLUMNS
+from mm_utils.data.rows.columns import too_few
+from mm_utils.evaluation.gained import Evaluations, read_evaluations
+from mm_utils.finetuning.confusion import draw_confusion
+from mm_utils.finetuning.evaluator import ClassificationEvaluator
+from mm_utils.finetuning.labels import LabelledArguments, LabelledTask
+from mm_utils.finetuning.usage import usage
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+from mm_utils.reports.model_card import CardInfo, EvaluatedData, an, data_names, write_model_card
+from mm_utils.reports.plots import plot_training
+from mm_utils.run.callbacks import RunContext
+from mm_utils.run.commands import longer_command
+from mm_utils.run.finish import EMBEDDED, choices, chosen_on_validation, listing, next_lines, run_card
+from mm_utils.run.start import Run
+from mm_utils.text import no_formula
+
+logger = logging.getLogger(__name__)
+
+_INPUTS = {
+    "fused": "the fusion head's [CLS] on an image and a text",
+    "pair": "the embeddings of an image and a text, side by side",
+    "image": "the embedding of an image",
+    "text": "the embedding of a text",
+}
+_TASKS = {  # of the Hub
+    "fused": "visual-question-answering",
+    "pair": "visual-question-answering",
+    "image": "image-classification",
+    "text": "text-classification",
+}
+
+
+def finish_finetuning(
+    context: RunContext,
+    model: FusionDualEncoderForClassification,
+    task: LabelledTask,
+    evaluator: ClassificationEvaluator,
+    argv: Sequence[str] | None,
+) -> None:
+    """Draw `training.png` and `confusion.png`, write results and card, let callbacks publish the folder.
+
+    Args:
+        context: the run, with the metrics of all measured splits.
+        model: the saved model.
+        task: the labelled data.
+        evaluator: holds the predictions that are shown, those on the last split that was measured.
+        argv: the arguments that `main` was called with, None for those of the command line.
+    """
+    run, folder = context.run, context.run.output_dir
+
+    def write() -> None:
+        plot_training(folder / "metrics.jsonl", folder / "training.png")
+        report_predictions(evaluator.guesses, task.classes, folder)
+        (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
+        card = classification_card(run, model, task, context.data.fingerprint, context.metrics, argv)
+        write_model_card(folder, card)
+
+    distributed.on_first(write)
+    context.publish()
+    if run.accelerator.is_main_process:
+        logger.info("%s", "\n".join(_summary(context, model, task)))
+    run.accelerator.end_training()
+
+
+def report_predictions(predictions: Tensor, classes: list[str], folder: Path) -> None:
+    """Write `classes.csv`, recall and precision of every class, and `confusion.png`.
+
+    Args:
+        predictions: label and predicted class of every row, `[M, 2]`; rows with a label of -1 are left out.
+        classes: the names of the classes.
+        folder: the folder to write to.
+    """
+    known = predictions[predictions[:, 0] >= 0]
+    correct_C = known[known[:, 0] == known[:, 1], 0].bincount(minlength=len(classes)).tolist()
+    label_C, predicted_C = (
+        predictions[predictions[:, at] >= 0, at].bincount(minlength=len(classes)).tolist() for at in (0, 1)
+    )
+    with open(folder / "classes.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(("class", "rows", "recall", "precision"))
+        for name, correct, rows, predicted in zip(classes, correct_C, label_C, predicted_C, strict=True):
+            recall, precision = correct / rows if rows else None, correct / predicted if predicted else None
+            table.writerow((no_formula(name), rows, recall, precision))
+    pairs, times = known.unique(dim=0, return_counts=True)
+    counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
+    draw_confusion(counts, classes, folder / "confusion.png")
+
+
+def classification_card(
+    run: Run,
+    model: FusionDualEncoderForClassification,
+    task: LabelledTask,
+    fingerprint: str,
+    metrics: dict[str, float],
+    argv: Sequence[str] | None,
+) -> CardInfo:
+    """Return the card of a fine-tuned model."""
+    inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
+    medium = model.config.medium
+    name = task.title.rpartition(" is ")[2]
+    rows, results, glance = [], [], []
+    for split, prefix in (("validation", "eval_"), ("test", "test_")):
+        if f"{prefix}accuracy" in metrics:
+            data = EvaluatedData(
+                *data_names({"dataset_name": name}, EMBEDDED), split, {"rows": len(task.splits[split])}
+            )
+            for measure in ("accuracy", "macro_f1"):
+                results.append(
+                    data.result(classifier_task(inputs, medium), measure, metrics[prefix + measure], measure)
+                )
+            accuracy, low, high, f1, majority = (
+                f"{metrics[prefix + name]:.3f}"
+                for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
+            )
+            rows.append([split, accuracy, f"{low} to {high}", f1, majority])
+            always = f"always the most frequent class: {majority}"
+            glance.append((f"accuracy, {split}", f"{accuracy} ({low} to {high}); {always}"))
+    return run_card(
+        run,
+        model,
+        metrics,
+        argv,
+        table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
+        table_note=chosen_on_validation(run, metrics),
+        vision_model=model.vision_model.config.model_type,
+        text_model=model.text_model.config.model_type,
+        glance=glance,
+        results=results,
+        dataset_name=name,
+        dataset_rows={name: len(split) for name, split in task.splits.items()},
+        dataset_fingerprint=fingerprint,
+        base_models=[start] if not Path(start).exists() else [],
+        # The other inputs have no pipeline that reads them with this class.
+        pipeline_tag="text-classification" if inputs == "text" else None,
+        tags=("classification", "dual-encoder"),
+        medium=medium,
+        summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
+        usage=partial(usage, inputs),
+    )
+
+
+def classifier_task(inputs: str, medium: str) -> str:
+    """Return the Hub's name of what a classifier of these inputs does."""
+    found = _TASKS[inputs]
+    return found if medium == "image" else found.replace("visual", COLUMNS[medium]).replace("image", COLUMNS[medium])
+
+
+def classifier_input(model: FusionDualEncoderForClassification) -> str:
+    """Return in words what the classifier reads."""
+    return _INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
+
+
+def _gained(metrics: Mapping[str, float], evaluations: Evaluations, rows: int) -> tuple[bool, str]:
+    """Return whether training gained accuracy beyond its interval, and a sentence on it."""
+    accuracy, low, majority = (metrics[f"eval_{name}"] for name in ("accuracy", "accuracy_low", "majority"))
+    if few := too_few(rows, "row", figure="accuracy"):
+        return False, few
+    if low <= majority:
+        always = f"that of always the most frequent class, {majority:.3f}"
+        return False, f"Accuracy {accuracy:.3f} is not above {always}: by this figure, nothing was learnt."
+    if not evaluations.starts:
+        return True, f"Accuracy {accuracy:.3f} is above that of always the most frequent class, {majority:.3f}."
+    before = evaluations.first["eval_accuracy"]
+    if evaluations.saved_step == 0:
+        return False, f"Accuracy {before:.3f} before training, and no later step was better: training gained nothing."
+    noise = "" if low > before else ", within noise"
+    return not noise, f"Accuracy {before:.3f} before training, {accuracy:.3f} after: {accuracy - before:+.3f}{noise}."
+
+
+def _summary(context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask) -> list[str]:
+    run, metrics = context.run, context.metrics
+    lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
+    for split, prefix in (("validation", "eval_"), ("test", "test_")):
+        found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        if "accuracy" in found:
+            line = f"  {split:<12}accuracy {found['accuracy']:.3f} ({found['accuracy_low']:.3f} to "
+            line += f"{found['accuracy_high']:.3f})   macro F1 {found['macro_f1']:.3f}"
+            if "roc_auc" in found:
+                line += f"   ROC AUC {found['roc_auc']:.3f}"
+            lines.append(f"{line}   most frequent class {found['majority']:.3f}")
+    lines += choices(run, metrics)
+    contents = {
+        "model.safetensors": "the model, with config.json and its processor",
+        "README.md": "the model card, with code to use the model",
+        "training.png": "curves",
+        "confusion.png": "which classes are mistaken for which",
+        "classes.csv": "recall and precision of every class",
+        "wise_ft.png": "weights between the start and the end",
+        "results.json": "the metrics above",
+        "config.yaml": "the arguments, to run it again",
+    }
+    commands = []
+    if "eval_accuracy" in metrics:
+        evaluations = read_evaluations(run.output_dir / "metrics.jsonl", ("eval_accuracy",))
+        gained, sentence = _gained(metrics, evaluations, len(task.splits["validation"]))
+        lines.append(f"  {sentence}")
+        if gained and evaluations.rise:
+            commands.append(longer_command(run.name, run.output_dir, run.settings))
+    if (
+        model.config.classifier_inputs == "image" and run.settings["dataset_name"]
+    ):  # what the start does without training
+        words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
+        commands.append(launch_command("eval_zero_shot", [*words, *to_words(LabelledArguments, run.settings)]))
+    return [*lines, *listing(run.output_dir, contents, context.published), *next_lines(commands)]

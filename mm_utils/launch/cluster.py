@@ -1,0 +1,143 @@
+"""Connect to Ray and train on it, by Ray Train: workers, restarts, other numbers."""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mm_utils import distributed
+from mm_utils.distributed import RENDEZVOUS_TIMEOUT, RunError
+from mm_utils.launch.arguments import Command, LaunchArguments
+from mm_utils.launch.worker import work
+from mm_utils.text import without_secrets
+
+# What Ray says every second where its dashboard is missing, and all metrics in one line, of every worker.
+_NOISE = "State API may be temporarily unavailable|Reporting training result"
+try:
+    # Read by Ray when it is imported.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _NOISE)
+    import ray
+    from ray.exceptions import RayError
+    from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from mm_utils.launch.refusals import EndWhenRefused, Refused
+except ImportError as error:
+    raise RunError(f"Ray is not installed, or is older than 2.60 ({error}). pip install 'ray[train,tune]'") from error
+
+logger = logging.getLogger(__name__)
+
+RESIZE_SECONDS = 60.0  # between looks for more machines, in elastic training
+_ROOT = Path(__file__).resolve().parents[3]
+_STORE_BYTES = 100 << 20  # of Ray's own object store on this machine; next to nothing goes through it
+_PASSED_ON = re.compile("(ACCELERATE|FSDP|HF|NCCL|OMP|TORCH|WANDB)_")
+_SECRET = re.compile("KEY|PASS|SECRET|TOKEN")  # not passed on: Ray shows what is
+
+
+@contextmanager
+def connect(args: LaunchArguments) -> Iterator[dict[str, float]]:
+    """Connect to the cluster, or start a small one here; give what a worker needs of it.
+
+    At the end, Ray prints what it still holds of the workers' lines, before an error that leaves this block is shown.
+
+    Raises:
+        RunError: if there is no such cluster, or the workers need GPUs that this machine does not have.
+    """
+    address = args.address or os.environ.get("RAY_ADDRESS")
+    own: dict[str, Any] = {}
+    if address is None:
+        cores = max(distributed.available_cores(), args.workers[1] * args.cpus_per_worker)
+        own = {"num_cpus": cores, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+    try:
+        ray.init(address=address or "local", runtime_env={"env_vars": _variables(args)}, **own)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise RunError(f"--address is {address}; Ray cannot be reached: {error}. Look at ray status.") from error
+    try:
+        has_gpus = ray.cluster_resources().get("GPU", 0.0) > 0
+        gpus = float(has_gpus) if args.gpus_per_worker is None else args.gpus_per_worker
+        if gpus and not has_gpus and address is None:  # a cluster may get them later
+            raise RunError(
+                f"--gpus_per_worker is {gpus:g}; Ray sees no GPU on this machine. Look at nvidia-smi, or give 0."
+            )
+        yield {"CPU": float(args.cpus_per_worker), **({"GPU": gpus} if gpus else {})}
+    finally:
+        ray.shutdown()
+
+
+def _variables(args: LaunchArguments) -> dict[str, str]:
+    """Return the environment of Ray's processes, what `accelerate launch` would set included."""
+    known = {name: value for name, value in os.environ.items() if _PASSED_ON.match(name) and not _SECRET.search(name)}
+    shown = without_secrets(known)  # an address may hold a password
+    passed = {name: value for name, value in known.items() if shown[name] == value}
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return {**passed, "PYTHONPATH": path, "ACCELERATE_MIXED_PRECISION": args.mixed_precision}
+
+
+def launch_name(command: Command) -> str:
+    """Return a name that no other launch has, by which the output folder knows it."""
+    return f"{Path(command.script).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def records(args: LaunchArguments, command: Command) -> str:
+    """Return the folder or address of Ray's records, also from within a sweep's trial."""
+    return args.storage_path if "://" in args.storage_path else str(Path(command.folder, args.storage_path))
+
+
+def fit(args: LaunchArguments, command: Command, resources: Mapping[str, float], name: str) -> dict[str, float]:
+    """Train on Ray's workers and return the script's metrics.
+
+    Lost workers are restarted by Ray, and the script resumes from its newest checkpoint, as it does under every launcher that
+    restarts it. A run that was stopped because a machine is taken away is started again here.
+
+    Args:
+        args: the launcher's arguments.
+        command: what the workers run.
+        resources: what each worker needs, from `connect`.
+        name: the name of this launch.
+
+    Raises:
+        RunError: if the script was refused, or failed more often than `--max_failures` says.
+    """
+    least, most = args.workers
+    scaling: dict[str, Any] = {"num_workers": most}
+    if least < most:
+        scaling = {"num_workers": (least, most), "elastic_resize_monitor_interval_s": RESIZE_SECONDS}
+    task: dict[str, Any] = {"script": command.script, "argv": list(command.argv), "folder": command.folder}
+    task |= {"launch": f"ray:{name}", "launcher": command.launcher, "on_cpu": "GPU" not in resources}
+    attempt = 0
+    while True:
+        attempt += 1
+        trainer = TorchTrainer(
+            work,
+            train_loop_config=task,
+            torch_config=TorchConfig(timeout_s=int(RENDEZVOUS_TIMEOUT)),
+            scaling_config=ScalingConfig(use_gpu="GPU" in resources, resources_per_worker=dict(resources), **scaling),
+            run_config=RunConfig(
+                name=f"{name}-{attempt}",
+                storage_path=records(args, command),
+                failure_config=FailureConfig(max_failures=args.max_failures),
+                callbacks=[EndWhenRefused()],
+            ),
+        )
+        try:
+            outcome = trainer.fit().return_value
+        except TrainingFailedError as error:
+            raise _explained(error, args.max_failures) from error
+        if not outcome["preempted"]:
+            return outcome["metrics"]
+        logger.warning("The run has saved before a machine is taken away, and starts again")
+
+
+def _explained(error: TrainingFailedError, max_failures: int) -> RunError:
+    cause = error.controller_failure if isinstance(error, ControllerError) else None
+    if isinstance(cause, Refused):
+        return RunError(str(cause))
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return RunError(
+        f"--max_failures is {max_failures}; Ray ended the run: {lines[-1] if lines else type(error).__name__}. The log has "
+        "the first error. To go on, launch it again with --resume_from_checkpoint latest."
+    )

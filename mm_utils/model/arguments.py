@@ -1,0 +1,193 @@
+"""The flags of a model, and what its towers from scratch are made of."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mm_utils.arguments import arg
+from mm_utils.model.adapt import BACKBONE_DROPOUT, DROPOUTS
+from mm_utils.model.modeling_fusion_dual_encoder import DIRECTIONS, POOLINGS, PROJECTIONS
+
+VISION_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"model_type": "convnext", "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "num_stages": 3,
+             "patch_size": 4, "image_size": 64, "layer_scale_init_value": 1.0, "initializer_range": 0.08},
+    "small": {"model_type": "vit", "hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6,
+              "intermediate_size": 1536, "patch_size": 16, "image_size": 224},
+    "base": {"model_type": "vit", "patch_size": 16, "image_size": 224},
+    # Over log-mel spectrograms of 40 frames a second, 32 frequencies high: any number of frames.
+    "sound-tiny": {"model_type": "convnext", "num_channels": 1, "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2],
+                   "num_stages": 3, "patch_size": 4, "image_size": [200, 32], "layer_scale_init_value": 1.0,
+                   "initializer_range": 0.08},
+}  # fmt: skip
+VISION_PRESETS["clip-tiny"] = {**VISION_PRESETS["tiny"], "image_size": 32}  # over every frame
+TEXT_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"model_type": "bert", "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3,
+             "intermediate_size": 768, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "small": {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
+              "intermediate_size": 1536},
+    "base": {"model_type": "bert"},
+}  # fmt: skip
+_BYTES_OF_PIXEL = 24  # three colours as floats, and a first layer of at least as many
+
+
+@dataclass
+class ModelArguments:
+    """The two towers and the fusion head.
+
+    A saved model wins over pretrained backbones, and these win over presets.
+    """
+
+    model_name_or_path: str | None = arg(
+        None,
+        "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, MetaCLIP 2, AltCLIP, Chinese "
+        "CLIP, VisionTextDualEncoderModel or another with their parts (docs/backbones.md), for sounds a CLAP, for clips an X-CLIP, whose prompts are left out, or any of those for "
+        "images; it gets the head of --fusion_layers.",
+    )
+    vision_model_name_or_path: str | None = arg(
+        None,
+        "Pretrained vision backbone: a folder or a Hub id. For sounds AST, Whisper, Wav2Vec2, HuBERT or CLAP, of which the sound "
+        "tower is taken; for clips VideoMAE, TimeSformer, ViViT, V-JEPA 2, or an image backbone, which looks at every frame.",
+    )
+    text_model_name_or_path: str | None = arg(
+        None,
+        "Pretrained text backbone: a folder or a Hub id. Beside --model_name_or_path it takes the place of that model's, whose "
+        "image side stays as it is and is not trained, so that its indexes stay valid. The folder of a run gives its whole text "
+        "encoder, with the projection; with --freeze_text both models embed a text alike, so that it finds the media of both.",
+    )
+    vision_config: str = arg(
+        "tiny",
+        "Vision backbone from scratch: tiny, small, base, or a config.json. Tiny is sound-tiny for sounds, a ConvNeXt over "
+        "log-mel spectrograms, and clip-tiny for clips, tiny over every frame, of 32 pixels, with two layers over time.",
+    )
+    text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.")
+    tokenizer_name_or_path: str | None = arg(
+        None, "Default: the text backbone's tokenizer; for a text backbone from scratch, one trained on the captions."
+    )
+    vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.")
+    image_size: int | None = arg(
+        None,
+        "Side of the square image; default: what the vision backbone expects. The positions of a trained one are interpolated.",
+    )
+    projection_dim: int | None = arg(
+        None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone."
+    )
+    projection: str = arg(
+        "linear",
+        "From a backbone's output to the embedding: linear; mlp, linear and beside it a small network with much dropout, for "
+        "frozen backbones and some thousand images; or classes, linear and beside it the names of what the vision backbone's "
+        "classifier sees, for images unlike those trained on (docs/training.md). Stock transformers classes have only linear ones.",
+    )
+    vision_pooling: str = arg(
+        "auto",
+        "pooler, mean, cls, or auto: the pooler if there is one, of a map of a sound with what is early and late, else the mean.",
+    )
+    text_pooling: str = arg("auto", "As --vision_pooling; auto ignores poolers like BERT's and takes the mean.")
+    fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.")
+    fusion_dim: int | None = arg(
+        None, "Width of the cross-attention head; default: half the text backbone's, at most 512."
+    )
+    fusion_heads: int | None = arg(
+        None, "Attention heads of the cross-attention head; default: one per 32 channels.", rare=True
+    )
+    fusion_vision_taps: str = arg(
+        "auto",
+        "Hidden states of the vision backbone that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, at "
+        "most three, the last of each resolution, or layers of a transformer at equal distances.",
+        rare=True,
+    )
+    fusion_text_taps: str = arg("auto", "As fusion_vision_taps, for the text backbone.", rare=True)
+    fusion_hierarchy: bool = arg(
+        True,
+        "Blocks of the head read the taps one after the other, and the text again; false: all taps in all blocks.",
+        rare=True,
+    )
+    fusion_direction: str = arg(
+        "text_to_image",
+        "text_to_image, or both: image tokens attend to the text too, and cannot be reused for other texts.",
+        rare=True,
+    )
+    freeze_vision: bool = arg(False, "Do not train the vision backbone.")
+    freeze_text: bool = arg(False, "Do not train the text backbone, nor the projection of a run's text encoder.")
+    gradient_checkpointing: bool = arg(
+        False, "Recompute activations in the backward pass: less memory, a third slower."
+    )
+    patch_dropout: float = arg(
+        0.0,
+        "Drop this share of the image's patches in training (FLIP): half saves about half of the vision tower's time.",
+    )
+    backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
+    torch_compile: bool = arg(
+        False, "Compile towers and fusion head with torch.compile: minutes at the start, then faster steps on a GPU."
+    )
+    trust_remote_code: bool = arg(
+        False, "Run the Python code in the repository of a backbone or tokenizer. Read that code first."
+    )
+
+    def __post_init__(self) -> None:
+        if self.joins_whole:
+            self.freeze_vision = True
+        most = math.isqrt(psutil.virtual_memory().total // _BYTES_OF_PIXEL)
+        if self.image_size is not None and not 0 < self.image_size <= most:
+            raise ValueError(
+                f"--image_size is {self.image_size}; a larger image than {most:,} pixels a side would fill this machine's memory. Give "
+                "pixels, from 1 on."
+            )
+        if not 0 <= self.patch_dropout < 1:
+            raise ValueError(f"--patch_dropout is {self.patch_dropout}; give a share of the patches in [0, 1).")
+        for name in ("fusion_vision_taps", "fusion_text_taps"):
+            taps = getattr(self, name)
+            if taps != "auto" and not re.fullmatch(r"-?\d+(,-?\d+)*", taps):
+                raise ValueError(
+                    f"--set {name} is {taps!r}; give indices of the backbone's hidden states, e.g. -1,-2, or auto."
+                )
+        for name, choices in (
+            ("fusion_direction", DIRECTIONS),
+            ("projection", PROJECTIONS),
+            ("vision_pooling", POOLINGS),
+            ("text_pooling", POOLINGS),
+            ("backbone_dropout", DROPOUTS),
+        ):
+            if getattr(self, name) not in choices:
+                rare = "set " if name == "fusion_direction" else ""
+                raise ValueError(f"--{rare}{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
+            value = getattr(self, name)
+            if value not in presets and not Path(value).is_file():
+                raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether any backbone that is trained starts from trained weights."""
+        text = self.text_model_name_or_path and not self.freeze_text
+        return bool(self.model_name_or_path or self.vision_model_name_or_path or text)
+
+    @property
+    def joins_whole(self) -> bool:
+        """Whether a new text tower joins the image side of a whole model."""
+        return bool(self.model_name_or_path and self.text_model_name_or_path)
+
+
+def check_reads(name: str, reads: Sequence[str], medium: str) -> None:
+    """Raise ValueError if a whole model does not read the medium of the data."""
+    if medium not in reads:
+        raise ValueError(
+            f"--model_name_or_path is {name}; it reads {'s or '.join(reads)}s, and the data are {medium}s. Choose another "
+            "model."
+        )
+
+
+def vision_preset(args: ModelArguments, medium: str) -> dict[str, Any]:
+    """Return the fields of the vision backbone from scratch; `tiny` is the medium's own."""
+    own = f"{medium}-tiny" if medium != "image" and args.vision_config == "tiny" else args.vision_config
+    return preset(own, VISION_PRESETS)
+
+
+def preset(name: str, presets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the preset of this name, or the content of the config.json of this path."""
+    return presets[name] if name in presets else json.loads(Path(name).read_text(encoding="utf-8"))

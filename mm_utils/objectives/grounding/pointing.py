@@ -1,0 +1,172 @@
+"""Measure regions: finding a phrase in the image, and choosing the phrase of a box.
+
+Pointing (the pointing game, arXiv 1608.00507): the model points at the cell of the image's grid whose embedding has the highest
+cosine with the phrase. It is a hit if the cell's centre lies in the phrase's box. Chance is the mean share of the image that
+boxes cover. Choice: the box's own phrase has the highest cosine with the box, among the different phrases of its image. Ties and
+NaN count against the model.
+
+Shape letters: R regions of a batch, N of the split, h x w cells, E embedding width.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from accelerate import Accelerator
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from mm_utils import distributed
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.tokens import caption_key
+from mm_utils.data.images import open_image
+from mm_utils.evaluation.metrics import mean_interval
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.reading import center_square
+from mm_utils.objectives.grounding.regions import RegionReader, Regions, regions_of
+from mm_utils.objectives.terms import Evaluator
+from mm_utils.reports.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
+
+TILES, COLUMNS, SIDE = 18, 6, 160  # of regions.png: phrases, phrases per row, pixels of an image
+
+
+class Pointed(NamedTuple):
+    """A phrase of an image, and where the model located it."""
+
+    row: int  # the image's row in the data set
+    key: int  # the phrase's key, see `mm_utils.objectives.grounding.regions`
+    box: list[float]  # left, top, right, bottom as shares of the centre square
+    is_hit: bool  # whether the highest cell lies in the box
+    heat: Tensor  # `[h, w]` cosines of the cells with the phrase
+
+
+class PointingEvaluator(Evaluator):
+    """Measure pointing and choice; all ranks get the same metrics.
+
+    Attributes:
+        examples: some phrases of the last evaluation, different ones on each rank.
+    """
+
+    readers = (RegionReader(),)
+
+    def __init__(self) -> None:
+        self.examples: list[Pointed] = []
+
+    @torch.no_grad()
+    def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        """Return the metrics of `region_metrics` for batches with regions."""
+        self.examples, device = [], accelerator.device
+        found = [torch.empty(0, 4, dtype=torch.long, device=device)]
+        areas = [torch.empty(0, dtype=torch.double, device=device)]
+        for batch, regions, count, taps, cells_bhwE, phrase_RE in grounded(model, loader, accelerator, "Pointing"):
+            with accelerator.autocast():
+                box_RE = model.region_embeds(taps, regions.boxes, regions.image).float()
+            heat_Rhw = torch.einsum("re,rhwe->rhw", phrase_RE, cells_bhwE[regions.image])
+            is_hit_R, row_R = hits(heat_Rhw, regions.boxes), batch["rows"][regions.image]
+            columns = (row_R, is_hit_R, *chosen(box_RE @ phrase_RE.T, regions))
+            found.append(torch.stack([column.long() for column in columns], 1)[:count])
+            areas.append((regions.boxes[:, 2:] - regions.boxes[:, :2]).prod(1).double()[:count])
+            shown = slice(min(count, TILES - len(self.examples)))
+            lists = [column[shown].tolist() for column in (row_R, regions.keys, regions.boxes, is_hit_R)]
+            self.examples += map(Pointed, *lists, heat_Rhw[shown].cpu())
+        sizes = distributed.gather_sizes(sum(map(len, found)), device)
+        return region_metrics(distributed.gather(torch.cat(found), sizes), distributed.gather(torch.cat(areas), sizes))
+
+    def report(self, accelerator: Accelerator, rows: datasets.Dataset, loaders: Loaders, folder: Path) -> None:
+        """Draw `regions.png`: the image of some phrases with the box, the cosines, and the highest cell.
+
+        Box and title are green for a hit, else orange.
+        """
+        if not accelerator.is_main_process or not self.examples:
+            return
+        columns = min(COLUMNS, len(self.examples))
+        lines = -(-len(self.examples) // columns)
+        figure = new_figure(1.7 * columns, 1.9 * lines)
+        for number, example in enumerate(self.examples, 1):
+            _draw_tile(figure.add_subplot(lines, columns, number), example, rows[example.row])
+        save_figure(figure, Path(folder, "regions.png"))
+
+
+def grounded(
+    model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator, title: str
+) -> Iterator[tuple[dict[str, Any], Regions, int, tuple[Tensor, ...], Tensor, Tensor]]:
+    """Yield each batch with rows, its regions, taps, cells `[b, h, w, E]`, phrases `[R, E]`."""
+    for batch in tqdm(loader, desc=title, leave=False, disable=not accelerator.is_main_process, delay=2):
+        if not len(batch["rows"]):
+            continue
+        regions, count = regions_of(batch)
+        with accelerator.autocast():
+            _, taps = model.vision_features(batch["pixel_values"], with_taps=True)
+            cells_bhwE = model.cell_embeds(taps).float()
+            phrase_RE = model.encode_text(regions.input_ids, regions.attention_mask)[0].float()
+        yield batch, regions, count, taps, cells_bhwE, phrase_RE
+
+
+def region_metrics(found_N4: Tensor, area_N: Tensor) -> dict[str, float]:
+    """Return `pointing_accuracy`, its interval (`_low`, `_high`), and `pointing_chance`.
+
+    If images have several phrases, also `region_choice` and `region_choice_chance`; without regions, nothing.
+
+    Args:
+        found_N4: columns image, is hit, is chosen, and number of phrases to choose from.
+        area_N: area of each box.
+    """
+    if not len(found_N4):
+        return {}
+    row_N, is_hit_N, is_chosen_N, phrases_N = found_N4.unbind(1)
+    metrics = {
+        **mean_with_interval("pointing_accuracy", is_hit_N, row_N),
+        "pointing_chance": area_N.mean().item(),
+    }
+    several = phrases_N > 1
+    if several.any():
+        metrics["region_choice"] = is_chosen_N[several].double().mean().item()
+        metrics["region_choice_chance"] = (1 / phrases_N[several].double()).mean().item()
+    return metrics
+
+
+def chosen(cosine_RR: Tensor, regions: Regions) -> tuple[Tensor, Tensor]:
+    """Return for each box whether its own phrase is the nearest, and among how many, `[R]`."""
+    is_rival_RR = (regions.image[:, None] == regions.image) & (regions.keys[:, None] != regions.keys)
+    is_wrong_RR = ~(cosine_RR < cosine_RR.diagonal()[:, None]) & is_rival_RR
+    return ~is_wrong_RR.any(1), 1 + is_rival_RR.sum(1)
+
+
+def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
+    """Return whether the centre of the highest cell lies in the box, bool `[R]`."""
+    height, width = heat_Rhw.shape[1:]
+    down, across = ((torch.arange(size, device=boxes.device) + 0.5) / size for size in (height, width))
+    in_rows = (boxes[:, 1, None] <= down) & (down <= boxes[:, 3, None])
+    in_columns = (boxes[:, 0, None] <= across) & (across <= boxes[:, 2, None])
+    inside_Rn = (in_rows[:, :, None] & in_columns[:, None]).flatten(1)
+    heat_Rn = heat_Rhw.flatten(1)
+    best, rival = (heat_Rn.masked_fill(~mask, -torch.inf).amax(1) for mask in (inside_Rn, ~inside_Rn))
+    return best > rival
+
+
+def _draw_tile(ax: Axes, example: Pointed, row: dict) -> None:
+    phrases = {caption_key(region["phrase"]): region["phrase"] for region in row["regions"]}
+    square = center_square(open_image(row["image"]), SIDE).permute(1, 2, 0).numpy()
+    heat = (example.heat - example.heat.min()) / (example.heat.max() - example.heat.min()).clamp(min=1e-6)
+    extent = (0, 1, 1, 0)
+    ax.imshow(square, extent=extent)
+    ax.imshow(heat.numpy(), cmap="magma", extent=extent, alpha=0.45, interpolation="bilinear", vmin=0, vmax=1)
+    left, top, right, bottom = example.box
+    color = GREEN if example.is_hit else ORANGE
+    ax.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=color, linewidth=2))
+    height, width = heat.shape
+    down, across = divmod(int(heat.argmax()), width)
+    ax.plot((across + 0.5) / width, (down + 0.5) / height, "o", color="white", markeredgecolor=INK, markersize=6)
+    ax.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    draw_text(ax, 0, -0.03, wrap(phrases[example.key], 30, 2), va="bottom", fontsize=6.5, color=color)
+
+
+def mean_with_interval(name: str, value_N: Tensor, group_N: Tensor) -> dict[str, float]:
+    """Return a mean of shares as `name`, its interval's ends, in 0 to 1, as `_low` and `_high`."""
+    mean, half = mean_interval(value_N, group_N)
+    return {name: mean, f"{name}_low": max(0.0, mean - half), f"{name}_high": min(1.0, mean + half)}

@@ -1,0 +1,172 @@
+"""The callbacks of a run: those that every run has, those that flags ask for, those of `--callbacks`, and those of `main`."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from mm_utils import distributed
+from mm_utils.arguments import Parsed, load_own
+from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
+from mm_utils.hub import HubPusher
+from mm_utils.objectives.joint import Objective
+from mm_utils.reliability.skipped import SkippedSamples
+from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
+from mm_utils.run.output_folder import save_config
+from mm_utils.run.restarts import RestartRecord
+from mm_utils.run.start import Run
+from mm_utils.training.callbacks import ProgressBar, RunCallback, TemperatureClamp
+from mm_utils.training.flops import FlopRates
+from mm_utils.training.frozen import CacheFeatures
+from mm_utils.training.starts.callbacks import ClosedFormStart, WiseFT
+from mm_utils.training.teacher import CacheTeacher
+from mm_utils.training.throughput import Throughput
+from mm_utils.training.trackers import Tracking
+from mm_utils.training.warnings import CollapseWarning
+
+KINDS: tuple[type[RunCallback], ...] = (
+    *(FlopRates, CacheFeatures, CacheTeacher, ClosedFormStart, WiseFT, CollapseWarning),
+    *(HubPusher, Tracking),
+)
+"""The callbacks that flags ask for, in the order in which they are started."""
+
+
+@dataclass
+class RunContext:
+    """A run between its start and its finish; callbacks may change what it has.
+
+    Callbacks go by the order of `KINDS` at the start, and the other way round at the end.
+
+    Attributes:
+        run: processes, output folder, training arguments.
+        given: all flags.
+        data, model, objective, optimizer: what is trained, on what, how.
+        evaluators: called in turn with (model, loader, accelerator); their metrics become those of an evaluation.
+        resume_from: the checkpoint that training goes on from.
+        has_baseline: whether the weights before the first step are a model already.
+        evaluates_start: whether they are evaluated, and kept if no later ones are better.
+        retrieval: in pre-training, the evaluator of the validation split, which is among `evaluators`.
+        metrics: after training, those of the saved model.
+        published: lines of the summary: where callbacks have published the output folder.
+        passes: passes over training rows at the start: name, seconds, rows, and the most rows that a whole run takes.
+        final_evaluations: how often callbacks evaluate after training.
+        callbacks: what `attach` returned.
+    """
+
+    run: Run
+    given: Parsed
+    data: TrainingData
+    model: Any
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    evaluators: list[Evaluate]
+    resume_from: Path | None = None
+    has_baseline: bool = False
+    evaluates_start: bool = False
+    retrieval: RetrievalEvaluator | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    published: list[str] = field(default_factory=list)
+    passes: list[tuple[str, float, int, int]] = field(default_factory=list)
+    final_evaluations: int = 0
+    callbacks: Sequence[TrainerCallback] = ()
+
+    def start(self) -> None:
+        """Call `on_start` of the callbacks, when data, model, objective and optimizer exist."""
+        self.evaluates_start = self.has_baseline
+        self._call("on_start", self.callbacks)
+
+    def finish(self) -> None:
+        """Call `on_finish` of the callbacks, when the model is saved."""
+        self._call("on_finish", self.callbacks[::-1])
+
+    def publish(self) -> None:
+        """Call `on_publish` of the callbacks, on all ranks, when the card is written."""
+        self._call("on_publish", self.callbacks[::-1])
+
+    def _call(self, event: str, callbacks: Sequence[TrainerCallback]) -> None:
+        for callback in callbacks:  # any may have these methods, not only a RunCallback
+            if (method := getattr(callback, event, None)) is not None:
+                method(self)
+
+    def evaluate(self, model: Any, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
+        """Return the metrics of all evaluators."""
+        return in_turn(*self.evaluators)(model, loader, accelerator)
+
+    def timed_pass(self, name: str, rows: int, most: int, work: Callable[[], Any]) -> Any:
+        """Do `work`, which goes over `rows` training rows, and note how long that took."""
+        begin = time.monotonic()
+        found = work()
+        self.passes.append((name, time.monotonic() - begin, rows, most))
+        return found
+
+
+def of_script(script: str) -> list[type[RunCallback]]:
+    """Return the callbacks that flags of a script ask for."""
+    return [kind for kind in KINDS if script in kind.scripts]
+
+
+def flags_of_callbacks(script: str) -> list[type]:
+    """Return the dataclasses of their flags."""
+    return [kind.arguments for kind in of_script(script) if kind.arguments is not None]
+
+
+def attach(script: str, given: Parsed, others: Sequence[TrainerCallback] = ()) -> list[TrainerCallback]:
+    """Return the callbacks that the flags ask for, after they have checked theirs, those of `--callbacks`, and others.
+
+    Raises:
+        ValueError: if flags contradict each other, or `--callbacks` names no callback.
+    """
+    names = [name.strip() for name in (given["callbacks"] or "").split(",") if name.strip()]
+    own = [load_own(name, "--callbacks", TrainerCallback)() for name in names]
+    kinds = of_script(script)
+    wanted = [kind for kind in kinds if kind.flag is None or given.differs(kind.flag)]
+    for kind in kinds:
+        if kind not in wanted and not given.is_trial:  # which turns flags off behind the user's
+            given.refuse(kind.reads, f"there is no --{kind.flag}")
+    attached = [found for kind in wanted if (found := kind.attach(given)) is not None]
+    return [*attached, *own, *others]
+
+
+def has_baseline(given: Parsed, data: TrainingData, callbacks: Sequence[TrainerCallback]) -> bool:
+    """Return whether the weights before the first step are a model: a whole one, or one that a callback makes."""
+    ours = (each for each in callbacks if isinstance(each, RunCallback))
+    whole = given["model_name_or_path"] is not None and given["text_model_name_or_path"] is None
+    return whole or any(each.has_baseline(data) for each in ours)
+
+
+def all_callbacks(
+    run: Run,
+    objective: Objective,
+    data: TrainingData,
+    others: Iterable[TrainerCallback],
+    highest_scale: float | None = None,
+) -> list[TrainerCallback]:
+    """Return the callbacks that every run has, and others; those that add values to the log come before the bar.
+
+    Args:
+        run: the started run.
+        objective: the objective that is trained.
+        data: the data that it is trained on.
+        others: those that are attached.
+        highest_scale: the bound of the inverse temperature; None for an objective without one.
+    """
+    args = run.args
+    callbacks: list[TrainerCallback] = [
+        HangDetection(args.ddp_timeout),
+        Throughput(run.accelerator.device),
+        *([StragglerDetection()] if distributed.world_size() > 1 else []),
+        SkippedSamples(),
+        RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
+    ]
+    if highest_scale is not None:
+        callbacks.append(TemperatureClamp(highest_scale))
+    if args.early_stopping_patience:
+        callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
+    return [*callbacks, *others, ProgressBar()]

@@ -1,0 +1,319 @@
+"""List the media that an index should hold, of a folder, tar shards, or pairs; and read them in data workers."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from mm_utils.data.faults import REASONS, Fault, storable
+from mm_utils.data.images import MOST_PIXELS, UnreadableImageError, encode, open_image, pixels, raw_size, shrink
+from mm_utils.data.media import FEATURES, cached_rows
+from mm_utils.data.media.clip_files import read_clip
+from mm_utils.data.media.medium import Medium, Sound
+from mm_utils.data.media.riff import write_avi, write_wav
+from mm_utils.data.media.sound_files import read_sound
+from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits, file_fault, read_file
+from mm_utils.data.prepare.checks import CheckArguments, check_image
+from mm_utils.data.prepare.ingest import stored_hash
+from mm_utils.data.rows.columns import SUFFIXES
+from mm_utils.data.rows.folders import RAW_SUFFIXES
+from mm_utils.data.rows.source import Source
+from mm_utils.data.rows.tars import Sample, captions_of_sample, read_shard, shard_paths
+from mm_utils.files import changed_ns
+from mm_utils.model.reading import CLIP_FPS, center_square
+from mm_utils.reports.pictures import picture
+from mm_utils.search.index import STAMPS
+
+Skip = dict[str, str]
+_FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.List(datasets.Value("string"))})
+_ROWS = 1000
+THUMBNAIL = 256  # pixels of the shorter side, or the model's image size if that is more
+_QUALITY = 85  # of the JPEG of a thumbnail: about 25 kB
+_FRAMES = 8  # of a clip among images
+_SECONDS = 60.0  # of it that are looked at
+
+
+@dataclass
+class Listing:
+    """The images, clips or sounds that an index should hold.
+
+    Attributes:
+        ids: their ids, each once.
+        rows: their `image` and `captions`, as `mm_utils.data.pairs` has them.
+        skipped: lines of `skipped.jsonl` for files that cannot be taken.
+        raw: the bytes of clips and sounds are those of any file, not yet as prepared sets keep them.
+    """
+
+    ids: list[str]
+    rows: datasets.Dataset
+    skipped: list[Skip] = field(default_factory=list)
+    raw: bool = False
+
+
+def list_folder(
+    folder: str, allow_outside: bool = False, medium: str = "image", with_clips: bool = False
+) -> tuple[list[str], list[Skip]]:
+    """Return the sorted relative paths of a folder's media, and files not to be taken.
+
+    A file counts by its ending; hidden files and folders are passed over, and links to folders are not followed.
+
+    Args:
+        with_clips: clips count among images, too.
+
+    Raises:
+        ValueError: if there is no such folder, or no such medium in it.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"--images is {folder}; there is no such folder. Give a folder of {medium}s.")
+    suffixes = (*SUFFIXES[medium], *(SUFFIXES["clip"] if with_clips else ()))
+    jail, found, skipped = Jail(folder, allow_outside), [], []
+
+    def set_aside(error: OSError) -> None:
+        skipped.append(skip(os.path.relpath(error.filename, folder), file_fault(error, error.filename)))
+
+    for place, folders, files in os.walk(folder, onerror=set_aside):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            is_raw = medium == "image" and name.lower().endswith(RAW_SUFFIXES)
+            if name.startswith(".") or not (is_raw or name.lower().endswith(suffixes)):
+                continue
+            path = os.path.relpath(os.path.join(place, name), folder)
+            try:
+                if is_raw:
+                    raise Fault("image_unknown_format", "a RAW photograph is not read")
+                jail.resolve(path)
+                if storable(path) != path:
+                    raise Fault("bad_path", f"{storable(path)} is not UTF-8")
+                found.append(Path(path).as_posix())
+            except Fault as fault:
+                skipped.append(skip(path, fault))
+    if not found:
+        raise ValueError(
+            f"--images is {folder}; it holds no {medium} that can be read ({', '.join(suffixes)}). Check the path; links to "
+            "folders are not followed."
+        )
+    return sorted(found), sorted(skipped, key=lambda line: line["id"])
+
+
+def folder_listing(folder: str, names: list[str], skipped: list[Skip], medium: str = "image") -> Listing:
+    """Return the media `names` of a folder; their ids are these paths."""
+    root = os.path.abspath(folder)
+    files = [{"bytes": None, "path": os.path.join(root, name)} for name in names]
+    features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
+    table = pa.Table.from_pydict({"image": files, "captions": [[]] * len(names)}, _FEATURES.arrow_schema)
+    return Listing(names, datasets.Dataset(table.cast(features.arrow_schema)), skipped)
+
+
+def shard_listing(pattern: str, medium: str = "image") -> Listing:
+    """Return tar shards' media and captions; ids are the shard's name and the sample's.
+
+    Their files are copied into the datasets cache, once.
+
+    Raises:
+        ValueError: if there is no such shard, or no such medium in them.
+    """
+    title = f"--images is {pattern}"
+    shards = [
+        (path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in shard_paths(Source(pattern, title=title))
+    ]
+    ids, skipped = [], []
+    for path, name, sample in _samples(shards):
+        missing = None if sample.medium(medium) else Fault("image_missing", f"{path}: {name} has no {medium}")
+        fault = sample.fault or missing
+        if fault is None:
+            ids.append(name)
+        else:
+            skipped.append(skip(name, fault))
+    if not ids:
+        raise ValueError(f"{title}; they hold no {medium} ({skipped[0]['detail'] if skipped else 'they are empty'}).")
+    features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
+    of_kind = {} if medium == "image" else {"medium": medium}
+    return Listing(ids, cached_rows(_images, features, {"shards": shards, **of_kind}), skipped, raw=True)
+
+
+def _samples(shards: list[tuple[str, int, int]]) -> Iterator[tuple[str, str, Sample]]:
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in shards])
+    for path, *_ in shards:
+        shard = Path(os.path.relpath(path, root)).with_suffix("").as_posix()
+        for sample in read_shard(path):
+            yield path, storable(f"{shard}/{sample.key}"), sample
+
+
+def _images(shards: list[tuple[str, int, int]], medium: str = "image") -> Iterator[dict[str, Any]]:
+    for path, _, sample in _samples(shards):
+        member = sample.medium(medium)
+        if sample.fault is not None or member is None:
+            continue
+        try:
+            captions = captions_of_sample(sample, sample.values(), Source(path, medium=medium), {})
+        except Fault:  # an image needs no caption here
+            captions = []
+        texts = [" ".join(each.split()) for each in captions if isinstance(each, str)]
+        try:
+            content = member.read(limits_of(medium))
+        except Fault:  # too large, or empty; left out when it is to be embedded
+            content = b""
+        yield {"image": {"bytes": content, "path": None}, "captions": texts}
+
+
+def pair_listing(splits: Mapping[str, datasets.Dataset]) -> Listing:
+    """Return the images of all splits; their ids are `split/id`."""
+    ids = [
+        f"{split}/{name}" for split, rows in splits.items() for name in rows.with_format("arrow")[:]["id"].to_pylist()
+    ]
+    return Listing(
+        ids, datasets.concatenate_datasets([each.select_columns(list(_FEATURES)) for each in splits.values()])
+    )
+
+
+def stamps(listing: Listing) -> pa.Table:
+    """Return what tells a changed image, and is shown with it: the columns of `STAMPS`.
+
+    The path of stored bytes is "", and their time 0. The hash of a file is "": files are not read here. A file that is gone
+    has the size -1.
+    """
+    found: list[dict[str, Any]] = []
+    for block in listing.rows.iter(_ROWS):
+        found.extend(map(_stamp, block["image"], block["captions"]))
+    table = pa.Table.from_pylist(found, pa.schema([each for each in STAMPS if each.name != "id"]))
+    return table.add_column(0, STAMPS.field("id"), [pa.array(listing.ids, pa.string())])
+
+
+def limits_of(medium: str) -> Limits:
+    """Return a file's limits, for clips and sounds those of `prepare_data`."""
+    return Limits() if medium == "image" else MEDIA_LIMITS
+
+
+def skip(name: str, fault: Fault) -> Skip:
+    """Return the line of `skipped.jsonl` for an image that cannot be taken."""
+    return {"id": storable(name), "reason": fault.reason, "detail": fault.detail, "remedy": REASONS[fault.reason]}
+
+
+def _stamp(image: Mapping[str, Any], captions: list[str]) -> dict[str, Any]:
+    content, path = image["bytes"], image["path"] or ""
+    if content:
+        own = {"path": "", "size": len(content), "mtime_ns": 0, "content_hash": stored_hash(content)}
+        return {**own, "captions": captions}
+    try:
+        status = os.stat(path)
+        size, changed = status.st_size, changed_ns(status)
+    except OSError:
+        size, changed = -1, 0
+    return {"path": path, "size": size, "mtime_ns": changed, "content_hash": "", "captions": captions}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def is_clip_among_images(path: str, medium: Medium) -> bool:
+    """Return whether a file is a clip, where the model embeds images."""
+    name = path.lower()
+    return medium.kind == "image" and name.endswith(SUFFIXES["clip"]) and not name.endswith(SUFFIXES["image"])
+
+
+def moments_of(content: bytes, side: int) -> list[Image.Image]:
+    """Return eight moments, evenly spread over the first minute of a clip; raise Fault if there are none."""
+    try:
+        clip = read_clip(content, CLIP_FPS, side)
+    except Fault as fault:
+        if fault.reason != "too_long":
+            raise
+        clip = read_clip(content, CLIP_FPS, side, end=_SECONDS)
+    shown = list(accumulate(clip.jpegs, _own_or_before))
+    places = [int((at + 0.5) / _FRAMES * len(shown)) for at in range(_FRAMES)]
+    return [open_image({"bytes": shown[place], "path": None}) for place in places]
+
+
+def _own_or_before(before: bytes, own: bytes) -> bytes:
+    return own or before
+
+
+def stock_file(content: bytes, medium: Medium) -> bytes:
+    """Return a medium's file as prepared sets store it, for `Medium.read`, or raise Fault."""
+    if isinstance(medium, Sound):
+        rate = medium.log_mel.rate
+        return write_wav(read_sound(content, rate)[0], rate)
+    clip = read_clip(content, CLIP_FPS, THUMBNAIL)
+    return write_avi(clip.jpegs, CLIP_FPS, clip.size)
+
+
+class Reader(Dataset):
+    """Media of a listing, read, checked and cut in data workers."""
+
+    def __init__(self, listing: Listing, places: Sequence[int], medium: Medium):
+        self.listing, self.places = listing, places
+        self.medium, self.side = medium, getattr(medium, "image_size", 0)
+        self.limits, self.checks = limits_of(medium.kind), CheckArguments()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Return a row without embedding, with the `square`, or squares, to embed; or a `skipped.jsonl` line."""
+        place = self.places[number]
+        name, row = self.listing.ids[place], self.listing.rows[place]
+        try:
+            return {"id": name, "captions": row["captions"], **self._read(row["image"])}
+        except Fault as fault:
+            return dict(skip(name, fault))
+
+    def _read(self, image: dict[str, Any]) -> dict[str, Any]:
+        path, content = image["path"] or "", image["bytes"]
+        own = {"path": "", "size": len(content or b""), "mtime_ns": 0}
+        if not content:
+            try:
+                status = os.stat(path)
+                own = {"path": path, "size": status.st_size, "mtime_ns": changed_ns(status)}
+            except OSError:
+                pass  # `read_file` says what is wrong
+            content = read_file(path, MEDIA_LIMITS if is_clip_among_images(path, self.medium) else self.limits)
+            image = {"bytes": content, "path": path}
+        own["content_hash"] = stored_hash(content)
+        if self.medium.lasts:
+            stored = stock_file(content, self.medium) if own["path"] or self.listing.raw else content
+            return own | self._show_timed({"bytes": stored, "path": None})
+        if own["path"] and is_clip_among_images(path, self.medium):
+            return own | self._show_frames(content)
+        square, thumbnail = self._show(image)
+        return {**own, "square": square, "thumbnail": thumbnail}
+
+    def _show_timed(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a clip or a sound that evaluations take, its picture, and its file."""
+        try:
+            square, shown = self.medium.read(stored)[0], picture(stored, self.medium.kind, THUMBNAIL // 2)
+        except UnreadableImageError as error:
+            raise Fault("medium_unreadable", str(error)) from error
+        thumbnail = encode(shrink(shown, THUMBNAIL), "jpeg", _QUALITY)
+        return {"square": square, "thumbnail": thumbnail, "content": stored["bytes"]}
+
+    def _show_frames(self, content: bytes) -> dict[str, Any]:
+        """Return the squares of a clip's moments, and the middle one as its picture."""
+        side = max(THUMBNAIL, self.side)
+        frames = moments_of(content, side)
+        squares = torch.stack([center_square(frame, self.side) for frame in frames])
+        return {"square": squares, "thumbnail": encode(shrink(frames[_FRAMES // 2], side), "jpeg", _QUALITY)}
+
+    def _show(self, image: dict[str, Any]) -> tuple[torch.Tensor, bytes]:
+        """Return the square, as evaluations cut it, and the thumbnail."""
+        side = max(THUMBNAIL, self.side)
+        try:
+            if raw_size(image) is None:
+                checked = check_image(image["bytes"], self.checks, image["path"] or "", self.side, MOST_PIXELS)
+                shown, shorter = checked.image, min(checked.width, checked.height)
+            else:
+                shown = Image.fromarray(pixels(image))
+                shorter = min(shown.size)
+            square = center_square(shown, self.side)
+            if min(shown.size) < min(side, shorter):  # decoded at a reduced scale
+                shown = open_image(image, side)
+        except UnreadableImageError as error:
+            raise Fault("image_unreadable", str(error)) from error
+        return square, encode(shrink(shown, side), "jpeg", _QUALITY)

@@ -1,0 +1,482 @@
+"""Serve a page and a JSON API that search an index, for one person on one machine.
+
+====================  =================================================================================================
+GET /                 the page, which loads nothing from elsewhere
+GET /search           hits of a text: q, and optionally k, offset, rerank (0 or 1), and folder, since and until of `Filter`
+POST /search          hits of an image, or of a sound as a WAV file, whose bytes are the body: k, offset, and the filter
+GET /start            a few images of the index, and captions to try
+GET /embed            the unit vector of a text: q
+POST /embed           that of a file, whose bytes are the body
+GET /similar/ROW      hits of an image of the index: k, offset, and the filter
+GET /image/ROW        its thumbnail
+GET /large/ROW        the image in at most 1,600 pixels: its file if that is unchanged, decoded and encoded anew, else the thumbnail
+GET /content/ROW      a sound as a WAV file, or a clip as an animated WebP
+GET /icon.svg         the page's icon
+====================  =================================================================================================
+
+An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. A hit has the fields of `searcher.Hit`, `before`: its rank
+without re-ranking, null where the head has not seen it, and `weak`: whether neither it nor what follows is above `Searcher.floor`. Addresses
+with a ROW take `id`, too: then the row is wherever that id is by now, or the answer is 404. No request names a file.
+An index that is updated is taken up within seconds.
+
+Other web pages, open in the same browser, may send requests here. They are refused by the names in Host (DNS rebinding),
+Origin and Sec-Fetch-Site. Beyond this machine a token is needed, which `/?token=...` turns into a cookie.
+"""
+
+import asyncio
+import base64
+import functools
+import hashlib
+import logging
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from PIL import UnidentifiedImageError
+
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.distributed import RunError
+from mm_utils.files import allow_open_files
+from mm_utils.reports.pictures import animation
+from mm_utils.search.narrowed import Filter
+from mm_utils.search.searcher import Hit, Searcher
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    raise RunError(
+        f"--serve needs a package that is not installed ({error}). pip install starlette uvicorn"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MOST_BYTES = 20 << 20  # of a file in a request
+MOST_HITS = 1000  # of an answer, over all its pages
+MOST_LETTERS = 1000  # of a text
+LEAST_TOKEN = 16
+_COOKIE = "tandem_search"
+_CONNECTIONS = 2000  # beyond these, one that sends no request is closed; up to then requests wait for their turn
+_SILENT = 30  # seconds in which the head of a request has to arrive
+_UPLOADS = 4  # files that are received and decoded at a time
+_LOOKS = 2  # seconds between two looks for an update of the index
+_LOOKS_AFTER_ERROR = 60
+_EXAMPLE = 60  # letters of a caption that is shown as an example
+_SECONDS = 120  # for a file to arrive
+_PATIENCE = 5  # of these seconds, while another file waits; and for what runs when the server is ended
+_ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
+<circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
+
+
+def serve(searcher: Searcher, host: str, port: int, token: str | None) -> None:
+    """Serve until interrupted.
+
+    Raises:
+        ValueError: if `host` is not this machine and there is no token, or it is short.
+        RunError: if the address cannot be taken.
+    """
+    check_access(host, token)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError, ValueError, TypeError) as error:  # the last of a NUL
+        raise RunError(f"--port is {port}; {host!a} cannot be served there ({error}). Give another port.") from error
+    allow_open_files()
+    name = f"[{host}]" if family == socket.AF_INET6 else host
+    secret = "?token=..., with your token" if token else ""
+    count = f"{len(searcher):,} {searcher.info.medium}s"
+    logger.info("%s at http://%s:%d/%s", count, name, listener.getsockname()[1], secret)
+    uvicorn.Server(make_config(searcher, token)).run(sockets=[listener])
+
+
+def make_config(searcher: Searcher, token: str | None = None) -> uvicorn.Config:
+    """Return the settings of the server of `make_app`."""
+    return uvicorn.Config(
+        make_app(searcher, token),
+        http=_Connection,
+        ws="none",
+        log_level="warning",
+        server_header=False,
+        limit_concurrency=_CONNECTIONS,
+        timeout_graceful_shutdown=_PATIENCE,
+    )
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if it holds a place and asks for nothing."""
+
+    _since: float
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        if len(self.connections) >= _CONNECTIONS:
+            silent = [each for each in self.connections if isinstance(each, _Connection) and each._is_silent]
+            min(silent, key=lambda each: each._since).transport.close()
+        self.loop.call_later(_SILENT, self._close_if_silent)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._since = self.loop.time()
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether it is open, and no request is being answered."""
+        return not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete)
+
+    def _close_if_silent(self) -> None:
+        if self.transport.is_closing():
+            return
+        left = self._since + _SILENT - self.loop.time() if self._is_silent else _SILENT
+        if left <= 0:
+            self.transport.close()
+        else:
+            self.loop.call_later(left, self._close_if_silent)
+
+
+def check_access(host: str, token: str | None) -> None:
+    """Raise ValueError if others could search without a secret."""
+    if token is not None and (len(token) < LEAST_TOKEN or not re.fullmatch(r"[\w.~-]+", token, re.ASCII)):
+        raise ValueError(
+            f"--token has {len(token)} letters; give {LEAST_TOKEN} or more of A-Z, a-z, 0-9, '_', '-', '.' and '~', such as "
+            f"{secrets.token_urlsafe(16)}."
+        )
+    if host not in LOOPBACK and token is None:
+        raise ValueError(
+            f"--host is {host}; others could see the images. Give --token, or serve on 127.0.0.1 and forward the port with ssh."
+        )
+
+
+def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
+    """Return the application; without a token, for requests to this machine's own names."""
+    medium = searcher.info.medium
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    page = page.replace('data-medium="image"', f'data-medium="{medium}"')
+    api = _Api(searcher)
+
+    async def show(request: Request) -> Response:
+        return HTMLResponse(page)
+
+    async def icon(request: Request) -> Response:
+        return Response(_ICON, media_type="image/svg+xml")
+
+    routes = [
+        Route("/", show),
+        Route("/icon.svg", icon),
+        Route("/search", api.text),
+        Route("/search", api.file, methods=["POST"]),
+        Route("/start", api.start),
+        Route("/embed", api.embed_text),
+        Route("/embed", api.embed_file, methods=["POST"]),
+        Route("/similar/{row}", api.similar),
+        Route("/image/{row}", api.thumbnail),
+        Route("/large/{row}", api.large),
+        Route("/content/{row}", api.content),
+    ]
+    mistakes: dict[Any, Any] = dict.fromkeys((HTTPException, IndexError, ValueError), _as_json)
+    guard = Middleware(_Guard, token=token, headers=_headers(page, plays=medium == "sound"))
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=mistakes)
+
+
+class _Api:
+    """The answers: functions that are not `async` run in threads, and files in one of their own."""
+
+    def __init__(self, searcher: Searcher):
+        self.searcher, self.uploads, self.waiting = searcher, asyncio.Semaphore(_UPLOADS), 0
+        self.looking, self.looks_at = threading.Lock(), 0.0
+        # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
+        self.decoder = ThreadPoolExecutor(1)
+        self.texts = functools.lru_cache(maxsize=32)(
+            lambda searcher, text, rerank, count: searcher.search_text(text, count, rerank)
+        )
+        self.narrowed = functools.lru_cache(maxsize=8)(lambda searcher, given: searcher.within(given))
+
+    def within(self, request: Request) -> Searcher:
+        """Return a searcher of what the request's filter lets through."""
+        return self.narrowed(self.now(), _filter(request))
+
+    def now(self) -> Searcher:
+        """Return the searcher; an update of the index is looked for from time to time, and taken up in a thread."""
+        if time.monotonic() > self.looks_at and self.looking.acquire(blocking=False):
+            threading.Thread(target=self._renew, daemon=True).start()
+        return self.searcher
+
+    def _renew(self) -> None:
+        wait = _LOOKS
+        try:
+            self.searcher, old = self.searcher.renewed(), self.searcher
+            if self.searcher is not old:
+                self.texts.cache_clear()
+                self.narrowed.cache_clear()
+                logger.info("The index has changed: %s %ss.", f"{len(self.searcher):,}", self.searcher.info.medium)
+        except (ValueError, OSError) as error:
+            logger.warning("The former rows are searched: %s", error)
+            wait = _LOOKS_AFTER_ERROR
+        finally:
+            self.looks_at = time.monotonic() + wait
+            self.looking.release()
+
+    def start(self, request: Request) -> Response:
+        searcher = self.now()
+        some = searcher.some(_number(request, "k", 12, 1, 100))
+        captions = dict.fromkeys(each["captions"][0] for each in some if each["captions"])
+        examples = [caption for caption in captions if len(caption) <= _EXAMPLE][:4]
+        return JSONResponse({"total": len(searcher), "examples": examples, "hits": some})
+
+    def text(self, request: Request) -> Response:
+        searcher, rerank = self.within(request), request.query_params.get("rerank", "1") != "0"
+        hits = self.texts(searcher, _query(request), rerank, _wanted(request))
+        return _page(request, searcher, hits, self.searcher.floor)
+
+    async def file(self, request: Request) -> Response:
+        return await self._decoded(request, self._file)
+
+    def embed_text(self, request: Request) -> Response:
+        return JSONResponse({"embedding": self.now().embed_text(_query(request))})
+
+    async def embed_file(self, request: Request) -> Response:
+        return await self._decoded(request, self._embedding)
+
+    async def _decoded(self, request: Request, answer: Callable[[Request, bytes], Response]) -> Response:
+        self.waiting += 1
+        async with self.uploads:
+            self.waiting -= 1
+            content = await self._received(request)
+            return await asyncio.get_running_loop().run_in_executor(
+                self.decoder, self._answered, answer, request, content
+            )
+
+    async def _received(self, request: Request) -> bytes:
+        """Return the body; a slow one makes room for a file that waits."""
+        body = asyncio.ensure_future(_body(request))
+        try:
+            for _ in range(_SECONDS // _PATIENCE):
+                await asyncio.wait({body}, timeout=_PATIENCE)
+                if body.done() or self.waiting:
+                    break
+            if not body.done():
+                raise HTTPException(408, "The file arrives too slowly. Shrink it, or try again.")
+            return body.result()
+        finally:
+            body.cancel()
+
+    def similar(self, request: Request) -> Response:
+        searcher = self.within(request)
+        return _page(request, searcher, searcher.similar(_row(request, searcher), _wanted(request)))
+
+    def thumbnail(self, request: Request) -> Response:
+        searcher = self.now()
+        return Response(searcher.thumbnail(_row(request, searcher)), media_type="image/jpeg")
+
+    async def large(self, request: Request) -> Response:
+        return await asyncio.get_running_loop().run_in_executor(self.decoder, self._large, request)
+
+    def _large(self, request: Request) -> Response:
+        searcher = self.now()
+        if searcher.info.medium != "image":
+            raise HTTPException(404, f"A {searcher.info.medium} has no large picture. Ask for /content.")
+        return Response(searcher.large(_row(request, searcher)), media_type="image/jpeg")
+
+    def content(self, request: Request) -> Response:
+        searcher = self.now()
+        content = searcher.content(_row(request, searcher))
+        if searcher.info.medium == "sound":
+            return Response(content, media_type="audio/wav")
+        try:
+            return Response(animation(content), media_type="image/webp")
+        except UnreadableImageError as error:
+            raise HTTPException(404, f"{error}.") from error
+
+    def _file(self, request: Request, content: bytes) -> Response:
+        searcher = self.within(request)
+        return _page(request, searcher, searcher.search_file(content, _wanted(request)))
+
+    def _embedding(self, request: Request, content: bytes) -> Response:
+        return JSONResponse({"embedding": self.now().embed_file(content)})
+
+    def _answered(self, answer: Callable[[Request, bytes], Response], request: Request, content: bytes) -> Response:
+        try:
+            return answer(request, content)
+        except UnreadableImageError as error:
+            if isinstance(error.__cause__, UnidentifiedImageError):
+                reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
+            else:
+                reason = re.sub("^(embedded image|the file): ", "", str(error))
+            raise HTTPException(400, f"The {self.searcher.info.medium} cannot be read: {reason}.") from error
+
+
+def _page(request: Request, searcher: Searcher, hits: list[Hit], floor: float = -1.0) -> Response:
+    """Return a page of hits; those are weak behind which none has a cosine above the floor."""
+    count, offset = _shown(request)
+    reranked = sorted((hit for hit in hits if hit.reranked is not None), key=lambda hit: -hit.score)
+    before = {hit.row: place for place, hit in enumerate(reranked, 1)}
+    answers = max((place for place, hit in enumerate(hits, 1) if hit.score > floor), default=0)
+    shown = [
+        {**asdict(hit), "before": before.get(hit.row), "weak": place > answers} for place, hit in enumerate(hits, 1)
+    ]
+    return JSONResponse(
+        {
+            "total": searcher.searched,
+            "reranks": searcher.reranks,
+            "more": offset + count < len(hits),
+            "hits": shown[offset : offset + count],
+        }
+    )
+
+
+class _Guard:
+    """Refuse requests that other pages or machines make, and set the headers of every answer."""
+
+    def __init__(self, app: ASGIApp, token: str | None, headers: dict[str, str]):
+        self.app, self.token = app, token
+        self.headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *self.headers]
+            await send(message)
+
+        answer = self.refusal(Request(scope))
+        await (self.app if answer is None else answer)(scope, receive, send_with_headers)
+
+    def refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that is not of the page or its user; None lets it pass."""
+        hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
+        if len(hosts) != 1 or (self.token is None and _hostname(hosts[0]) not in LOOPBACK):
+            return _error(403, "This name is not served. Open http://127.0.0.1 with the port.")
+        if any(origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}") for origin in origins):
+            return _error(403, "Requests of other pages are not answered.")
+        is_visit = request.url.path == "/" and request.method == "GET"
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_visit:
+            return _error(403, "Requests of other pages are not answered.")
+        return None if self.token is None else self._without_token(request, self.token)
+
+    def _without_token(self, request: Request, token: str) -> Response | None:
+        given = request.query_params.get("token") if request.url.path == "/" else None
+        if given is not None and secrets.compare_digest(given.encode(), token.encode()):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+            return answer
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        known = (request.cookies.get(_COOKIE, ""), secret.strip() if scheme.lower() == "bearer" else "")
+        if any(secrets.compare_digest(each.encode(), token.encode()) for each in known):
+            return None
+        return _error(401, "The token is missing or wrong. Open /?token=... once, or send it as a Bearer token.")
+
+
+async def _body(request: Request) -> bytes:
+    """Read the body; raise HTTPException as soon as it is too large, or broken off."""
+    declared, content = request.headers.get("content-length", ""), bytearray()
+    too_large = HTTPException(413, f"The file has more than {MOST_BYTES >> 20} MB. Shrink it.")
+    if declared.isdecimal() and int(declared[:12]) > MOST_BYTES:
+        raise too_large
+    try:
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > MOST_BYTES:
+                raise too_large
+    except ClientDisconnect as error:
+        raise HTTPException(400, "The file was broken off.") from error
+    return bytes(content)
+
+
+def _query(request: Request) -> str:
+    query = request.query_params.get("q", "").strip()
+    if not 0 < len(query) <= MOST_LETTERS:
+        raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
+    return query
+
+
+def _filter(request: Request) -> Filter:
+    given = {name: request.query_params.get(name, "").strip() for name in ("folder", "since", "until")}
+    try:
+        return Filter(**given)
+    except ValueError as error:
+        raise HTTPException(400, str(error).removeprefix("--")) from error
+
+
+def _row(request: Request, searcher: Searcher) -> int:
+    """Return the row that an address names, with `id` wherever that is by now; an IndexError if it is none."""
+    given, name = request.path_params["row"], request.query_params.get("id")
+    if not (given.isascii() and given.isdecimal() and len(given) < 12):
+        raise IndexError("there is no such row")
+    return int(given) if name is None else searcher.row_of(name, int(given))
+
+
+def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
+    value = request.query_params.get(name, str(default))
+    if not (value.isascii() and value.isdecimal() and len(value) < 10 and least <= int(value) <= most):
+        raise HTTPException(400, f"{name} is not a number from {least} to {most}.")
+    return int(value)
+
+
+def _shown(request: Request) -> tuple[int, int]:
+    return _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)
+
+
+def _wanted(request: Request) -> int:
+    """Return how many hits are looked for: those of the page and one more, rounded up so that the next pages have them too."""
+    return min(MOST_HITS, 1 << sum(_shown(request)).bit_length())
+
+
+def _hostname(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname if re.fullmatch(r"[\w.:\[\]-]+", host) else None
+    except ValueError:
+        return None
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status)
+
+
+def _as_json(request: Request, error: Exception) -> Response:
+    """Answer an error in a line: a row that is not there, or an index that is damaged where it is read."""
+    if isinstance(error, HTTPException):
+        return _error(error.status_code, error.detail)
+    if isinstance(error, IndexError):
+        return _error(404, f"{error}.")
+    logger.error("%s", error)
+    return _error(500, str(error))
+
+
+def _headers(page: str, plays: bool) -> dict[str, str]:
+    """Return every answer's headers; only the page's own code runs, sound where it `plays`."""
+    allowed = {
+        tag: " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+            for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        )
+        for tag in ("script", "style")
+    }
+    sound = "media-src 'self'; " if plays else ""
+    return {
+        "Content-Security-Policy": f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
+        f"img-src 'self' blob:; {sound}connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cache-Control": "no-store",
+    }

@@ -1,0 +1,320 @@
+"""Run a frozen tower once over the training data, store its output, and train from that.
+
+The output of a frozen tower never changes. All processes compute it before the first step, of training rows and, unless an
+evaluator asks for the media themselves, of those that are evaluated, and keep it in the datasets cache
+under a fingerprint of everything it depends on: weights and config of the tower, preprocessing, precision and data, but not
+the number of processes or the batch size. A later run with the same tower and data reads it. A step then runs only what is
+trained, and decodes no image. The price is cropping: every epoch sees the centre square of an image, as evaluation does.
+
+`mm_utils.stored` describes the store, `mm_utils.data.batches.column_cache` its columns. Two runs that begin at once both compute
+it, as none may keep its ranks waiting for another's; the first that ends wins.
+"""
+
+import hashlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from accelerate import Accelerator
+from datasets.arrow_writer import ArrowWriter
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from mm_utils import distributed
+from mm_utils.data.batches.column_cache import SKIPPED, add_weights, image_digest, to_arrow
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.order import EvaluationBatches
+from mm_utils.data.batches.tokens import fingerprint, pad_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
+from mm_utils.objectives.encoding import length_groups
+from mm_utils.objectives.joint import Objective
+from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
+
+logger = logging.getLogger(__name__)
+
+Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
+"""Some rows: the arguments of `to_arrow` for every column of features, and further columns."""
+
+DTYPES = (torch.float16, torch.float32)
+ROUNDING = 1e-3  # largest error of a stored value, as a share of its row's largest; float16's own is 5e-4
+
+
+def cache_features(
+    data: TrainingData, objective: Objective, accelerator: Accelerator, splits: Sequence[str] = ("train",)
+) -> None:
+    """Put frozen towers' output beside the rows of splits, as `data.features`.
+
+    Called on all ranks, before the model is prepared.
+
+    Raises:
+        ValueError: if no tower is frozen, if a tower's output is not finite, or if processes share no cache.
+    """
+    for split in splits:
+        sources = [kind(split, data, objective, accelerator) for kind in (_Vision, _Text)]
+        frozen = [source for source in sources if not is_trained(source.tower)]
+        if not frozen:
+            raise ValueError(
+                "--cache_features is set, and both towers are trained; only the output of a frozen tower can be kept. Set "
+                "--freeze_vision or --freeze_text, or drop --cache_features."
+            )
+        rows = data.splits[split]
+        for source in frozen:
+            features = source.open_or_compute()
+            if source.name == "vision":
+                skipped = features.data.column(SKIPPED).drop_null()
+                if len(skipped):
+                    kind, first = {"train": "training"}.get(split, split), skipped[:3].to_pylist()
+                    logger.warning("%d %s images cannot be decoded: %s", len(skipped), kind, first)
+                rows = rows.remove_columns("image")
+            rows = datasets.concatenate_datasets([rows, features], axis=1)
+        data.features[split] = rows
+    vars(data).pop("eval_loader", None)  # it may have been made of the rows before
+
+
+class Source(ABC):
+    """A model that computes features, and the rows that it runs over.
+
+    Attributes:
+        name: what the store is of.
+        flag: the flag that asks for it.
+        dtypes: features are stored in the first of these types that holds all of them.
+    """
+
+    name: str
+    flag = "--cache_features"
+    dtypes: Sequence[torch.dtype] = DTYPES
+
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        loaders: Loaders,
+        batch_size: int,
+        model: FusionDualEncoderModel,
+        accelerator: Accelerator,
+    ):
+        self.rows, self.loaders, self.batch_size = rows, loaders, batch_size
+        self.model, self.accelerator = model, accelerator
+        self.batches = EvaluationBatches(len(rows), batch_size)
+
+    @property
+    @abstractmethod
+    def tower(self) -> nn.Module:
+        """Return the part of the model that runs."""
+
+    @abstractmethod
+    def depends_on(self) -> tuple:
+        """Return everything that the features depend on besides tower and precision."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[Block]:
+        """Yield the features of this rank's rows, one block for each of `batches`."""
+
+    def open_or_compute(self) -> datasets.Dataset:
+        """Return the stored features, one row per training row; compute them if there is no store."""
+        with ExitStack() as writing:
+
+            def place() -> tuple[Path, Path | None]:
+                parts = (weights_digest(self.tower), self.accelerator.mixed_precision, self.dtypes, self.depends_on())
+                folder = place_of("features", key_of(self.name, *parts))
+                if is_whole(folder):
+                    return folder, None
+                discard(folder)
+                return folder, writing.enter_context(storing(folder))
+
+            folder, temporary = distributed.on_first(place)
+            # All ranks look only now: a network file system may remember for a while that a folder was missing.
+            if distributed.any_rank(not (temporary or folder).is_dir(), self.accelerator.device):
+                raise ValueError(
+                    f"HF_DATASETS_CACHE is {datasets.config.HF_DATASETS_CACHE}; not every process sees there what another "
+                    f"one writes, and {self.flag} shares the work. Set it to a folder that all machines see."
+                )
+            if temporary is not None:
+                self._compute(temporary)
+                self.accelerator.wait_for_everyone()
+            distributed.on_first(writing.close)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        if size >= 1e8:
+            logger.info("%s features: %.1f GB in %s", self.name.capitalize(), size / 1e9, folder)
+        return open_rows(folder)
+
+    def _compute(self, folder: Path) -> None:
+        was_training, home = self.model.training, next(self.tower.parameters()).device
+        self.model.eval()
+        self.tower.to(self.accelerator.device)
+        if not any(self._write(folder, dtype) for dtype in self.dtypes):
+            raise ValueError(
+                f"{self.flag} is set, and the frozen {self.name} tower computes values that are not finite. Train in bf16 or "
+                f"fp32, take another tower, or drop {self.flag}."
+            )
+        self.tower.to(home)
+        self.model.train(was_training)
+
+    def _write(self, folder: Path, dtype: torch.dtype) -> bool:
+        """Write this rank's shard; False on all ranks at once, if `dtype` cannot hold any's."""
+        progress = tqdm(
+            zip(self.batches, self.blocks(), strict=True),
+            total=len(self.batches),
+            desc=f"Caching {self.name} features",
+            leave=False,
+            disable=not self.accelerator.is_main_process,
+            delay=2,
+        )
+        writer = None
+        try:
+            for draws, (features, others) in progress:
+                fits = all(_fits(values, dtype) for values, *_ in features.values())
+                if not fits:
+                    text = "%s cannot hold the %s features of training rows %d to %d; a wider type is tried"
+                    logger.warning(text, dtype, self.name, draws[0][0], draws[-1][0])
+                if distributed.any_rank(not fits, self.accelerator.device):
+                    return False
+                columns = {name: to_arrow(values.to(dtype), *counts) for name, (values, *counts) in features.items()}
+                table = pa.table({**columns, **others})
+                if writer is None:
+                    writer = ArrowWriter(path=str(folder / f"{distributed.rank():05d}.arrow"), schema=table.schema)
+                writer.write_table(table)
+        finally:
+            if writer is not None:
+                writer.finalize()
+        return True
+
+
+class _Tower(Source):
+    """A frozen tower of the model that is trained.
+
+    Of rows that are evaluated features are exact, for the figures are those of the saved model, with image taps for a head that
+    re-ranks. States of captions are computed there, for the chosen pairs alone.
+    """
+
+    def __init__(self, split: str, data: TrainingData, objective: Objective, accelerator: Accelerator):
+        super().__init__(data.splits[split], data.loaders, data.eval_batch_size, objective.model, accelerator)
+        trains = split == "train"
+        self.reads_pairs = objective.reads_pairs and trains
+        self.reads_taps = objective.reads_taps or (not trains and bool(self.model.voices))
+        self.dtypes = DTYPES if trains else DTYPES[-1:]
+
+
+class _Vision(_Tower):
+    """The vision tower, run on the centre square of every image."""
+
+    name = "vision"
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model.vision_model
+
+    def depends_on(self) -> tuple:
+        loaders, config = self.loaders, self.model.config
+        head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if self.reads_taps else None
+        images = (*loaders.input_key, config.vision_pooling)
+        return *images, head, fingerprint(self.rows), image_digest(self.rows)
+
+    def blocks(self) -> Iterator[Block]:
+        blank = self._run(self.loaders.blank(1))  # for the shapes
+        loader = self.loaders.evaluation(self.rows, self.batch_size)
+        for draws, batch in zip(self.batches, loader, strict=True):
+            rows = {row: place for place, (row, _) in enumerate(draws)}
+            there = torch.tensor([rows.pop(row) for row in batch["rows"].tolist()], device=blank[0].device).long()
+            found = self._run(batch["pixel_values"]) if len(there) else [value[:0] for value in blank]
+            values = [
+                none.new_zeros(len(draws), *none.shape[1:]).index_copy(0, there, value)
+                for none, value in zip(blank, found, strict=True)
+            ]
+            reasons = dict(zip(rows.values(), batch["skipped"], strict=True))
+            skipped = pa.array([reasons.get(place) for place in range(len(draws))], pa.string())
+            names = ["vision_pooled", *(f"vision_taps_{place}" for place in range(len(values) - 1))]
+            yield {name: (value,) for name, value in zip(names, values, strict=True)}, {SKIPPED: skipped}
+
+    @torch.no_grad()
+    def _run(self, pixel_values: Tensor) -> list[Tensor]:
+        with self.accelerator.autocast():
+            pooled, taps = self.model.vision_features(pixel_values, with_taps=self.reads_taps)
+        return [value.float() for value in (pooled, *taps)]
+
+
+class _Text(_Tower):
+    """The text tower, run on all captions of every image."""
+
+    name = "text"
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model.text_model
+
+    def depends_on(self) -> tuple:
+        config = self.model.config
+        return config.text_pooling, config.fusion_text_taps if self.reads_pairs else None, _token_digest(self.rows)
+
+    def blocks(self) -> Iterator[Block]:
+        tokens = self.rows.select_columns(["input_ids"])
+        for draws in self.batches:
+            captions = tokens[[row for row, _ in draws]]["input_ids"] if draws else []
+            pooled, states, lengths = self._run([ids for row in captions for ids in row])
+            counts = [len(row) for row in captions]
+            features: dict[str, tuple[Any, ...]] = {"text_pooled": (pooled, counts)}
+            if self.reads_pairs:
+                features["text_states"] = (states, lengths, counts)
+            yield features, {}
+
+    @torch.no_grad()
+    def _run(self, captions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
+        """Return pooled captions `[t, C]`, all tokens' states `[sum of L, C]`, and lengths L.
+
+        They run in groups of about one length, without which half of the tokens are padding.
+        """
+        if not captions:
+            width, taps = self.model.config.text_width, len(self.model.config.fusion_text_taps)
+            return torch.zeros(0, width), torch.zeros(0, taps * width), []
+        device, lengths = self.accelerator.device, [len(ids) for ids in captions]
+        order = sorted(range(len(captions)), key=lambda place: -lengths[place])
+        pooled, states = [], []
+        for group in length_groups([lengths[place] for place in order], device.type):
+            padded = pad_captions(
+                [captions[place] for place in order[group.start : group.stop]], self.loaders.pad_token_id
+            )
+            input_ids, attention_mask = (part.to(device) for part in padded)
+            with self.accelerator.autocast():
+                pooled_tC, states_tLC = self.model.text_features(input_ids, attention_mask, with_taps=self.reads_pairs)
+            pooled.append(pooled_tC.float())
+            if self.reads_pairs:
+                states += states_tLC[attention_mask.bool()].float().split(attention_mask.sum(1).tolist())
+        back = torch.tensor(order).argsort().tolist()
+        flat = torch.cat([states[place] for place in back]) if states else torch.empty(0)
+        return torch.cat(pooled)[back], flat, lengths
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all values are finite and hardly change as `dtype`, relative to their row."""
+    exact = values.flatten(1)
+    error = (exact.to(dtype).to(exact) - exact).abs()
+    return bool((error.amax(1) <= ROUNDING * exact.abs().amax(1)).all())
+
+
+def weights_digest(tower: nn.Module) -> str:
+    """Return a hash of the weights and the config, without the place they were loaded from."""
+    digest = hashlib.blake2b(digest_size=16)
+    config = tower.config.to_dict()  # type: ignore[operator, union-attr]
+    passing = ("transformers_version", "dtype", "torch_dtype")
+    kept = sorted((name, value) for name, value in config.items() if name[0] != "_" and name not in passing)
+    digest.update(f"{type(tower).__name__} {kept}".encode())
+    add_weights(digest, tower.state_dict())
+    return digest.hexdigest()
+
+
+def _token_digest(rows: datasets.Dataset) -> str:
+    """Hash the token ids of all captions."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in rows.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
+        captions = pc.list_flatten(batch["input_ids"])
+        lengths = (pc.list_value_length(column) for column in (batch["input_ids"], captions))
+        for column in (*lengths, pc.list_flatten(captions)):
+            digest.update(column.to_numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,155 @@
+"""The closed-form start of projections, and interpolation between the start and the end, as callbacks of a run."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mm_utils.arguments import Parsed, arg
+from mm_utils.checkpointing.state import write_model
+from mm_utils.data.training_data import TrainingData
+from mm_utils.training.callbacks import RunCallback
+
+FEWEST_IMAGES = 8  # of the closed form's cross-validation in four parts
+
+
+@dataclass
+class ProjectionStartArguments:
+    """Closed-form start between two pretrained towers."""
+
+    closed_form_images: int = arg(
+        10_000,
+        "Between two pretrained towers, start the projections from the canonical correlations of this many training images "
+        "and their captions, which one pass over them yields; 0 = from random values. Beside a whole model's image side, that "
+        "of a new text tower.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.closed_form_images < 0:
+            raise ValueError(f"--closed_form_images is {self.closed_form_images}; give a number of images, or 0.")
+
+
+class ClosedFormStart(RunCallback):
+    """Start new projections between two pretrained towers from closed form, before the first step."""
+
+    scripts = ("pretrain",)
+    flag = "text_model_name_or_path closed_form_images"
+    arguments = ProjectionStartArguments
+
+    def __init__(self, images: int, vision_name: str | None):
+        self.images, self.vision_name = images, vision_name
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "ClosedFormStart | None":
+        """Return the callback where new projections join two pretrained towers."""
+        vision, text = (given[f"{tower}_model_name_or_path"] for tower in ("vision", "text"))
+        joins = bool(text and (vision or given["model_name_or_path"]))
+        if not joins or given["streaming"]:
+            why = "a stream has no rows at hand" if joins else "the run does not join two pretrained towers"
+            given.refuse("closed_form_images", why)
+        starts = joins and given["closed_form_images"] > 0
+        if given["projection"] == "classes" and (not starts or given["streaming"]):
+            raise ValueError(
+                "--projection is classes; the closed form between two pretrained backbones fits it, and a stream has none. Give "
+                "--vision_model_name_or_path, --text_model_name_or_path and --closed_form_images, or leave it out."
+            )
+        return cls(given["closed_form_images"], vision) if starts else None
+
+    def has_baseline(self, data: TrainingData) -> bool:
+        """Return whether there are rows enough; a stream has none at hand."""
+        rows = len(data.splits["train"]) if "train" in data.splits else 0
+        return min(rows, self.images) >= FEWEST_IMAGES
+
+    def on_start(self, run: Any) -> None:
+        """Fit the projections, unless a checkpoint holds them and nothing is compared with the start."""
+        from mm_utils.training.starts.projection_start import start_projections
+
+        if run.resume_from is not None and not run.given["wise_ft"]:
+            return
+        if not self.has_baseline(run.data):
+            if run.given["projection"] == "classes":
+                raise ValueError(
+                    f"--projection is classes, which is fitted to {FEWEST_IMAGES} training images or more. Leave it out."
+                )
+            return
+        rows = min(len(run.data.splits["train"]), self.images)
+        work = partial(start_projections, self.images, self.vision_name, run.data, run.model, run.run.accelerator)
+        run.timed_pass("the closed form", rows, self.images, work)
+
+
+@dataclass
+class InterpolationArguments:
+    """Interpolation between the weights before and after training."""
+
+    wise_ft: bool = arg(
+        False,
+        "Measure weights between the start (alpha 0) and the end (alpha 1) on the validation split, and save the best.",
+    )
+    wise_ft_alpha: float | None = arg(
+        None,
+        "Save the weights of this alpha, even if another is better on validation; 0.5 suits data that has shifted.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.wise_ft_alpha is not None and not 0 <= self.wise_ft_alpha <= 1:
+            raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; give a number in [0, 1].")
+        if self.wise_ft_alpha is not None and not self.wise_ft:
+            raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; it goes with --wise_ft. Give both.")
+
+
+class WiseFT(RunCallback):
+    """Keep the weights of the start, and save the best between them and those of the end.
+
+    Args:
+        alpha: the alpha to save; None for the best on the validation split.
+    """
+
+    flag = "wise_ft"
+    arguments = InterpolationArguments
+
+    def __init__(self, alpha: float | None):
+        self.alpha = alpha
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "WiseFT":
+        """Return the callback, where a run starts from a model."""
+        joins = given["vision_model_name_or_path"] and given["text_model_name_or_path"]
+        closed_form = joins and given["closed_form_images"] and not given["streaming"]
+        if not (given["model_name_or_path"] or closed_form):
+            raise ValueError(
+                "--wise_ft is set; the run does not start from a model that could be forgotten. Give --model_name_or_path, or "
+                "--vision_model_name_or_path and --text_model_name_or_path with --closed_form_images above 0 and without "
+                "--streaming, or drop --wise_ft."
+            )
+        return cls(given["wise_ft_alpha"])
+
+    def on_start(self, run: Any) -> None:
+        """Copy the weights; they are measured as alpha 0 at the end."""
+        from mm_utils.training.starts.interpolation import QUARTERS, TENTHS, weights_of_start
+
+        self.start = weights_of_start(run.model, run.objective.added)
+        steps = QUARTERS if run.run.name == "pretrain" else TENTHS
+        self.alphas = {*steps} if self.alpha is None else {*steps, self.alpha}
+        run.final_evaluations += len(self.alphas) + 1  # the last, of the chosen weights, leaves their predictions
+        run.evaluates_start = False
+
+    def on_finish(self, run: Any) -> None:
+        """Measure, choose and save."""
+        from mm_utils.training.starts.interpolation import choose_between
+
+        place, accelerator, data = run.run.output_dir, run.run.accelerator, run.data
+        run.model = type(run.model).from_pretrained(place).to(accelerator.device).eval()
+        retrieves = run.run.name == "pretrain"
+        found = choose_between(
+            self.alpha,
+            self.start,
+            run.model,
+            run.evaluate,
+            data.evaluation("validation"),
+            accelerator,
+            run.run.args.metric_for_best_model,
+            place,
+            sorted(self.alphas),
+            partial(write_model, model=run.model, processor=data.processor) if retrieves else None,
+            run.run.args.greater_is_better,
+        )
+        run.metrics = {f"eval_{name}": value for name, value in found.items()}

@@ -1,0 +1,141 @@
+"""Embed all training media and captions with a teacher once, into the store of frozen towers' features."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mm_utils.arguments import Parsed
+from mm_utils.data.batches.column_cache import column_digest, image_digest
+from mm_utils.data.batches.tokens import fingerprint, tokenizer_digest
+from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.media.medium import read_by
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.objectives.distillation import Distillation
+from mm_utils.run.checks import check_model
+from mm_utils.text import one_line
+from mm_utils.training.callbacks import RunCallback
+from mm_utils.training.feature_cache import Block, Source, weights_digest
+
+FLAG = "--teacher_name_or_path"
+
+
+class Teacher(nn.Module):
+    """A saved model, or of `st:FOLDER` a SentenceTransformer, which has no inverse temperature (`scale`) of its own."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        folder, self.scale, self.medium = Path(name.removeprefix("st:")), None, None
+        if not name.startswith("st:"):
+            self.model, processor = load_model(name, fusion_layers=0).float().eval(), load_processor_of(name)
+            self.model.processor, self.medium = processor, read_by(processor)
+            self.scale, self.width = self.model.logit_scale.exp().item(), self.model.config.projection_dim
+            reads = self.medium.key, tokenizer_digest(processor.tokenizer)
+            settings = {**self.model.config.to_dict(), "reads": str(reads)}
+        else:
+            try:
+                from sentence_transformers import SentenceTransformer
+
+                safe = {"use_safetensors": True, "dtype": "float32"}
+                self.model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=False, model_kwargs=safe)
+                both = [self.media([Image.new("RGB", (64, 64))]), self.texts(["a"])]
+                self.width = torch.cat(both).shape[1]  # one width, or this is an error
+            except Exception as error:  # of any kind: its modules are of many classes
+                raise ValueError(
+                    f"{FLAG} is {name}; it does not embed images and texts: {one_line(error)}. Give the folder of a "
+                    "SentenceTransformer that does, and run pip install sentence-transformers."
+                ) from error
+            files = sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".txt", ".model", ".jinja"))
+            settings = {str(path.relative_to(folder)): path.read_bytes().hex() for path in files}
+        self.config = SimpleNamespace(to_dict=lambda: settings)
+
+    def read(self, value: dict[str, Any]) -> Any:
+        """Return a stored medium as `media` takes it; None if it cannot be decoded, which is never shown."""
+        try:
+            return open_image(value) if self.medium is None else self.medium.read(value)[0]
+        except UnreadableImageError:
+            return None
+
+    def media(self, shown: Sequence[Any]) -> Tensor:
+        """Return unit embeddings `[n, E]`."""
+        if self.medium is None:
+            return self.texts(shown)
+        pixels = self.medium.features(torch.stack(list(shown)).to(self.model.logit_scale.device))
+        return self.model.encode_image(pixels, with_keys_values=False)[0].float().cpu()
+
+    def texts(self, texts: Sequence[Any]) -> Tensor:
+        """Return unit embeddings `[n, E]`."""
+        if self.medium is not None:
+            return self.model.encode(texts=list(texts))
+        options = {"convert_to_tensor": True, "normalize_embeddings": True, "show_progress_bar": False}
+        return self.model.encode(list(texts), **options).float().cpu()
+
+
+class _Embeddings(Source):
+    """The teacher, run on every medium and on all its captions."""
+
+    name, flag = "teacher", FLAG
+    model: Any
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model
+
+    def depends_on(self) -> tuple:
+        return image_digest(self.rows), column_digest(self.rows, "captions"), fingerprint(self.rows)
+
+    @torch.no_grad()
+    def blocks(self) -> Iterator[Block]:
+        with ThreadPoolExecutor() as pool, self.accelerator.autocast():
+            for draws in self.batches:
+                rows = [self.rows[row] for row, _ in draws]
+                counts = [len(row["captions"]) for row in rows]
+                image_nE, text_tE = (torch.zeros(size, self.model.width) for size in (len(rows), sum(counts)))
+                media = dict(enumerate(pool.map(self.model.read, [row["image"] for row in rows])))
+                if there := [place for place, medium in media.items() if medium is not None]:
+                    image_nE[there] = self.model.media([media[place] for place in there])
+                    text_tE = self.model.texts([text for row in rows for text in row["captions"]])
+                yield {"teacher_image": (image_nE,), "teacher_text": (text_tE, counts)}, {}
+
+
+class CacheTeacher(RunCallback):
+    """Embed the training data with the teacher of `distillation`, or open what is stored; a resumed run must have the same."""
+
+    scripts = ("pretrain",)
+    flag = FLAG.removeprefix("--")
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "CacheTeacher":
+        """Return the callback of a teacher that exists."""
+        name = given[cls.flag]
+        Teacher(name) if name.startswith("st:") else check_model(name, FLAG)  # complains before the data are loaded
+        return cls(name)
+
+    def on_start(self, run: Any) -> None:
+        """Put the embeddings beside the training rows, and the teacher's scale into the term."""
+        run.timed_pass("the teacher", run.data.num_rows, run.data.num_rows, lambda: self._embed(run))
+
+    def _embed(self, run: Any) -> None:
+        data, teacher = run.data, Teacher(self.name)
+        kind = "image" if teacher.medium is None else teacher.model.config.medium
+        if data.medium != kind:
+            raise ValueError(
+                f"{FLAG} is {self.name}; it embeds {kind}s, and the data are {data.medium}s. Give another."
+            )
+        embedder: Any = teacher
+        source = _Embeddings(data.splits["train"], data.loaders, data.eval_batch_size, embedder, run.run.accelerator)
+        data.features["train"] = datasets.concatenate_datasets([data.rows("train"), source.open_or_compute()], axis=1)
+        data.identity["teacher"] = weights_digest(teacher)
+        for term in run.objective.weights:
+            if isinstance(term, Distillation):
+                term.scale = teacher.scale

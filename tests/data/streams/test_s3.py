@@ -1,0 +1,169 @@
+"""Shards of a real S3 server, moto's on the loopback: what is fetched, one line for each error, a server that goes and comes back."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.rows.source import DataArguments, Source
+from mm_utils.data.streams import rows as stream_rows
+from mm_utils.data.streams import shards as stream_shards
+from mm_utils.data.streams.flags import StreamingArguments
+from mm_utils.data.streams.shards import ShardReader, count_shards, expand
+from mm_utils.data.streams.stream import open_stream
+from mm_utils.distributed import RunError
+from scripts import prepare_data
+from tests.kit.numbered_shards import write_shards
+
+PATTERN = "s3://bucket/*.tar"
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(url: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(stream_rows.fsspec, "url_to_fs", refuse)
+    for use in (lambda: expand(PATTERN), lambda: count_shards(["s3://bucket/000.tar"])):
+        with pytest.raises(RunError, match=r"s3://bucket/.*not installed .*pip install s3fs, or download"):
+            use()
+
+
+class Store:
+    """A server that can be stopped and started; its objects stay."""
+
+    def __init__(self) -> None:
+        self.start(0)
+
+    def start(self, port: int) -> None:
+        from moto.server import ThreadedMotoServer
+
+        self.server: Any = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+        self.server.start()
+        self.port = self.server.get_host_and_port()[1]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    pytest.importorskip("moto.server")
+    s3fs = pytest.importorskip("s3fs")
+    logging.getLogger("werkzeug").setLevel("ERROR")
+    found = Store()
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "someone"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{found.port}"),
+        ("AWS_MAX_ATTEMPTS", "1"),
+        ("AWS_EC2_METADATA_DISABLED", "true"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(stream_shards, "_PAUSES", (0.1, 0.4, 1.6))
+    s3fs.S3FileSystem.clear_instance_cache()
+    stream_rows._beside.cache_clear()
+    files = s3fs.S3FileSystem()
+    if files.exists("bucket"):  # moto keeps objects as long as the process lives
+        files.rm("bucket", recursive=True)
+    files.mkdir("bucket")
+    write_shards(tmp_path / "shards", "tar", [12, 9])
+    for path in (tmp_path / "shards").iterdir():
+        files.put(str(path), f"bucket/{path.name}")
+    yield found
+    found.server.stop()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def read(urls: list[str]) -> list[Any]:
+    shards = count_shards(urls)
+    reader = ShardReader(shards, Source("shards", medium="image"))
+    return [row for place, shard in enumerate(shards) for row in reader.read(place, 0, shard.rows)]
+
+
+def test_rows_are_those_of_the_disk_and_little_is_fetched(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open a shard takes its two ends, and its rows are in a file beside it, of each of three kinds."""
+    import s3fs
+
+    assert read(expand(PATTERN)) == read(expand(str(tmp_path / "shards/*.tar")))
+    files, fetched, plain = s3fs.S3FileSystem(), [0], s3fs.core.S3File._fetch_range
+    with files.open("bucket/big.tar", "wb") as file:
+        file.write((tmp_path / "shards/000.tar").read_bytes().ljust(9 << 20, b"\0"))
+
+    def fetch(self: Any, start: int, end: int) -> bytes:
+        fetched[0] += end - start
+        return plain(self, start, end)
+
+    monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", fetch)
+    shards = [{"url": "big.tar", "nsamples": 14}]
+    for file, content in (
+        ("index.json", {"shardlist": shards}),
+        ("sizes.json", {"big.tar": 13}),
+        ("big_stats.json", {"successes": 12}),
+    ):
+        files.pipe(f"bucket/{file}", json.dumps(content).encode())
+        stream_rows._beside.cache_clear()
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / file)
+        [shard] = count_shards(["s3://bucket/big.tar"])
+        assert shard.rows in content.values() or shard.rows == 14
+    assert shard.rows == 12
+    assert fetched[0] <= 3 * (128 << 10)
+
+
+def test_a_server_that_comes_back_is_used_again(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    urls = expand(PATTERN)
+    shards = count_shards(urls)
+    reader, whole = ShardReader(shards, Source("shards", medium="image")), read(urls)
+    found = reader.read(0, 0, 5)
+    store.server.stop()
+    fsspec.filesystem("s3").invalidate_cache()
+    starting = threading.Timer(0.8, store.start, (store.port,))
+    starting.start()
+    found += reader.read(1, 0, 9) + reader.read(0, 5, 12)
+    starting.join()
+    assert found[:5] + found[14:] + found[5:14] == whole
+    assert "cannot be read" not in caplog.text
+
+
+def streamed(name: str) -> list[Any]:
+    args = StreamingArguments(streaming=True)
+    stream = open_stream(DataArguments(dataset_name=name), args, BatchSizes((0,), (2,)), seed=0)
+    reader = stream.reader()
+    return [row for at, shard in enumerate(stream.shards) for row in reader.read(at, 0, shard.rows)]
+
+
+def test_a_set_is_streamed_from_a_store(store: Store, tmp_path: Path) -> None:
+    words = ["--image_size", "16", "--max_bad_fraction", "0.5", "--num_proc", "1", "--validation_fraction", "0.3"]
+    prepare_data.main(["--sources", str(tmp_path / "shards/*.tar"), "--output_dir", str(tmp_path / "local"), *words])
+    with pytest.raises(ValueError, match=r"s3://bucket/set/report.json cannot be opened \(FileNotFound"):
+        streamed("s3://bucket/set")
+    files = fsspec.filesystem("s3")
+    files.put(str(tmp_path / "local"), "bucket/set", recursive=True)
+    files.invalidate_cache()
+    assert streamed("s3://bucket/set") == streamed(str(tmp_path / "local")) != []
+
+
+def test_each_error_of_a_store_is_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    monkeypatch.setattr(stream_shards, "_PAUSES", (0.1,))
+    reader = ShardReader(count_shards(expand(PATTERN)), Source("shards", medium="image"))
+    for wrong in ("s3://bucket/999.tar", "s3://nowhere/000.tar"):
+        with pytest.raises(ValueError, match=rf"shard {wrong} cannot be opened \(.*\). Check its address"):
+            count_shards([wrong])
+    store.server.stop()
+    s3fs.S3FileSystem.clear_instance_cache()
+    for use in (lambda: reader.read(0, 0, 3), lambda: count_shards(["s3://bucket/000.tar"]), lambda: expand(PATTERN)):
+        with pytest.raises(ValueError, match=r"s3://bucket/.* cannot be (opened|listed) \(.*\). Check .* credentials"):
+            use()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(ValueError, match=r"s3://bucket/000.tar cannot be opened \(.*[Cc]redentials"):
+        count_shards(["s3://bucket/000.tar"])
+    store.start(store.port)

@@ -1,0 +1,128 @@
+"""The table of benchmarks: numbers, names and order of the classes; what a data set calls them; data from the Hub."""
+
+from pathlib import Path
+
+import pytest
+
+from mm_utils.data import benchmarks as named
+from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark
+from mm_utils.data.prepare.arguments import parse_source
+from mm_utils.data.rows.source import resolved
+
+NUMBERS = {
+    **{"imagenet1k": 1000, "cifar10": 10, "cifar100": 100, "food101": 101, "oxford_pets": 37, "flowers102": 102},
+    **{"dtd": 47, "eurosat": 10, "stl10": 10, "mnist": 10, "svhn": 10},
+}
+KNOWN = {
+    "imagenet1k": {0: "tench", 1: "goldfish", 207: "golden retriever", 281: "tabby", 817: "sports car", 999: "toilet tissue"},
+    "cifar10": {0: "airplane", 1: "automobile", 6: "frog", 9: "truck"},
+    "cifar100": {0: "apple", 1: "aquarium fish", 41: "lawn mower", 70: "rose", 99: "worm"},
+    "food101": {0: "apple pie", 16: "cheesecake", 17: "cheese plate", 55: "hot dog", 76: "pizza", 100: "waffles"},
+    "oxford_pets": {0: "Abyssinian", 14: "German Shorthaired", 25: "Pug", 36: "Yorkshire Terrier"},
+    "flowers102": {0: "pink primrose", 42: "sword lily", 73: "rose", 76: "passion flower", 101: "blackberry lily"},
+    "dtd": {0: "banded", 30: "polka-dotted", 46: "zigzagged"},
+    "eurosat": {1: "forest", 8: "river", 9: "lake or sea"},
+    "stl10": {0: "airplane", 2: "car", 7: "monkey", 9: "truck"},
+    "mnist": {0: "0", 9: "9"},
+    "svhn": {0: "zero", 9: "nine"},
+}  # fmt: skip
+
+
+def test_every_list_has_its_number_of_names_in_the_order_of_the_labels() -> None:
+    assert {name: len(each.classes) for name, each in CLASSIFICATION.items()} == NUMBERS
+    for name, each in CLASSIFICATION.items():
+        assert len({one.lower() for one in each.classes}) == len(each.classes) == len(each.names)
+        assert {place: each.classes[place] for place in KNOWN[name]} == KNOWN[name]
+        assert all(one == one.strip() and "_" not in one for one in each.classes)
+
+
+@pytest.mark.parametrize("name", ["cifar100", "dtd"])
+def test_lists_that_are_in_the_order_of_the_alphabet(name: str) -> None:
+    assert list(CLASSIFICATION[name].classes) == sorted(CLASSIFICATION[name].classes)
+
+
+def test_templates_have_a_place_for_the_name() -> None:
+    for each in CLASSIFICATION.values():
+        assert each.templates
+        assert all(template.count("{}") == 1 for template in each.templates)
+        assert len(set(each.templates)) == len(each.templates)
+
+
+def test_imagenets_twins_have_names_of_their_own() -> None:
+    names = CLASSIFICATION["imagenet1k"].classes
+    assert (names[134], names[517]) == ("crane bird", "construction crane")
+    assert (names[264], names[474]) == ("Cardigan Welsh corgi", "cardigan")
+    assert (names[638], names[639]) == ("maillot", "maillot tank suit")
+
+
+def test_labels_are_matched_by_name_in_any_order_and_writing() -> None:
+    pets, eurosat = CLASSIFICATION["oxford_pets"], CLASSIFICATION["eurosat"]
+    assert pets.places(["pug", "american_bulldog", "Maine_Coon"]) == [25, 1, 20]
+    assert eurosat.places(["SeaLake", "Annual Crop"]) == [9, 0]
+    assert CLASSIFICATION["svhn"].places(["7", "0"]) == [7, 0]
+    assert pets.places(["pug", "dachshund"]) is None
+    assert CLASSIFICATION["stl10"].places(list(CLASSIFICATION["cifar10"].classes)) is None
+
+
+def test_imagenet_is_known_by_its_synonyms_and_by_wordnet_ids() -> None:
+    imagenet = CLASSIFICATION["imagenet1k"]
+    synonyms = [f"{name}, another name" for name in imagenet.names]
+    synonyms[134] = "crane"  # as the other one
+    assert imagenet.places(synonyms) == list(range(1000))
+    ids = [f"n{number:08d}" for number in range(1000)]
+    assert imagenet.places(ids) == list(range(1000))
+    assert imagenet.places(ids[:200]) is None
+    assert imagenet.places(ids[::-1]) is None
+    assert CLASSIFICATION["cifar10"].places(ids[:10]) is None
+
+
+def test_unknown_names_have_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"--classes is cifar11. Known are imagenet1k, .* Did you mean 'cifar10'\?"):
+        find_benchmark(CLASSIFICATION, "cifar11", "--classes is cifar11")
+
+
+def test_without_the_hub_there_is_a_remedy(own_cache: Path) -> None:
+    with pytest.raises(ValueError, match=r"uoft-cs/cifar10 could not be fetched .* or give a local folder of it"):
+        fetch(CLASSIFICATION["cifar10"], "--classes is cifar10")
+
+
+def test_what_was_fetched_is_found_again_without_the_hub(own_cache: Path) -> None:
+    folder = own_cache / "tandem_benchmarks/flickr8k/test"
+    folder.mkdir(parents=True)
+    (folder / "0.tar").touch()
+    assert fetch(RETRIEVAL["flickr8k"], "x") == str(folder.parent)
+    (folder / "0.tar").rename(folder.parent / "0.tar")
+    with pytest.raises(ValueError, match=r"has no files test/\*"):
+        fetch(RETRIEVAL["flickr8k"], "x")
+
+
+def test_only_the_files_of_an_evaluation_are_fetched(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, repo_type: str, local_dir: Path, allow_patterns: list[str] | None) -> None:
+        asked.append((name, repo_type, allow_patterns))
+        (local_dir / "data").mkdir(parents=True)
+        (local_dir / "data/validation-0-of-1.parquet").touch()
+
+    monkeypatch.setattr(named, "snapshot_download", download)
+    fetch(CLASSIFICATION["imagenet1k"], "x")
+    assert asked == [("ILSVRC/imagenet-1k", "dataset", ["*validation-*", "*.txt"])]
+
+
+def test_a_name_as_source_stands_for_all_its_shards(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: str, local_dir: Path, allow_patterns: list[str] | None, **__: str) -> None:
+        assert allow_patterns is None
+        (local_dir / "test").mkdir(parents=True)
+        (local_dir / "test/0.tar").touch()
+
+    monkeypatch.setattr(named, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    source = resolved(parse_source("flickr8k,weight=2"))
+    assert (source.path, source.format) == (str(own_cache / "tandem_benchmarks/flickr8k"), "webdataset")
+    assert (source.name, source.weight) == ("flickr8k", 2)
+    other = parse_source("pairs.jsonl")
+    assert resolved(other) is other
+    (tmp_path / "flickr8k").mkdir()
+    assert resolved(parse_source("flickr8k")).path == "flickr8k"

@@ -1,0 +1,193 @@
+"""The classifier on a trained model, and its loss for any micro-batch and number of processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from mm_utils import distributed
+from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
+from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
+from mm_utils.model.adapt import LoraArguments
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from mm_utils.model.row_noise import RowDropout
+from mm_utils.objectives.ranks import GradientAverage
+from tests.kit.objectives import step_in_parts
+from tests.kit.ranks import run_on_ranks
+
+CLASSES = ["no", "perhaps", "yes"]
+ROWS = 7
+LABELS = torch.tensor([0, 1, 2, 2, 0, 1, 2, 2])
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0])
+
+
+def tiny(fusion_layers: int = 1) -> FusionDualEncoderModel:
+    torch.manual_seed(0)
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return FusionDualEncoderModel.from_backbones(
+        AutoModel.from_config(
+            AutoConfig.for_model("convnext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=16)
+        ),
+        AutoModel.from_config(AutoConfig.for_model("bert", **text, vocab_size=50, hidden_dropout_prob=0.0,
+                                                   attention_probs_dropout_prob=0.0)),
+        fusion_layers=fusion_layers,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tiny().save_pretrained(path)
+    return str(path)
+
+
+def build(folder: str, inputs: str | None = None, *, images: bool = True, texts: bool = True, **flags: Any) -> Any:
+    torch.manual_seed(1)
+    args = ClassifierArguments(folder, classifier_inputs=inputs, **{"classifier_dropout": 0.0, **flags})
+    return build_classifier(args, LoraArguments(), CLASSES, has_images=images, has_texts=texts)
+
+
+def whole_batch() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = [9, 9, 6, 6, 4, 3, 3]
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    return {
+        "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=generator),
+        "input_ids": torch.randint(5, 50, (ROWS, 9), generator=generator) * mask,
+        "attention_mask": mask.long(),
+        "ids": torch.arange(2 * ROWS).view(ROWS, 2),
+        "rows": torch.tensor([5, 0, 7, 3, 1, 6, 2]),
+        "lengths": lengths,
+    }
+
+
+def share_of(batch: dict[str, Any], low: int, high: int) -> dict[str, Any]:
+    return {name: value[low:high] for name, value in batch.items()}
+
+
+def reference(model: FusionDualEncoderForClassification, batch: dict[str, Any]) -> Tensor:
+    """torch's own weighted mean over the whole batch."""
+    logits = model(batch["input_ids"], batch["pixel_values"], batch["attention_mask"]).logits
+    return F.cross_entropy(logits, LABELS[batch["rows"]], WEIGHTS.to(logits))
+
+
+@pytest.mark.parametrize("inputs", ["fused", "pair", "image", "text"])
+def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, inputs: str, tmp_path: Path) -> None:
+    model = build(folder, inputs).eval()
+    base = FusionDualEncoderModel.from_pretrained(folder)
+    for name, value in base.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    loaded: Any = FusionDualEncoderForClassification.from_pretrained(
+        folder, classifier_inputs=inputs, num_labels=3, output_loading_info=True
+    )
+    direct, info = loaded
+    assert all(name.startswith("classifier.") for name in info["missing_keys"])
+    assert not info["unexpected_keys"]
+    assert torch.equal(direct.classifier[0].weight, torch.ones_like(direct.classifier[0].weight))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert again.config.id2label == dict(enumerate(CLASSES))
+    batch = whole_batch()
+    given = {
+        "pixel_values": batch["pixel_values"] if inputs != "text" else None,
+        "input_ids": batch["input_ids"] if inputs != "image" else None,
+        "attention_mask": batch["attention_mask"],
+    }
+    with torch.no_grad():
+        found, expected = again(**given, labels=LABELS[:ROWS]), model.classify(**given)
+    torch.testing.assert_close(found.logits, expected)
+    torch.testing.assert_close(found.loss, F.cross_entropy(expected, LABELS[:ROWS]))
+    assert (AutoConfig.from_pretrained(tmp_path).auto_map or {}).keys() >= {"AutoModelForSequenceClassification"}
+    AutoModel.from_pretrained(tmp_path)  # the encoders alone
+
+
+def test_padding_changes_nothing(folder: str) -> None:
+    model, batch = build(folder).eval(), whole_batch()
+    with torch.no_grad():
+        together = model.classify(batch["pixel_values"], batch["input_ids"], batch["attention_mask"])
+        alone = model.classify(batch["pixel_values"][6:], batch["input_ids"][6:, :3], batch["attention_mask"][6:, :3])
+    torch.testing.assert_close(together[6:], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_classifier_inputs_depend_on_the_data_and_the_model(folder: str, tmp_path: Path) -> None:
+    assert build(folder).config.classifier_inputs == "fused"
+    assert build(folder, images=False).config.classifier_inputs == "text"
+    assert build(folder, texts=False).config.classifier_inputs == "image"
+    tiny(fusion_layers=0).save_pretrained(tmp_path)
+    assert build(str(tmp_path)).config.classifier_inputs == "pair"
+    with pytest.raises(ValueError, match=r"--classifier_inputs is fused; the model has no fusion head"):
+        build(str(tmp_path), "fused")
+    with pytest.raises(ValueError, match=r"--classifier_inputs is pair; the data has no images"):
+        build(folder, "pair", images=False)
+    with pytest.raises(ValueError, match=r"pixel_values is missing; classifier_inputs is 'fused'"):
+        build(folder).classify(input_ids=torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"--model_name_or_path is missing"):
+        ClassifierArguments()
+
+
+def test_unused_parts_are_not_trained(folder: str) -> None:
+    def trained(**given: Any) -> set[str]:
+        named = build(folder, **given).named_parameters()
+        return {name.partition(".")[0] for name, parameter in named if parameter.requires_grad}
+
+    towers = {"vision_model", "text_model"}
+    assert trained() == towers | {"fusion", "classifier"}
+    assert trained(inputs="pair") == towers | {"visual_projection", "text_projection", "classifier"}
+    assert trained(inputs="text") == {"text_model", "text_projection", "classifier"}
+    assert trained(freeze_text=True) == {"vision_model", "fusion", "classifier"}
+
+
+def test_balanced_weights_make_all_classes_count_alike() -> None:
+    labels = torch.tensor([0] * 6 + [1] * 3 + [3])
+    assert weigh_classes(labels, 4, "none").tolist() == [1.0] * 4
+    weights = weigh_classes(labels, 4, "balanced")
+    assert weights.tolist() == pytest.approx([10 / 18, 10 / 9, 0.0, 10 / 3])
+    assert weights[labels].mean() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("inputs", ["fused", "pair", "image", "text"])
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3, 7])
+def test_the_loss_is_torchs_weighted_mean_for_any_micro_batch(
+    folder: str, inputs: str, micro_batch_size: int | None
+) -> None:
+    batch = whole_batch()
+    batch["pixel_values"] = batch["pixel_values"].double()
+    model = build(folder, inputs).double()
+    expected = reference(model, batch)
+    expected.backward()
+    right = {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    objective = ClassificationObjective(build(folder, inputs).double(), LABELS, WEIGHTS)
+    found = step_in_parts(objective, batch, micro_batch_size)
+    assert found["report"]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert 0 <= found["report"]["train_accuracy"] <= 1
+    for name, gradient in found["gradients"].items():
+        wanted = torch.zeros_like(gradient) if right[name] is None else right[name]
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+def on_this_rank(folder: str, sizes: list[int], micro_batch_size: int | None) -> dict[str, Any]:
+    low = sum(sizes[: distributed.rank()])
+    objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
+    found = step_in_parts(objective, share_of(whole_batch(), low, low + sizes[distributed.rank()]), micro_batch_size)
+    if micro_batch_size is None:
+        GradientAverage(objective.parameters()).receive()
+        found["gradients"] = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in objective.named_parameters()
+        }
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([7, 0], 2)])
+def test_two_ranks_do_what_one_does(folder: str, sizes: list[int], micro_batch_size: int | None) -> None:
+    objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
+    assert any(isinstance(module, RowDropout) for module in objective.modules())
+    alone = step_in_parts(objective, whole_batch(), None)
+    largest = max(gradient.abs().max().item() for gradient in alone["gradients"].values())
+    for found in run_on_ranks(2, on_this_rank, folder, sizes, micro_batch_size):
+        assert found["report"] == pytest.approx(alone["report"], rel=1e-5)
+        for name, gradient in alone["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6 * largest)

@@ -1,0 +1,182 @@
+"""The launcher's command line: three parts, refused mistakes, the grid of a sweep."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mm_utils.arguments import parse_args
+from mm_utils.launch.arguments import (
+    Command,
+    LaunchArguments,
+    parse_grid,
+    read_command,
+    split_words,
+    trial_name,
+)
+from scripts import launch_ray
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_first_python_file_divides_the_words() -> None:
+    words = ["--num_workers", "2", "scripts/pretrain.py", "--config", "a.yaml", "other.py"]
+    assert split_words(words) == (words[:2], "scripts/pretrain.py", words[3:])
+    assert split_words(["--help"]) == (["--help"], None, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [({}, (1, 1)), ({"num_workers": 3}, (3, 3)), ({"min_workers": 2, "max_workers": 8}, (2, 8))],
+)
+def test_workers(given: dict, workers: tuple[int, int]) -> None:
+    assert LaunchArguments(**given).workers == workers
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"min_workers": 2}, "--min_workers is 2, --max_workers None"),
+        ({"min_workers": 0, "max_workers": 2}, "at least 1"),
+        ({"min_workers": 3, "max_workers": 2}, "--min_workers is 3, --max_workers 2"),
+        ({"min_workers": 1, "max_workers": 2, "num_workers": 2}, "--num_workers is 2"),
+        ({"num_workers": 0}, "--num_workers is 0"),
+        ({"cpus_per_worker": 0}, "--cpus_per_worker is 0"),
+        ({"gpus_per_worker": -1.0}, "--gpus_per_worker is -1"),
+        ({"mixed_precision": "int8"}, "--mixed_precision is int8; choose from no, fp16, bf16"),
+        ({"max_failures": -2}, "--max_failures is -2"),
+        ({"storage_path": __file__}, f"--storage_path is {__file__}"),
+        ({"storage_path": f"{__file__}/new"}, f"--storage_path is {__file__}"),
+        ({"tune": "seed=1,2", "min_workers": 1, "max_workers": 2}, "--tune is seed=1,2; elastic"),
+        ({"tune": "seed"}, "--tune is seed"),
+    ],
+)
+def test_mistakes_are_refused_by_name(given: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        LaunchArguments(**given)
+
+
+def test_a_grid() -> None:
+    assert parse_grid("learning_rate=1e-4, 3e-4;--global-batch-size=64") == {
+        "learning_rate": ["1e-4", "3e-4"],
+        "global_batch_size": ["64"],
+    }
+    assert parse_grid(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "'' is not a flag"),
+        ("learning_rate", "'learning_rate' is not a flag"),
+        ("1e-4,3e-4", "is not a flag"),
+        ("=1", "is not a flag"),
+        ("a b=1", "is not a flag"),
+        ("seed=1;", "'' is not a flag"),
+        ("seed=", "empty value"),
+        ("seed=1,,2", "empty value"),
+        ("seed=1,1", "twice"),
+        ("path=a/b,a-b", "twice"),  # their folders would be one
+        ("seed=1;seed=2", "seed is there twice"),
+        ("output_dir=a,b", "output_dir cannot be swept"),
+        ("config=a.yaml,b.yaml", "config cannot be swept"),
+        ("resume_from_checkpoint=latest", "resume_from_checkpoint cannot be swept"),
+    ],
+)
+def test_a_text_that_is_no_grid_is_refused(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=r"^--tune is ") as found:
+        parse_grid(text)
+    assert named in str(found.value)
+
+
+def test_a_trial_has_its_values_and_a_folder() -> None:
+    values = {"learning_rate": "1e-4", "dataset_name": "data/mine"}
+    assert trial_name(values) == "learning_rate-1e-4_dataset_name-data-mine"
+    command = Command("/s/pretrain.py", ("--output-dir=top", "--learning_rate", "1"), "/s", "")
+    trial = command.with_values(values, "top/one")
+    assert trial.folder_of("output_dir") == "top/one"
+    assert trial.argv[:3] == command.argv
+    assert trial.argv[3:] == (
+        "--set",
+        "learning_rate=1e-4",
+        "--set",
+        "dataset_name=data/mine",
+        "--output_dir",
+        "top/one",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "folder"),
+    [
+        ([], None),
+        (["--output_dir"], None),
+        (["--output_dir", "a"], "a"),
+        (["--output_dir=a", "--seed", "1", "--output-dir", "b"], "b"),
+    ],
+)
+def test_the_output_folder_of_a_command(argv: list[str], folder: str | None) -> None:
+    assert Command("s.py", tuple(argv), "/", "").folder_of("output_dir") == folder
+
+
+def test_a_command_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    found = read_command(LaunchArguments(), "train.py", ["--a"])
+    assert (found.script, found.argv, found.folder) == (str(tmp_path / "train.py"), ("--a",), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("own", "launcher"),
+    [
+        ([], ""),
+        (["--num_workers=2", "--mixed_precision", "bf16"], " --num_workers 2 --mixed_precision bf16"),
+        (["--storage_path", "a b", "--min-workers", "1", "--max_workers", "8"], " --min_workers 1 --max_workers 8 --storage_path 'a b'"),
+        (["--tune", "seed=1,2", "--cpus_per_worker", "4"], " --cpus_per_worker 4"),  # of one trial
+    ],
+)  # fmt: skip
+def test_the_launcher_of_a_command_is_told_again(
+    own: list[str], launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["scripts/launch_ray.py"])
+    args = parse_args(LaunchArguments, argv=own)[LaunchArguments]
+    words = ["--output_dir", str(tmp_path)]
+    found = read_command(args, "scripts/pretrain.py", words).launcher
+    assert found == f"python scripts/launch_ray.py{launcher}"
+    monkeypatch.chdir(tmp_path)  # a copy that Ray has made of a job's folder
+    (tmp_path / "working_dir_files").mkdir()
+    monkeypatch.chdir(tmp_path / "working_dir_files")
+    Path("train.py").touch()
+    assert read_command(args, "train.py", words).launcher.startswith("ray job submit --working-dir . -- python ")
+
+
+@pytest.mark.parametrize(
+    ("folder", "script", "argv", "sweep", "named"),
+    [
+        (".", None, [], False, "no script is given"),
+        (".", "other.py", [], False, "the script is other.py"),
+        (".", "train.py", ["--seed", "1"], True, "--tune needs --output_dir"),
+        ("working_dir_files/pkg", "train.py", ["--output_dir", "mine"], False, "--output_dir is mine"),
+        ("working_dir_files/pkg", "train.py", [], False, "--output_dir is None"),
+        ("working_dir_files/pkg", "embed.py", ["--index_dir=a"], False, "--index_dir is a"),
+    ],
+)
+def test_a_command_that_would_lose_its_run_is_refused(
+    folder: str, script: str, argv: list[str], sweep: bool, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(tmp_path / folder)
+    for name in ("train.py", "embed.py"):
+        Path(name).touch()
+    with pytest.raises(ValueError, match=named):
+        read_command(LaunchArguments(tune="seed=1,2" if sweep else None, address="auto"), script, argv)
+
+
+def test_the_script_names_its_mistakes_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch_ray.main(["--tune", "seed=1,1", "scripts/pretrain.py"])
+    assert ended.value.code == 2
+    assert "--tune is seed=1,1; seed has a value twice" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no script is given"):
+        launch_ray.main(["--num_workers", "2"])

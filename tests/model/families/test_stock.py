@@ -1,0 +1,234 @@
+"""CLIP, SigLIP, Siglip2 and Chinese CLIP folders as starts: the stock class is the reference, before and after."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
+
+from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.media.medium import image_geometry
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model, load_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, _pad_unmasked
+from mm_utils.model.processor import load_processor_of
+from mm_utils.model.stock import from_dual_encoder, stock_processor
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.encoding import encode_in_groups
+from tests.kit.stock_folders import KINDS, TEXTS, close, noise, our_logits, siglip_tokenizer, stock_logits, write_stock
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    root = tmp_path_factory.mktemp("stock")
+    return lambda kind: root / kind if (root / kind).is_dir() else Path(write_stock(root / kind, kind))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("length", [5, 9])
+def test_padding_that_is_read_like_words(side: str, length: int) -> None:
+    """Against lists: the tokens of a text, wherever they stand, together at one side, and the rest padding."""
+    ids = torch.arange(1, 36).view(5, 7) + 100
+    masks = ["1111111", "1110000", "0001111", "0101001", "0000000"]
+    mask = torch.tensor([[int(bit) for bit in mask] for mask in masks])
+    padded, columns = _pad_unmasked(ids, mask, length, side, 9)
+    assert padded.shape == (5, max(length, 7))
+    for row, found, column, bits in zip(ids.tolist(), padded.tolist(), columns, mask.tolist(), strict=True):
+        kept = [token for token, bit in zip(row, bits, strict=True) if bit]
+        rest = [9] * (max(length, 7) - len(kept))
+        assert found == (rest + kept if side == "left" else kept + rest)
+        assert [found[place] for place, bit in zip(column, bits, strict=True) if bit] == kept
+        assert len(set(column.tolist())) == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_stock_class_whatever_the_padding(folder, kind):
+    model, right = load_model(str(folder(kind)), fusion_layers=1), stock_logits(folder(kind))
+    close(our_logits(model, folder(kind)), right)
+    for place, text in enumerate(TEXTS):  # alone, without padding
+        close(our_logits(model, folder(kind), [text]), right[:, place : place + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captions_in_groups_of_a_length_give_the_embeddings_of_the_stock_class(folder, kind):
+    """The path of training: token ids, padded to the longest caption of a group."""
+    model, tokenizer = load_model(str(folder(kind))).eval(), load_processor_of(str(folder(kind))).tokenizer
+    texts = sorted(TEXTS * 5, key=len, reverse=True)
+    captions = encode_captions(tokenizer, texts, 64)
+    ids, mask = pad_captions(captions, tokenizer.pad_token_id)
+    with torch.no_grad():
+        image = model.encode_image(
+            load_processor_of(str(folder(kind)))(images=noise(), return_tensors="pt").pixel_values
+        )
+        text, states = encode_in_groups(model, ids, mask, [len(caption) for caption in captions])
+        scored = model.match_pairs(
+            [each[:, :1].expand(-1, len(ids), *each.shape[2:]) for each in image[1]], states, mask
+        )
+        alone = model.encode_text(ids[-1:, : len(captions[-1])], mask[-1:, : len(captions[-1])])[1]
+    logits = model.logit_scale.exp() * image[0] @ text.T + (0 if model.logit_bias is None else model.logit_bias)
+    close(logits.detach(), stock_logits(folder(kind), texts))
+    assert scored.isfinite().all()
+    torch.testing.assert_close(states[-1:, : alone.shape[1]], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_is_saved_loaded_and_written_as_its_own_class(folder, kind, tmp_path):
+    model = build_model(ModelArguments(model_name_or_path=str(folder(kind)), fusion_layers=1), None).eval()
+    with torch.no_grad():  # as if trained
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    processor = load_processor_of(str(folder(kind)))
+    model.save_pretrained(tmp_path / "run")
+    processor.save_pretrained(tmp_path / "run")
+    again = load_model(str(tmp_path / "run"))
+    right = our_logits(model, folder(kind))
+    close(our_logits(again, tmp_path / "run"), right)
+    stock = again.to_dual_encoder()
+    stock.save_pretrained(tmp_path / "stock")
+    stock_processor(processor, stock.config).save_pretrained(tmp_path / "stock")
+    written, before = (AutoConfig.from_pretrained(path) for path in (tmp_path / "stock", folder(kind)))
+    assert written.architectures == before.architectures
+    assert (
+        load_file(tmp_path / "stock/model.safetensors").keys() == load_file(folder(kind) / "model.safetensors").keys()
+    )
+    close(stock_logits(tmp_path / "stock"), right)
+    classes = {type(AutoProcessor.from_pretrained(path)) for path in (tmp_path / "stock", folder(kind))}
+    assert len(classes) == 1
+    close(our_logits(load_model(str(tmp_path / "stock")), tmp_path / "stock"), right)  # a start again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_temperature_bias_and_image_values_are_taken(folder, kind):
+    name = str(folder(kind))
+    head = {"fusion_layers": 1, "fusion_dim": 32, "fusion_vision_taps": "-1,-2", "fusion_direction": "both"}
+    model = build_model(ModelArguments(model_name_or_path=name, **head), None)
+    assert model.logit_scale.item() == pytest.approx(2.0)
+    assert (model.logit_bias is None) == ("siglip" not in kind)
+    assert model.logit_bias is None or model.logit_bias.item() == -3.5
+    own = model.config.to_dict()
+    assert {field: own[field] for field in head} == {**head, "fusion_vision_taps": [-1, -2]}
+    assert build_model(ModelArguments(model_name_or_path=name, fusion_layers=0), None).fusion is None
+    side, mean, _ = image_geometry(load_processor_of(name))
+    assert side == 32
+    assert mean == pytest.approx([0.5] * 3 if "siglip" in kind else [0.48145466, 0.4578275, 0.40821073])
+
+
+@pytest.mark.parametrize("objective", ["contrastive", "sigmoid", "sigmoid,matching,masked_lm,captioning"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trained_parameter_gets_a_gradient(folder, kind, objective, tmp_path):
+    name = str(folder(kind))
+    processor = load_processor_of(name)
+    if kind != "chinese_clip":  # the others' vocabularies have no [MASK]
+        objective = objective.replace("masked_lm,", "")
+    model = build_model(
+        ModelArguments(model_name_or_path=name, gradient_checkpointing=True, patch_dropout=0.5), processor.tokenizer
+    )
+    trained = build_objective(model, ObjectiveArguments(objective), 0, processor.tokenizer)
+    assert (model.logit_bias is not None) == objective.startswith("sigmoid")
+    ids, mask = pad_captions(encode_captions(processor.tokenizer, TEXTS[:3], 64), processor.tokenizer.pad_token_id)
+    places = torch.arange(3)
+    batch = {
+        "ids": places[:, None].expand(3, 2), "pixel_values": processor(images=noise(), return_tensors="pt").pixel_values, "input_ids": ids,
+        "attention_mask": mask, "image_keys": places, "caption_keys": places,
+    }  # fmt: skip
+    trained.train()(batch, 1)["loss"].backward()
+    lacking = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
+    assert not lacking
+    close_to = model.eval().to_dual_encoder()  # also after the bias was removed
+    assert type(close_to).__name__.lower().startswith(kind.replace("_", ""))
+
+
+def test_sigmoid_keeps_a_trained_bias_and_temperature(folder):
+    model = build_model(ModelArguments(model_name_or_path=str(folder("siglip"))), None)
+    build_objective(model, ObjectiveArguments("sigmoid"), 0)
+    assert (model.logit_scale.item(), model.logit_bias.item()) == (pytest.approx(2.0), -3.5)
+    model.logit_scale.data.fill_(4.77)  # that of published checkpoints, above the usual bound
+    for given, bound in ((None, math.exp(4.77)), (50.0, 50.0)):
+        assert ObjectiveArguments(max_logit_scale=given).highest_scale(model) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_siglip_reads_padding_on_the_side_of_its_tokenizer(folder, tmp_path, side):
+    AutoModel.from_pretrained(folder("siglip")).save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(folder("siglip")).save_pretrained(tmp_path)
+    siglip_tokenizer(side).save_pretrained(tmp_path)
+    close(our_logits(load_model(str(tmp_path)), tmp_path), stock_logits(tmp_path))
+    assert torch.allclose(stock_logits(folder("siglip")), stock_logits(tmp_path)) == (side == "right")
+
+
+def test_siglip_takes_texts_that_were_padded_to_its_length(folder):
+    """As the stock processor returns them, without a mask."""
+    name = folder("siglip")
+    ids = AutoTokenizer.from_pretrained(name)(TEXTS, padding="max_length", return_tensors="pt").input_ids
+    images = load_processor_of(str(name))(images=noise(), return_tensors="pt").pixel_values
+    with torch.no_grad():
+        close(load_model(str(name)).eval()(input_ids=ids, pixel_values=images).logits_per_image, stock_logits(name))
+
+
+def test_siglip_is_not_converted_without_its_padding(folder):
+    with pytest.raises(ValueError, match="text_padding is missing; SigLIP reads padding"):
+        from_dual_encoder(AutoModel.from_pretrained(folder("siglip")))
+
+
+@pytest.mark.parametrize("end", [2, None])
+def test_clip_pools_the_end_of_the_text_with_old_configs_too(end, tmp_path):
+    """Configs of 2021 say that the end is token 2, and the class then takes the highest token."""
+    name = write_stock(tmp_path, "clip", **({} if end is None else {"eos_token_id": end}))
+    close(our_logits(load_model(name), name), stock_logits(name))
+
+
+def edit_config(source: Path, target: Path, **entries: Any) -> str:
+    target.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | entries))
+    return str(target)
+
+
+def test_further_entries_of_a_config_are_no_harm(folder, tmp_path):
+    """Configs of early CLIP folders hold each tower's twice, and every default of their time."""
+    config = json.loads((folder("clip") / "config.json").read_text())
+    old = {
+        "text_config_dict": config["text_config"],
+        "vision_config_dict": None,
+        "torchscript": False,
+        "my_note": {"a": 1},
+    }
+    name = edit_config(folder("clip"), tmp_path, **old)
+    model = load_model(name)
+    close(our_logits(model, name), stock_logits(folder("clip")))
+    model.save_pretrained(tmp_path / "run")
+    assert type(FusionDualEncoderModel.from_pretrained(tmp_path / "run").to_dual_encoder()).__name__ == "CLIPModel"
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_folder_without_tokenizer_is_named(folder, kind, tmp_path):
+    name = edit_config(folder(kind), tmp_path)
+    for path in tmp_path.glob("token*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=f"^the processor of {name} is missing or damaged; ") as caught:
+        load_processor_of(name)
+    assert "\n" not in str(caught.value)
+    if kind == "siglip":
+        with pytest.raises(ValueError, match=f"^the tokenizer of {name} is missing or damaged; "):
+            load_model(name)
+
+
+def test_a_folder_without_some_weights_is_named(folder, tmp_path):
+    name = edit_config(folder("clip"), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["text_projection.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"^{name} holds no whole clip; it lacks 1 weights, such as text_projection"):
+        load_model(name)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"^{name} holds no model; "):
+        load_model(name)

@@ -1,0 +1,240 @@
+"""Spans of phrases against loops and brute force, on any number of processes; the loss of moments, and the picture."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+from mm_utils import distributed
+from mm_utils.data.batches.tokens import caption_key
+from mm_utils.data.media.medium import Window
+from mm_utils.objectives.build import ObjectiveArguments
+from mm_utils.objectives.grounding import moments
+from mm_utils.objectives.grounding.moments import (
+    Found,
+    MomentEvaluator,
+    fit_span,
+    moment_metrics,
+    overlaps,
+)
+from mm_utils.objectives.grounding.pointing import PointingEvaluator
+from mm_utils.objectives.grounding.regions import RegionReader
+from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
+from mm_utils.objectives.terms import EncodedBatch
+from tests.kit.ranks import run_on_ranks
+from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS
+from tests.objectives.grounding.grid_model import IMAGES, GridModel, batches, measured, whole_batch
+
+CELLS = 4
+
+
+class TimeModel(GridModel):
+    """The first row of the pixels are the embeddings of its cells along time."""
+
+    logit_scale = torch.tensor(0.5)
+
+    def cell_embeds(self, taps: tuple[Tensor]) -> Tensor:
+        return super().cell_embeds(taps)[:, :1]
+
+
+class OwnTerm(MomentCovering):
+    """A user's own term, whose batches have moments because those of its parent have."""
+
+    name = "own"
+
+
+def in_time(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch whose boxes are as high as the window."""
+    boxes = batch["region_boxes"].clone()
+    boxes[..., 1], boxes[..., 3] = 0, 1
+    return {**batch, "region_boxes": boxes}
+
+
+def iou(one: list[float], other: list[float]) -> float:
+    shared = max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+    return shared / (one[1] - one[0] + other[1] - other[0] - shared)
+
+
+def nearest_box(profile: list[float]) -> tuple[float, float]:
+    """The definition: the least squared distance over all boxes, and over both of their heights, which are means."""
+    cells, best = len(profile), (math.inf, 0, 0)
+    for start in range(cells):
+        for end in range(start + 1, cells + 1):
+            inside, outside = profile[start:end], profile[:start] + profile[end:]
+            if not outside or sum(inside) / len(inside) < sum(outside) / len(outside):
+                continue
+            parts = [(value - sum(part) / len(part)) ** 2 for part in (inside, outside) for value in part]
+            best = min(best, (round(sum(parts), 9), start, end))
+    return best[1] / cells, best[2] / cells
+
+
+def by_hand() -> list[tuple[int, list[float], list[float]]]:
+    """(row, true span, span found) of every moment."""
+    whole, found = in_time(whole_batch()), []
+    for place, slot in whole["region_attention_mask"].any(-1).nonzero().tolist():
+        phrase = whole["region_input_ids"][place, slot].float()
+        logits = TimeModel.logit_scale.exp() * (phrase @ whole["pixel_values"][place, :, 0])
+        start, end = nearest_box(logits.softmax(0).tolist())
+        found.append((int(whole["rows"][place]), whole["region_boxes"][place, slot, ::2].tolist(), [start, end]))
+    return found
+
+
+def in_space_and_time(size: int) -> dict[str, float]:
+    loader = map(in_time, batches(size, distributed.rank(), distributed.world_size()))
+    return measured(size) | MomentEvaluator()(TimeModel(), loader, ACCELERATOR)  # type: ignore[arg-type]
+
+
+# -- spans --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=9).filter(lambda values: len(set(values)) > 1))
+@settings(max_examples=60)
+def test_the_span_is_the_nearest_box(values: list[int]) -> None:
+    profile = torch.tensor([values]) / sum(values)
+    [span] = fit_span(profile).tolist()
+    start, end = (round(len(values) * edge) for edge in span)
+    expected = nearest_box(profile[0].tolist())
+    if span != pytest.approx(expected):  # then both are as near
+        found = [profile[0, start:end].tolist(), [*profile[0, :start].tolist(), *profile[0, end:].tolist()]]
+        best = [round(len(values) * edge) for edge in expected]
+        other = [profile[0, best[0] : best[1]].tolist(),
+                 [*profile[0, : best[0]].tolist(), *profile[0, best[1] :].tolist()]]  # fmt: skip
+        error, least = (
+            sum((v - sum(part) / len(part)) ** 2 for part in parts for v in part) for parts in (found, other)
+        )
+        assert error == pytest.approx(least, abs=1e-6)
+
+
+def test_profiles_of_one_cell_and_of_nan() -> None:
+    assert fit_span(torch.ones(1, 1)).tolist() == [[0, 1]]
+    for nothing in ([0.1, torch.nan, 0.9], [0.25] * 4, [0.0] * 3):  # a flat profile finds no moment, not the first one
+        assert fit_span(torch.tensor([nothing])).tolist() == [[0, 0]]
+    assert fit_span(torch.tensor([[0.0, 0.5, 0.5, 0.0]])).tolist() == [[0.25, 0.75]]
+
+
+def test_overlaps_by_hand() -> None:
+    true = torch.tensor([[0.2, 0.6]])
+    spans = torch.tensor([[0.2, 0.6], [0.4, 0.8], [0.6, 0.9], [0.0, 1.0], [0.0, 0.0]])
+    assert overlaps(spans, true).tolist() == pytest.approx([1, 0.2 / 0.6, 0, 0.4, 0])
+
+
+# -- metrics ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4, 20])
+def test_metrics_equal_a_loop(size: int) -> None:
+    expected, evaluator = by_hand(), MomentEvaluator()
+    metrics = evaluator(TimeModel(), map(in_time, batches(size)), ACCELERATOR)  # type: ignore[arg-type]
+    values = [iou(true, found) for _, true, found in expected]
+    assert metrics["moment_miou"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+    for level in (0.5, 0.7):
+        share = sum(value >= level for value in values) / len(values)
+        low, high = (metrics[f"moment_iou{level}_{end}"] for end in ("low", "high"))
+        assert metrics[f"moment_iou{level}"] == pytest.approx(share)
+        assert 0 <= low <= share <= high <= 1
+    spans = [true for _, true, _ in expected]
+    pairs = [iou(one, other) for at, one in enumerate(spans) for to, other in enumerate(spans) if at != to]
+    assert metrics["moment_miou_chance"] == pytest.approx(sum(pairs) / len(pairs), rel=1e-5)
+    assert metrics["moment_iou0.5_chance"] == pytest.approx(sum(pair >= 0.5 for pair in pairs) / len(pairs))
+    fixed = max(
+        sum(iou([a / 40, b / 40], span) >= 0.5 for span in spans) / len(spans) for b in range(41) for a in range(b)
+    )
+    assert metrics["moment_iou0.5_fixed"] == pytest.approx(fixed)
+    assert metrics["moment_pointing_chance"] == pytest.approx(sum(end - start for start, end in spans) / len(spans))
+    assert metrics["moment_phrases"] == len(expected)
+    assert [one.row for one in evaluator.examples] == [row for row, _, _ in expected][: moments.SHOWN]
+
+
+def test_the_number_of_processes_changes_nothing() -> None:
+    """Neither of moments nor of regions."""
+    alone = in_space_and_time(4)
+    for found in run_on_ranks(3, in_space_and_time, 2):
+        assert found == pytest.approx(alone)
+
+
+def test_what_a_perfect_model_and_a_constant_one_get() -> None:
+    """Spans of one place are found by any answer that knows it; the yardstick beside the figure says so."""
+    true = torch.tensor([[0.25, 0.5]]).expand(6, -1).double()
+    columns = torch.cat([true, true, torch.ones(6, 1)], 1)
+    found = moment_metrics(torch.arange(6), columns)
+    for name in (*moments.MEASURES, "moment_pointing"):
+        assert (found[name], found[f"{name}_fixed"]) == (1, 1), name
+        assert found[f"{name}_low"] < 1
+    assert found["moment_iou0.7_chance"] == 1
+    assert found["moment_pointing_chance"] == 0.25
+    assert moment_metrics(torch.arange(1), columns[:1])["moment_miou_chance"] == 0  # there is no other phrase
+
+
+def test_without_moments_there_are_no_metrics() -> None:
+    blank = [{**batch, "region_attention_mask": 0 * batch["region_attention_mask"]} for batch in batches(4)]
+    assert MomentEvaluator()(TimeModel(), blank, ACCELERATOR) == {}  # type: ignore[arg-type]
+
+
+def test_the_medium_decides_what_is_measured() -> None:
+    for term in (RegionPointing(), MomentCovering()):
+        assert isinstance(term.evaluator("image"), PointingEvaluator)
+        assert all(isinstance(term.evaluator(medium), MomentEvaluator) for medium in ("clip", "sound"))
+
+
+# -- the loss -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_half_pointing_and_half_covering() -> None:
+    """Against a loop over the cells: how much of each lies in the span, and how likely it is."""
+    batch, model, scale = in_time(whole_batch()), TimeModel(), torch.tensor(3.0)
+    encoded = EncodedBatch(
+        {"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), (batch["pixel_values"],)
+    )
+    nothing: Any = None
+    loss, right = MomentCovering().part(model, encoded, batch, nothing, nothing, 0)  # type: ignore[arg-type]
+    expected, told = 0.0, 0
+    for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
+        start, end = (CELLS * batch["region_boxes"][place, slot, ::2].double()).tolist()
+        phrase = batch["region_input_ids"][place, slot].double()
+        chance = (3 * phrase @ batch["pixel_values"][place, :, 0].double()).softmax(0).tolist()
+        inside = [max(0.0, min(end, cell + 1) - max(start, cell)) for cell in range(CELLS)]
+        pointing = -math.log(sum(part * of for part, of in zip(inside, chance, strict=True)))
+        covering = -sum(part * math.log(of) for part, of in zip(inside, chance, strict=True)) / sum(inside)
+        expected += (pointing + covering) / 2
+        told += inside[chance.index(max(chance))] > 0.5
+    assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
+    alone, _ = RegionPointing().part(model, encoded, batch, nothing, nothing, 0)  # type: ignore[arg-type]
+    assert alone < loss
+
+
+@pytest.mark.parametrize("term", ["moments", "regions", f"{__name__}.OwnTerm"])
+def test_terms_say_that_they_read_moments(term: str) -> None:
+    assert ObjectiveArguments(f"contrastive:0.5,{term}:0.5").readers == [RegionReader()]
+    assert not ObjectiveArguments("contrastive:1,captioning:1").readers
+
+
+# -- the picture --------------------------------------------------------------------------------------------------------
+
+
+def test_the_main_process_draws_examples(tmp_path: Path) -> None:
+    """Media of 2 and 4 seconds in windows of 4, with a phrase that is not a formula."""
+    phrases = ["a dog barks", "$1 is spent"]
+    rows: Any = [
+        {"image": seconds, "moments": [{"span": [0.5, 1.0], "phrase": phrase} for phrase in phrases]}
+        for seconds in (2.0, 4.0)
+    ]
+    timed: Any = SimpleNamespace(read=lambda seconds, rng=None: (None, (seconds, 1.0), Window(0, 0, 4 / seconds, 1)))
+    evaluator = MomentEvaluator()
+    evaluator.examples = [
+        Found(row, caption_key(phrase), [0.125, 0.25], [0.0, 0.25], torch.rand(8))
+        for row in (0, 1)
+        for phrase in phrases
+    ]
+    loaders: Any = SimpleNamespace(medium=timed)
+    evaluator.report(ACCELERATOR, rows, loaders, tmp_path)
+    MomentEvaluator().report(MAIN_PROCESS, rows, loaders, tmp_path)
+    assert not (tmp_path / "moments.png").exists()
+    evaluator.report(MAIN_PROCESS, rows, loaders, tmp_path)
+    assert Image.open(tmp_path / "moments.png").width > 900

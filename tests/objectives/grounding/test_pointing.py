@@ -1,0 +1,170 @@
+"""Pointing and choice against loops, on any number of processes; the picture, and the loss of regions."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from mm_utils.data.batches.tokens import caption_key
+from mm_utils.data.scenes import load_scenes
+from mm_utils.evaluation.retrieval import in_turn
+from mm_utils.objectives.build import ObjectiveArguments
+from mm_utils.objectives.grounding.pointing import (
+    Pointed,
+    PointingEvaluator,
+    chosen,
+    hits,
+)
+from mm_utils.objectives.grounding.regions import Regions
+from mm_utils.objectives.grounding.terms import RegionPointing
+from mm_utils.objectives.terms import EncodedBatch
+from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS
+from tests.objectives.grounding.grid_model import CELLS, IMAGES, SLOTS, GridModel, batches, measured, whole_batch
+
+
+def by_hand() -> tuple[list[tuple[int, int, bool]], float]:
+    """(row, key, hit) of every region, and the mean area of their boxes."""
+    whole, found, areas = whole_batch(), [], []
+    for place in range(IMAGES):
+        for slot in range(SLOTS):
+            if not whole["region_attention_mask"][place, slot].any():
+                continue
+            phrase = whole["region_input_ids"][place, slot].float()
+            left, top, right, bottom = whole["region_boxes"][place, slot].tolist()
+            cells = [(x, y) for x in range(CELLS) for y in range(CELLS)]
+            best = max(cells, key=lambda cell: float(whole["pixel_values"][place, :, cell[1], cell[0]] @ phrase))
+            x, y = ((index + 0.5) / CELLS for index in best)
+            hit = left <= x <= right and top <= y <= bottom
+            found.append((int(whole["rows"][place]), int(whole["region_keys"][place, slot]), hit))
+            areas.append((right - left) * (bottom - top))
+    return found, sum(areas) / len(areas)
+
+
+@pytest.mark.parametrize("size", [1, 4, 20])
+def test_pointing_equals_a_loop(size: int) -> None:
+    expected, chance = by_hand()
+    evaluator = PointingEvaluator()
+    metrics = evaluator(GridModel(), batches(size), ACCELERATOR)  # type: ignore[arg-type]
+    accuracy = sum(hit for _, _, hit in expected) / len(expected)
+    assert 0 < accuracy < 1
+    assert metrics["pointing_accuracy"] == pytest.approx(accuracy)
+    assert metrics["pointing_chance"] == pytest.approx(chance)
+    assert 0 <= metrics["pointing_accuracy_low"] < accuracy < metrics["pointing_accuracy_high"] <= 1
+    assert [(one.row, one.key, one.is_hit) for one in evaluator.examples] == expected[: len(evaluator.examples)]
+    assert evaluator.examples[0].heat.shape == (CELLS, CELLS)
+
+
+def test_choice_equals_a_loop() -> None:
+    whole, model, right, chances = whole_batch(), GridModel(), [], []
+    for place in range(IMAGES):
+        slots = [slot for slot in range(SLOTS) if whole["region_attention_mask"][place, slot].any()]
+        phrases = whole["region_input_ids"][place].float()
+        for slot in slots if len(slots) > 1 else []:
+            box = whole["region_boxes"][place, slot][None]
+            [seen] = model.region_embeds((whole["pixel_values"],), box, torch.tensor([place]))
+            right.append(max(slots, key=lambda other: float(seen @ phrases[other])) == slot)
+            chances.append(1 / len(slots))
+    metrics = measured(4)
+    assert metrics["region_choice"] == pytest.approx(sum(right) / len(right))
+    assert metrics["region_choice_chance"] == pytest.approx(sum(chances) / len(chances))
+
+
+def test_equal_phrases_are_no_rivals() -> None:
+    one = torch.zeros(3, 4)
+    regions = Regions(torch.tensor([0, 0, 1]), one, one, one, torch.tensor([5, 5, 6]))
+    right, phrases = chosen(torch.zeros(3, 3), regions)
+    assert (right.tolist(), phrases.tolist()) == ([True] * 3, [1] * 3)
+    regions = regions._replace(keys=torch.tensor([5, 7, 6]))
+    right, phrases = chosen(torch.zeros(3, 3), regions)  # a tie is a mistake
+    assert (right.tolist(), phrases.tolist()) == ([False, False, True], [2, 2, 1])
+
+
+def test_the_loss_is_the_probability_of_pointing_outside() -> None:
+    """Against a loop over the cells: of each, which share of its points lies in the box, and how likely it is."""
+    batch, model, scale = whole_batch(), GridModel(), torch.tensor(3.0)
+    taps = (batch["pixel_values"],)
+    encoded = EncodedBatch({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), taps)
+    nothing: Any = None
+    loss, right = RegionPointing().part(model, encoded, batch, nothing, nothing, 0)  # type: ignore[arg-type]
+    expected, told = 0.0, 0
+    for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
+        left, top, end, bottom = (CELLS * batch["region_boxes"][place, slot]).tolist()
+        chance = (scale * model.cell_embeds(taps)[place] @ batch["region_input_ids"][place, slot].float()).flatten()
+        chance = chance.double().softmax(0).view(CELLS, CELLS)
+        inside = torch.zeros(CELLS, CELLS)
+        for y in range(CELLS):
+            for x in range(CELLS):
+                width, height = min(end, x + 1) - max(left, x), min(bottom, y + 1) - max(top, y)
+                inside[y, x] = max(0, width) * max(0, height)
+        expected -= (chance * inside).sum().log().item()
+        told += int(inside.flatten()[chance.argmax()] > 0.5)
+    assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
+
+
+@pytest.mark.parametrize("reason", ["streaming reads", "cache_features keeps", "patch_dropout leaves"])
+@pytest.mark.parametrize("term", ["regions", "moments"])
+def test_settings_without_regions_are_refused(reason: str, term: str) -> None:
+    nothing = {"streaming": False, "cache_features": False, "patch_dropout": 0.0}
+    given = nothing | {reason.split()[0]: 0.5}
+    with pytest.raises(ValueError, match=f"--objectives has {term}, and --{reason} .*Drop one"):
+        ObjectiveArguments(f"contrastive:1,{term}:0.5").check(given)
+    ObjectiveArguments("contrastive:1,matching:1").check(given)
+    ObjectiveArguments(f"contrastive:1,{term}:1").check(nothing)
+
+
+def test_ties_and_nan_count_against_the_model() -> None:
+    heat, box = torch.zeros(4, 2, 2), torch.tensor([[0.0, 0.0, 0.4, 0.4]]).expand(4, -1)
+    heat[1, 0, 0] = 1.0
+    heat[2, 0, 0] = torch.nan
+    heat[3, 1, 1] = torch.nan
+    assert hits(heat, box).tolist() == [False, True, False, False]
+    everywhere, nowhere = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([[0.4, 0.4, 0.6, 0.6]])
+    assert hits(heat[:1], everywhere).item()
+    assert not hits(heat[1:2], nowhere).item()
+
+
+def test_without_regions_there_are_no_metrics() -> None:
+    blank = [{**batch, "region_attention_mask": 0 * batch["region_attention_mask"]} for batch in batches(4)]
+    assert PointingEvaluator()(GridModel(), blank, ACCELERATOR) == {}  # type: ignore[arg-type]
+
+
+def test_pointing_is_measured_with_retrieval() -> None:
+    pointing: Any = lambda *_: {"pointing_accuracy": 1.0}  # noqa: E731
+    measure = in_turn(lambda *_: {"recall": 0.5}, pointing)
+    assert measure(GridModel(), [], ACCELERATOR) == {"recall": 0.5, "pointing_accuracy": 1.0}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [{"recall": 0.4}, {"own": "good"}, {"own": None}])
+def test_a_metric_is_a_number_and_has_one_source(value: dict[str, Any]) -> None:
+    measure = in_turn(lambda *_: {"recall": 0.5}, lambda *_: value)
+    with pytest.raises(ValueError, match=next(iter(value))):
+        measure(GridModel(), [], ACCELERATOR)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("term", ["regions", "moments"])
+def test_terms_that_embed_other_texts_refuse_a_projection_that_draws_by_pair(term: str) -> None:
+    args = ObjectiveArguments(objectives=f"contrastive:1,{term}:1")
+    args.check({"projection": "linear"})
+    with pytest.raises(ValueError, match=f"has {term}, and --projection mlp draws"):
+        args.check({"projection": "mlp"})
+
+
+def test_the_main_process_draws_examples(tmp_path: Path) -> None:
+    rows = load_scenes(64, 4, 1, cache_dir=tmp_path)["train"]
+    examples = []
+    for row in range(4):
+        for region in rows[row]["regions"]:
+            x, y, width, height = (side / 64 for side in region["box"])
+            box, key = [x, y, x + width, y + height], caption_key(region["phrase"])
+            examples.append(Pointed(row, key, box, row % 2 == 0, torch.rand(4, 4)))
+    pointing, loaders = PointingEvaluator(), SimpleNamespace()
+    pointing.report(MAIN_PROCESS, rows, loaders, tmp_path)  # type: ignore[arg-type]
+    assert not (tmp_path / "regions.png").exists()
+    pointing.examples = examples
+    pointing.report(ACCELERATOR, rows, loaders, tmp_path)  # type: ignore[arg-type]
+    assert not (tmp_path / "regions.png").exists()  # that is another process's to write
+    pointing.report(MAIN_PROCESS, rows, loaders, tmp_path)  # type: ignore[arg-type]
+    assert Image.open(tmp_path / "regions.png").width > 900

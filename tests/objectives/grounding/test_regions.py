@@ -1,0 +1,320 @@
+"""Boxes follow their image into the square, and phrases become tokens once."""
+
+import io
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import ExifTags, Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from mm_utils.data import media
+from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingTransform, Transform
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
+from mm_utils.data.images import encode
+from mm_utils.data.media.medium import Window
+from mm_utils.data.scenes import load_scenes
+from mm_utils.objectives.grounding.regions import (
+    MAX_REGIONS,
+    SLACK,
+    RegionReader,
+    boxes_in,
+    visible_regions,
+)
+from tests.kit.media_files import rows_with_moments
+from tests.kit.numbered_rows import CPU, FEATURES, SIZE, WORDS, equal, evaluation_pairs, training_pairs
+
+disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+REGIONS = Features({**FEATURES, "regions": [{"box": [Value("float32")], "phrase": Value("string")}]})
+READERS = (RegionReader(),)
+FIELDS = {"region_boxes", "region_input_ids", "region_attention_mask", "region_keys"}
+
+
+def a_region(x: float, y: float, width: float, height: float, phrase: str = "picture one") -> dict[str, Any]:
+    return {"box": [x, y, width, height], "phrase": phrase}
+
+
+def rows_with(regions: list[Any], images: list[bytes] | None = None) -> Dataset:
+    """A row for each list of regions."""
+    images = images or [encode(Image.new("RGB", (40, 30)), "png")] * len(regions)
+    rows = [
+        {"id": f"{place}", "image": {"bytes": content, "path": None}, "captions": ["picture"], "regions": listed}
+        for place, (listed, content) in enumerate(zip(regions, images, strict=True))
+    ]
+    return Dataset.from_list(rows, features=REGIONS)
+
+
+def tokenized(rows: Dataset, tokenizer: PreTrainedTokenizerFast) -> Dataset:
+    return tokenize_splits(DatasetDict(train=rows), tokenizer, 16, readers=READERS)["train"]
+
+
+# -- geometry -----------------------------------------------------------------------------------------------------------
+
+
+def test_boxes_in_a_window() -> None:
+    boxes = np.array([[0.25, 0.5, 0.25, 0.25], [0, 0.5, 0.5, 0.5], [0.7, 0, 0.2, 1], [0.75, 0.5, 0.25, 0.25]])
+    found, shown = boxes_in(Window(0.25, 0.5, 0.75, 1.0), boxes)
+    assert found.dtype == np.float32
+    assert found[:2].tolist() == [[0, 0, 0.5, 0.5], [0, 0, 0.5, 1]]
+    assert shown.tolist() == [True, True, False, False]
+
+
+shares = st.floats(0, 0.7), st.floats(0, 0.7), st.floats(0.05, 0.3), st.floats(0.05, 0.3)
+
+
+@given(st.tuples(*shares), st.tuples(*shares))
+def test_boxes_agree_with_counted_points(box: tuple[float, ...], cut: tuple[float, ...]) -> None:
+    """Points on a grid in the box show how much of it is in the window, and where."""
+    window = Window(cut[0], cut[1], cut[0] + cut[2], cut[1] + cut[3])
+    [found], [shown] = boxes_in(window, np.array([box]))
+    ticks = [(np.arange(400) + 0.5) / 400 * box[2 + axis] + box[axis] for axis in (0, 1)]
+    inside = [(window[axis] <= tick) & (tick <= window[2 + axis]) for axis, tick in enumerate(ticks)]
+    share = inside[0].mean() * inside[1].mean()
+    if abs(share - 0.5) > 0.01:
+        assert shown == (share > 0.5)
+    if shown:
+        for axis in (0, 1):
+            seen = (ticks[axis][inside[axis]] - window[axis]) / cut[2 + axis]
+            near = 2 * box[2 + axis] / 400 / cut[2 + axis]
+            assert found[[axis, 2 + axis]] == pytest.approx([seen.min(), seen.max()], abs=near + 1e-6)
+
+
+def white_box(kind: str, width: int, height: int, box: tuple[int, int, int, int]) -> bytes:
+    image = Image.new("RGB", (width, height), "black")
+    image.paste("white", (box[0], box[1], box[0] + box[2], box[1] + box[3]))
+    if kind != "rotated":
+        return encode(image, kind)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # stored lying down, to be turned clockwise
+    buffer = io.BytesIO()
+    image.transpose(Image.Transpose.ROTATE_90).save(buffer, "JPEG", quality=95, exif=exif)
+    return buffer.getvalue()
+
+
+def whites(pixels: Tensor) -> list[float]:
+    """Return left, top, right and bottom of the white area, in shares of the square."""
+    size = pixels.shape[-1]
+    light = pixels.float().mean(0) / 255
+    edges = []
+    for along in (1, 0):
+        line = light.amax(along)
+        white = (line > 0.5).nonzero()[:, 0]
+        edges.append((white.min().item() / size, (white.max().item() + 1) / size))
+    return [edges[1][0], edges[0][0], edges[1][1], edges[0][1]]
+
+
+@pytest.mark.parametrize(("width", "height"), [(90, 60), (60, 90), (700, 480)])
+@pytest.mark.parametrize("kind", ["png", "jpeg", "rotated"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        TrainingTransform(media.Image(48, min_crop_area=0.3), READERS),
+        TrainingTransform(media.Image(48), READERS),
+        TrainingTransform(media.Image(48, min_crop_area=0.3, fixed_crop=True), READERS),
+        EvaluationTransform(media.Image(48), READERS),
+    ],
+    ids=["random", "whole", "fixed", "evaluation"],
+)
+def test_boxes_are_where_the_pixels_are(
+    kind: str, width: int, height: int, transform: Transform, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Also if a JPEG is decoded at a reduced scale, or rotated."""
+    rng = random.Random(0)
+    boxes = []
+    for _ in range(12):
+        across, down = (side * rng.uniform(0.2, 0.4) // 1 for side in (width, height))
+        boxes.append((rng.randint(0, int(width - across)), rng.randint(0, int(height - down)), int(across), int(down)))
+    images = [white_box(kind, width, height, box) for box in boxes]
+    rows = tokenized(rows_with([[a_region(*box)] for box in boxes], images), tokenizer)
+    pairs, seen = Pairs(rows, transform), 0
+    for row in range(len(boxes)):
+        example = pairs[(row, 0)]
+        assert len(example["region_boxes"]) == len(example["region_keys"]) == len(example["region_input_ids"]) <= 1
+        for box in example["region_boxes"]:
+            assert box.tolist() == pytest.approx(whites(example["pixel_values"]), abs=1.5 / 48)
+            seen += 1
+    assert seen >= 5
+
+
+# -- examples -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [partial(training_pairs, min_crop_area=0.4), training_pairs, evaluation_pairs])
+def test_regions_change_nothing_else(make: Callable[..., Pairs], tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenize_captions(load_scenes(64, 30, 1)["train"], tokenizer, 16)
+    plain = make(rows)
+    with_regions = make(RegionReader().prepare(rows, "train", tokenizer, 16), readers=READERS)
+    for row in range(30):
+        one, other = plain[(row, 3)], with_regions[(row, 3)]
+        assert set(other) - set(one) == {"region_boxes", "region_input_ids", "region_keys"}
+        assert equal(one, {name: other[name] for name in one})
+
+
+def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast) -> None:
+    listed = [a_region(2 * place, 1, 3, 5, f"picture {word}") for place, word in enumerate(WORDS)]
+    rows = tokenized(rows_with([listed]), tokenizer)
+    pairs, again = (training_pairs(rows, readers=READERS, min_crop_area=0.99, seed=1) for _ in range(2))
+    everything = [caption_key(region["phrase"]) for region in listed]
+    chosen = [pairs[(0, epoch)]["region_keys"] for epoch in range(20)]
+    assert chosen == [again[(0, epoch)]["region_keys"] for epoch in range(20)]
+    assert len(set(map(tuple, chosen))) > 10
+    for keys in chosen:
+        assert len(keys) == len(set(keys)) <= MAX_REGIONS
+        assert keys == [key for key in everything if key in keys]
+    evaluated = evaluation_pairs(rows, readers=READERS)[(0, 0)]
+    assert len(evaluated["region_keys"]) > MAX_REGIONS
+
+
+# -- tokens -------------------------------------------------------------------------------------------------------------
+
+
+def test_phrases_become_tokens_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    listed = [
+        [a_region(1, 2, 3, 4, "picture two"), a_region(5, 6, 7, 8, "Picture  TWO")],
+        [],
+        None,
+        [a_region(0, 0, 1, 1)],
+    ]
+    rows = rows_with(listed).select([3, 0, 2, 1])
+    found = tokenized(rows, tokenizer)
+    assert found["id"] == ["3", "0", "2", "1"]
+    assert list(map(len, found["region_keys"])) == [1, 2, 0, 0]
+    assert found["region_boxes"][1] == [1, 2, 3, 4, 5, 6, 7, 8]
+    phrases = [region["phrase"] for region in listed[0] or []]
+    assert found["region_input_ids"][1] == encode_captions(tokenizer, phrases, 16)
+    assert found["region_keys"][1] == [caption_key("picture two")] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "mm_utils.objectives.grounding.regions.encode_captions", lambda *_: pytest.fail("tokenised again")
+        )
+        assert tokenized(rows, tokenizer)._fingerprint == found._fingerprint
+
+
+@pytest.mark.parametrize(
+    "region", [a_region(1, 2, 0, 4), a_region(1, 2, 3, 4, " "), {"box": [1, 2, 3], "phrase": "x"}]
+)
+def test_an_invalid_region_is_named(region: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"image 1 has the region \{'box'.*phrase'.*Correct it, or let"):
+        tokenized(rows_with([[a_region(1, 1, 1, 1)], [region]]), tokenizer)
+
+
+def test_rows_without_regions_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = rows_with([[], None])
+    with pytest.raises(ValueError, match="no row of the train split has regions"):
+        tokenized(rows, tokenizer)
+    with pytest.raises(ValueError, match="the train split has no column regions; it has id, image"):
+        tokenized(rows.remove_columns(["regions"]), tokenizer)
+
+
+# -- moments ------------------------------------------------------------------------------------------------------------
+
+
+def a_moment(start: float, end: float, phrase: str = "picture one") -> dict[str, Any]:
+    return {"span": [start, end], "phrase": phrase}
+
+
+def test_moments_are_regions_on_the_time_axis(tokenizer: PreTrainedTokenizerFast) -> None:
+    listed = [[a_moment(1.5, 2), a_moment(3, 8 + SLACK / 2, "picture two")], None, []]
+    found = tokenized(rows_with_moments(listed), tokenizer)
+    assert found["region_boxes"][0] == [1.5, 0, 0.5, 1, 3, 0, 5, 1]  # the second ends with the sound
+    assert found["region_input_ids"][0] == encode_captions(tokenizer, ["picture one", "picture two"], 16)
+    assert list(map(len, found["region_keys"])) == [2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("moment", "problem"),
+    [
+        (a_moment(2, 2), "is a span"),
+        (a_moment(-1, 2), "is a span"),
+        (a_moment(1, float("nan")), "is a span"),
+        (a_moment(1, 2, " "), "is a span"),
+        ({"span": [1.0], "phrase": "x"}, "is a span"),
+        (a_moment(1, 8.2), "ends after the medium, which lasts 8 seconds"),
+        (a_moment(8.01, 8.05), "ends after the medium"),
+    ],
+)
+def test_an_invalid_moment_is_named(moment: dict[str, Any], problem: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=rf"s1 has the moment \{{'span'.*phrase'.*{problem}.*Correct it, or let"):
+        tokenized(rows_with_moments([[a_moment(1, 2)], [moment]]), tokenizer)
+
+
+def test_rows_without_moments_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"no row of the train split has moments\. Take moments out"):
+        tokenized(rows_with_moments([[], None]), tokenizer)
+    with pytest.raises(ValueError, match=r"no column moments; it has .* list of span"):
+        tokenized(rows_with_moments([None]).remove_columns(["moments"]), tokenizer)
+
+
+@given(st.floats(0.5, 20), st.floats(0, 1), st.floats(0.02, 1), st.floats(0, 1), st.floats(0.1, 3))
+def test_moments_follow_into_the_window(seconds: float, at: float, share: float, begin: float, length: float) -> None:
+    """Seconds stay seconds, half a moment must be seen, and none reaches beyond the medium's end."""
+    end = at * (1 - share) * seconds + share * seconds
+    box = [at * (1 - share) * seconds, 0, end - at * (1 - share) * seconds, 1]
+    left = begin * max(0.0, 1 - length)  # a window longer than the medium begins with it
+    row = {"region_boxes": box, "region_input_ids": [[1]], "region_keys": [7]}
+    found = visible_regions(row, (seconds, 1.0), Window(left, 0.0, left + length, 1.0))
+    shown = [max(box[0], left * seconds), min(end, (left + length) * seconds)]
+    seen = (shown[1] - shown[0]) / box[2]
+    if abs(seen - 0.5) > 1e-6:
+        assert len(found["region_keys"]) == (seen > 0.5)
+    for start, top, stop, bottom in found["region_boxes"].tolist():
+        assert (top, bottom) == (0, 1)
+        assert [(left + length * edge) * seconds for edge in (start, stop)] == pytest.approx(shown, abs=1e-5)
+        assert (left + length * stop) <= 1 + 1e-6
+
+
+# -- batches ------------------------------------------------------------------------------------------------------------
+
+
+def loaders_with_regions() -> Loaders:
+    arguments = LoaderArguments(16, dataloader_num_workers="0")
+    image = media.Image(SIZE, (0.0,) * 3, (1.0,) * 3, arguments.min_crop_area, arguments.fixed_crop)
+    return Loaders(arguments, CPU, 0, image, READERS)
+
+
+def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenizerFast) -> None:
+    scenes = load_scenes(64, 12, 1)["train"]
+    rows = tokenized(scenes, tokenizer)
+    [batch] = loaders_with_regions().train(rows, GlobalOrder(12, BatchSizes((0,), (12,)), seed=0), 0, 1)
+    longest = batch["region_input_ids"].shape[-1]
+    assert {name: tuple(batch[name].shape) for name in FIELDS} == {
+        "region_boxes": (12, 3, 4), "region_input_ids": (12, 3, longest), "region_attention_mask": (12, 3, longest),
+        "region_keys": (12, 3),
+    }  # fmt: skip
+    for place, row in enumerate(batch["rows"].tolist()):
+        phrases = [region["phrase"] for region in scenes[row]["regions"]]  # crops of 0.8 cut no object in half
+        spans = batch["region_attention_mask"][place].sum(1).tolist()
+        assert [span > 0 for span in spans] == [True] * len(phrases) + [False] * (3 - len(phrases))
+        found = [ids[:span].tolist() for ids, span in zip(batch["region_input_ids"][place], spans, strict=True)]
+        assert found[: len(phrases)] == encode_captions(tokenizer, phrases, 16)
+        keys = batch["region_keys"][place, : len(phrases)]
+        assert keys.tolist() == [caption_key(phrase) for phrase in phrases]
+        areas = (batch["region_boxes"][place, :, 2:] - batch["region_boxes"][place, :, :2]).prod(1)
+        assert [bool(area > 0.02) for area in areas] == [span > 0 for span in spans]
+
+
+def test_batches_without_regions(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = tokenized(rows_with([[a_region(0, 0, 1, 1)], []]), tokenizer)  # the first one lies outside the centre
+    pairs = evaluation_pairs(rows, readers=READERS)
+    for examples, kept in (([pairs[(0, 0)], pairs[(1, 0)]], 2), ([{"skipped": "why"}], 0)):
+        batch = Collator(0, media.Image(SIZE), readers=READERS)(examples)
+        assert {name: tuple(batch[name].shape) for name in FIELDS} == {
+            "region_boxes": (kept, 1, 4), "region_input_ids": (kept, 1, 1), "region_attention_mask": (kept, 1, 1),
+            "region_keys": (kept, 1),
+        }  # fmt: skip
+        assert not batch["region_attention_mask"].any()
+        assert batch["region_boxes"].dtype == torch.float32
+        assert {batch[name].dtype for name in FIELDS - {"region_boxes"}} == {torch.long}
+    assert not FIELDS & set(Collator(0, media.Image(SIZE))([{"skipped": "why"}]))

@@ -1,0 +1,73 @@
+"""A model of a few steps, folders of pictures, and an index of them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from PIL import Image
+
+from mm_utils.data.media.medium import read_by
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.search.listing import folder_listing, list_folder
+from mm_utils.search.updating import Embedder, Outcome, update_index
+from scripts import pretrain
+
+
+def write_photos(folder: Path, numbers: range, seed: int = 0) -> None:
+    """Write pictures that all differ, in two folders."""
+    for number in numbers:
+        place = folder / f"{number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        colour = tuple((37 * number + 101 * seed + 60 * channel) % 256 for channel in range(3))
+        image = Image.new("RGB", (40 + number % 7, 36), colour)
+        image.paste((255 - colour[0], colour[2], 90), (number % 20, 4, number % 20 + 12, 30))
+        image.save(place / f"{number:03d}.png")
+
+
+def make_embedder(model: Path, batch_size: int = 8) -> Embedder:
+    return Embedder(load_model(str(model)).eval(), read_by(load_processor_of(str(model))), batch_size, 0)
+
+
+def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> Outcome:
+    listing = folder_listing(str(photos), *list_folder(str(photos)))
+    return update_index(index, str(model), listing, make_embedder(model, batch_size), Accelerator(cpu=True))
+
+
+@pytest.fixture(scope="session")
+def model(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose head was not found to help."""
+    folder = tmp_path_factory.mktemp("searched") / "run"
+    pretrain.main([*tiny_flags, "--output_dir", str(folder)])
+    return with_weights(folder, folder.parent / "plain", {"match": 0.0})
+
+
+@pytest.fixture(scope="session")
+def reranking_model(model: Path) -> Path:
+    """The same model with a head that counts."""
+    return with_weights(model, model.parent / "reranking", {"match": 3.0, "caption": 0.5})
+
+
+def with_weights(source: Path, folder: Path, weights: dict[str, float]) -> Path:
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("checkpoint-*", "dual_encoder"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rerank_weights": weights}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 30 pictures, which no test changes."""
+    folder = tmp_path_factory.mktemp("photos")
+    write_photos(folder, range(30))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def index(model: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of these pictures."""
+    folder = tmp_path_factory.mktemp("indexed") / "index"
+    update(folder, model, photos)
+    return folder

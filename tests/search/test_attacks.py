@@ -1,0 +1,165 @@
+"""Load and bombs against a served index: it answers afterwards, and its memory does not grow with them.
+
+`python -m pytest tests/search/test_attacks.py -m slow -o log_cli=true -o log_cli_level=INFO` shows the table of docs/search.md.
+"""
+
+import io
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import quote
+
+import psutil
+import pytest
+from PIL import Image
+
+from tests.search.serving import bomb
+
+pytestmark = pytest.mark.slow
+logger = logging.getLogger(__name__)
+ROOT = Path(__file__).parents[3]
+MB = 1 << 20
+
+
+class Process:
+    """`search.py --serve` on a free port, and the memory that it takes."""
+
+    def __init__(self, index: Path):
+        command = [sys.executable, "scripts/search.py", "--index_dir", str(index), "--serve", "--port", "0"]
+        self.running = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
+        )
+        assert self.running.stderr is not None
+        said = next(line for line in self.running.stderr if "http://" in line)
+        self.url = re.search(r"http://\S+:\d+", said)[0]  # type: ignore[index]
+        self.port = int(self.url.rpartition(":")[2])
+
+    @property
+    def megabytes(self) -> int:
+        return psutil.Process(self.running.pid).memory_info().rss // MB
+
+    def ask(self, path: str, body: bytes | None = None) -> int | str:
+        """Return the status of the answer, or the name of the error."""
+        try:
+            with urllib.request.urlopen(self.url + path, body, timeout=300) as answer:
+                json.load(answer)
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError as error:
+            return type(error.reason if isinstance(error, urllib.error.URLError) else error).__name__
+
+    def under(self, name: str, attack: Callable[[], Counter]) -> Counter:
+        """Run an attack, with the most memory during it; the server answers afterwards."""
+        before, most, begun = self.megabytes, 0, time.perf_counter()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(attack)
+            while not running.done():
+                most = max(most, self.megabytes)
+                time.sleep(0.02)
+        outcome = running.result()
+        assert self.ask("/search?q=afterwards") == 200
+        seconds = time.perf_counter() - begun
+        outcomes = ", ".join(f"{count:,} x {status}" for status, count in outcome.most_common())
+        logger.info("| %s | %s | %.1f s | %d | %d | %d |", name, outcomes, seconds, before, most, self.megabytes)
+        self.growth, self.peak = self.megabytes - before, most - before
+        return outcome
+
+
+@pytest.fixture(scope="module")
+def process(index: Path) -> Iterator[Process]:
+    process = Process(index)
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(buffer, "PNG")
+    for _ in range(3):  # what is loaded at the first use
+        assert process.ask("/search", buffer.getvalue()) == 200
+        assert process.ask("/search?q=warm") == 200
+    yield process
+    process.running.terminate()
+    process.running.wait(20)
+
+
+def at_once(ask: Callable[[int], int | str], count: int, threads: int) -> Counter:
+    with ThreadPoolExecutor(threads) as pool:
+        return Counter(pool.map(ask, range(count)))
+
+
+def test_a_thousand_parallel_queries(process: Process) -> None:
+    """All are answered: they wait for their turn."""
+    ask = lambda number: process.ask(f"/search?k=100&q={quote(f'a red circle, number {number}')}")  # noqa: E731
+    assert process.under("1,000 queries at once", lambda: at_once(ask, 1000, 1000)) == {200: 1000}
+    again = process.under("again", lambda: at_once(ask, 1000, 1000))
+    assert again == {200: 1000}
+    assert process.growth < 50
+
+
+def upload(process: Process, chunked: bool) -> str:
+    """Send 100 MB of no image; return the status line, or what became of the connection."""
+    with socket.create_connection(("127.0.0.1", process.port), timeout=120) as connection:
+        length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {100 * MB}"
+        try:
+            connection.sendall(f"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\n{length}\r\n\r\n".encode())
+            for _ in range(100):
+                connection.sendall((b"100000\r\n" if chunked else b"") + bytes(MB) + (b"\r\n" if chunked else b""))
+        except OSError:
+            pass
+        try:
+            return connection.recv(100).split(b" ")[1].decode()
+        except OSError:
+            return "closed"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_uploads_of_100_mb(process: Process, chunked: bool) -> None:
+    name = f"8 uploads of 100 MB at once{', of unknown length' if chunked else ''}"
+    outcome = process.under(name, lambda: at_once(lambda _: upload(process, chunked), 8, 8))
+    assert set(outcome) <= {"413", "closed"}
+    assert process.peak < 250
+    assert process.growth < 100
+
+
+def test_many_uploads_of_the_most_that_is_taken(process: Process) -> None:
+    ask = lambda _: process.ask("/search", bytes(20 * MB))  # noqa: E731
+    assert process.under("50 uploads of 20 MB at once", lambda: at_once(ask, 50, 50)) == {400: 50}
+    assert process.peak < 400
+    assert process.growth < 150
+
+
+def test_bombs(process: Process) -> None:
+    """White PNGs: of the most pixels that are decoded, in 120 kB, and of 90 times more."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (6300, 6300), "white").save(buffer, "PNG")
+    large = buffer.getvalue()
+    ask = lambda _: process.ask("/search", large)  # noqa: E731
+    assert process.under("10 PNGs of 39.7 million pixels at once", lambda: at_once(ask, 10, 10)) == {200: 10}
+    assert process.peak < 400
+    ask = lambda _: process.ask("/search", bomb(60_000))  # noqa: E731
+    assert process.under("100 PNGs of 3.6 billion pixels at once", lambda: at_once(ask, 100, 50)) == {400: 100}
+    assert process.growth < 100
+
+
+def test_connections_that_say_nothing(process: Process) -> None:
+    """They do not keep others out."""
+
+    def hold() -> Counter:
+        held = [socket.create_connection(("127.0.0.1", process.port), timeout=60) for _ in range(500)]
+        for each in held:
+            each.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+        found = Counter([process.ask("/search?q=meanwhile")])
+        for each in held:
+            each.close()
+        return found
+
+    assert process.under("a query beside 500 half requests", hold) == {200: 1}
+    assert process.growth < 100

@@ -1,0 +1,310 @@
+"""Indexes of sounds and clips: found by text and by file, shown, played, kept up to date; with models of fresh weights."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media import sound_files
+from mm_utils.data.media.riff import read_avi, read_wav
+from mm_utils.model.build import load_model
+from mm_utils.reports.pictures import picture
+from mm_utils.search.listing import (
+    Listing,
+    folder_listing,
+    list_folder,
+    pair_listing,
+    shard_listing,
+    stock_file,
+)
+from mm_utils.search.searcher import Searcher
+from mm_utils.search.updating import update_index
+from scripts import embed
+from tests.kit.media_files import clip, damaged, media_rows, tone
+from tests.kit.models import save_model
+from tests.kit.reading import write_tar
+from tests.search.conftest import make_embedder
+from tests.search.serving import Served, served
+
+PITCHES = (200, 400, 800, 1600, 3200)
+TURNS = [("red", "lime"), ("lime", "red"), ("blue", "white"), ("white", "blue")]
+CONTENTS = {"sound": [tone(pitch, 0) for pitch in PITCHES], "clip": [clip([a, a, b, b]) for a, b in TURNS]}
+
+
+def update(folder: Path, model: Path, listing: Listing) -> Any:
+    return update_index(folder, str(model), listing, make_embedder(model, 4), Accelerator(cpu=True))
+
+
+@pytest.fixture(scope="module", params=["sound", "clip"])
+def indexed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """The kind, a model of it, and an index of rows as prepared sets have them."""
+    medium, folder = request.param, tmp_path_factory.mktemp(request.param)
+    model = save_model(folder / "model", medium)
+    update(folder / "index", model, pair_listing({"train": media_rows(medium, CONTENTS[medium])}))
+    return medium, model, folder / "index"
+
+
+@pytest.fixture(scope="module")
+def searcher(indexed: tuple[str, Path, Path]) -> Searcher:
+    return Searcher(indexed[2], device="cpu")
+
+
+def test_an_index_says_its_medium_and_keeps_what_it_shows(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:
+    medium, _, index = indexed
+    assert json.loads((index / "index.json").read_text())["medium"] == searcher.info.medium == medium
+    rows = datasets.load_from_disk(str(index))
+    assert rows["content"] == CONTENTS[medium]
+    for row, content in enumerate(CONTENTS[medium]):
+        with Image.open(io.BytesIO(searcher.thumbnail(row))) as thumbnail:
+            assert thumbnail.size == picture({"bytes": content}, medium).size
+        assert searcher.content(row) == content
+
+
+def test_scores_are_those_of_the_model(indexed: tuple[str, Path, Path], searcher: Searcher) -> None:
+    medium, folder, _ = indexed
+    model = load_model(str(folder)).eval()
+    reads = make_embedder(folder).medium
+    examples = [reads.read({"bytes": content, "path": None}, None)[0] for content in CONTENTS[medium]]
+    ids = searcher._tokenizer(["a low tone"], return_tensors="pt")
+    with torch.no_grad():
+        embeds, keys_values = model.encode_image(reads.features(torch.stack(examples)))
+        text, states = model.encode_text(ids["input_ids"], ids["attention_mask"])
+        count = len(examples)
+        many = (
+            states.expand(count, -1, -1),
+            *(ids[name].expand(count, -1) for name in ("attention_mask", "input_ids")),
+        )
+        head = model.head_scores(keys_values, *many)
+    cosine = (embeds @ text[0]).tolist()
+    scale = model.logit_scale.exp().item()
+    for hit in searcher.search_text("a low tone", 5):
+        assert hit.score == pytest.approx(cosine[hit.row], abs=2e-3)
+        assert hit.reranked == pytest.approx(cosine[hit.row] + head[hit.row].item() / scale, abs=4e-3)
+
+
+def test_similar_and_a_file_that_is_searched_for(
+    indexed: tuple[str, Path, Path], searcher: Searcher, tmp_path: Path
+) -> None:
+    medium, *_ = indexed
+    assert 2 not in [hit.row for hit in searcher.similar(2)]
+    if medium == "clip":
+        with pytest.raises(UnreadableImageError, match="found by texts"):
+            searcher.search_file(CONTENTS["clip"][0])
+        return
+    (tmp_path / "query.wav").write_bytes(CONTENTS["sound"][3])
+    for file in (CONTENTS["sound"][3], str(tmp_path / "query.wav")):
+        best = searcher.search_file(file, 1)[0]
+        assert (best.row, best.score) == (3, pytest.approx(1, abs=2e-3))
+    for wrong in (b"OggS" + bytes(99), CONTENTS["sound"][3][:99], b"", tone(0)):
+        with pytest.raises(UnreadableImageError):
+            searcher.search_file(wrong)
+    with pytest.raises(UnreadableImageError, match=r"nowhere.wav"):
+        searcher.search_file(str(tmp_path / "nowhere.wav"))
+
+
+def test_no_codec_opens_a_file_that_is_searched_for(
+    indexed: tuple[str, Path, Path], searcher: Searcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A WAV file may hold MP3 and much else."""
+    if indexed[0] == "clip":
+        pytest.skip("clips are not searched for by files")
+    monkeypatch.setattr(sound_files, "open_container", lambda content: pytest.fail("FFmpeg has a stranger's file"))
+    compressed = bytearray(CONTENTS["sound"][0])
+    compressed[20:22] = (0x55).to_bytes(2, "little")
+    with pytest.raises(UnreadableImageError, match="not a WAV file of plain samples"):
+        searcher.search_file(bytes(compressed))
+
+
+def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    medium = indexed[0]
+    running = served(searcher)
+    site: Served = next(running)
+    page = site.ask("/")
+    assert f'data-medium="{medium}"' in page.body.decode()
+    assert ("media-src 'self'" in page.headers["content-security-policy"]) == (medium == "sound")
+    found = site.ask("/content/1")
+    if medium == "sound":
+        assert (found.headers["content-type"], found.body) == ("audio/wav", CONTENTS["sound"][1])
+        assert site.ask("/search?k=3", "POST", CONTENTS["sound"][2]).hits[0]["row"] == 2
+    else:
+        assert found.headers["content-type"] == "image/webp"
+        with Image.open(io.BytesIO(found.body)) as moving:
+            assert moving.n_frames > 1
+        with monkeypatch.context() as patch:
+            patch.setattr(searcher, "content", lambda row: damaged(CONTENTS["clip"][1], 4))
+            assert (site.ask("/content/1").status, "none of its frames" in site.ask("/content/1").json["error"]) == (
+                404,
+                True,
+            )
+    assert site.ask("/content/99").status == 404
+    assert site.ask("/content/1", sec_fetch_site="cross-site").status == 403
+    wrong = site.ask("/search", "POST", b"<script>")
+    assert (wrong.status, f"The {medium} cannot be read" in wrong.json["error"]) == (400, True)
+    assert next(running, None) is None
+
+
+def moving(*colours: str) -> bytes:
+    """A GIF, four frames a second, which no codec is needed for."""
+    buffer = io.BytesIO()
+    frames = [Image.new("RGB", (32, 24), colour) for colour in colours]
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=250)
+    return buffer.getvalue()
+
+
+FILES = {
+    "sound": ("wav", [tone(pitch, rate=8000) for pitch in PITCHES], tone(5000)),
+    "clip": ("gif", [moving(*turn) for turn in [*TURNS, ("black", "red")]], moving("lime", "white")),
+}
+
+
+def test_a_folder_follows_its_files(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+    """Sounds, and videos as moving pictures."""
+    medium, model, _ = indexed
+    suffix, contents, other = FILES[medium]
+    folder, index = tmp_path / "media", tmp_path / "index"
+    folder.mkdir()
+    for number, content in enumerate(contents):
+        (folder / f"{number}.{suffix}").write_bytes(content)
+    (folder / "picture.png").touch()
+    (folder / f"broken.{suffix}").write_bytes(b"RIFF")
+
+    def run() -> Any:
+        return update(index, model, folder_listing(str(folder), *list_folder(str(folder), medium=medium), medium))
+
+    assert (run().embedded, run().kept) == (5, 5)
+    (folder / f"0.{suffix}").write_bytes(other)
+    assert run().embedded == 1
+    searcher = Searcher(index, device="cpu")
+    assert datasets.load_from_disk(str(index))["id"] == [f"{at}.{suffix}" for at in range(5)]
+    if medium == "sound":
+        samples, rate = read_wav(searcher.content(1))
+        assert (rate, len(samples)) == (16000, 8000)
+        assert searcher.search_file(str(folder / "0.wav"), 1)[0].id == "0.wav"
+    else:
+        frames, rate = read_avi(searcher.content(1))
+        assert (rate, len(frames)) == (4.0, 2)  # each shown for a quarter of a second, as prepared sets keep them
+        with Image.open(io.BytesIO(bytes(frames[0]))) as first:
+            assert first.getpixel((16, 12)) == pytest.approx((0, 255, 0), abs=8)  # lime, then red
+    skipped = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["reason"][:7]) for line in skipped] == [(f"broken.{suffix}", "medium_")]
+
+
+@pytest.mark.slow
+def test_videos_of_a_folder_take_a_codec(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from tests.kit.made_media import steady, video
+
+    (tmp_path / "media").mkdir()
+    files = {"a.mp4": video(steady(10, 1), form="mp4"), "b.mkv": video(steady(10, 2), [(1, 2)]), "c.avi": clip()}
+    for name, content in files.items():
+        (tmp_path / "media" / name).write_bytes(content)
+    found = list_folder(str(tmp_path / "media"), medium="clip")
+    model = save_model(tmp_path / "model", "clip")
+    assert update(tmp_path / "index", model, folder_listing(str(tmp_path / "media"), *found, "clip")).embedded == 3
+    searcher = Searcher(tmp_path / "index", device="cpu")
+    assert [len(read_avi(searcher.content(row))[0]) for row in range(3)] == [8, 16, 8]
+
+
+def test_shards_are_read_as_folders_are(indexed: tuple[str, Path, Path], tmp_path: Path, own_cache: Path) -> None:
+    medium, model, _ = indexed
+    suffix, contents, _ = FILES[medium]
+    members = [(f"{at}.{suffix}", content) for at, content in enumerate(contents)]
+    members.insert(2, ("1.txt", b"a tone\nor a turn"))
+    path = write_tar(tmp_path / "s.tar", [*members, (f"8.{suffix}", b"x"), ("9.txt", b"alone")])
+    listing = shard_listing(path, medium)
+    assert listing.ids == ["s/0", "s/1", "s/2", "s/3", "s/4", "s/8"]
+    assert listing.rows["captions"][:2] == [[], ["a tone or a turn"]]
+    assert [line["detail"][-9 - len(medium) :] for line in listing.skipped] == [f"9 has no {medium}"]
+    done = update(tmp_path / "index", model, listing)
+    assert (done.embedded, done.skipped) == (5, 2)
+    searcher = Searcher(tmp_path / "index", device="cpu")
+    timed = make_embedder(model).medium
+    assert [searcher.content(row) for row in range(5)] == [stock_file(content, timed) for content in contents]
+
+
+def test_a_file_as_large_as_preparing_takes_is_embedded(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+    """A minute of a telephone's video has more than the 64 MiB of an image."""
+    medium, model, _ = indexed
+    if medium == "clip":
+        pytest.skip("the files of clips are read as those of sounds")
+    content, note = CONTENTS["sound"][0], 65 << 20
+    with open(tmp_path / "large.wav", "wb") as file:
+        file.write(b"RIFF" + (len(content) + note).to_bytes(4, "little") + b"WAVEjunk" + note.to_bytes(4, "little"))
+        file.seek(note, io.SEEK_CUR)
+        file.write(content[12:])
+    listing = folder_listing(str(tmp_path), *list_folder(str(tmp_path), medium="sound"), "sound")
+    index = tmp_path / "index"
+    assert update(index, model, listing).embedded == 1
+    os.utime(tmp_path / "large.wav")
+    assert update(index, model, listing).kept == 1
+
+
+# -- clips among images ------------------------------------------------------------------------------------------------
+
+
+def test_a_clip_among_images_is_the_mean_of_its_moments(model: Path, tmp_path: Path) -> None:
+    """With a model of images: found by text, by image and by what is similar; shown by its middle; kept by an update."""
+    (tmp_path / "library").mkdir()
+    colours = ["red", "red", "lime", "lime", "blue", "blue", "white", "white"]
+    (tmp_path / "library/one.mp4").write_bytes(clip(colours, (64, 48)))  # AVI inside: files are read by content
+    (tmp_path / "library/two.AVI").write_bytes(clip(["red"] * 300, (64, 48)))  # 75 s
+    (tmp_path / "library/bad.mov").write_bytes(b"no video")
+    for colour in colours[::2]:
+        Image.new("RGB", (64, 48), colour).save(tmp_path / f"library/{colour}.png")
+    flags = ["--model_name_or_path", str(model), "--images", str(tmp_path / "library")]
+    embed.main([*flags, "--index_dir", str(tmp_path / "images")])
+    done = embed.main([*flags, "--index_dir", str(tmp_path / "all"), "--with_clips"])
+    assert (done["images"], done["skipped"]) == (6, 1)
+    images, both = (datasets.load_from_disk(str(tmp_path / name)).with_format("torch") for name in ("images", "all"))
+    rows = dict(zip(both["id"][:], both["embedding"][:].float(), strict=True))
+    plain = dict(zip(images["id"][:], images["embedding"][:].float(), strict=True))
+    assert rows.keys() - plain.keys() == {"one.mp4", "two.AVI"}
+    assert all(torch.equal(rows[name], value) for name, value in plain.items())
+    mean = torch.nn.functional.normalize(sum(plain.values()), dim=0)
+    torch.testing.assert_close(rows["one.mp4"], mean, rtol=0, atol=0.02)  # frames are stored as JPEG
+    torch.testing.assert_close(rows["two.AVI"], plain["red.png"], rtol=0, atol=0.02)
+    again = embed.main([*flags, "--index_dir", str(tmp_path / "all"), "--with_clips"])
+    assert (again["embedded"], again["kept"]) == (0, 6)
+    searcher = Searcher(tmp_path / "all", device="cpu")
+    assert "two.AVI" in [hit.id for hit in searcher.search_image(Image.new("RGB", (64, 48), "red"), 2)]
+    shown = Image.open(io.BytesIO(searcher.large(both["id"][:].index("one.mp4")))).convert("RGB")
+    assert shown.getpixel((32, 24))[2] > 200 > 60 > shown.getpixel((32, 24))[1]  # blue
+
+
+def test_the_head_reads_the_middle_of_a_clip_among_images(reranking_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/one.avi").write_bytes(clip(["red"] * 4 + ["blue"] * 4, (64, 48)))
+    Image.new("RGB", (64, 48), "blue").save(tmp_path / "library/blue.png")
+    flags = ["--model_name_or_path", str(reranking_model), "--images", str(tmp_path / "library"), "--with_clips"]
+    scores = []
+    for more in ([], ["--keep_fusion_states"]):
+        embed.main([*flags, "--index_dir", str(tmp_path / f"index{len(more)}"), *more])
+        hits = Searcher(tmp_path / f"index{len(more)}", device="cpu").search_text("a blue circle", 2)
+        scores.append({hit.id: hit.reranked for hit in hits})
+    assert scores[0] == pytest.approx(scores[1], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--images", "x.tar"], "--images does not name a folder"),
+        (["--dataset_name", "x"], "--images does not name a folder"),
+    ],
+)
+def test_clips_among_images_need_a_folder(more: list[str], reason: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--with_clips is True; {reason}"):
+        embed.main(["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "i"), "--with_clips", *more])
+
+
+def test_a_model_of_clips_needs_no_flag_for_them(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
+    medium, model, _ = indexed
+    with pytest.raises(ValueError, match=f"--with_clips is True; the model embeds {medium}s"):
+        embed.main(["--model_name_or_path", str(model), "--index_dir", str(tmp_path), "--images", "x", "--with_clips"])

@@ -1,0 +1,265 @@
+"""Answers equal a plain product over all images; the fusion head reorders only where training found that it helps."""
+
+import io
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.images import open_image
+from mm_utils.data.media.medium import image_geometry
+from mm_utils.distributed import RunError
+from mm_utils.model.build import load_model
+from mm_utils.model.processor import load_processor_of
+from mm_utils.model.reading import center_square
+from mm_utils.search import first_pass
+from mm_utils.search.searcher import Searcher
+from scripts import embed, eval_retrieval, search
+from tests.kit.launches import ROOT
+from tests.kit.stock_folders import KINDS, write_stock
+from tests.search.conftest import update, write_photos
+
+QUERY = "a red circle, number 1"
+
+
+@pytest.fixture(scope="module")
+def searcher(index: Path) -> Searcher:
+    return Searcher(index, device="cpu")
+
+
+def plain(model: Path, photos: Path, query: str = QUERY) -> tuple[dict[str, float], dict[str, float]]:
+    """Return by id the cosine of every picture with the query, and its score after re-ranking."""
+    loaded, processor = load_model(str(model)).eval(), load_processor_of(str(model))
+    side, mean, std = image_geometry(processor)
+    names = sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
+    squares = [center_square(Image.open(photos / name).convert("RGB"), side) / 255 for name in names]
+    pixels = (torch.stack(squares) - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    ids, mask = pad_captions(encode_captions(processor.tokenizer, [query], 64), 0)
+    with torch.no_grad():
+        images, keys_values = loaded.encode_image(pixels)
+        text, states = loaded.encode_text(ids, mask)
+        cosine = (images @ text[0]).tolist()
+        count = len(names)
+        added = loaded.head_scores(
+            keys_values, states.expand(count, -1, -1), mask.expand(count, -1), ids.expand(count, -1)
+        )
+    scale = loaded.logit_scale.exp().item()
+    combined = [one + more / scale for one, more in zip(cosine, added.tolist(), strict=True)]
+    return dict(zip(names, cosine, strict=True)), dict(zip(names, combined, strict=True))
+
+
+def test_text_is_scored_as_by_the_model(searcher: Searcher, model: Path, photos: Path) -> None:
+    cosine, _ = plain(model, photos)
+    hits = searcher.search_text(QUERY, 30)
+    assert {hit.id: hit.score for hit in hits} == pytest.approx(cosine, abs=2e-3)
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    assert [hit.rank for hit in hits] == list(range(1, 31))
+    assert all(hit.reranked is None for hit in hits)
+    assert not searcher.reranks
+    assert searcher.search_text(QUERY, 7) == hits[:7]
+
+
+def test_the_floor_is_what_half_of_random_texts_find(searcher: Searcher) -> None:
+    draw, size = torch.Generator().manual_seed(0), len(searcher._tokenizer)
+    texts = [
+        searcher._tokenizer.decode(ids, skip_special_tokens=True)
+        for ids in torch.randint(size, (100, 4), generator=draw).tolist()
+    ]
+    best = [searcher.search_text(text, 1)[0].score for text in texts]
+    assert searcher.floor == pytest.approx(statistics.median(best), abs=1e-5)
+
+
+def test_blocks_change_nothing(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = searcher.search_text(QUERY, 30)
+    monkeypatch.setattr(first_pass, "BLOCK", 7 * searcher.info.width)
+    blocks = searcher.search_text(QUERY, 30)
+    assert {hit.id: hit.score for hit in blocks} == pytest.approx({hit.id: hit.score for hit in whole}, abs=1e-6)
+
+
+def test_queries_that_wait_are_answered_together(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [
+        f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square", "triangle")
+    ]
+    alone, find, batches = [searcher.search_text(text, 5) for text in texts], searcher._find, []
+
+    def slow(query_QE: torch.Tensor, count: int) -> list:
+        batches.append(len(query_QE))
+        time.sleep(0.3)
+        return find(query_QE, count)
+
+    def refuse(query_QE: torch.Tensor, count: int) -> list:
+        time.sleep(0.1)
+        raise MemoryError(count)
+
+    monkeypatch.setattr(searcher, "_find", slow)
+    with ThreadPoolExecutor(len(texts)) as pool:
+        found = list(pool.map(lambda text: searcher.search_text(text, 5), texts))
+        monkeypatch.setattr(searcher, "_find", refuse)
+        failed = [pool.submit(searcher.search_text, text, 5) for text in texts]
+        assert all(isinstance(each.exception(60), MemoryError) for each in failed)
+    for hits, expected in zip(found, alone, strict=True):
+        assert {hit.row: hit.score for hit in hits} == pytest.approx(
+            {hit.row: hit.score for hit in expected}, abs=1e-5
+        )
+    assert sum(batches) == len(texts)
+    assert len(batches) < len(texts) / 2
+
+
+def test_an_image_finds_itself_first(searcher: Searcher, photos: Path) -> None:
+    for row in (0, 13, 29):
+        own = searcher.search_text(QUERY, 30)[0]
+        hits = searcher.search_image(open_image({"bytes": None, "path": own.path}), 3)
+        assert (hits[0].row, hits[0].score) == (own.row, pytest.approx(1, abs=1e-3))
+        near = searcher.similar(row, 29)
+        assert row not in [hit.row for hit in near]
+        assert len(near) == 29
+    with pytest.raises(IndexError, match="no row 30"):
+        searcher.similar(30)
+    with pytest.raises(IndexError):
+        searcher.thumbnail(-1)
+
+
+@pytest.fixture
+def reranking(reranking_model: Path, photos: Path, index: Path) -> Searcher:
+    return Searcher(index, str(reranking_model), rerank_top_k=8, device="cpu")
+
+
+def test_the_head_reorders_the_first_hits(reranking: Searcher, reranking_model: Path, photos: Path) -> None:
+    _, combined = plain(reranking_model, photos)
+    before, hits = reranking.search_text(QUERY, 30, rerank=False), reranking.search_text(QUERY, 30)
+    assert reranking.reranks
+    assert {hit.id for hit in hits[:8]} == {hit.id for hit in before[:8]}
+    assert [hit.id for hit in hits[8:]] == [hit.id for hit in before[8:]]
+    assert [hit.id for hit in hits[:8]] == sorted((hit.id for hit in before[:8]), key=lambda name: -combined[name])
+    assert [hit.reranked for hit in hits[:8]] == pytest.approx([combined[hit.id] for hit in hits[:8]], abs=4e-3)
+    assert [hit.id for hit in hits] != [hit.id for hit in before]
+    assert reranking.search_text(QUERY, 3) == hits[:3]
+
+
+def test_a_file_that_is_gone_is_reranked_by_its_thumbnail(reranking_model: Path, tmp_path: Path) -> None:
+    write_photos(tmp_path / "photos", range(6))
+    update(tmp_path / "index", reranking_model, tmp_path / "photos")
+    found = Searcher(tmp_path / "index", device="cpu")
+    before = {hit.id: hit.reranked for hit in found.search_text(QUERY)}
+    (tmp_path / "photos/0/000.png").unlink()
+    os.replace(tmp_path / "photos/1/001.png", tmp_path / "photos/0/002.png")  # another picture in its place
+    after = {hit.id: hit.reranked for hit in found.search_text(QUERY)}
+    assert after == pytest.approx(before, abs=0.5)
+    assert after["0/000.png"] != before["0/000.png"]
+    assert after["0/004.png"] == before["0/004.png"]
+
+
+def test_recall_is_that_of_the_evaluation(model: Path, corpus: Path, own_cache: Path, tmp_path: Path) -> None:
+    data = ["--model_name_or_path", str(model), "--train_file", str(corpus), "--dataloader_num_workers", "0"]
+    expected = eval_retrieval.main([*data, "--rerank_top_k", "0"])
+    embed.main([*data, "--index_dir", str(tmp_path / "index"), "--split", "validation"])
+    found = Searcher(tmp_path / "index", device="cpu")
+    queries = [(row["id"], caption) for row in found._rows for caption in row["captions"]]
+    ranks = np.array(
+        [next(hit.rank for hit in found.search_text(text, 99) if hit.id == name) for name, text in queries]
+    )
+    for k in (1, 5):
+        # the tiny model's scores are close; rounding to float16 may swap one pair
+        assert (ranks <= k).mean() == pytest.approx(expected[f"text_to_image_recall@{k}"], abs=1.5 / len(ranks))
+
+
+def test_a_model_that_has_changed_is_refused(index: Path, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "changed")
+    changed = load_model(str(tmp_path / "changed"))
+    changed.visual_projection.weight.data.add_(0.1)
+    changed.save_pretrained(tmp_path / "changed")
+    with pytest.raises(RunError, match="made with other weights"):
+        Searcher(index, str(tmp_path / "changed"), device="cpu")
+
+
+def test_indexes_that_cannot_be_read(tmp_path: Path, index: Path) -> None:
+    with pytest.raises(ValueError, match="there is no index"):
+        Searcher(tmp_path / "none")
+    (tmp_path / "new").mkdir()
+    shutil.copy(index / "index.json", tmp_path / "new/index.json")
+    with pytest.raises(ValueError, match="not all embedded"):
+        Searcher(tmp_path / "new")
+    (tmp_path / "new/index.json").write_text('{"format": "tandem-index", "version": 9}')
+    with pytest.raises(ValueError, match="is not an index of this version"):
+        Searcher(tmp_path / "new")
+
+
+# -- the script ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_prints_a_table_and_json(index: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search.main(["--index_dir", str(index), QUERY, "--top_k", "3"])
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["rank", "score", "image"]
+    assert [line.split()[0] for line in table[1:]] == ["1", "2", "3"]
+    search.main(["--index_dir", str(index), "--query", QUERY, "--top_k", "3", "--json"])
+    hits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [hit["path"] for hit in hits] == [line.split()[2] for line in table[1:]]
+    search.main(["--index_dir", str(index), "--image", str(photos / "0/004.png"), "--json"])
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["id"] == "0/004.png"
+
+
+@pytest.mark.slow
+def test_a_search_loads_few_modules(index: Path) -> None:
+    """A query needs the index, the model and its processor: not the loaders, rows and trackers of a training run."""
+    code = f"""import sys
+from scripts import search
+search.main(["--index_dir", {str(index)!r}, {QUERY!r}])
+print(*(name for name in sys.modules if name.startswith("mm_utils")))"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert len(loaded) <= 40, loaded
+
+
+def test_words_without_quotes_are_one_text(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search.main(["--index_dir", str(index), *QUERY.split()])
+    apart = capsys.readouterr().out
+    search.main(["--index_dir", str(index), QUERY])
+    assert capsys.readouterr().out == apart
+
+
+@pytest.mark.parametrize("text", [["a dog", "a cat"], "\udcff", b"a dog", None])
+def test_one_text_is_searched_for(text: Any, searcher: Searcher) -> None:
+    with pytest.raises(ValueError, match="a text is a string of UTF-8"):
+        searcher.search_text(text)
+
+
+def test_names_are_printed_where_letters_are_missing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_photos(tmp_path / "photos", range(1))
+    (tmp_path / "photos/0/000.png").rename(tmp_path / "photos/ö.png")
+    update(tmp_path / "index", model, tmp_path / "photos")
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
+    search.main(["--index_dir", str(tmp_path / "index"), "x"])
+    sys.stdout.flush()
+    assert b"photos/\\xf6.png" in printed.getvalue()
+
+
+@pytest.mark.parametrize("more", [[], ["a dog", "--image", "x.png"]])
+def test_one_query_is_asked_for(index: Path, more: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"There are [02] of a text"):
+        search.main(["--index_dir", str(index), *more])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stock_model_searches_as_it_came(kind: str, photos: Path, tmp_path: Path) -> None:
+    start = Path(write_stock(tmp_path / "start", kind))
+    update(tmp_path / "index", start, photos)
+    found = Searcher(tmp_path / "index", device="cpu")
+    assert not found.reranks
+    own = found.search_text("a " * 200, 1)[0]
+    assert found.search_image(open_image({"bytes": None, "path": own.path}), 1)[0].score == pytest.approx(1, abs=2e-3)

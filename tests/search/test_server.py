@@ -1,0 +1,435 @@
+"""The page and the API answer their user, and nobody else: names, origins, paths, sizes and texts that an attacker would send."""
+
+import builtins
+import importlib
+import io
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+import uvicorn
+from accelerate import Accelerator
+from PIL import Image
+
+from mm_utils.distributed import RunError
+from mm_utils.search import server
+from mm_utils.search.listing import Listing, folder_listing, list_folder
+from mm_utils.search.searcher import Searcher
+from mm_utils.search.updating import update_index
+from scripts import search
+from tests.search.conftest import make_embedder, update, write_photos
+from tests.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, bomb, served
+
+
+@pytest.fixture(scope="module")
+def searcher(reranking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Searcher:
+    """An index of 40 pictures, whose captions, and one of whose names, would run a script on a careless page."""
+    folder = tmp_path_factory.mktemp("served")
+    write_photos(folder / "photos", range(39))
+    (folder / "photos/0/000.png").rename(folder / "photos" / EVIL_NAME)
+    write_photos(folder / "photos", range(1))
+    listing = folder_listing(str(folder / "photos"), *list_folder(str(folder / "photos")))
+    rows = {"image": listing.rows["image"][:], "captions": [[EVIL_CAPTION]] * len(listing.ids)}
+    listing = Listing(listing.ids, datasets.Dataset.from_dict(rows, listing.rows.features))
+    update_index(
+        folder / "index", str(reranking_model), listing, make_embedder(reranking_model), Accelerator(cpu=True)
+    )
+    return Searcher(folder / "index", device="cpu", rerank_top_k=8)
+
+
+@pytest.fixture(scope="module")
+def page(searcher: Searcher) -> Iterator[Served]:
+    yield from served(searcher)
+
+
+@pytest.fixture(scope="module")
+def guarded(searcher: Searcher) -> Iterator[Served]:
+    yield from served(searcher, TOKEN)
+
+
+# -- answers ------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_an_answer_join_to_the_whole(page: Served) -> None:
+    expected = [hit.row for hit in page.searcher.search_text("a red circle", 40)]
+    first, second = page.ask("/search?q=a+red+circle&k=25"), page.ask("/search?q=a+red+circle&k=25&offset=25")
+    assert [hit["row"] for hit in first.hits + second.hits] == expected
+    assert (first.json["total"], first.json["more"], second.json["more"]) == (40, True, False)
+    assert first.json["reranks"]
+    plain = page.ask("/search?q=a+red+circle&k=40&rerank=0").hits
+    assert [hit["row"] for hit in plain] == [
+        hit.row for hit in page.searcher.search_text("a red circle", 40, rerank=False)
+    ]
+    assert all(hit["reranked"] is None for hit in plain)
+
+
+def test_a_page_asks_for_what_it_shows(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    find, counts = page.searcher._find, []
+    monkeypatch.setattr(page.searcher, "_find", lambda query, count: counts.append(count) or find(query, count))
+    for address in ("/search?q=a+blue+square", "/similar/3?k=24", "/search?q=a+blue+square&k=24&offset=24"):
+        page.ask(address)
+    assert counts == [32, 33, 64]
+
+
+def test_an_image_and_its_neighbours(page: Served) -> None:
+    own = page.searcher.search_text("x", 1)[0]
+    content = Path(own.path).read_bytes()
+    found = page.ask("/search?k=3", "POST", content, origin=f"http://127.0.0.1:{page.port}")
+    assert found.hits[0]["row"] == own.row
+    near = page.ask(f"/similar/{own.row}?k=3&id={own.id}").hits
+    assert [hit["row"] for hit in near] == [hit.row for hit in page.searcher.similar(own.row, 3)]
+    thumbnail = page.ask(f"/image/{own.row}")
+    assert thumbnail.headers["content-type"] == "image/jpeg"
+    assert Image.open(io.BytesIO(thumbnail.body)).format == "JPEG"
+
+
+def test_a_large_picture_is_of_the_file_and_then_of_the_thumbnail(page: Served, tmp_path: Path) -> None:
+    own = page.searcher.search_text("x", 1)[0]
+    size = Image.open(own.path).size
+    assert Image.open(io.BytesIO(page.ask(f"/large/{own.row}").body)).size == size
+    kept = shutil.move(own.path, tmp_path / "gone.png")
+    assert page.ask(f"/large/{own.row}").headers["content-type"] == "image/jpeg"
+    shutil.move(kept, own.path)
+
+
+def test_embeddings_are_those_that_are_searched_for(page: Served) -> None:
+    [stored] = page.searcher._vectors.take([3])
+    row = page.searcher.some(40)[3]
+    of_file = page.ask("/embed", "POST", Path(row["path"]).read_bytes()).json["embedding"]
+    assert of_file == pytest.approx(stored.tolist(), abs=2e-3)
+    of_text = page.ask("/embed?q=a+red+circle").json["embedding"]
+    hit = page.searcher.search_text("a red circle", 1, rerank=False)[0]
+    [best] = page.searcher._vectors.take([hit.row])
+    assert sum(a * b for a, b in zip(of_text, best.tolist(), strict=True)) == pytest.approx(hit.score, abs=1e-3)
+
+
+def test_hits_are_weak_from_the_last_above_the_floor_on(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert -1 <= page.searcher.floor <= 1
+    scores = [hit.score for hit in page.searcher.search_text("x", 40)]
+    monkeypatch.setitem(page.searcher.__dict__, "floor", sorted(scores)[20])
+    weak = [hit["weak"] for hit in page.ask("/search?q=x&k=40").hits]
+    last = max(place for place, score in enumerate(scores) if score > sorted(scores)[20])
+    assert weak == [place > last for place in range(40)]
+    assert not any(hit["weak"] for hit in page.ask("/similar/3").hits)
+
+
+def test_an_update_is_taken_up_and_addresses_keep_their_image(model: Path, tmp_path: Path) -> None:
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(10))
+    update(index, model, photos)
+    for page in served(Searcher(index, device="cpu")):
+        last = page.ask("/start?k=10").json["hits"][-1]
+        address = f"/image/{last['row']}?id={last['id']}"
+        before = page.ask(address).body
+        (photos / "0/000.png").unlink()
+        update(index, model, photos)
+        end = time.monotonic() + 60
+        while page.ask("/start").json["total"] == 10 and time.monotonic() < end:
+            time.sleep(0.2)
+        assert page.ask("/search?q=x").json["total"] == 9
+        assert page.ask(address).body == before
+        assert page.ask("/image/0?id=0/000.png").status == 404
+
+
+def test_the_page_loads_nothing_from_elsewhere(page: Served) -> None:
+    answer = page.ask("/")
+    text = answer.body.decode()
+    assert answer.status == 200
+    assert len(answer.body) <= 60_000
+    assert not re.search(r"https?:|//|url\(|@import", text)
+    assert "innerHTML" not in text
+    assert " style=" not in text
+    assert not re.search(r" on\w+=", text)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/search", 400),
+        ("/search?q=", 400),
+        ("/search?q=" + "x" * 1001, 400),
+        ("/search?q=x&k=0", 400),
+        ("/search?q=x&k=101", 400),
+        ("/search?q=x&offset=-1", 400),
+        ("/search?q=x&offset=99999999999999999999", 400),
+        ("/search?q=x&k=%D9%A3", 400),
+        ("/similar/40", 404),
+        ("/similar/3?id=another", 404),
+        ("/image/99999999999999999999", 404),
+        ("/image/" + "9" * 5000, 404),
+        ("/similar/-1", 404),
+        ("/content/%D9%A3", 404),
+        ("/nothing", 404),
+    ],
+)
+def test_mistakes_are_answered_in_json(page: Served, path: str, status: int) -> None:
+    answer = page.ask(path)
+    assert answer.status == status
+    assert answer.json["error"]
+
+
+# -- attacks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/image/../../../../etc/passwd",
+        "/image/..%2f..%2f..%2fetc%2fpasswd",
+        "/image//etc/passwd",
+        "/image/0/../../index.json",
+        "/image/-1",
+        "/image/0%00.jpg",
+        "/image/%2e%2e/%2e%2e/etc/hostname",
+        "/etc/passwd",
+        "//etc/passwd",
+        "/index.json",
+        "/page.html",
+        "/static/../mm_utils/search/server.py",
+    ],
+)
+def test_no_path_leads_to_a_file(page: Served, path: str) -> None:
+    answer = page.ask(path)
+    assert answer.status == 404
+    assert b"root:" not in answer.body
+    assert len(answer.body) < 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "evil.example@127.0.0.1",
+        "127.0.0.1@evil.example",
+        "192.168.0.1",
+        "0.0.0.0",
+        "",
+        "[::1",
+        "localhost#.evil.example",
+    ],
+)
+def test_another_name_is_refused(page: Served, host: str) -> None:
+    """A page of evil.example whose name was made to lead here (DNS rebinding) sends its own name."""
+    for path in ("/", "/search?q=x", "/image/0"):
+        answer = page.ask(path, host=host)
+        assert answer.status == 403 or (answer.status == 400 and not host)
+        assert b"hits" not in answer.body
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9", "127.0.0.1", "[::1]:8000", "LOCALHOST"])
+def test_names_of_this_machine_are_served(page: Served, host: str) -> None:
+    assert page.ask("/search?q=x", host=host).status == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "",
+        "http://127.0.0.1",
+        "http://localhost:1",
+        "http://127.0.0.1.evil.example",
+        "file://",
+    ],
+)
+def test_other_pages_are_refused(page: Served, origin: str) -> None:
+    for path, method in (("/search?q=x", "GET"), ("/search", "POST"), ("/image/0", "GET")):
+        assert page.ask(path, method, b"x" if method == "POST" else None, origin=origin).status == 403
+
+
+def test_images_are_not_embedded_in_other_pages(page: Served) -> None:
+    """An image element of another page sends no Origin."""
+    assert page.ask("/image/0", sec_fetch_site="cross-site", sec_fetch_mode="no-cors").status == 403
+    assert page.ask("/search?q=x", sec_fetch_site="same-site", sec_fetch_mode="no-cors").status == 403
+    assert page.ask("/image/0", sec_fetch_site="same-origin").status == 200
+    assert page.ask("/", sec_fetch_site="cross-site", sec_fetch_mode="navigate").status == 200
+    assert page.ask("/image/0").headers["cross-origin-resource-policy"] == "same-origin"
+
+
+def test_too_large_an_upload_is_refused_early(page: Served) -> None:
+    declared = page.ask("/search", "POST", b"x", **{"content-length": str(server.MOST_BYTES + 1)})
+    assert declared.status == 413
+    connection = socket.create_connection(("127.0.0.1", page.port), timeout=30)
+    connection.sendall(b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    block, sent = b"100000\r\n" + bytes(1 << 20) + b"\r\n", 0
+    try:
+        for _ in range(40):
+            connection.sendall(block)
+            sent += 1
+    except OSError:
+        pass
+    connection.settimeout(10)
+    try:
+        assert b" 413 " in connection.recv(100)
+    except ConnectionResetError:
+        assert sent < 40
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [bomb(9_000), bomb(60_000), b"", b"no image", b"<svg onload='x'/>", b"\xff\xd8\xff" + bytes(100)],
+    ids=["large", "bomb", "empty", "text", "svg", "broken"],
+)
+def test_bombs_and_other_things_are_no_images(page: Served, content: bytes) -> None:
+    answer = page.ask("/search", "POST", content)
+    assert answer.status == 400
+    assert "cannot be read" in answer.json["error"]
+
+
+def test_who_is_slow_does_not_shut_others_out(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that ask for nothing make room for others, and slow files for those that wait."""
+    monkeypatch.setattr(server, "_CONNECTIONS", 20)
+    monkeypatch.setattr(server, "_PATIENCE", 1)
+    running = served(searcher)
+    site = next(running)
+    upload = f"POST /search HTTP/1.1\r\nHost: 127.0.0.1:{site.port}\r\nContent-Length: 1000\r\n\r\nabc".encode()
+    slow = [socket.create_connection(("127.0.0.1", site.port), timeout=30) for _ in range(5)]
+    for each in slow:
+        each.sendall(upload)
+    time.sleep(0.5)  # until they are read
+    silent = [socket.create_connection(("127.0.0.1", site.port), timeout=30) for _ in range(40)]
+    for each in silent[::2]:
+        each.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+    assert site.ask("/search?q=meanwhile").status == 200
+    assert site.ask("/search", "POST", b"no image").status == 400
+    assert b" 408 " in slow[0].recv(100)
+    for each in [*slow, *silent]:
+        each.close()
+    next(running, None)
+
+
+def test_half_a_request_is_closed_and_leaves_no_traceback(
+    searcher: Searcher, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "_SILENT", 0.5)
+    running = served(searcher)
+    site = next(running)
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as half:
+        half.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+        assert half.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as broken_off:
+        broken_off.sendall(b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\nabc")
+        time.sleep(0.5)
+    time.sleep(0.5)
+    next(running, None)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "what", [b"GET / HTTP/1.1\r\nHost: 127", b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\na"]
+)
+def test_it_ends_beside_half_a_request(searcher: Searcher, what: bytes) -> None:
+    running = served(searcher)
+    site = next(running)
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as half:
+        half.sendall(what)
+        time.sleep(0.3)
+        begin = time.monotonic()
+        assert next(running, None) is None  # asks the server to end, and waits
+        assert time.monotonic() - begin < 9
+
+
+def test_texts_stay_data(page: Served) -> None:
+    hits = page.ask("/search?q=x&k=100").hits
+    assert {hit["captions"][0] for hit in hits} == {EVIL_CAPTION}
+    assert page.ask("/search?q=x").headers["content-type"] == "application/json"
+    assert b"<script>document" not in page.ask("/?q=<script>document.title=1</script>").body
+
+
+# -- beyond this machine ------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_asked_for(guarded: Served) -> None:
+    assert guarded.ask("/").status == 401
+    assert guarded.ask("/search?q=x").status == 401
+    assert guarded.ask(f"/search?q=x&token={TOKEN}").status == 401
+    assert guarded.ask("/?token=wrong").status == 401
+    assert guarded.ask("/", authorization="Bearer é").status == 401
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        assert guarded.ask("/search?q=x", authorization=f"{scheme} {TOKEN}").status == 200
+    answer = guarded.ask(f"/?token={TOKEN}", host="box.example:8000")
+    assert (answer.status, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "samesite=strict" in cookie.lower()
+    assert guarded.ask("/search?q=x", host="box.example:8000", cookie=cookie.split(";")[0]).status == 200
+    assert guarded.ask("/search?q=x", cookie=cookie.split(";")[0], origin="http://evil.example").status == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "message"),
+    [
+        ("0.0.0.0", None, "--host is 0.0.0.0; others could see"),
+        ("box.example", None, "--host is box.example"),
+        ("127.0.0.1", "short", "--token has 5 letters"),
+        ("0.0.0.0", "letters and blanks; more", "--token has"),
+    ],
+)
+def test_serving_others_needs_a_token(searcher: Searcher, host: str, token: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        server.serve(searcher, host, 0, token)
+
+
+def test_a_token_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users of a machine see the command line."""
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    assert search.SearchArguments("index", token=f"@{tmp_path}/token").token == TOKEN
+    monkeypatch.setenv("TANDEM_SEARCH_TOKEN", "another-token-of-letters")
+    assert search.SearchArguments("index").token == "another-token-of-letters"
+    assert search.SearchArguments("index", token=TOKEN).token == TOKEN
+    for wrong in ("@/nowhere", f"@{tmp_path}"):
+        with pytest.raises(ValueError, match=f"--token is {wrong}; the file cannot be read"):
+            search.SearchArguments("index", token=wrong)
+
+
+def test_a_port_that_is_taken(searcher: Searcher, page: Served) -> None:
+    with pytest.raises(RunError, match=f"--port is {page.port}; .*another port"):
+        server.serve(searcher, "127.0.0.1", page.port, None)
+    with pytest.raises(RunError, match=r"'127.0.0.1.x00' cannot be served there"):
+        server.serve(searcher, "127.0.0.1\0", 0, TOKEN)
+
+
+def test_the_script_serves_this_machine_alone(
+    index: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses = []
+
+    def run(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        addresses.extend(each.getsockname() for each in sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    with caplog.at_level("INFO", "mm_utils"):
+        search.main(["--index_dir", str(index), "--serve", "--port", "0"])
+    [(host, port)] = addresses
+    assert host == "127.0.0.1"
+    assert f"30 images at http://127.0.0.1:{port}/" in caplog.text
+
+
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: object, **kwargs: object) -> object:
+        if name.startswith("starlette"):
+            raise ImportError("No module named 'starlette'")
+        return real(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.delitem(sys.modules, "mm_utils.search.server")
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RunError, match=re.escape("pip install starlette uvicorn")):
+        importlib.import_module("mm_utils.search.server")

@@ -1,0 +1,484 @@
+"""An index follows its images: only what changed is embedded, and a killed run leaves nothing that a later one cannot use."""
+
+import errno
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from accelerate import Accelerator
+from filelock import FileLock
+from PIL import Image
+
+from mm_utils.data import media
+from mm_utils.data.batches.dataset import EvaluationTransform
+from mm_utils.data.faults import Fault
+from mm_utils.distributed import RunError
+from mm_utils.search import index as index_folder
+from mm_utils.search import updating
+from mm_utils.search.index import open_index, read_parts, read_rows, replace_rows, schema
+from mm_utils.search.listing import Listing, Reader, folder_listing, list_folder
+from mm_utils.search.searcher import Searcher
+from mm_utils.search.updating import try_out, update_index
+from scripts import embed
+from tests.kit.launches import ROOT, launch
+from tests.search.conftest import make_embedder, update, write_photos
+
+
+def contents(index: Path) -> dict[str, dict]:
+    rows = datasets.load_from_disk(str(index))
+    return {row["id"]: row for row in rows}
+
+
+def assert_same(index: Path, other: Path) -> None:
+    """The same rows in the same order; embeddings up to the rounding of other batches."""
+    found, expected = contents(index), contents(other)
+    assert (list(found) if updating.KEPT_BYTES else sorted(found)) == list(expected)
+    for name, row in expected.items():
+        assert found[name].pop("embedding") == pytest.approx(row.pop("embedding"), abs=2e-3)
+        assert found[name] == row
+
+
+def test_an_index_is_a_data_set_of_unit_vectors(index: Path, photos: Path) -> None:
+    rows = contents(index)
+    assert list(rows) == sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
+    norms = np.linalg.norm(np.array([row["embedding"] for row in rows.values()], np.float32), axis=1)
+    assert norms == pytest.approx(1, abs=2e-3)
+    assert all(row["thumbnail"].startswith(b"\xff\xd8\xff") for row in rows.values())
+    info = json.loads((index / "index.json").read_text())
+    assert (info["images"], info["skipped"], info["image_size"]) == (30, 0, 32)
+    assert not (index / "parts").exists()
+
+
+def test_only_added_and_changed_files_are_embedded(model: Path, tmp_path: Path) -> None:
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(100))
+    assert update(index, model, photos).embedded == 100
+    write_photos(photos, range(100, 110))
+    write_photos(photos, range(5), seed=1)
+    for number in (50, 51, 52):
+        (photos / f"{number % 2}/{number:03d}.png").unlink()
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.images) == (15, 92, 3, 107)
+    update(tmp_path / "fresh", model, photos)
+    assert_same(index, tmp_path / "fresh")
+    assert len(list(index.glob("data-*.arrow"))) == 1
+
+
+def test_an_update_leaves_large_files_as_they_are(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is added is written alone; a file of which a row changed or went is written anew, and small files grow together."""
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(40))
+    update(index, model, photos)
+    first = {path.name for path in index.glob("data-*.arrow")}
+    monkeypatch.setattr(updating, "KEPT_BYTES", next(index.glob("data-*.arrow")).stat().st_size)
+    for last in (42, 44):
+        write_photos(photos, range(last - 2, last))
+        assert update(index, model, photos).embedded == 2
+        files = {path.name for path in index.glob("data-*.arrow")}
+        assert first < files
+        assert len(files) == 2
+    (photos / "0/000.png").unlink()
+    assert update(index, model, photos).images == 43
+    assert first.isdisjoint(path.name for path in index.glob("data-*.arrow"))
+    assert sorted(contents(index)) == sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
+    assert len(Searcher(index, device="cpu").search_text("a red circle", 99)) == 43
+
+
+def test_nothing_to_do_writes_nothing(model: Path, tmp_path: Path) -> None:
+    write_photos(tmp_path / "photos", range(4))
+    update(tmp_path / "index", model, tmp_path / "photos")
+    before = (tmp_path / "index/state.json").read_bytes()
+    assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 0
+    assert (tmp_path / "index/state.json").read_bytes() == before
+
+
+def test_a_file_of_another_date_and_the_same_bytes_is_kept(model: Path, tmp_path: Path) -> None:
+    write_photos(tmp_path / "photos", range(4))
+    update(tmp_path / "index", model, tmp_path / "photos")
+    touched = tmp_path / "photos/0/000.png"
+    os.utime(touched, ns=(1, 1))
+    assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 0
+    assert contents(tmp_path / "index")["0/000.png"]["mtime_ns"] == 1
+    for seconds in (300_000_000_000, -10_000_000_000):  # of broken clocks: more nanoseconds than 64 bits hold
+        os.utime(touched, (seconds, seconds))
+        assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 0
+
+
+def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) -> None:
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(4))
+    whole = (photos / "0/000.png").read_bytes()
+    (photos / "0/000.png").write_bytes(whole[:-20])
+    (photos / "page.jpg").write_text("<html>")
+    (photos / "away.jpg").symlink_to("/etc/hostname")
+    (photos / "notes.txt").write_text("no image")
+    done = update(index, model, photos)
+    assert (done.embedded, done.skipped, done.images) == (3, 3, 3)
+    lines = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
+    reasons = {line["id"]: line["reason"] for line in lines}
+    assert reasons == {
+        "0/000.png": "image_truncated",
+        "page.jpg": "image_unknown_format",
+        "away.jpg": "outside_root",
+    }
+    (photos / "0/000.png").write_bytes(whole)
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.images) == (1, 3, 4)
+
+
+def test_a_file_that_breaks_drops_out(model: Path, tmp_path: Path) -> None:
+    write_photos(tmp_path / "photos", range(4))
+    update(tmp_path / "index", model, tmp_path / "photos")
+    (tmp_path / "photos/0/000.png").write_bytes(b"broken")
+    assert update(tmp_path / "index", model, tmp_path / "photos").images == 3
+    assert "0/000.png" not in contents(tmp_path / "index")
+
+
+@pytest.mark.parametrize("least", [updating.KEPT_BYTES, 0], ids=["all rows are written", "files stay"])
+def test_killed_at_any_write_an_index_has_its_old_rows_or_the_new(
+    least: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill an update before the 1st, the 2nd ... file that it opens to write, renames or removes, until one has ended."""
+    photos, index, columns = tmp_path / "photos", tmp_path / "index", schema(make_embedder(model).width)
+    write_photos(photos, range(4))
+    monkeypatch.setattr(updating, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(updating, "KEPT_BYTES", least)
+    update(index, model, photos)
+    old = list(contents(index))
+    write_photos(photos, range(4, 12))
+    update(tmp_path / "whole", model, photos)
+    task = str(model), folder_listing(str(photos), *list_folder(str(photos))), make_embedder(model, 4)
+    kills = parts = 0
+    while kills < 99:
+        shutil.copytree(index, tmp_path / f"{kills}")
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            _kill_at_write(kills)
+            try:
+                update_index(tmp_path / f"{kills}", *task, Accelerator(cpu=True))
+            finally:
+                os._exit(0)
+        if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+            break
+        rows = read_rows(tmp_path / f"{kills}", columns)
+        assert rows is not None
+        assert sorted(rows["id"][:]) in (old, list(contents(tmp_path / "whole")))
+        parts = max(parts, len(read_parts(tmp_path / f"{kills}", columns)))
+        update_index(tmp_path / f"{kills}", *task, Accelerator(cpu=True))
+        assert_same(tmp_path / f"{kills}", tmp_path / "whole")
+        kills += 1
+    assert kills > 10
+    assert parts == 2
+
+
+def _kill_at_write(countdown: int) -> None:
+    def hook(event: str, args: tuple) -> None:
+        nonlocal countdown
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            if countdown == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            countdown -= 1
+
+    sys.addaudithook(hook)
+
+
+def test_a_reader_beside_updates_sees_the_old_rows_or_the_new(index: Path, tmp_path: Path) -> None:
+    shutil.copytree(index, tmp_path / "index")
+    info, rows = open_index(tmp_path / "index")
+    table, ended = rows.data.table, threading.Event()
+
+    def write() -> None:
+        while not ended.wait(0.02):
+            replace_rows(tmp_path / "index", [table], info.columns)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(write)
+        try:
+            for _ in range(150):
+                assert len(open_index(tmp_path / "index")[1]) == 30
+        finally:
+            ended.set()
+        running.result()
+
+
+def _cut(path: Path, left: int) -> None:
+    path.write_bytes(path.read_bytes()[:left])
+
+
+def _flip(folder: Path) -> None:
+    """Flip a bit of an embedding."""
+    path, vector = _rows(folder), datasets.load_from_disk(str(folder)).data.column("embedding").chunks[0]
+    content, found = bytearray(path.read_bytes()), vector.flatten().to_numpy().tobytes()[64:128]
+    content[content.index(found) + 9] ^= 2
+    path.write_bytes(content)
+
+
+def _without_numbers(folder: Path) -> None:
+    """Embeddings that are NaN, in an index of before checksums."""
+    info, rows = open_index(folder)
+    table, column = rows.data.table, rows.data.table.schema.get_field_index("embedding")
+    holes = pa.FixedSizeListArray.from_arrays(
+        pa.array(np.full(len(table) * info.width, np.nan, np.float16)), info.width
+    )
+    replace_rows(folder, [table.set_column(column, "embedding", holes)], info.columns)
+    _set(folder / "state.json", tandem_crc32=None)
+
+
+def _set(path: Path, **values: Any) -> None:
+    content = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({name: value for name, value in content.items() if name != "tandem_crc32" or value}))
+
+
+def _rows(folder: Path) -> Path:
+    return next(folder.glob("data-*.arrow"))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "rows cut": lambda folder: _cut(_rows(folder), 9999),
+    "ten bytes": lambda folder: _cut(_rows(folder), 10),
+    "rows empty": lambda folder: _cut(_rows(folder), 0),
+    "rows gone": lambda folder: _rows(folder).unlink(),
+    "rows garbage": lambda folder: _rows(folder).write_bytes(b"x" * 9999),
+    "a bit of a row": _flip,
+    "not finite": _without_numbers,
+    "state empty": lambda folder: _cut(folder / "state.json", 0),
+    "state a list": lambda folder: (folder / "state.json").write_text("[]"),
+    "state without files": lambda folder: _set(folder / "state.json", _data_files=[]),
+    "state of a file outside": lambda folder: _set(folder / "state.json", _data_files=[{"filename": "/etc/passwd"}]),
+    "description gone": lambda folder: (folder / "dataset_info.json").unlink(),
+    "description cut": lambda folder: _cut(folder / "dataset_info.json", 40),
+    "info cut": lambda folder: _cut(folder / "index.json", 40),
+    "info not UTF-8": lambda folder: (folder / "index.json").write_bytes(b"\xff"),
+    "info deep": lambda folder: (folder / "index.json").write_text("[" * 100_000),
+    "model null": lambda folder: _set(folder / "index.json", model=None),
+    "states of an index without": lambda folder: _set(folder / "index.json", states=[[3, 4]]),
+    "width of text": lambda folder: _set(folder / "index.json", width="abc"),
+    "another width": lambda folder: _set(folder / "index.json", width=7),
+    "another medium": lambda folder: _set(folder / "index.json", medium="sound"),
+    "no medium": lambda folder: _set(folder / "index.json", medium="<b>"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_index_is_named_with_the_remedy(
+    name: str, index: Path, model: Path, photos: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "index"
+    shutil.copytree(index, folder)
+    DAMAGES[name](folder)
+    for use in (lambda: Searcher(folder, device="cpu"), lambda: update(folder, model, photos)):
+        with pytest.raises((ValueError, RunError), match=rf"{folder}.*(Delete the folder, and run|new --index_dir)"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "\0"])
+def test_what_is_no_folder_is_no_index(name: str, model: Path, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for use in (lambda: Searcher(tmp_path / name), lambda: update(tmp_path / name, model, photos)):
+        with pytest.raises((ValueError, RunError), match=r"index_dir is|null byte"):
+            use()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_disk_is_a_line_and_the_old_rows_stay(
+    number: int, index: Path, model: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(index, tmp_path / "index")
+    shutil.copytree(photos, tmp_path / "photos")
+    write_photos(tmp_path / "photos", range(30, 32))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for module, name in ((updating, "write_part"), (pa, "OSFile"), (index_folder, "write_atomic")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, refuse)
+            with pytest.raises(RunError, match=rf"{tmp_path}/index.*{os.strerror(number)}"):
+                update(tmp_path / "index", model, tmp_path / "photos")
+        assert len(contents(tmp_path / "index")) == 30
+    assert update(tmp_path / "index", model, tmp_path / "photos").images == 32
+
+
+def test_rows_stay_whose_files_cannot_be_read_for_a_moment(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder or a file: what is gone drops out, and what is only out of reach is kept."""
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(8))
+    update(index, model, photos)
+    (photos / "1/001.png").unlink()
+    listed = os.scandir
+
+    def scan(path: Any) -> Any:
+        if str(path).endswith("photos/0"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scan)
+        done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.skipped, done.images) == (0, 7, 1, 1, 7)
+    found = Searcher(index, device="cpu").search_text("a red circle", 9)
+    assert len(found) == 7
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.images) == (0, 7, 0, 7)
+    assert list(contents(index)) == sorted(contents(index))
+
+    def read(path: str, *args: Any) -> bytes:
+        raise Fault("read_error", f"{path}: Stale file handle")
+
+    os.utime(photos / "0/000.png", ns=(1, 1))
+    monkeypatch.setattr(updating, "read_file", read)
+    assert update(index, model, photos).kept == 7
+
+
+@pytest.mark.slow
+def test_killed_at_ten_moments_a_thousand_files_lose_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos, index, draw = tmp_path / "photos", tmp_path / "index", random.Random(0)
+    write_photos(photos, range(1000))
+    monkeypatch.setattr(updating, "FLUSH_SECONDS", 0.1)
+    update(tmp_path / "whole", model, photos)
+    held = [0]
+    for turn in range(10):
+        wanted = len(list(index.glob("parts/*.arrow"))) + turn % 2
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            try:
+                update(index, model, photos)
+            finally:
+                os._exit(0)
+        while len(list(index.glob("parts/*.arrow"))) < wanted:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.1))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        parts = read_parts(index, schema(make_embedder(model).width)).values() if index.is_dir() else ()
+        held.append(max(sum(map(len, parts)), len(contents(index)) if (index / "state.json").exists() else 0))
+    assert held == sorted(held)
+    assert len(set(held)) > 4
+    assert update(index, model, photos).embedded == (1000 - held[-1])
+    assert_same(index, tmp_path / "whole")
+    write_photos(photos, range(1000, 1010))
+    write_photos(photos, range(5), seed=1)
+    for number in (500, 501, 502):
+        (photos / f"{number % 2}/{number:03d}.png").unlink()
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.images) == (15, 992, 3, 1007)
+
+
+def test_a_damaged_part_is_not_read(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_photos(tmp_path / "photos", range(6))
+    update(tmp_path / "whole", model, tmp_path / "photos")
+    (tmp_path / "index/parts").mkdir(parents=True)
+    (tmp_path / "index/index.json").write_bytes((tmp_path / "whole/index.json").read_bytes())
+    (tmp_path / "index/parts/a.arrow").write_bytes(next((tmp_path / "whole").glob("data*")).read_bytes()[:-4000])
+    (tmp_path / "index/parts/.b.arrow.1.tmp").write_bytes(b"half")
+    (tmp_path / "index/parts/folder").mkdir()
+    assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 6
+    assert "is damaged" in caplog.text
+    assert_same(tmp_path / "index", tmp_path / "whole")
+    assert not (tmp_path / "index/parts").exists()
+
+
+def test_other_weights_are_refused(model: Path, photos: Path, index: Path) -> None:
+    embedder = make_embedder(model)
+    next(embedder.model.vision_model.parameters()).data.add_(1)
+    listing = folder_listing(str(photos), *list_folder(str(photos)))
+    with pytest.raises(RunError, match=r"other weights .*new --index_dir"):
+        update_index(index, str(model), listing, embedder, Accelerator(cpu=True))
+
+
+def test_a_folder_of_other_things_is_refused(model: Path, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="holds something else"):
+        update(tmp_path, model, photos)
+
+
+def test_a_second_run_on_an_index_is_refused(model: Path, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir()
+    with FileLock(tmp_path / "index/.lock"), pytest.raises(RunError, match="another run writes"):
+        update(tmp_path / "index", model, photos)
+
+
+def test_a_large_jpeg_is_cut_as_evaluations_cut_it(tmp_path: Path) -> None:
+    """Decoded at a reduced scale for the model, and larger for the thumbnail."""
+    Image.effect_noise((1300, 900), 80).convert("RGB").save(tmp_path / "large.jpg")
+    listing = folder_listing(str(tmp_path), *list_folder(str(tmp_path)))
+    row = Reader(listing, [0], media.Image(64))[0]
+    value = {"image": listing.rows[0]["image"], "input_ids": [], "caption_keys": []}
+    assert torch.equal(row["square"], EvaluationTransform(media.Image(64))._show(value)["pixel_values"])
+    assert min(Image.open(io.BytesIO(row["thumbnail"])).size) == 256
+
+
+def test_a_dry_run_writes_nothing(model: Path, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mm_utils")
+    listing = folder_listing(str(photos), *list_folder(str(photos)))
+    try_out(tmp_path / "index", str(model), listing, make_embedder(model), Accelerator(cpu=True))
+    assert "30 images: 30 to embed, 0 unchanged; 0 removed" in caplog.text
+    assert not (tmp_path / "index").exists()
+
+
+def test_pairs_are_embedded_with_their_captions(model: Path, corpus: Path, own_cache: Path, tmp_path: Path) -> None:
+    flags = ["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "index"), "--train_file", str(corpus)]
+    assert embed.main([*flags, "--dataloader_num_workers", "0"])["images"] == 24
+    rows = contents(tmp_path / "index")
+    assert {name.split("/")[0] for name in rows} == {"train", "validation"}
+    assert all(len(row["captions"]) == 2 for row in rows.values())
+    assert embed.main([*flags, "--split", "validation"])["removed"] == 16
+
+
+def test_stored_bytes_are_compared_by_content(model: Path, tmp_path: Path) -> None:
+    def listing(count: int, seed: int) -> Listing:
+        images = []
+        for number in range(count):
+            write_photos(tmp_path / "photos", range(number, number + 1), seed if number == 0 else 0)
+            content = (tmp_path / f"photos/{number % 2}/{number:03d}.png").read_bytes()
+            images.append({"bytes": content, "path": None})
+        features = folder_listing(str(tmp_path), [], []).rows.features
+        ids = [f"test/{number}" for number in range(count)]
+        return Listing(ids, datasets.Dataset.from_dict({"image": images, "captions": [["x"]] * count}, features))
+
+    args = (tmp_path / "index", str(model))
+    embedder, accelerator = make_embedder(model), Accelerator(cpu=True)
+    assert update_index(*args, listing(5, 0), embedder, accelerator).embedded == 5
+    assert update_index(*args, listing(6, 1), embedder, accelerator).embedded == 2
+
+
+def test_a_folder_without_images(model: Path, tmp_path: Path) -> None:
+    flags = ["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "index"), "--images", str(tmp_path)]
+    with pytest.raises(ValueError, match="holds no image"):
+        embed.main(flags)
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_index(model: Path, photos: Path, index: Path, tmp_path: Path) -> None:
+    words = ["--model_name_or_path", str(model), "--images", str(photos), "--index_dir", str(tmp_path / "index")]
+    config = str(ROOT / "accelerate_configs/two_processes.yaml")
+    done = launch(
+        ["--config_file", config, str(ROOT / "scripts/embed.py"), *words], tmp_path, ACCELERATE_USE_CPU="true"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu" in done.stderr + done.stdout
+    assert_same(tmp_path / "index", index)

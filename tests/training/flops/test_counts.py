@@ -1,0 +1,199 @@
+"""FLOPs of a training step against counts made by hand and against what a step computes."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.training.flops import FlopCounts, Quadratic, measure_flops
+from tests.kit.models import TEXT, build
+
+WIDTH, MLP, EMBED = 32, 64, 16
+PATCHES = 16  # 32 px in patches of 8
+TOKENS = PATCHES + 1
+LAYERS = 2
+LENGTH = 16
+
+
+def linear(rows: int, inputs: int, outputs: int) -> int:
+    return 2 * rows * inputs * outputs
+
+
+def attention(queries: int, keys: int) -> int:
+    return 4 * queries * keys * WIDTH
+
+
+def layer(length: int, mlp: int = MLP) -> int:
+    return 4 * linear(length, WIDTH, WIDTH) + 2 * linear(length, WIDTH, mlp) + attention(length, length)
+
+
+def bert(length: int) -> int:
+    return LAYERS * layer(length) + linear(1, WIDTH, WIDTH) + linear(1, WIDTH, EMBED)
+
+
+def head(length: int) -> int:
+    """Per pair and layer: self-attention, queries and outputs of cross-attention, and a 4 x wide MLP."""
+    tokens = length + 1
+    cross = sum(2 * linear(tokens, WIDTH, WIDTH) + attention(tokens, (block + 1) * TOKENS) for block in range(LAYERS))
+    return LAYERS * layer(tokens, 4 * WIDTH) + cross + linear(1, WIDTH, 1)
+
+
+VIT = linear(PATCHES, 3 * 8 * 8, WIDTH) + LAYERS * layer(TOKENS) + linear(1, WIDTH, WIDTH) + linear(1, WIDTH, EMBED)
+# One tap per block; block k has keys and values of the first k.
+IMAGE_SIDE = LAYERS * linear(TOKENS, WIDTH, WIDTH) + (1 + 2) * linear(TOKENS, WIDTH, 2 * WIDTH)
+
+
+def test_vit_bert_and_head_by_hand():
+    counts = measure_flops(build(), 32, 64)
+    assert counts.image == VIT
+    assert counts.keys_values == IMAGE_SIDE
+    for length in (3, 8, 24, 64, 512):
+        assert counts.text.at(length) == bert(length)
+        assert counts.pair.at(length) == head(length)
+        assert counts.text_side.at(length) == LAYERS * linear(length, WIDTH, WIDTH)
+    counts = measure_flops(build(fusion_layers=0), 32, 64)
+    assert (counts.keys_values, counts.pair.at(64), counts.text_side.at(64), counts.image) == (0, 0, 0, VIT)
+
+
+def test_convolutions_by_hand():
+    """ConvNeXt: strided, depthwise and pointwise convolutions; every stage halves the side after the first's 8 px."""
+    widths, side = (8, 16, 24, 32), 8
+    expected = linear(side**2, 3 * 4 * 4, widths[0])
+    for stage, width in enumerate(widths):
+        pixels = (side >> stage) ** 2
+        expected += linear(pixels, 7 * 7, width) + 2 * linear(pixels, width, 4 * width)
+        if stage:
+            expected += linear(pixels, 2 * 2 * widths[stage - 1], width)
+    assert measure_flops(build("convnext"), 32, 64).image == expected + linear(1, widths[-1], EMBED)
+
+
+def test_attention_counts_where_its_fused_kernel_has_no_formula(monkeypatch):
+    """As for CPUs in torch 2.6."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    monkeypatch.delitem(flop_registry, fused, raising=False)
+    assert measure_flops(build(), 32, 64).text.at(64) == bert(64)
+
+
+@pytest.mark.parametrize("text", TEXT)
+def test_every_text_tower_is_quadratic_in_the_length(text):
+    model = build(text=text)
+    counts = measure_flops(model, 32, 16)  # CLIP's has 16 positions
+    for length in (3, 7, 16):
+        totals = []
+        for rows in (3, 4):
+            ids = torch.ones(rows, length, dtype=torch.long)
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                model.encode_text(ids, ids, with_states=False)
+            totals.append(counter.get_total_flops())
+        assert counts.text.at(length) == totals[1] - totals[0]
+
+
+@pytest.mark.parametrize("max_seq_length", [3, 8])
+def test_no_measured_text_is_longer_than_the_limit(max_seq_length, monkeypatch):
+    model = build()
+    encode, lengths = model.encode_text, set()
+    monkeypatch.setattr(model, "encode_text", lambda ids, *given: lengths.add(ids.shape[1]) or encode(ids, *given))
+    assert measure_flops(model, 32, max_seq_length).text.at(100) == bert(100)
+    assert len(lengths) == 3
+    assert max(lengths) <= max_seq_length
+
+
+def test_a_step_by_hand():
+    text, pair = Quadratic(1, 10, 100), Quadratic(2, 0, 1)
+    counts = FlopCounts(1000, 50, text, pair, vision_trained=True, text_trained=True)
+    texts = 2 * (1 + 10 * 2 + 100 * 4) + (1 + 10 * 3 + 100 * 9)
+    assert counts.training_step(3, [2, 3, 2]) == 3 * (3 * 1000 + texts)
+    assert counts.training_step(3, Counter({2: 2, 3: 1})) == 3 * (3 * 1000 + texts)
+    assert counts.training_step(3, [2, 3, 2], 7, 5) == 3 * (3 * 1000 + texts + 3 * 50 + 7 * (2 + 25))
+
+
+def test_a_tower_whose_features_are_cached_costs_nothing():
+    text, pair = Quadratic(1, 2, 3), Quadratic(5, 7, 11)
+    live = FlopCounts(1000, 50, text, pair, vision_trained=False, text_trained=True)
+    cached = dataclasses.replace(live, frozen_towers_run=False)
+    assert live.training_step(4, [3]) - cached.training_step(4, [3]) == 4 * 1000
+    trained = dataclasses.replace(cached, vision_trained=True)
+    assert trained.training_step(4, [3]) == cached.training_step(4, [3]) + 3 * 4 * 1000
+
+
+@pytest.mark.parametrize(
+    ("objectives", "frozen"),
+    [
+        ("contrastive:1", ()),
+        ("contrastive:1", ("text",)),
+        ("contrastive:1,matching:1", ("vision",)),
+        ("contrastive:1,matching:1", ("vision", "text")),
+    ],
+)
+def test_a_step_costs_what_forward_and_backward_compute(objectives, frozen):
+    model, rows = build(), 8
+    for tower in frozen:
+        model.freeze(tower)
+    objective = build_objective(model, ObjectiveArguments(objectives), seed=0).train()
+    counts = measure_flops(model, 32, 64)
+    ids = torch.arange(rows * LENGTH).view(rows, LENGTH) % 40 + 3
+    batch = {
+        "pixel_values": torch.randn(rows, 3, 32, 32),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "ids": torch.arange(2 * rows).view(rows, 2),
+    }
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        objective(batch, 0)["loss"].backward()
+    pairs = 3 * rows if "matching" in objectives else 0
+    expected = counts.training_step(rows, [LENGTH] * rows, pairs, LENGTH)
+    if "vision" not in frozen:
+        expected -= rows * linear(PATCHES, 3 * 8 * 8, WIDTH)  # pixels need no gradient
+    # Nor do a frozen tower's states or a pooler that nobody reads; the cosines of the loss come on top.
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+def test_measuring_changes_nothing_in_the_model():
+    model: FusionDualEncoderModel = build("resnet").train()
+    model.freeze("text")
+    model.text_model.eval()
+    model.vision_model.embedder.eval()
+    next(model.visual_projection.parameters()).grad = torch.ones(EMBED, 40)
+    modes = [module.training for module in model.modules()]
+    grads = [parameter.requires_grad for parameter in model.parameters()]
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    state, fused = torch.get_rng_state(), torch.backends.cuda.flash_sdp_enabled()
+    counts = measure_flops(model, 32, 64)
+    assert (counts.vision_trained, counts.text_trained) == (True, False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.backends.cuda.flash_sdp_enabled() == fused
+    assert torch.is_grad_enabled()
+    assert [module.training for module in model.modules()] == modes
+    assert True in modes
+    assert False in modes
+    assert [parameter.requires_grad for parameter in model.parameters()] == grads
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["visual_projection.weight"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+
+
+def test_modes_are_restored_after_an_error():
+    model = build().train()
+    with pytest.raises(ValueError, match="size"):
+        measure_flops(model, 40, 64)  # the tower has positions for 32 px
+    assert model.training
+
+
+def test_any_precision_counts_the_same():
+    assert measure_flops(build().to(torch.bfloat16), 32, 64) == measure_flops(build(), 32, 64)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("text", ["bert", "modernbert"])
+def test_a_gpu_counts_the_same(text):
+    model = build(text=text)
+    expected = measure_flops(model, 32, 64)
+    state = torch.cuda.get_rng_state()
+    assert measure_flops(model.cuda(), 32, 64) == expected
+    assert torch.equal(torch.cuda.get_rng_state(), state)

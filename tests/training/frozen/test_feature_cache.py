@@ -1,0 +1,684 @@
+"""Frozen towers run once, and training from what they returned is training with them."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, ViTImageProcessor
+
+from mm_utils import distributed
+from mm_utils import stored as stored_results
+from mm_utils.arguments import parse_args
+from mm_utils.data import media
+from mm_utils.data.batches.column_cache import empty_features, feature_tensors, to_arrow, to_tensor
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation import train_recall
+from mm_utils.evaluation.probes import Probes
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.joint import Objective
+from mm_utils.run.callbacks import flags_of_callbacks
+from mm_utils.run.flags import PRETRAINING
+from mm_utils.training import feature_cache
+from mm_utils.training.feature_cache import cache_features
+from mm_utils.training.frozen import FROZEN_DEFAULTS, MLP_RATE, CacheFeatures
+from scripts import pretrain
+from tests.kit.launches import losses, on_two_processes, weights
+from tests.kit.numbered_rows import new_tokenizer, png, rows_of
+from tests.kit.objectives import KINDS, SPLITS, TERMS, global_batch, share_of, step, step_in_parts, tiny_objective
+from tests.kit.ranks import run_on_ranks
+from tests.kit.small_media import small_media
+
+SIZE = 16
+TOWERS = {"vision": ["--freeze_vision"], "text": ["--freeze_text"], "both": ["--freeze_vision", "--freeze_text"]}
+datasets.disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture
+def rows() -> Dataset:
+    """12 images of which two cannot be decoded, each with 1 to 4 captions."""
+    return tokenize_captions(rows_of(12, broken=[2, 7]), new_tokenizer(), 16)
+
+
+def frozen(
+    vision: bool = True, text: bool = True, objectives: str = "contrastive,matching", **changes: Any
+) -> Objective:
+    torch.manual_seed(0)
+    model = build_model(
+        ModelArguments(image_size=SIZE, fusion_layers=1, freeze_vision=vision, freeze_text=text, **changes),
+        new_tokenizer(),
+    )
+    return build_objective(model, ObjectiveArguments(objectives), 0)
+
+
+def loaders(workers: int = 0, size: int = SIZE, mean: float = 0.5, std: float = 0.2) -> Loaders:
+    arguments = LoaderArguments(16, 1, 0.5, dataloader_num_workers=str(workers))
+    return Loaders(arguments, Accelerator().device, 0, media.Image(size, (mean, 0.4, 0.3), (std, 0.3, 0.4)))
+
+
+def cached(rows: Dataset, objective: Objective, batch_size: int = 5, **changes: Any) -> Dataset:
+    data = training_data(rows, batch_size, **changes)
+    cache_features(data, objective, Accelerator())
+    return data.features["train"]
+
+
+def training_data(rows: Dataset, batch_size: int = 5, **changes: Any) -> TrainingData:
+    order = GlobalOrder(len(rows), BatchSizes((0,), (2,)), seed=0)
+    processor = SimpleNamespace()  # a cache needs none
+    return TrainingData(DatasetDict(train=rows), processor, loaders(**changes), order, {}, batch_size)
+
+
+def stores(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("tandem_features/*") if path.name[0] != "."}
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return list(folder.glob("tandem_features/.*"))
+
+
+def no_tower(*_: Any, **__: Any) -> None:
+    pytest.fail("a frozen tower ran")
+
+
+# -- in and out of Arrow ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (4, 3, 2)])
+def test_what_goes_into_arrow_comes_out(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.randn(7, *shape).to(dtype)
+    flat = to_arrow(values.transpose(0, -1).contiguous().transpose(0, -1))
+    ragged = to_arrow(values, [1, 0, 2, 3, 1], [2, 3])
+    pages = pa.chunked_array([flat.slice(1, 3), flat.slice(4)])
+    for row, value in zip(pages, values[1:], strict=True):
+        assert torch.equal(to_tensor(row), value)
+    first, second = ragged
+    assert [len(caption) for caption in first.values] == [1, 0]
+    assert torch.equal(to_tensor(second.values[1]), values[3:6])
+    assert torch.equal(to_tensor(second.values[2]), values[6:])
+
+
+def test_no_rows_have_the_shape_of_rows(rows: Dataset) -> None:
+    found = cached(rows, frozen())
+    row = found.with_format("arrow")[[3]]
+    example = feature_tensors({name: row[name][0] for name in row.column_names}, [2])
+    assert row["vision_skipped"].to_pylist() == [None]
+    empty = empty_features(found)
+    for name, none in empty.items():
+        assert none.dtype == example[name][0].dtype == torch.float16
+        width = example[name][0].shape[1:] if name == "text_states" else example[name][0].shape
+        assert none.shape == (0, *((1,) if name == "text_states" else ()), *width), name
+    assert set(empty) == set(example) == {"vision_pooled", "vision_taps_0", "text_pooled", "text_states"}
+    assert empty_features(rows) == {}
+
+
+# -- what is stored -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("objectives", ["contrastive", "contrastive,matching"])
+def test_a_batch_holds_what_the_towers_give(
+    objectives: str, workers: int, rows: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective, matches = frozen(objectives=objectives), "matching" in objectives
+    model = objective.model.eval()
+    found = cached(rows, objective, workers=workers)
+    assert "image" not in found.column_names
+    order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
+    seen, skipped = [], []
+    with monkeypatch.context() as patch:
+        patch.setattr("mm_utils.data.media.medium.read_pixels", lambda *_: pytest.fail("an image was opened"))
+        for batch in loaders(workers).train(found, order, 0, 6):
+            assert "pixel_values" not in batch
+            seen.append(batch)
+            skipped += batch["skipped"]
+    live = {name: [] for name in ("rows", "skipped", "lengths")}
+    arguments = LoaderArguments(16, 1.0, dataloader_num_workers="0")
+    again = Loaders(arguments, Accelerator().device, 0, media.Image(SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+    for batch, expected in zip(seen, again.train(rows, order, 0, 6), strict=True):
+        for name in (*live, "image_ids"):
+            assert list(batch[name]) == list(expected[name])
+        for name in ("ids", "input_ids", "attention_mask"):
+            assert torch.equal(batch[name], expected[name])
+        with torch.no_grad():
+            pooled, taps = model.vision_features(expected["pixel_values"], matches)
+            text, states = model.text_features(expected["input_ids"], expected["attention_mask"])
+        assert len(taps) == matches
+        close(batch["vision_pooled"], pooled)
+        close(batch["text_pooled"], text)
+        for place, tap in enumerate(taps):
+            close(batch[f"vision_taps_{place}"], tap)
+        if matches:
+            close(batch["text_states"], states * expected["attention_mask"][..., None])
+        assert (f"vision_taps_{len(taps)}" in batch, "text_states" in batch) == (False, matches)
+    assert sorted({reason.split(":")[0] for reason in skipped}) == ["image id-2", "image id-7"]
+    assert len(skipped) == 4  # in each of two epochs
+
+
+def close(stored: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(stored.float(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_images_that_cannot_be_decoded_are_counted_at_the_start(
+    rows: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        caplog.clear()
+        cached(rows, frozen(text=False))
+        assert "2 training images cannot be decoded: ['image id-2: " in caplog.text
+
+
+def test_unreadable_images_alone(own_cache: Path) -> None:
+    rows = tokenize_captions(rows_of(4, broken=range(4)), new_tokenizer(), 16)
+    found = cached(rows, frozen(text=False))
+    [batch] = loaders().train(found, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
+    assert len(batch["skipped"]) == 4
+    assert batch["vision_pooled"].shape == (0, 128)
+
+
+def test_a_rank_without_a_row_contributes_nothing(rows: Dataset) -> None:
+    objective = frozen()
+    found = cached(rows, objective)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "rank", lambda: 4)
+        patch.setattr(distributed, "world_size", lambda: 5)
+        [batch] = loaders().train(found, GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), 0, 1)
+    encoded = objective.train().encode(batch)
+    assert len(encoded.embeds["image"]) == len(encoded.embeds["text"]) == 0
+    assert encoded.text_states.shape[:2] == (1, 1)
+    assert encoded.keys_values[0].shape[1] == 1
+    (encoded.embeds["image"].sum() + encoded.embeds["text"].sum()).backward()
+    assert not objective.model.visual_projection.weight.grad.any()
+
+
+def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """From now on, the vision tower is loud, or silent, about images 9 to 11, the reddest ones."""
+    run = FusionDualEncoderModel.vision_features
+
+    def other(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool = True) -> tuple:
+        pooled, taps = run(self, pixels, with_taps)
+        return torch.where(pixels[:, :1].mean((2, 3)) > 1, factor * pooled, pooled), taps
+
+    monkeypatch.setattr(FusionDualEncoderModel, "vision_features", other)
+
+
+@pytest.mark.parametrize("factor", [1e6, 1e-6])
+def test_what_float16_cannot_hold_is_stored_as_float32(
+    factor: float, rows: Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own_cache: Path
+) -> None:
+    objective = frozen(text=False)
+    scaled(monkeypatch, factor)
+    found = cached(rows, objective)
+    assert "torch.float16 cannot hold the vision features of training rows 8 to 11" in caplog.text
+    [batch] = loaders().evaluation(rows, 12)
+    with torch.no_grad():
+        pooled, _ = objective.model.eval().vision_features(batch["pixel_values"])
+    stored = found.with_format("torch")[batch["rows"].tolist()]["vision_pooled"]
+    torch.testing.assert_close(stored, pooled.cpu(), rtol=2e-4, atol=1e-10)  # float16 is off by 5e-4
+    assert not leftovers(own_cache)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_tower_that_gives_no_numbers_is_refused(
+    factor: float, rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    scaled(monkeypatch, factor)
+    with pytest.raises(ValueError, match="the frozen vision tower computes values that are not finite"):
+        cached(rows, frozen(text=False))
+    assert not stores(own_cache)
+    assert not leftovers(own_cache)
+
+
+# -- computed once ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_does_not_run_the_towers(rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    before, again = cached(rows, frozen()), frozen()
+    assert len(stores(own_cache)) == 2
+    for name in ("vision_features", "text_features"):
+        monkeypatch.setattr(FusionDualEncoderModel, name, no_tower)
+    after = cached(rows, again, batch_size=3)
+    assert after.with_format("arrow")[:].equals(before.with_format("arrow")[:])
+    assert len(stores(own_cache)) == 2
+
+
+@torch.no_grad()
+def change_last_weight(tower: torch.nn.Module) -> None:
+    *_, last = tower.parameters()
+    last[(-1,) * last.dim()] += 1e-6
+
+
+def tap(objective: Objective) -> None:
+    objective.model.config.fusion_vision_taps = objective.model.fusion.taps = [-2]
+
+
+def set_config(name: str, value: Any) -> Callable[[Objective], None]:
+    return lambda objective: setattr(objective.model.config, name, value)
+
+
+def other_rows(count: int = 12, broken: Sequence[int] = (2, 7), length: int = 16) -> Dataset:
+    return tokenize_captions(rows_of(count, broken), new_tokenizer(), length)
+
+
+MODELS: dict[str, tuple[Callable[[Objective], Any], bool, bool]] = {
+    "the same": (lambda objective: None, False, False),
+    "projection": (lambda objective: change_last_weight(objective.model.visual_projection), False, False),
+    "vision weight": (lambda objective: change_last_weight(objective.model.vision_model), True, False),
+    "text weight": (lambda objective: change_last_weight(objective.model.text_model), False, True),
+    "vision pooling": (set_config("vision_pooling", "mean"), True, False),
+    "text pooling": (set_config("text_pooling", "cls"), False, True),
+    "taps": (tap, True, False),
+    "text taps": (set_config("fusion_text_taps", [-1, -2]), False, True),
+    "tokens per tap": (set_config("fusion_tokens_per_tap", 1), True, False),
+    "objective": (lambda objective: setattr(objective, "pairs_per_image", 0), True, True),
+}
+OPTIONS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "batch size": ({"batch_size": 7}, False, False),
+    "workers": ({"workers": 2}, False, False),
+    "image size": ({"size": 32}, True, False),
+    "mean": ({"mean": 0.25}, True, False),
+    "std": ({"std": 0.25}, True, False),
+}
+DATA: dict[str, tuple[Callable[[], Dataset], bool, bool]] = {
+    "the same": (other_rows, False, False),
+    "fewer rows": (lambda: other_rows(11), True, True),
+    "order": (lambda: other_rows().select([1, 0, *range(2, 12)]), True, True),
+    "captions are cut": (lambda: other_rows(length=4), False, True),
+    "an image has other bytes": (lambda: other_rows(broken=[2]), True, False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_store_is_for_one_model(name: str, rows: Dataset, own_cache: Path) -> None:
+    change, vision, text = MODELS[name]
+    cached(rows, frozen())
+    objective = frozen()
+    change(objective)
+    assert added(own_cache, lambda: cached(rows, objective)) == vision + text
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_store_is_for_one_preprocessing(name: str, rows: Dataset, own_cache: Path) -> None:
+    options, vision, text = OPTIONS[name]
+    cached(rows, frozen())
+    assert added(own_cache, lambda: cached(rows, frozen(), **options)) == vision + text
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_store_is_for_one_data_set(name: str, rows: Dataset, own_cache: Path) -> None:
+    other, vision, text = DATA[name]
+    cached(rows, frozen())
+    assert added(own_cache, lambda: cached(other(), frozen())) == vision + text
+
+
+def test_a_store_is_for_one_precision(rows: Dataset, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached(rows, frozen())
+    monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
+    assert added(own_cache, lambda: cached(rows, frozen())) == 2
+    monkeypatch.setattr(feature_cache, "DTYPES", (torch.float32,))
+    assert added(own_cache, lambda: cached(rows, frozen())) == 2
+
+
+def added(folder: Path, run: Callable[[], Any]) -> int:
+    before = stores(folder)
+    run()
+    return len(stores(folder) - before)
+
+
+def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, own_cache: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(png(3))
+    features = rows_of(1).features
+    row = {"id": "a", "image": {"bytes": None, "path": str(path)}, "captions": ["one"]}
+    rows = tokenize_captions(Dataset.from_list([row, {**row, "id": "b"}], features=features), new_tokenizer(), 16)
+    for count in (1, 1):
+        cached(rows, frozen(text=False))
+        assert len(stores(own_cache)) == count
+    os.utime(path, ns=(0, 0))
+    cached(rows, frozen(text=False))
+    assert len(stores(own_cache)) == 2
+    path.unlink()
+    cached(rows, frozen(text=False))
+    assert len(stores(own_cache)) == 3
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_interrupted_computation_is_not_taken_for_a_store(
+    killed: bool, rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    """A killed process does not even clean up."""
+    run, calls = FusionDualEncoderModel.vision_features, []
+
+    def interrupted(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool) -> Any:
+        calls.append(len(pixels))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(self, pixels, with_taps)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(FusionDualEncoderModel, "vision_features", interrupted)
+        if killed:
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        cached(rows, frozen(text=False))
+    assert len(calls) == 3
+    assert not stores(own_cache)
+    assert len(leftovers(own_cache)) == killed
+    found = cached(rows, frozen(text=False))
+    assert len(found) == 12
+    assert len(stores(own_cache)) == 1
+    assert not leftovers(own_cache)  # nobody holds its lock
+    old, recent = (own_cache / "tandem_features" / name for name in (".another-0", ".another-1"))
+    for folder, age in ((old, 2 * stored_results.ABANDONED), (recent, 0)):
+        folder.mkdir()
+        os.utime(folder, (time.time() - age,) * 2)
+    cached(rows, frozen(vision=False))
+    assert leftovers(own_cache) == [recent]  # it could be another run's, at work
+
+
+def test_the_first_of_two_runs_wins(rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    write = feature_cache.Source._write
+
+    def slow(self: Any, folder: Path, dtype: torch.dtype) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(feature_cache.Source, "_write", write)
+            cached(rows, frozen(text=False))
+        return write(self, folder, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_cache.Source, "_write", slow)
+        assert len(cached(rows, frozen(text=False))) == 12
+    assert len(stores(own_cache)) == 1
+    assert not leftovers(own_cache)
+
+
+def test_a_cache_that_other_processes_do_not_see(rows: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "any_rank", lambda *_: True)
+    with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE is .* Set it to a folder that all machines see"):
+        cached(rows, frozen())
+
+
+def test_without_a_frozen_tower(rows: Dataset) -> None:
+    objective = frozen(vision=False, text=False)
+    with pytest.raises(ValueError, match=r"--cache_features is set, .*--freeze_vision or --freeze_text"):
+        cached(rows, objective)
+
+
+# -- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def frozen_objective(kind: str, towers: str) -> Objective:
+    objective = tiny_objective(kind)
+    for name in ("vision", "text") if towers == "both" else (towers,):
+        objective.model.freeze(name)
+    return objective.train()
+
+
+def with_features(objective: Objective, batch: dict[str, Any], towers: str) -> dict[str, Any]:
+    """The batch with the frozen towers' output, unrounded, in place of the images."""
+    model, batch = objective.model, dict(batch)
+    with torch.no_grad():
+        if towers != "text":
+            batch["vision_pooled"], taps = model.vision_features(batch.pop("pixel_values"), objective.reads_pairs)
+            batch |= {f"vision_taps_{place}": tap for place, tap in enumerate(taps)}
+        if towers != "vision":
+            batch["text_pooled"], states = model.text_features(batch["input_ids"], batch["attention_mask"])
+            batch |= {"text_states": states} if objective.reads_pairs else {}
+    return batch
+
+
+def assert_same(found: dict[str, Any], right: dict[str, Any]) -> None:
+    assert found["report"] == pytest.approx(right["report"], rel=1e-6, abs=3e-7)
+    right = {name: torch.as_tensor(values, dtype=torch.double) for name, values in right["gradients"].items()}
+    largest = max(float(values.abs().max()) for values in right.values())
+    for name, values in right.items():
+        gradient = torch.as_tensor(found["gradients"][name], dtype=torch.double)
+        torch.testing.assert_close(gradient, values, rtol=1e-6, atol=1e-8 * largest, msg=name)
+
+
+@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("regions", "moments")])
+def test_features_give_the_gradient_of_the_towers(kind: str, towers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = step(frozen_objective(kind, towers), global_batch(), 3)
+    objective = frozen_objective(kind, towers)
+    batch = with_features(objective, global_batch(), towers)
+    for name in ("vision", "text") if towers == "both" else (towers,):
+        reads_others = "masked_lm" in TERMS[kind]  # texts that were not stored
+        if name == "vision" or not reads_others:
+            monkeypatch.setattr(FusionDualEncoderModel, f"{name}_features", no_tower)
+    assert_same(step(objective, batch, 3), live)
+
+
+@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("kind", ["contrastive", "contrastive_matching"])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_in_parts(kind: str, towers: str, micro_batch_size: int) -> None:
+    live = step_in_parts(frozen_objective(kind, towers), global_batch(), None)
+    objective = frozen_objective(kind, towers)
+    assert_same(step_in_parts(objective, with_features(objective, global_batch(), towers), micro_batch_size), live)
+
+
+def test_states_are_as_long_as_the_captions_of_their_part() -> None:
+    objective = frozen_objective("contrastive_matching", "text")
+    batch = with_features(objective, global_batch(), "text")
+    part = share_of(batch, 2, 4)
+    assert part["text_states"].shape[1] == 16
+    encoded = objective.encode(part)
+    assert encoded.text_states.shape[1] == part["input_ids"].shape[1] == 5
+
+
+def on_this_rank(micro_batch_size: int | None) -> list[dict[str, Any]]:
+    found = []
+    for towers in TOWERS:
+        for sizes in SPLITS[2]:
+            objective = frozen_objective("contrastive_matching", towers)
+            low = sum(sizes[: distributed.rank()])
+            mine = share_of(with_features(objective, global_batch(), towers), low, low + sizes[distributed.rank()])
+            take = step_in_parts if micro_batch_size else step
+            found.append({"towers": towers, **take(objective, mine, micro_batch_size or 5)})
+    return found
+
+
+@pytest.mark.parametrize("micro_batch_size", [pytest.param(None, marks=pytest.mark.slow), 3])
+def test_on_two_ranks_one_of_which_may_be_empty(micro_batch_size: int | None) -> None:
+    by_rank = run_on_ranks(2, on_this_rank, micro_batch_size)
+    for one, other in zip(*by_rank, strict=True):
+        live = step_in_parts(frozen_objective("contrastive_matching", one["towers"]), global_batch(), None)
+        if not micro_batch_size:  # gradients are then averaged by DDP
+            pairs = {name: (values, other["gradients"][name]) for name, values in one["gradients"].items()}
+            one["gradients"] = {name: torch.stack(pair).double().mean(0) for name, pair in pairs.items()}
+        assert_same(one, live)
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("towers", "precise"),
+    [
+        pytest.param("vision", False, marks=pytest.mark.slow),
+        pytest.param("text", False, marks=pytest.mark.slow),
+        ("both", True),
+    ],
+)
+def test_training_from_features_is_training_with_frozen_towers(
+    towers: str, precise: bool, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Adam's epsilon makes its steps smooth in the gradient, whose rounding it would else enlarge.
+    flags = [*tiny_flags, *TOWERS[towers], "--set", "adam_epsilon=1", "--learning_rate", "1"]
+    pretrain.main([*flags, "--min_crop_area", "1", "--output_dir", str(tmp_path / "live")])
+    if precise:
+        monkeypatch.setattr(feature_cache, "DTYPES", (torch.float32,))
+    watch = {name: calls_in_training(monkeypatch, f"{name}_features") for name in ("vision", "text")}
+    whole = ["--min_crop_area", "1"] if towers == "text" else []
+    pretrain.main([*flags, *whole, "--cache_features", "--output_dir", str(tmp_path / "cached")])
+    for name, calls in watch.items():
+        assert calls == ([] if towers in (name, "both") else [8] * 4)  # pairs in each of four steps
+    rough, fine = (1e-5, 1e-6) if precise else (2e-3, 2e-4)
+    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=rough)
+    cached = weights(tmp_path / "cached")
+    for name, value in weights(tmp_path / "live").items():
+        torch.testing.assert_close(cached[name], value, rtol=rough, atol=fine, msg=name)
+
+
+def write_towers(folder: Path) -> list[str]:
+    """Folders of a vision backbone whose classifier reads the pooled output, and of a text backbone; the flags that take them."""
+    torch.manual_seed(0)
+    names = dict(enumerate(("red", "blue", "round")))
+    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    vision = AutoConfig.for_model("resnet", **shape, id2label=names)
+    AutoModelForImageClassification.from_config(vision).save_pretrained(folder / "vision")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vision")
+    tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    tokenizer = new_tokenizer()
+    AutoModel.from_config(AutoConfig.for_model("bert", **tower, vocab_size=len(tokenizer))).save_pretrained(
+        folder / "text"
+    )
+    tokenizer.save_pretrained(folder / "text")
+    return [word for name in ("vision", "text") for word in (f"--{name}_model_name_or_path", str(folder / name))]
+
+
+def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed form, training and all evaluations read one pass; the names of classes are the only other texts."""
+    rows: dict[str, int] = {}
+
+    def counted(name: str) -> None:
+        run = getattr(FusionDualEncoderModel, name)
+
+        def noted(self: FusionDualEncoderModel, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+            rows[name] = rows.get(name, 0) + (len(first) if len(first) > 2 else 0)  # one or two are blanks, for shapes
+            return run(self, first, *args, **kwargs)
+
+        monkeypatch.setattr(FusionDualEncoderModel, name, noted)
+
+    counted("vision_features")
+    counted("text_features")
+    monkeypatch.setattr(train_recall, "caption_probes", lambda *_, **__: Probes.none())
+    flags = [
+        "--train_file", str(corpus), *write_towers(tmp_path), "--freeze_vision", "--freeze_text", "--logging_steps",
+        "1",
+    ]  # fmt: skip
+    small = ["--max_steps", "4", "--dataloader_num_workers", "0"]  # fewer rows than the default batch
+    pretrain.main([*flags, *small, "--output_dir", str(tmp_path / "run")])
+    lines = [json.loads(line) for line in corpus.read_text().splitlines()]
+    captions = sum(len(line["captions"]) for line in lines)
+    assert rows == {"vision_features": len(lines), "text_features": captions + 3}
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    found = {name: saved[name] for name in FROZEN_DEFAULTS}
+    assert found == FROZEN_DEFAULTS
+    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("eval_mean_recall" in row for row in log) >= 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "cached"),
+    [
+        ("--freeze_vision --freeze_text", True),
+        ("--freeze_vision --freeze_text --projection mlp", True),
+        ("--freeze_vision", False),
+        ("--freeze_vision --freeze_text --objectives contrastive:1,captioning:1", False),
+        ("--freeze_vision --freeze_text --rerank_top_k 5", False),
+        ("--freeze_vision --freeze_text --min_crop_area 0.5", False),
+        ("--freeze_vision --freeze_text --cache_features false", False),
+        ("--freeze_vision --freeze_text --closed_form_images 0", False),
+        ("--freeze_vision --freeze_text --streaming", False),
+    ],
+)
+def test_the_defaults_of_frozen_towers_yield_to_what_is_given(flags: str, cached: bool) -> None:
+    argv = ["--vision_model_name_or_path", "a", "--text_model_name_or_path", "b", *flags.split()]
+    given = parse_args(*PRETRAINING, *flags_of_callbacks("pretrain"), argv=argv)
+    attached = CacheFeatures.attach(given)
+    assert (attached is not None) == given["cache_features"] == cached
+    wanted = {**FROZEN_DEFAULTS, **({"backbone_learning_rate": MLP_RATE} if "mlp" in flags else {})}
+    assert all((given[name] == value) == cached for name, value in wanted.items())
+
+
+@pytest.mark.slow
+def test_sounds_are_trained_from_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = {"model_type": "convnext", "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
+    (tmp_path / "sound.json").write_text(json.dumps({**tower, "num_channels": 1, "image_size": [40, 16]}))
+    flags = [
+        *("--dataset_name", "sounds", "--vision_config", str(tmp_path / "sound.json"), "--freeze_vision"),
+        *("--global_batch_size", "8", "--max_steps", "2", "--logging_steps", "1", "--dataloader_num_workers", "0"),
+        *("--min_crop_area", "1", "--sound_jitter", "0", "--set", "adam_epsilon=1", "--output_dir"),
+    ]
+    with small_media():
+        pretrain.main([*flags, str(tmp_path / "live")])
+        calls = calls_in_training(monkeypatch, "vision_features")
+        pretrain.main([*flags, str(tmp_path / "cached"), "--cache_features"])
+    assert not calls
+    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=2e-3)
+
+
+def calls_in_training(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """From now on, rows of every call of a tower in training mode."""
+    run, calls = getattr(FusionDualEncoderModel, name), []
+
+    def noted(self: FusionDualEncoderModel, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            calls.append(len(rows))
+        return run(self, rows, *args, **kwargs)
+
+    monkeypatch.setattr(FusionDualEncoderModel, name, noted)
+    return calls
+
+
+@pytest.mark.slow
+def test_parts_average_and_resumption(tiny_flags: list[str], tmp_path: Path) -> None:
+    flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--ema_decay", "0.5", "--save_steps", "2"]
+    straight = pretrain.main([*flags, "--output_dir", str(tmp_path / "straight")])
+    for name, others in {
+        "parts": ["--micro_batch_size", "3"],
+        "resumed": ["--resume_from_checkpoint", str(tmp_path / "straight/checkpoint-2")],
+    }.items():
+        again = pretrain.main([*flags, *others, "--output_dir", str(tmp_path / name)])
+        assert again == pytest.approx(straight, rel=1e-5), name
+        for key, value in weights(tmp_path / "straight").items():
+            torch.testing.assert_close(weights(tmp_path / name)[key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
+
+
+def test_the_micro_batch_is_found(tiny_flags: list[str], tmp_path: Path) -> None:
+    flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--global_batch_size", "12", "--max_steps", "1"]
+    pretrain.main([*flags, "--micro_batch_size", "auto", "--output_dir", str(tmp_path)])
+    assert list(losses(tmp_path)) == [1]
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work_and_learn_what_one_learns(
+    tiny_flags: list[str], tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--max_train_samples", "15", "--global_batch_size", "7"]
+    on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
+    shards = sorted(path.name for path in own_cache.glob("tandem_features/*/*.arrow"))
+    assert shards == ["00000.arrow"] * 2 + ["00001.arrow"] * 2
+    assert not leftovers(own_cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_cache.Source, "_compute", no_tower)
+        pretrain.main([*flags, "--output_dir", str(tmp_path / "one")])
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other")
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "alone")])
+    for run, tolerance in (("one", 1e-4), ("alone", 1e-3)):
+        assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / run), rel=tolerance)

@@ -1,0 +1,108 @@
+"""The classes that a backbone knows by name, beside the stock classifier."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForAudioClassification, AutoModelForImageClassification
+
+from mm_utils.model.modeling_fusion_dual_encoder import ClassesProjection, pool_output
+from mm_utils.training.starts.class_names import TEMPERATURE, read_classes
+
+NAMES = {0: "tench, Tinca tinca", 1: "great white shark", 2: "cock"}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 32,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "mobilenet_v2": {"image_size": 32, "depth_multiplier": 0.25},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "vit": {**SMALL, "patch_size": 8},
+    "dinov2": {**SMALL, "patch_size": 8},
+    "swin": {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
+    "audio-spectrogram-transformer": {**SMALL, "max_length": 32, "num_mel_bins": 32},
+}  # fmt: skip
+
+FIRST = partial(pool_output, pooling="cls")
+
+
+def classifier(kind: str, folder: Path, names: dict[int, str] = NAMES) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, **KINDS[kind], id2label=names, label2id={name: at for at, name in names.items()}
+    )
+    kinds = AutoModelForAudioClassification if kind.startswith("audio") else AutoModelForImageClassification
+    model = kinds.from_config(config).eval()
+    if kind.startswith("audio"):  # a norm that is not the identity
+        torch.nn.init.normal_(model.classifier.layernorm.weight)
+        torch.nn.init.normal_(model.classifier.layernorm.bias)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"), [*((kind, "pooler") for kind in KINDS), ("vit", "cls"), ("dinov2", "cls")]
+)
+@torch.no_grad()
+def test_probabilities_are_those_of_the_stock_classifier(kind: str, pooling: str, tmp_path: Path) -> None:
+    """Where the classifier reads no more than what the model pools, that is enough."""
+    stock = classifier(kind, tmp_path)
+    tower = AutoModel.from_pretrained(tmp_path).eval()
+    runs: list[None] = []
+    tower.register_forward_hook(lambda *_: runs.append(None))
+    images = torch.randn(3, 32, 32) if kind.startswith("audio") else torch.randn(3, 3, 32, 32)
+    with read_classes(str(tmp_path), tower, partial(pool_output, pooling=pooling)) as classes:
+        assert classes is not None
+        assert classes.names == list(NAMES.values())
+        runs.clear()
+        for part in images.split(2):
+            output, expected = tower(part, output_hidden_states=True), (stock(part).logits / TEMPERATURE).softmax(-1)
+            torch.testing.assert_close(classes(), expected, rtol=0, atol=1e-6)
+        assert classes.reads_pooled == (kind != "dinov2" and (kind != "vit" or pooling == "cls"))
+        pooled = pool_output(output, pooling)
+        if classes.reads_pooled:
+            torch.testing.assert_close(classes(pooled), expected, rtol=0, atol=1e-6)
+            projection = ClassesProjection(pooled.shape[1], 3, len(NAMES))
+            for name, value in zip(
+                ("classifier", "classifier_bias", "standardises"), classes.linear(pooled.shape[1]), strict=True
+            ):
+                setattr(projection, name, torch.as_tensor(value))
+            assert projection.standardises == kind.startswith("audio")
+            projection.weight.zero_()
+            projection.names.copy_(torch.eye(3))
+            torch.testing.assert_close(projection(pooled), expected, rtol=0, atol=1e-6)
+        else:
+            with pytest.raises(ValueError, match="is not a linear map of its pooled output"):
+                classes.linear(pooled.shape[1])
+    assert len(runs) == 2
+    assert len(tower._forward_hooks) == 1
+
+
+def test_a_classifier_of_another_kind_is_not_read(tmp_path: Path) -> None:
+    """Its head would be random, or read what the tower does not give."""
+    classifier("vit", tmp_path)
+    other = AutoModel.from_config(AutoConfig.for_model("dinov2", **KINDS["dinov2"]))
+    with read_classes(str(tmp_path), other, FIRST) as classes:
+        assert classes is None
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["DeiTForImageClassificationWithTeacher"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path), FIRST) as classes:
+        assert classes is None
+
+
+@pytest.mark.parametrize("names", [{0: "LABEL_0", 1: "LABEL_1"}, None])
+def test_a_backbone_without_named_classes_has_no_reader(names: dict[int, str] | None, tmp_path: Path) -> None:
+    if names is None:
+        AutoModel.from_config(AutoConfig.for_model("vit", **KINDS["vit"], id2label=NAMES)).save_pretrained(tmp_path)
+    else:
+        classifier("vit", tmp_path, names)
+    with read_classes(str(tmp_path), AutoModel.from_pretrained(tmp_path), FIRST) as classes:
+        assert classes is None

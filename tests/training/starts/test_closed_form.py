@@ -1,0 +1,174 @@
+"""The closed form beside a plain reference, and what it must not depend on."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from mm_utils.training.starts.closed_form import FOLDS, Features, Fold, Moments, fit
+
+
+def pairs(images: int = 60, captions: int = 1, noise: float = 0.3, seed: int = 0, names: bool = False) -> Features:
+    """Features of 12 and 9 channels that share four directions, a mean, and noise."""
+    draw = torch.Generator().manual_seed(seed)
+    latent = torch.randn(images, 4, generator=draw)
+    owner = torch.arange(images).repeat_interleave(captions)
+
+    def side(channels: int, rows: Tensor) -> Tensor:
+        mixing = torch.randn(4, channels, generator=draw)
+        others = torch.randn(len(rows), channels, generator=draw)
+        return rows @ mixing + noise * others + torch.linspace(1, 3, channels)
+
+    text = side(9, latent[owner])
+    return Features(side(12, latent), text, owner, text[::captions].clone() if names else None)
+
+
+def inverse_root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.rsqrt()) @ vectors.T
+
+
+def without_mean(rows: Tensor) -> Tensor:
+    """Rows of unit length without the direction of their mean."""
+    rows = F.normalize(rows.double(), dim=-1)
+    direction = F.normalize(rows.mean(0), dim=0)
+    return rows - torch.outer(rows @ direction, direction)
+
+
+def reference_scores(features: Features, shrinkage: float, width: int) -> Tensor:
+    """Inner products of mapped images and captions, by symmetric inverse roots and a full decomposition."""
+    image, text = without_mean(features.image_MA), without_mean(features.text_TB)
+    roots = []
+    for rows in (image, text):
+        covariance = rows.T @ rows / len(rows)
+        mean_variance = covariance.trace() / len(covariance)
+        roots.append(
+            inverse_root(covariance + shrinkage * mean_variance * torch.eye(len(covariance), dtype=torch.double))
+        )
+    left, values, right = torch.linalg.svd(roots[0] @ image.T @ text / len(image) @ roots[1])
+    strength = torch.diag(values[:width])
+    return (image @ roots[0] @ left[:, :width]) @ strength @ (text @ roots[1] @ right.T[:, :width]).T
+
+
+def scores(features: Features, maps: tuple[Tensor, Tensor]) -> Tensor:
+    unit = features.unit()
+    return (unit.image_MA @ maps[0]) @ (unit.text_TB @ maps[1]).T
+
+
+@pytest.mark.parametrize("shrinkage", [0.1, 3.0])
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_the_maps_are_those_of_a_plain_reference(shrinkage: float, width: int) -> None:
+    features = pairs()
+    maps = Fold.of(features.unit()).maps(shrinkage, 0.0, width)
+    torch.testing.assert_close(scores(features, maps), reference_scores(features, shrinkage, width), rtol=0, atol=1e-7)
+    assert [tuple(side.shape) for side in maps] == [(12, width), (9, width)]
+
+
+def test_the_mean_is_mapped_to_nothing_and_directions_beyond_the_rank_are_zero() -> None:
+    features = pairs().unit()
+    image_AE, text_BE = Fold.of(features).maps(1.0, 0.0, 20)
+    assert (features.image_MA.mean(0) @ image_AE).abs().max() < 1e-12
+    assert (features.text_TB.mean(0) @ text_BE).abs().max() < 1e-12
+    assert image_AE[:, 9:].count_nonzero() == text_BE[:, 9:].count_nonzero() == 0
+
+
+@given(st.integers(0, 1000), st.integers(1, 59))
+def test_moments_without_a_part_are_those_of_the_rest(seed: int, cut: int) -> None:
+    features = pairs(captions=2, seed=seed).unit()
+    first = torch.arange(60) < cut
+    whole, one, other = (Moments.of(part) for part in (features, features.take(first), features.take(~first)))
+    torch.testing.assert_close(dataclasses.astuple(whole - one), dataclasses.astuple(other), rtol=0, atol=1e-10)
+
+
+def test_an_image_counts_once_however_many_captions_it_has() -> None:
+    features = pairs(captions=2).unit()
+    repeated = torch.cat([torch.arange(len(features.text_TB)), torch.arange(10)])
+    owner, order = features.owner_T[repeated].sort(stable=True)
+    more = Features(features.image_MA, features.text_TB[repeated[order]], owner)
+    torch.testing.assert_close(Moments.of(more).image_image, features.image_MA.T @ features.image_MA)
+    assert Moments.of(more).weight == pytest.approx(60)
+
+
+@given(st.floats(0.01, 100))
+def test_the_length_of_a_feature_does_not_matter(factor: float) -> None:
+    features = pairs()
+    longer = dataclasses.replace(features, image_MA=features.image_MA * torch.linspace(1, factor, 60)[:, None])
+    first, second = fit(features, 4), fit(longer, 4)
+    torch.testing.assert_close(first.image_AE, second.image_AE, rtol=1e-3, atol=1e-3)
+    assert first.recalls == second.recalls
+
+
+def test_pairs_left_out_tell_signal_from_noise() -> None:
+    chance = FOLDS / 400
+    signal, noise = fit(pairs(400, noise=0.1), 4), fit(pairs(400, noise=100.0), 4)
+    assert min(signal.recalls) > 0.5
+    assert max(noise.recalls) < 5 * chance
+    assert signal.scale > noise.scale
+    assert signal.candidates == 100
+
+
+def test_pairs_with_more_noise_are_shrunk_more() -> None:
+    assert [fit(pairs(100, noise=noise), 4).shrinkage for noise in (0.03, 0.3, 1.0, 3.0)] == [0.03, 0.1, 0.3, 30]
+
+
+def test_names_weigh_as_much_as_they_tell() -> None:
+    few = pairs(40, noise=2.0, names=True)
+    truth = pairs(40, noise=0.0, names=True).names_MB
+    random = torch.randn(40, 9, generator=torch.Generator().manual_seed(1))
+    assert fit(dataclasses.replace(few, names_MB=truth), 4).name_weight > 0
+    assert fit(dataclasses.replace(few, names_MB=random), 4).name_weight == 0
+    constant = fit(dataclasses.replace(few, names_MB=torch.ones(40, 9)), 4)  # names without any difference add nothing
+    torch.testing.assert_close(constant.image_AE, fit(dataclasses.replace(few, names_MB=None), 4).image_AE)
+
+
+def test_a_part_for_the_names_adds_their_cosine() -> None:
+    """The dot product is that of the canonical part, and the share of that of names and captions without their means."""
+    features = pairs(40, noise=1.0, names=True)
+    everything = Fold.of(features.unit())
+    unit, share = features.unit(), 0.3
+    image_AE, text_BE = everything.maps_apart(3.0, share, 36)  # nine directions for the names, which is all
+    found = unit.beside_names().image_MA @ image_AE @ (unit.text_TB @ text_BE).T
+    canonical_MA, canonical_TB = (
+        rows @ map_CE
+        for rows, map_CE in zip((unit.image_MA, unit.text_TB), everything.maps(3.0, 0.0, 27), strict=True)
+    )
+    assert unit.names_MB is not None
+    names, texts = unit.names_MB - unit.names_MB.mean(0), without_mean(features.text_TB)
+    expected = [
+        one / one.square().sum(1).mean().sqrt() @ (other / other.square().sum(1).mean().sqrt()).T
+        for one, other in ((canonical_MA, canonical_TB), (names, texts))
+    ]
+    torch.testing.assert_close(found, expected[0] + share * expected[1])
+    assert everything.maps_apart(3.0, 0.0, 4)[0][12:].abs().max() == 0
+
+
+def test_a_part_for_the_names_is_as_large_as_it_tells() -> None:
+    many = pairs(200, noise=1.0, names=True)
+    random = torch.randn(200, 9, generator=torch.Generator().manual_seed(1))
+    for names, tells in ((many.text_TB + 0.5 * random, True), (random, False), (torch.ones(200, 9), False)):
+        found = fit(dataclasses.replace(many, names_MB=names), 8, apart=True)
+        assert (found.name_weight > 0) == tells
+        assert found.image_AE.isfinite().all()
+        assert found.image_AE.shape == (12 + 9 + 1, 8)
+
+
+def test_too_few_images_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 images are too few"):
+        fit(pairs(7), 4)
+
+
+@pytest.mark.parametrize("side", ["image_MA", "text_TB"])
+def test_features_that_are_all_alike_or_not_finite(side: str) -> None:
+    features = pairs(40, names=True)
+    rows = getattr(features, side)
+    found = fit(dataclasses.replace(features, **{side: torch.ones_like(rows)}), 4)
+    assert not found.image_AE.any()
+    assert not found.text_BE.any()
+    with pytest.raises(ValueError, match="is not finite"):
+        fit(dataclasses.replace(features, **{side: rows / 0}), 4)
+    with pytest.raises(ValueError, match="is not finite"):
+        fit(dataclasses.replace(features, names_MB=torch.full((40, 9), float("nan"))), 4)

@@ -1,0 +1,315 @@
+"""Runs that start from a closed form: what is written, on any number of processes, and that nothing ends below it."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, AutoTokenizer, ViTImageProcessor
+
+from mm_utils.data import media
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import train_tokenizer
+from mm_utils.training.starts import closed_form, projection_start
+from mm_utils.training.starts.closed_form import Features
+from mm_utils.training.starts.projection_start import paired_features, start_projections
+from scripts import pretrain
+from tests.kit.corpora import COLOURS, SHAPES
+from tests.kit.numbered_rows import rows_of
+from tests.kit.ranks import run_on_ranks
+
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of a vision backbone that knows named classes, and of a text backbone."""
+    root = tmp_path_factory.mktemp("towers")
+    torch.manual_seed(0)
+    names = dict(enumerate([*COLOURS, *SHAPES]))
+    vision = AutoConfig.for_model("vit", **TOWER, image_size=32, patch_size=8, id2label=names)
+    AutoModelForImageClassification.from_config(vision).save_pretrained(root / "vision")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(root / "vision")
+    tokenizer = train_tokenizer([f"a {colour} {shape}, number one" for colour in COLOURS for shape in SHAPES], 200)
+    text = AutoConfig.for_model("bert", **TOWER, vocab_size=len(tokenizer))
+    AutoModel.from_config(text).save_pretrained(root / "text")
+    tokenizer.save_pretrained(root / "text")
+    return {f"{name}_model_name_or_path": str(root / name) for name in ("vision", "text")}
+
+
+def joined(towers: dict[str, str], **changes: Any) -> FusionDualEncoderModel:
+    torch.manual_seed(0)
+    args = ModelArguments(**towers, fusion_layers=0, **changes)  # type: ignore[arg-type]
+    return build_model(args, train_tokenizer(["a"], 100))
+
+
+def training_data(towers: dict[str, str], batch_size: int = 4) -> TrainingData:
+    """12 images of which two cannot be decoded, each with 1 to 4 captions."""
+
+    processor: Any = Accelerator  # stands for an object with attributes
+    processor = type(
+        "Processor", (), {"tokenizer": AutoTokenizer.from_pretrained(towers["text_model_name_or_path"])}
+    )()
+    rows: Dataset = tokenize_captions(rows_of(12, broken=[2, 7]), processor.tokenizer, 16)
+    arguments = LoaderArguments(16, dataloader_num_workers="0")
+    loaders = Loaders(arguments, Accelerator().device, 0, media.Image(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+    order = GlobalOrder(len(rows), BatchSizes((0,), (2,)), seed=0)
+    return TrainingData(DatasetDict(train=rows), processor, loaders, order, {}, batch_size)
+
+
+def start(towers: dict[str, str], images: int = 100, batch_size: int = 4) -> tuple[FusionDualEncoderModel, Features]:
+    Accelerator(cpu=True)
+    data, model = training_data(towers, batch_size), joined(towers)
+    start_projections(images, towers["vision_model_name_or_path"], data, model, Accelerator())
+    features, _ = paired_features(model, 100, data, Accelerator(), towers["vision_model_name_or_path"])
+    return model, features
+
+
+def test_a_residual_projection_starts_from_the_same_cosines(towers: dict[str, str]) -> None:
+    Accelerator(cpu=True)
+    data, cosines = training_data(towers), []
+    [batch] = data.loaders.evaluation(data.splits["train"], 20)
+    for projection in ("linear", "mlp"):
+        model = joined(towers, projection=projection)
+        start_projections(100, towers["vision_model_name_or_path"], data, model, Accelerator())
+        model.eval().double()
+        with torch.no_grad():
+            image_ME, _ = model.encode_image(batch["pixel_values"].double())
+            cosines.append(image_ME @ model.encode_text(batch["input_ids"], batch["attention_mask"])[0].T)
+    torch.testing.assert_close(*cosines, rtol=0, atol=1e-4)
+    assert cosines[0].std() > 0.1
+
+
+def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> None:
+    """The images' map is that of the fit to the texts' embeddings, which stay."""
+    Accelerator(cpu=True)
+    data, model, name = training_data(towers), joined(towers), towers["vision_model_name_or_path"]
+    before = model.text_projection.requires_grad_(False).weight.clone()
+    features, _ = paired_features(model, 100, data, Accelerator(), name)
+    start_projections(100, name, data, model, Accelerator())
+    assert torch.equal(model.text_projection.weight, before)
+    [batch] = data.loaders.evaluation(data.splits["train"], 20)
+    with torch.no_grad():
+        image_ME, _ = model.eval().encode_image(batch["pixel_values"])
+        text_TE, _ = model.encode_text(batch["input_ids"], batch["attention_mask"])
+    torch.testing.assert_close(features.text_TB, text_TE)
+    unit, found = features.unit(), closed_form.fit(features, model.config.projection_dim)
+    expected_ME = unit.image_MA @ found.image_AE @ found.text_BE.T
+    torch.testing.assert_close(torch.nn.functional.normalize(expected_ME, dim=-1).float(), image_ME)
+
+
+@pytest.fixture
+def convolutional(towers: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """The towers, with a vision backbone whose classifier reads what it pools."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_sizes": [16, 32],
+        "depths": [1, 1],
+        "num_stages": 2,
+        "image_size": 32,
+        "layer_scale_init_value": 1.0,
+    }
+    names = dict(enumerate([*COLOURS, *SHAPES]))
+    vision = AutoModelForImageClassification.from_config(
+        AutoConfig.for_model("convnext", **sizes, id2label=names, initializer_range=0.1)
+    )
+    torch.nn.init.normal_(vision.classifier.weight, std=10.0)  # classes that differ from image to image
+    vision.save_pretrained(tmp_path / "vision")
+    shutil.copy(Path(towers["vision_model_name_or_path"]) / "preprocessor_config.json", tmp_path / "vision")
+    return {**towers, "vision_model_name_or_path": str(tmp_path / "vision")}
+
+
+def test_a_projection_of_classes_has_the_scores_of_its_closed_form(
+    convolutional: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where names count a lot; the names are not trained, the saved model has them, and no stock class does."""
+    Accelerator(cpu=True)
+    monkeypatch.setattr(closed_form, "NAME_SHARES", (0.0, 1.0))
+    monkeypatch.setattr(
+        closed_form, "_judge", lambda *maps: (-maps[1][-1].abs().max() * torch.ones(12), torch.ones(2))
+    )
+    data, model = training_data(convolutional), joined(convolutional, projection="classes")
+    features, named = paired_features(model, 100, data, Accelerator(), convolutional["vision_model_name_or_path"])
+    found = closed_form.fit(features, model.config.projection_dim, apart=True)
+    assert found.name_weight == 1
+    assert named is not None
+    assert named.matrix_NA.shape[0] == len(COLOURS) + len(SHAPES)
+    start_projections(100, convolutional["vision_model_name_or_path"], data, model, Accelerator())
+    assert {name for name, _ in model.visual_projection.named_parameters()} == {"weight"}
+    model.save_pretrained(tmp_path / "saved")
+    [batch] = data.loaders.evaluation(data.splits["train"], 20)
+    unit = dataclasses.replace(features.unit(), names_MB=features.names_MB.double())  # type: ignore[union-attr]
+    image_ME, text_TE = unit.beside_names().image_MA @ found.image_AE, unit.text_TB @ found.text_BE
+    expected = torch.nn.functional.cosine_similarity(text_TE[:, None], image_ME[None], dim=-1)
+    for each in (model.eval(), FusionDualEncoderModel.from_pretrained(tmp_path / "saved").eval()):
+        with torch.no_grad():
+            image, _ = each.encode_image(batch["pixel_values"])
+            cosines = each.encode_text(batch["input_ids"], batch["attention_mask"])[0] @ image.T
+        torch.testing.assert_close(cosines.double(), expected, rtol=0, atol=1e-4)
+    assert expected.std() > 0.1
+    with pytest.raises(ValueError, match="linear projections, and this model --projection classes"):
+        model.to_dual_encoder()
+
+
+def test_a_projection_of_classes_asks_for_what_it_needs(
+    towers: dict[str, str], tiny_flags: list[str], tmp_path: Path
+) -> None:
+    Accelerator(cpu=True)
+    data, model = training_data(towers), joined(towers, projection="classes")
+    with pytest.raises(
+        ValueError, match=r"--projection is classes; the classifier of .* not a linear map .* Leave it"
+    ):
+        start_projections(100, towers["vision_model_name_or_path"], data, model, Accelerator())
+    flags = flags_of(towers, tiny_flags, tmp_path, "--projection", "classes")
+    for more in (["--closed_form_images", "0"], ["--streaming", "--max_steps", "2"]):
+        with pytest.raises(ValueError, match="--projection is classes; the closed form between two pretrained"):
+            pretrain.main([*flags, *more])
+    with pytest.raises(ValueError, match="is fitted to 8 training images or more"):
+        pretrain.main([*flags, "--closed_form_images", "4"])
+
+
+def start_on_rank(towers: dict[str, str]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    model, features = start(towers)
+    weights = [
+        model.visual_projection.weight.detach(),
+        model.text_projection.weight.detach(),
+        model.logit_scale.detach(),
+    ]
+    return weights, [features.image_MA, features.text_TB, features.owner_T, features.names_MB]
+
+
+def assert_equal_fits(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    """Compare what the maps give: single directions of nearly equal strength may turn into each other."""
+    torch.manual_seed(1)
+    image, text = torch.randn(50, 32), torch.randn(50, 32)
+    scores = [(image @ weights[0].T) @ (text @ weights[1].T).T for weights in (first, second)]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-4)
+    assert torch.equal(first[2], second[2])
+
+
+def test_the_start_is_the_same_on_any_number_of_processes(towers: dict[str, str]) -> None:
+    alone, features = start_on_rank(towers)
+    assert features[0] is not None
+    assert features[3] is not None
+    assert len(features[0]) == len(features[3]) == 10
+    for weights, found in run_on_ranks(3, start_on_rank, towers):
+        assert_equal_fits(alone, weights)
+        for one, other in zip(features, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def refused_on_rank(towers: dict[str, str]) -> str:
+    data = training_data(towers)
+    data.splits["train"] = data.splits["train"].select(range(9))  # of which two cannot be decoded
+    Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="7 images are too few") as refused:
+        start_projections(100, towers["vision_model_name_or_path"], data, joined(towers), Accelerator())
+    return str(refused.value)
+
+
+def test_a_start_that_cannot_be_computed_ends_on_all_processes(towers: dict[str, str]) -> None:
+    found = run_on_ranks(3, refused_on_rank, towers)
+    assert found == [found[0]] * 3
+    assert "at least 8 are needed. --closed_form_images 0 leaves it out." in found[0]
+
+
+def test_owners_follow_the_images_that_can_be_decoded(towers: dict[str, str]) -> None:
+    _, features = start(towers, batch_size=3)
+    data = training_data(towers)
+    captions = [len(row) for number, row in enumerate(data.splits["train"]["input_ids"]) if number not in (2, 7)]
+    assert features.owner_T.bincount().tolist() == captions
+
+
+def test_a_sample(towers: dict[str, str]) -> None:
+    fresh, (half, _) = joined(towers), start(towers, 9)
+    assert not torch.equal(half.visual_projection.weight, fresh.visual_projection.weight)
+    torch.testing.assert_close(half.visual_projection.weight.norm(), fresh.visual_projection.weight.norm())
+
+
+def test_captions_that_are_all_alike_leave_the_projections(
+    towers: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def alike(*args: Any) -> tuple[Features, None]:
+        found, _ = paired_features(*args)
+        return dataclasses.replace(found, text_TB=torch.ones_like(found.text_TB)), None
+
+    monkeypatch.setattr(projection_start, "paired_features", alike)
+    model, _ = start(towers)
+    assert torch.equal(model.visual_projection.weight, joined(towers).visual_projection.weight)
+    assert "embedded all alike" in caplog.text
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------------
+
+
+def flags_of(towers: dict[str, str], tiny_flags: list[str], folder: Path, *more: str) -> list[str]:
+    paths = [word for name, value in towers.items() for word in (f"--{name}", value)]
+    return [*tiny_flags, *paths, "--output_dir", str(folder), "--learning_rate", "0.5", *more]
+
+
+def evaluations(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["eval_mean_recall"] for row in rows if "eval_mean_recall" in row}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
+    frozen: bool, towers: dict[str, str], tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The learning rate destroys towers and projections, and those of the start are saved, with a head that was trained."""
+    more = ["--freeze_vision", "--freeze_text"] if frozen else []
+    metrics = pretrain.main(flags_of(towers, tiny_flags, tmp_path / "run", *more))
+    found = evaluations(tmp_path / "run")
+    assert list(found) == [0, 1, 2, 3, 4]
+    assert metrics["eval_mean_recall"] == max(found.values()) == found[0]
+    saved = FusionDualEncoderModel.from_pretrained(tmp_path / "run").state_dict()
+    first = FusionDualEncoderModel.from_pretrained(tmp_path / "run" / "checkpoint-0").state_dict()
+    head = {name for name in first if name.startswith(("fusion.", "token_head.", "caption_adapter."))}
+    assert all(torch.equal(saved[name], first[name]) for name in first.keys() - head)
+    assert not all(torch.equal(saved[name], first[name]) for name in head)
+    *_, evaluated, chosen = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert evaluated["step"] == 4  # the evaluation behind the pictures is not logged twice
+    assert (chosen["saved_part"], chosen["saved_projections_step"]) == ("head", 0)
+    sentence = f"Saved is the model with the fusion head of step {chosen['saved_step']}, the best of"
+    assert sentence in caplog.text
+    assert sentence in (tmp_path / "run" / "README.md").read_text()
+    assert ("--head_share 0.5 plays no part" in caplog.text) == frozen
+
+
+def test_a_dry_run_counts_the_closed_form_and_all_evaluations(
+    towers: dict[str, str], tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = pretrain.main([*flags_of(towers, tiny_flags, tmp_path / "run"), "--max_steps", "10", "--dry_run"])
+    assert (
+        found["dry_run_evaluations"] == 7 + 1
+    )  # before the first step, five times, where the encoders' part ends; the best
+    assert found["dry_run_checkpoints"] == 7  # each may be the best
+    assert found["dry_run_start_hours"] > 0
+    assert re.search(r"time .*: the closed form [\d.]+ \w+, training .* \(at most 8 times\), checkpoints", caplog.text)
+
+
+def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:
+    flags = flags_of(towers, tiny_flags, tmp_path / "run")
+    metrics = pretrain.main(flags)
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}", ignore_errors=True)
+    again = pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
+    assert again == metrics
+    assert list(evaluations(tmp_path / "run")) == [0, 1, 2, 3, 4]
+
+
+def test_random_projections_have_no_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:
+    pretrain.main(flags_of(towers, tiny_flags, tmp_path / "run", "--closed_form_images", "0"))
+    assert list(evaluations(tmp_path / "run")) == [4]

@@ -1,4 +1,4 @@
-"""Put the scripts into the built package, where `tandem` finds them; all else is in pyproject.toml."""
+"""Put scripts and recipes into the built package, where `tandem` finds them; all else is in pyproject.toml."""
 
 import shutil
 from pathlib import Path
@@ -8,16 +8,17 @@ from setuptools.command.build_py import build_py
 
 
 class WithScripts(build_py):
-    """Build the package, and copy the scripts to `mm_utils/scripts`."""
+    """Build the package, and copy scripts and recipes into `mm_utils`."""
 
     def run(self) -> None:
         """Build; an editable install reads the scripts where they are."""
         super().run()
         if not self.editable_mode:
-            folder = Path(self.build_lib, "mm_utils", "scripts")
-            folder.mkdir(parents=True, exist_ok=True)
-            for script in Path(__file__).with_name("scripts").glob("*.py"):
-                shutil.copy(script, folder)
+            for folder, files in (("scripts", "*.py"), ("recipes", "*.yaml")):
+                place = Path(self.build_lib, "mm_utils", folder)
+                place.mkdir(parents=True, exist_ok=True)
+                for file in Path(__file__).with_name(folder).glob(files):
+                    shutil.copy(file, place)
 
 
 setup(cmdclass={"build_py": WithScripts})

@@ -25,9 +25,9 @@ from benchmarks.gpu import captions
 from benchmarks.harness import add_model_flags, flags_of, model_arguments, numbers, print_table
 from mm_utils.copies import HostCopy
 from mm_utils.model.build import build_model
+from mm_utils.model.encoding import PASS_TOKENS
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from mm_utils.objectives.encoding import PASS_TOKENS
 from mm_utils.objectives.grad_cache import backward
 
 ADAM_BYTES = 28 + 12  # a parameter: four fp32 values read and three written; for clipping a gradient read, and scaled

@@ -20,8 +20,8 @@ from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import COLUMNS, DataArguments
 from mm_utils.model.build import load_model
+from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.run.checks import check_model
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.search.index import SKIPPED, keeps_states
 from mm_utils.search.listing import folder_listing, list_folder, pair_listing, shard_listing

@@ -31,9 +31,9 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.model.build import load_model
+from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.grounding.moments import of_split
-from mm_utils.run.checks import check_model
 from mm_utils.run.results import record_retrieval, report_retrieval
 from mm_utils.run.start import make_accelerator, run_script
 

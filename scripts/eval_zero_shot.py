@@ -26,9 +26,9 @@ from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.finetuning.labels import LabelledArguments, load_labelled
 from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes
 from mm_utils.model.build import load_model
+from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.reports.model_card import EvaluatedData, data_names
-from mm_utils.run.checks import check_model
 from mm_utils.run.results import record_zero_shot
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 

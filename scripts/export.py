@@ -23,8 +23,8 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.export.graphs import check_packages, head_weights
 from mm_utils.export.layouts import LAYOUTS, PRECISIONS, check_output, export_open_clip, written
 from mm_utils.model.build import load_model
+from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.run.checks import check_model
 from mm_utils.run.start import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mm_utils.reports.plots import INK, MUTED, font_families, new_figure, save_figure, set_title, wrap
+from mm_utils.plots import INK, MUTED, font_families, new_figure, save_figure, set_title, wrap
 
 _MAX_CLASSES = 50  # a larger matrix cannot be read
 

@@ -19,8 +19,8 @@ from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.labels import LabelledArguments, LabelledTask
 from mm_utils.finetuning.usage import usage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
+from mm_utils.plots import plot_training
 from mm_utils.reports.model_card import CardInfo, EvaluatedData, an, data_names, write_model_card
-from mm_utils.reports.plots import plot_training
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.commands import longer_command
 from mm_utils.run.finish import EMBEDDED, choices, chosen_on_validation, listing, next_lines, run_card

@@ -35,8 +35,9 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     input_shape,
     vision_tower,
 )
+from mm_utils.model.open_clip import opened
 from mm_utils.model.patches import drop_patches
-from mm_utils.model.pretrained import OwnCodeError, explained, is_dual_encoder, load_config, load_tower, opened
+from mm_utils.model.pretrained import OwnCodeError, explained, is_dual_encoder, load_config, load_tower
 from mm_utils.model.stock import load_stock
 from mm_utils.model.text_tower import with_text_tower
 

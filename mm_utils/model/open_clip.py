@@ -71,6 +71,13 @@ _UNREAD = {
 _DEFAULTS = {"pool_type": "tok", "proj_type": "linear", "pos_embed_type": "learnable", "block_type": "default"}
 
 
+def opened(name: str) -> str:
+    """Return the folder of a model in the format of transformers; one of open_clip's is converted once."""
+    folder = Path(name)
+    of_open_clip = (folder / "open_clip_config.json").is_file() and not (folder / "config.json").is_file()
+    return as_transformers(name) if of_open_clip else name
+
+
 def as_transformers(name: str) -> str:
     """Return the folder of the `CLIPModel` with a model's weights, made once.
 

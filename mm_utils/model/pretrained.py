@@ -147,15 +147,6 @@ def explained(what: str, name: str) -> Iterator[None]:
         raise ValueError(f"{what}; it cannot be loaded: {one_line(error)}") from error
 
 
-def opened(name: str) -> str:
-    """Return the folder of a model in the format of transformers; one of open_clip's is converted once."""
-    from mm_utils.model.open_clip import as_transformers  # which explains its errors as this file does
-
-    folder = Path(name)
-    of_open_clip = (folder / "open_clip_config.json").is_file() and not (folder / "config.json").is_file()
-    return as_transformers(name) if of_open_clip else name
-
-
 def is_dual_encoder(config: Any) -> bool:
     """Return whether a configuration is that of a model of `transformers` that embeds images and texts."""
     if config.model_type == FusionDualEncoderConfig.model_type:

@@ -35,7 +35,8 @@ from transformers import (
 )
 
 from mm_utils.model.arguments import ModelArguments, check_reads, vision_preset
-from mm_utils.model.pretrained import explained, load_config, opened
+from mm_utils.model.open_clip import opened
+from mm_utils.model.pretrained import explained, load_config
 from mm_utils.stored import key_of, place_of, stored, version_of
 from mm_utils.text import one_line
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.model.adapt import WeightAverage
+from mm_utils.model.encoding import encode_in_groups, stored_text, vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
-from mm_utils.objectives.encoding import encode_in_groups, stored_text, vision_features
 from mm_utils.objectives.losses import GlobalBatch, gather_batch
 from mm_utils.objectives.ranks import RollCall
 from mm_utils.objectives.terms import (

@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
+from mm_utils.model.encoding import encode_in_groups
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import pair_keys, uniform_noise
 from mm_utils.objectives.captioning import token_cross_entropy
-from mm_utils.objectives.encoding import encode_in_groups
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
 from mm_utils.copies import HostCopy, to_device
+from mm_utils.model.encoding import knows_padding, length_groups
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues, rows_of
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
-from mm_utils.objectives.encoding import knows_padding, length_groups
 from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
 from mm_utils.objectives.negatives import Negatives
 from mm_utils.objectives.terms import Batch, EncodedBatch, Report, RowPlan, RowTerm

@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from mm_utils import distributed
-from mm_utils.checkpointing.files import checkpoint_folders
-from mm_utils.model.build import load_config
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig
-from mm_utils.model.pretrained import is_dual_encoder, opened
-from mm_utils.places import missing
 from mm_utils.run.restarts import code_digest, device_name, versions
 
 logger = logging.getLogger(__name__)
@@ -84,44 +78,6 @@ def check_devices(accelerator: Accelerator, shares: str | None) -> None:
             "or train on devices of one kind.",
             ", ".join(kinds),
         )
-
-
-def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
-    """Check that a flag's value is a whole model, in a folder or on the Hub; None is right.
-
-    Raises:
-        ValueError: if it is not, with what to give instead.
-    """
-    if name is None:
-        return
-    title, name = f"{flag} is {name}", opened(name)
-    path = Path(name)
-    if not path.is_dir():
-        # The Hub id of a whole model has one slash.
-        problem = missing(name if "/" in name else f"./{name}").removesuffix(" Check the path.")
-        if problem or path.exists():
-            problem = problem or "there is no such folder."
-            raise ValueError(f"{title}; {problem} Give the folder of a run, or a Hub id such as owner/name.")
-    elif not (path / "config.json").is_file():
-        saved = checkpoint_folders(path)
-        raise ValueError(
-            f"{title}; this folder holds no model. "
-            + (
-                f"Give a checkpoint in it, such as {saved[-1]}."
-                if saved
-                else "Give the folder of a run that has ended."
-            )
-        )
-    config = load_config(title, name)
-    if config.model_type == FusionDualEncoderConfig.model_type or is_dual_encoder(config):
-        return
-    towers = [tower for tower, sign in (("vision", "num_channels"), ("text", "vocab_size")) if hasattr(config, sign)]
-    towers = ["vision", "text"] if hasattr(config, "vision_config") else towers or ["vision", "text"]
-    flags = " and ".join(f"--{tower}_model_name_or_path {shlex.quote(name)}" for tower in towers)
-    raise ValueError(
-        f"{title}; that is a {config.model_type}, and a whole model has both encoders of scripts/pretrain.py. To train one "
-        f"from it, give scripts/pretrain.py {flags}."
-    )
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------

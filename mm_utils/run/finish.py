@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from mm_utils import distributed
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
+from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, right_items
@@ -21,6 +22,7 @@ from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
+from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
     DIRECTIONS,
     EXAMPLES,
@@ -33,8 +35,6 @@ from mm_utils.reports.model_card import (
     retrieval_results,
     write_model_card,
 )
-from mm_utils.reports.pictures import picture
-from mm_utils.reports.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.commands import SOURCES, commands_after_training, own_command, search_commands
 from mm_utils.run.restarts import device_name

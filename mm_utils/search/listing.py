@@ -18,6 +18,7 @@ from mm_utils.data.images import MOST_PIXELS, UnreadableImageError, encode, open
 from mm_utils.data.media import FEATURES, cached_rows
 from mm_utils.data.media.clip_files import read_clip
 from mm_utils.data.media.medium import Medium, Sound
+from mm_utils.data.media.pictures import picture
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.media.sound_files import read_sound
 from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits, file_fault, read_file
@@ -29,7 +30,6 @@ from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.tars import Sample, captions_of_sample, read_shard, shard_paths
 from mm_utils.files import changed_ns
 from mm_utils.model.reading import CLIP_FPS, center_square
-from mm_utils.reports.pictures import picture
 from mm_utils.search.index import STAMPS
 
 Skip = dict[str, str]

@@ -33,8 +33,8 @@ from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
+from mm_utils.model.encoding import length_groups
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
-from mm_utils.objectives.encoding import length_groups
 from mm_utils.objectives.joint import Objective
 from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
 

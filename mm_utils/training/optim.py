@@ -107,7 +107,7 @@ def scratch_rate(config: PreTrainedConfig) -> float:
     width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
     if not width or not layers:  # a network of convolutions
         return NEW_RATE
-    return NEW_RATE * min(1.0, 192 / width * math.sqrt(2 / layers))
+    return NEW_RATE * min(1.0, 192 / width * 2 / layers)
 
 
 def warmup_steps(max_steps: int, args: OptimizerArguments) -> float:

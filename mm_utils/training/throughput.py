@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils.objectives.encoding import computed_tokens
+from mm_utils.model.encoding import computed_tokens
 from mm_utils.objectives.grad_cache import cuts
 from mm_utils.training.memory import peak_bytes
 

@@ -9,7 +9,7 @@ from datasets import Dataset, Features, Value
 from PIL import Image
 
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
-from mm_utils.reports.plots import RetrievalExample
+from mm_utils.plots import RetrievalExample
 from mm_utils.run import finish
 from tests.kit.media_files import clip, media_rows
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel

@@ -14,9 +14,9 @@ from PIL import Image
 
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import sound_files
+from mm_utils.data.media.pictures import picture
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.model.build import load_model
-from mm_utils.reports.pictures import picture
 from mm_utils.search.listing import (
     Listing,
     folder_listing,

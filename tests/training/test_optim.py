@@ -209,9 +209,9 @@ def test_cosine() -> None:
     [
         (BertConfig(hidden_size=192, num_hidden_layers=2), 1e-3),
         (BertConfig(hidden_size=64, num_hidden_layers=1), 1e-3),
-        (BertConfig(hidden_size=384, num_hidden_layers=6), 2.89e-4),
-        (ViTConfig(hidden_size=384, num_hidden_layers=12), 2.04e-4),
-        (ViTConfig(), 1.02e-4),
+        (BertConfig(hidden_size=384, num_hidden_layers=6), 1.67e-4),
+        (ViTConfig(hidden_size=384, num_hidden_layers=12), 8.33e-5),
+        (ViTConfig(), 4.17e-5),
         (ConvNextConfig(), 1e-3),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_given_rate_and_warm_up_win(model: FusionDualEncoderModel) -> None:
     model = copy.deepcopy(model)
     model.vision_model.config.hidden_size, model.vision_model.config.num_hidden_layers = 768, 12
     for args, pretrained, backbone in (
-        (OptimizerArguments(), False, 1e-3 / 4 / math.sqrt(6)),
+        (OptimizerArguments(), False, 1e-3 / 4 / 6),
         (OptimizerArguments(learning_rate=1e-3), False, 1e-3),
         (OptimizerArguments(backbone_learning_rate=2e-3), False, 2e-3),
         (OptimizerArguments(), True, 1e-4),

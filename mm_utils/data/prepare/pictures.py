@@ -17,8 +17,8 @@ from PIL import Image, ImageOps
 
 from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
-from mm_utils.reports.pictures import picture
-from mm_utils.reports.plots import (
+from mm_utils.data.media.pictures import picture
+from mm_utils.plots import (
     LIGHT,
     MUTED,
     draw_text,

@@ -11,27 +11,16 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.records import ImageRef, checked_bytes
 from mm_utils.files import retry
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 _CHUNK = 1 << 16
 _PAUSE = 0.5  # seconds before the second attempt; doubled before each further one
-
-
-@dataclass(frozen=True, slots=True)
-class UrlImage(ImageRef):
-    """An image at an http(s) address, which is its name."""
-
-    def read(self, limits: Limits) -> bytes:
-        """Download the image, from a public address only."""
-        return checked_bytes(download(self.name, limits), self.name, limits)
 
 
 class _PassingError(Exception):

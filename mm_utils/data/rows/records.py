@@ -20,6 +20,7 @@ from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, Limits, is_url, read_file
 from mm_utils.data.rows.columns import SUFFIXES, is_null
+from mm_utils.data.rows.downloads import download
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import check_row, open_lines, read_lines
 from mm_utils.text import one_line, redact
@@ -73,6 +74,15 @@ class BytesImage(ImageRef):
     def read(self, limits: Limits) -> bytes:
         """Return the bytes."""
         return checked_bytes(self.data, self.name, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class UrlImage(ImageRef):
+    """An image at an http(s) address, which is its name."""
+
+    def read(self, limits: Limits) -> bytes:
+        """Download the image, from a public address only."""
+        return checked_bytes(download(self.name, limits), self.name, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +210,6 @@ class RecordBuilder:
             return self._frames(value, jail or self.jail, times)
         written = value.get("path") if isinstance(value, dict) else value
         if self.safety.allow_download and str(written).lower().startswith(("http://", "https://")):
-            from mm_utils.data.rows.downloads import UrlImage  # an ImageRef
-
             return UrlImage(str(written)), storable(redact(str(written)))  # a signed one is a secret
         path = image_path(written, jail or self.jail)
         return FileImage(path), path_id(path, self._id_root, written)

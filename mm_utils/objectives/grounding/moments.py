@@ -31,7 +31,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.grounding.pointing import grounded, hits, mean_with_interval
 from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.terms import Evaluator
-from mm_utils.reports.plots import BLUE, GREEN, MUTED, ORANGE, draw_text, new_figure, save_figure, style_axes, wrap
+from mm_utils.plots import BLUE, GREEN, MUTED, ORANGE, draw_text, new_figure, save_figure, style_axes, wrap
 
 SHOWN, COLUMNS = 12, 3  # phrases in moments.png, and of a row
 MOST_OTHERS = 500  # spans of other phrases that each one is compared with

@@ -29,7 +29,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import center_square
 from mm_utils.objectives.grounding.regions import RegionReader, Regions, regions_of
 from mm_utils.objectives.terms import Evaluator
-from mm_utils.reports.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
+from mm_utils.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
 
 TILES, COLUMNS, SIDE = 18, 6, 160  # of regions.png: phrases, phrases per row, pixels of an image
 

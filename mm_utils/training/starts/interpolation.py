@@ -19,7 +19,7 @@ from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.files import write_atomic
 from mm_utils.model.adapt import merged
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.reports.plots import BLUE, MUTED, ORANGE, new_figure, save_figure, set_title, small_legend, style_axes
+from mm_utils.plots import BLUE, MUTED, ORANGE, new_figure, save_figure, set_title, small_legend, style_axes
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
+from mm_utils.model.encoding import vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import (
     ClassesProjection,
     FusionDualEncoderModel,
@@ -32,7 +33,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     is_trained,
     pool_output,
 )
-from mm_utils.objectives.encoding import vision_features
 from mm_utils.training.starts.class_names import SeenClasses, read_classes
 from mm_utils.training.starts.closed_form import ClosedForm, Features, fit
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mm_utils.model.build import load_model
+from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.run.checks import check_model
 from scripts import export, pretrain
 from tests.kit.stock_folders import TEXTS, clip_tokenizer, noise, our_logits, write_stock
 

@@ -15,11 +15,11 @@ from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
+from mm_utils.model.encoding import encode_in_groups
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, _pad_unmasked
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.stock import from_dual_encoder, stock_processor
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from mm_utils.objectives.encoding import encode_in_groups
 from tests.kit.stock_folders import KINDS, TEXTS, close, noise, our_logits, siglip_tokenizer, stock_logits, write_stock
 
 Folder = Callable[[str], Path]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mm_utils.data.media.pictures import picture
 from mm_utils.data.prepare import pictures
 from mm_utils.data.prepare.pictures import (
     PairStatistics,
@@ -21,7 +22,6 @@ from mm_utils.data.prepare.pictures import (
     quantile,
     random_tiles,
 )
-from mm_utils.reports.pictures import picture
 from tests.kit.media_files import clip, media_rows, tone
 
 

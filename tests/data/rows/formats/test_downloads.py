@@ -13,8 +13,8 @@ import pytest
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
 from mm_utils.data.rows import downloads
-from mm_utils.data.rows.downloads import UrlImage, download
-from mm_utils.data.rows.records import RecordBuilder
+from mm_utils.data.rows.downloads import download
+from mm_utils.data.rows.records import RecordBuilder, UrlImage
 from mm_utils.data.rows.source import PathArguments, Source
 
 BODY = b"an image" * 100

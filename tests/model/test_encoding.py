@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm_utils.objectives.encoding import PASS_TOKENS, length_groups, padded_tokens
+from mm_utils.model.encoding import PASS_TOKENS, length_groups, padded_tokens
 from tests.kit.objectives import global_batch, tiny_objective
 
 sorted_lengths = st.lists(st.integers(1, 70), max_size=40).map(lambda lengths: sorted(lengths, reverse=True))

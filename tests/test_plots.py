@@ -7,10 +7,10 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from mm_utils import plots
 from mm_utils.finetuning import confusion
 from mm_utils.finetuning.confusion import draw_confusion
-from mm_utils.reports import plots
-from mm_utils.reports.plots import RetrievalExample, draw_retrieval, plot_training
+from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 
 TRAINING = {
     "loss": 2.0,

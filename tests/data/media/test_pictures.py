@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media.pictures import animation, picture
 from mm_utils.data.media.riff import write_wav
-from mm_utils.reports.pictures import animation, picture
 from tests.kit.media_files import clip, damaged, tone
 
 

@@ -87,7 +87,20 @@ def test_a_run_survives_pushes_that_fail(
     server: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     server.fail("/(preupload|commit)/", status)
-    small = ["--image_size", "32", "--global_batch_size", "8", "--fusion_layers", "1", "--dataloader_num_workers", "0"]
+    small = [
+        "--image_size",
+        "32",
+        "--global_batch_size",
+        "8",
+        "--fusion_layers",
+        "1",
+        "--vision_config",
+        "tiny",
+        "--text_config",
+        "tiny",
+        "--dataloader_num_workers",
+        "0",
+    ]
     flags = ["--train_file", str(write_corpus(tmp_path / "few")), *small, "--save_steps", "1", "--max_steps", "2"]
     push = ["--push_to_hub", "--hub_model_id", "tester/run", "--hub_strategy", "every_save"]
     pretrain.main([*flags, *push, "--output_dir", str(tmp_path / "out")])

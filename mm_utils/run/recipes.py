@@ -14,6 +14,7 @@ from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.detect import read_source
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
+from mm_utils.places import use_cache_without_network
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def _medium(data: DataArguments, source: Source) -> str:
 def _check_reachable(name: str, title: str, recipe: Path) -> None:
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
+    use_cache_without_network()
     try:
         HfApi().model_info(name, timeout=10)
     except Exception as error:  # of any HTTP library

@@ -289,7 +289,7 @@ def test_no_labels_no_images_no_source(tmp_path: Path) -> None:
     Dataset.from_dict({"image": ["a.png"], "label": ["a"]}).save_to_disk(tmp_path / "paths")
     with pytest.raises(ValueError, match=r"column image holds text. Give images, or a folder of images per class"):
         load_images(tmp_path / "paths")
-    with pytest.raises(ValueError, match=r"it could not be loaded"):
+    with pytest.raises(ValueError, match=r"there is no such folder"):
         load_images(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"--dataset_name is missing"):
         LabelledArguments()

@@ -16,7 +16,7 @@ from mm_utils.data.media.medium import Clip
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.prepare import ingest
 from mm_utils.data.scenes import load_scenes
-from mm_utils.data.sets import events
+from mm_utils.data.sets import SETS
 from mm_utils.data.sets.events import load_clips
 from mm_utils.data.sets.questions import TASKS
 from mm_utils.finetuning import labels
@@ -233,7 +233,7 @@ def test_what_comes_first_is_asked_of_the_embedded_sets(tmp_path: Path, monkeypa
     for row, text, answer in examples:
         first = min(rows[row]["moments"], key=lambda moment: moment["span"][0])
         assert (text, first["phrase"].split()[1]) == ("what comes first?", answer)
-    monkeypatch.setattr(events, "load_clips", small)
+    monkeypatch.setitem(SETS, "clips", small)
     task = load_task(TaskArguments(task="clips:describes"), "clip")
     assert task.classes == ["no", "yes"]
     assert [len(task.splits[split]) for split in ("train", "validation", "test")] == [24, 8, 8]

@@ -29,7 +29,7 @@ from mm_utils.objectives.negatives import Negatives
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
-from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.optim import NEW_RATE, OptimizerArguments, build_optimizer
 from mm_utils.training.sharded import initialise_fsdp_root, make_shardable
 from mm_utils.training.trainer import Trainer
 from tests.kit.ranks import let_accelerate_find_ranks
@@ -140,7 +140,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:
     """Relative to the norm, or to how far all steps together could move a parameter that began at zero."""
-    farthest = STEPS * ADAM.learning_rate * right.numel() ** 0.5
+    farthest = STEPS * NEW_RATE * right.numel() ** 0.5
     return float((found - right).norm()) / max(float(right.norm()), farthest)
 
 

@@ -16,7 +16,7 @@ from mm_utils.launch.arguments import (
 )
 from scripts import launch_ray
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_first_python_file_divides_the_words() -> None:

@@ -24,7 +24,7 @@ pytest.importorskip("ray")
 cluster = importlib.import_module("mm_utils.launch.cluster")
 pytestmark = [pytest.mark.slow]
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 STEPS = ["--max_steps", "12", "--save_steps", "4", "--ddp_timeout", "1800"]
 SECONDS = 1500
 STRIKES = """

@@ -25,7 +25,7 @@ from mm_utils.run.commands import again_command, own_command
 from mm_utils.training.arguments import TrainingArguments
 from scripts import launch_ray
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_commands_of_a_run_name_its_launcher(tmp_path: Path) -> None:
     assert args.resume_command == f"{begin} {own}"
     assert own_command("pretrain", ["--seed", "1"]).startswith(f"{begin} ")
     assert again_command("pretrain", Path("outputs/mine")).startswith(f"{begin} ")
-    assert launch_command("embed", []).startswith("python scripts/")  # as it may run on less than what trained
+    assert launch_command("embed", []).startswith("python ")  # as it may run on less than what trained
     os.environ[LAUNCH_VARIABLE] = ""
     assert args.resume_command == f"python {own}"
 

@@ -22,9 +22,10 @@ from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from mm_utils.objectives.distillation import CacheTeacher, Distillation
+from mm_utils.objectives.distillation import Distillation
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.feature_cache import Source, cache_features
+from mm_utils.training.teacher import CacheTeacher
 from scripts import pretrain
 from tests.kit.launches import losses, on_two_processes, weights
 from tests.kit.numbered_rows import new_tokenizer, rows_of

@@ -84,7 +84,18 @@ def run(module: object, argv: list[str], folder: str) -> Finished:
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Finished:
     columns = ["--image_column", "Bild", "--caption_column", "Text", "--image_root", "my photos"]
-    model = ["--image_size", "32", "--fusion_layers", "1", "--rerank_top_k", "2"]
+    model = [
+        "--vision_config",
+        "tiny",
+        "--text_config",
+        "tiny",
+        "--image_size",
+        "32",
+        "--fusion_layers",
+        "1",
+        "--rerank_top_k",
+        "2",
+    ]
     flags = ["--train_file", "odd pairs.csv", *columns, *model, *SHORT]
     with pytest.MonkeyPatch.context() as patch:  # too few pairs to fit weights on
         patch.setattr("mm_utils.evaluation.retrieval.fit_weights", lambda directions: [0.5])

@@ -194,7 +194,7 @@ def test_towers_are_trained_first_and_then_the_head(tiny_flags, tmp_path, monkey
     flags = [*tiny_flags, "--save_steps", "1", "--save_total_limit", "4", "--max_steps", "4", "--warmup_ratio", "0"]
     pretrain.main([*flags, "--output_dir", str(tmp_path)])
     by_step = [weights(tmp_path / f"checkpoint-{step}") for step in (1, 2, 3, 4)]
-    [([rows], vocabulary)] = counted
+    [(rows, vocabulary)] = counted
     assert (len(rows) > 8, vocabulary) == (True, len(by_step[0]["token_head.bias"]))
     for name in by_step[0]:
         of_tower = name.startswith(("vision_model", "text_model"))
@@ -393,7 +393,7 @@ def test_mistakes_in_the_flags_end_with_status_2(flags, message, capsys):
         (["--image_size", "64"], "vision_config.image_size was 32 and is 64, image_size was 32 and is 64"),
         (["--max_seq_length", "4"], "max_seq_length was 64 and is 4"),
         (["--objectives", "sigmoid"], "logit_bias_init_value was None and is -10.0"),
-        (["--learning_rate", "0.5"], "learning_rate was 0.001 and is 0.5, so it would not be"),
+        (["--learning_rate", "0.5"], "learning_rate was None and is 0.5, so it would not be"),
         (["--min_crop_area", "0.2", "--horizontal_flip"], "min_crop_area was .* and is 0.2, horizontal_flip was False"),
         (["--max_steps", "1"], "of step 2; the run has 1 steps"),
     ],

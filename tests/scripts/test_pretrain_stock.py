@@ -49,9 +49,7 @@ def test_a_stock_model_is_trained_resumed_and_written_as_it_came(kind, tiny_flag
     if kind != "siglip2":
         assert torch.equal(*(made(images=pictures, return_tensors="pt").pixel_values for made in (ours, theirs)))
     for folder in (start, f"{whole}/dual_encoder"):
-        found = eval_retrieval.main(
-            ["--model_name_or_path", folder, "--train_file", str(corpus), "--rerank_top_k", "4"]
-        )
+        found = eval_retrieval.main(["--model_name_or_path", folder, "--train_file", str(corpus)])
         assert not any("rerank" in name for name in found)  # it has no head, and none is made up
     same = {f"eval_{name}": value for name, value in found.items()}
     assert same == pytest.approx(

@@ -28,7 +28,7 @@ from tests.search.serving import bomb
 
 pytestmark = pytest.mark.slow
 logger = logging.getLogger(__name__)
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MB = 1 << 20
 
 

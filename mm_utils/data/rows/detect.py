@@ -81,7 +81,7 @@ def _check_template(source: Source, has_columns: bool) -> None:
 
 def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read by a user's reader, which `format` names as module.function."""
-    for item in load_own(source.format, f"{source.title}, format=")(source, safety):
+    for item in load_own(source.format, f"{source.title}, format")(source, safety):
         if not isinstance(item, (Record, BadRow)):
             raise ValueError(
                 f"{source.title}, format={source.format}; it yields {type(item).__name__}. Yield Record or BadRow."

@@ -99,7 +99,15 @@ def test_raw_sounds_are_stored_in_the_cache(sounds: Path, tmp_path: Path, monkey
 def test_prepared_clips_open_as_clips(tmp_path: Path) -> None:
     (tmp_path / "a.mkv").write_bytes(video(steady(10, 2), [(1.0, 1.2)], size=(64, 48)))
     (tmp_path / "b.gif").write_bytes(animation(8))
-    rows = [{"query": f"a flash {at}", "vid": "a", "relevant_windows": [[1, 1.2 + at / 4]]} for at in range(2)]
+    rows = [
+        {
+            "video": "a.mkv",
+            "id": "a",
+            "caption": f"a flash {at}",
+            "moments": [{"span": [1, 1.2 + at / 4], "phrase": f"a flash {at}"}],
+        }
+        for at in range(2)
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "b.jsonl").write_text(json.dumps({"video": "b.gif", "caption": "a bar"}) + "\n")
     names = [str(tmp_path / f"{name}.jsonl") for name in "ab"]

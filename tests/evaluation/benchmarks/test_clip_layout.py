@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
-from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL, load_benchmark
-from mm_utils.data.pairs import load_pairs
+from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL
+from mm_utils.data.pairs import load_benchmark, load_pairs
 from mm_utils.data.rows.detect import holds_shards
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.finetuning.labels import LabelledArguments, LabelledImages, load_labelled

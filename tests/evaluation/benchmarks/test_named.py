@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from mm_utils.data import benchmarks as named
-from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark
+from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark, resolved
 from mm_utils.data.prepare.arguments import parse_source
-from mm_utils.data.rows.source import resolved
 
 NUMBERS = {
     **{"imagenet1k": 1000, "cifar10": 10, "cifar100": 100, "food101": 101, "oxford_pets": 37, "flowers102": 102},

@@ -65,7 +65,11 @@ def test_the_saved_model_says_what_was_measured(finished: tuple[Path, dict], que
     assert AutoProcessor.from_pretrained(folder).feature_extractor.window_seconds == 1.0
 
 
-def test_the_card_has_code_for_sounds(finished: tuple[Path, dict]) -> None:
+def test_the_card_has_code_for_sounds(finished: tuple[Path, dict], tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "sounds").mkdir()
+    for number in range(3):
+        (tmp_path / f"sounds/{number}.wav").write_bytes(tone(300 + 200 * number, each=0.4))
+    monkeypatch.chdir(tmp_path)
     card = (finished[0] / "README.md").read_text()
     assert re.search(r"into 2 classes by the fusion head.*CLS.* on a sound and a text\.", card)
     assert "type: audio-question-answering" in card

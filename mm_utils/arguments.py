@@ -317,7 +317,9 @@ def launch_command(script: str, words: Sequence[str], launcher: str | None = Non
         launcher: what stands before the script; default: `processes_launcher`.
     """
     launcher = launcher or processes_launcher()
-    launcher = _executable("python") if launcher == "python" else launcher
+    if launcher in ("python", "accelerate launch"):
+        program, _, more = launcher.partition(" ")
+        launcher = f"{_executable(program)} {more}".strip()
     path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
     if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
         path = scripts_folder() / f"{script}.py"

@@ -27,13 +27,11 @@ import time
 from mm_utils.arguments import parse_args
 from mm_utils.data.benchmarks import resolved
 from mm_utils.data.prepare.arguments import Engine, PrepareArguments, parse_source, verify, workspace
-from mm_utils.data.prepare.card import write_data_card
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import ingest_sources
-from mm_utils.data.prepare.report import removed_examples, write_report
-from mm_utils.data.prepare.summary import describe, summarize
+from mm_utils.data.prepare.report import describe, removed_examples, summarize, write_data_card, write_report
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments
 from mm_utils.hub import DatasetHubArguments, push_data_set

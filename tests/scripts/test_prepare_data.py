@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mm_utils.data.prepare import on_disk, pipeline
 from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
+from mm_utils.data.prepare.report import describe
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.processor import cached_tokenizer
 from mm_utils.objectives.grounding.regions import RegionReader
@@ -100,6 +102,32 @@ def test_the_end_says_what_was_found_and_what_comes_next(
         main(flags)
     for words in ("image_missing 1", "One caption for 19 images", "report.md", f"--dataset_name {flags[3]}"):
         assert words in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("counts", "changes", "said", "unsaid"),
+    [
+        ((900, 100), {}, [r"Train on it: \S+ \S*scripts/pretrain.py --dataset_name a/b --output_dir outputs/b$"], "says nothing"),
+        ((900, 29), {}, [r"has 29 images; recall on fewer than 30 says nothing\. Add pairs"], "From scratch"),
+        ((100_001, 100), {}, [
+            r"Train on it: \S*accelerate launch \S*scripts/pretrain.py --config \S*recipes/clip.yaml --dataset_name a/b ",
+            r"Or from scratch: \S*accelerate launch \S* --vision_config base --text_config base --dataset_name a/b "],
+            "says nothing"),
+        ((100_001, 100), {"timed": {"medium": "sound", "seconds": 9, "longest": 9, "moments": 0, "rate": 8, "rates": {}}}, [
+            r"Train on it: \S+ \S*scripts/pretrain.py --dataset_name a/b"], "recipes/clip"),
+    ],
+    ids=["few", "little validation", "many", "sounds"],
+)  # fmt: skip
+def test_the_next_command_fits_what_was_read(
+    counts: tuple[int, int], changes: dict[str, Any], said: list[str], unsaid: str, saved: Path
+) -> None:
+    splits = {
+        name: {"images": count, "captions": count} for name, count in zip(("train", "validation"), counts, strict=True)
+    }
+    text = describe({**report_of(saved), "splits": splits, **changes}, "a/b")
+    for words in said:
+        assert re.search(words, text, re.MULTILINE), text
+    assert unsaid not in text
 
 
 def test_load_pairs_takes_it_as_it_is(flags: list[str]) -> None:
@@ -253,7 +281,7 @@ def test_planted_leaks_are_found(tmp_path: Path) -> None:
         main(flags)
     counts = main([*flags, "--on_leakage", "drop"])
     assert counts == {"train_images": 18.0, "test_images": 8.0}
-    assert (output / "leakage.jpg").is_file()
+    assert (output / "alike.jpg").is_file()
     leakage = report_of(output)["leakage"]
     assert (leakage["exact"], leakage["near"], leakage["by_id"]) == (1, 1, 0)
     ids = load_from_disk(str(output))["train"]["id"]

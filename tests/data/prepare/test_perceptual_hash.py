@@ -3,7 +3,7 @@
 import io
 import logging
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
 from mm_utils.data.prepare import perceptual_hash
-from mm_utils.data.prepare.caption_counts import caption_keys, repeated_captions, shared_captions
 from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     RADIUS,
@@ -286,46 +285,3 @@ def test_the_key_and_the_salt_decide_the_split() -> None:
 def test_fractions_are_shares_of_a_whole(fractions: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="Give shares of 1"):
         assign_splits(np.arange(3), KEYS[:3], fractions)
-
-
-@pytest.mark.parametrize(
-    ("caption", "other"),
-    [
-        ("A dog, running.", "a dog  running"),
-        ("ＦＵＬＬ ｗｉｄｔｈ", "full width"),
-        ("Tre\u0302n sa\u0302n", "trên sân"),
-        ("STRASSE", "straße"),
-        ("a\tb\u00a0c\n", "a b c"),
-        ("zero\u200bwidth", "zerowidth"),
-    ],
-)
-def test_captions_of_one_wording_have_one_key(caption: str, other: str) -> None:
-    first, second = caption_keys([caption, other])
-    assert first == second
-
-
-@pytest.mark.parametrize(
-    ("caption", "other"),
-    [("C++", "C"), ("कि", "का"), ("😀", "😎"), ("trên sân", "tren san"), ("two dogs", "twodogs"), ("-5 °C", "5 °F")],
-)
-def test_captions_of_other_wordings_have_other_keys(caption: str, other: str) -> None:
-    first, second = caption_keys([caption, other])
-    assert first != second
-
-
-def test_keys_are_fixed() -> None:
-    """They are compared with those of earlier runs."""
-    assert caption_keys(["A dog."]).tolist() == [14364831733120369406]
-    assert caption_keys([]).shape == (0,)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60), st.integers(0, 5), st.floats(0, 1))
-def test_shared_and_repeated_captions_are_counted(rows: list[tuple[int, int]], least: int, share: float) -> None:
-    keys, images = np.array(rows, np.int64).reshape(-1, 2).T
-    assert repeated_captions(keys, images).tolist() == [at for at, row in enumerate(rows) if row in rows[:at]]
-    counts = Counter(key for key, _ in set(rows))
-    limit = max(least, share * len({image for _, image in rows}))
-    wanted = {(keys.tolist().index(key), count) for key, count in counts.items() if count > limit}
-    found = shared_captions(keys, images, least, share)
-    assert set(found) == wanted
-    assert [shared.images for shared in found] == sorted((count for _, count in wanted), reverse=True)

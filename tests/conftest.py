@@ -84,7 +84,7 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/training/flops` counts."""
+    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/training/test_flops.py` counts."""
     if flops := sys.modules.get("mm_utils.training.flops"):
         monkeypatch.setattr(flops, "measure_flops", partial(_counted, flops.measure_flops))
 

@@ -31,7 +31,7 @@ from tests.kit.launches import losses, on_two_processes, weights
 from tests.kit.numbered_rows import new_tokenizer, rows_of
 from tests.kit.small_media import split_of
 from tests.kit.stock_folders import write_clap, write_stock
-from tests.model.families.letters import write_bert
+from tests.model.letters import write_bert
 
 SIZE, BROKEN = 16, (2, 7)
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -22,7 +22,7 @@ from mm_utils.run.finish import finish_run
 from scripts import pretrain
 from tests.kit.corpora import breaking_images, write_corpus
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
 from tests.kit.ranks import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS
-from tests.objectives.grounding.grid_model import IMAGES, GridModel, batches, measured, whole_batch
+from tests.objectives.grid_model import IMAGES, GridModel, batches, measured, whole_batch
 
 CELLS = 4
 

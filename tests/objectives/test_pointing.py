@@ -22,7 +22,7 @@ from mm_utils.objectives.grounding.regions import Regions
 from mm_utils.objectives.grounding.terms import RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
 from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS
-from tests.objectives.grounding.grid_model import CELLS, IMAGES, SLOTS, GridModel, batches, measured, whole_batch
+from tests.objectives.grid_model import CELLS, IMAGES, SLOTS, GridModel, batches, measured, whole_batch
 
 
 def by_hand() -> tuple[list[tuple[int, int, bool]], float]:

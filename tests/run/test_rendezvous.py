@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mm_utils.run.rendezvous import rendezvous
 from tests.kit.runs import free_port
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LONG = 30.0
 
 

@@ -18,7 +18,7 @@ from mm_utils.run import flags
 from mm_utils.search.index import IndexInfo, check_same_model, model_fingerprint
 from scripts import pretrain
 from tests.kit.stock_folders import KINDS, chinese_tokenizer, noise, write_clap, write_stock, write_xclip
-from tests.model.families.letters import write_bert
+from tests.model.letters import write_bert
 
 
 @pytest.fixture

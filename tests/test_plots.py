@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import pytest
@@ -59,34 +58,6 @@ def test_a_picture_has_every_panel_and_leaves_global_state_alone(tmp_path: Path)
         assert len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
-def test_a_legend_covers_neither_curve_nor_title(tmp_path: Path, figures: list[Figure]) -> None:
-    terms = {f"{name}_loss": 1.0 for name in ("contrastive", "matching", "masked_lm", "distillation")}
-    reranked = {name.replace("eval_", "eval_rerank_"): value for name, value in EVALUATION.items()}
-    accuracy = {"train_accuracy": 0.5, "eval_accuracy": 0.4, "eval_macro_f1": 0.3}
-    rows = [{"step": step, **TRAINING, **terms, **EVALUATION, **reranked, **accuracy} for step in range(20)]
-    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
-    [figure] = figures
-    figure.savefig(tmp_path / "drawn.png")  # lays the figure out
-    legends = 0
-    for ax in figure.axes:
-        if (legend := ax.get_legend()) is not None:
-            box = legend.get_window_extent()
-            assert box.y0 >= ax.bbox.y1 - 1
-            assert box.x0 > ax._left_title.get_window_extent().x1
-            legends += 1
-    assert legends == 3
-
-
-def test_mean_recall_of_training_images_is_drawn_beside_that_of_unseen_ones(
-    tmp_path: Path, figures: list[Figure]
-) -> None:
-    rows = [{"step": step, "eval_mean_recall": 0.4, "eval_train_mean_recall": step / 2} for step in range(3)]
-    assert plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png") == ["Mean recall"]
-    [ax] = figures[0].axes
-    drawn = {str(line.get_label()): list(line.get_ydata()) for line in ax.lines}
-    assert drawn == {"unseen images": [0.4] * 3, "training images": [0.0, 0.5, 1.0]}
-
-
 PANELS: list[tuple[list[object], list[str]]] = [
     ([{"step": 1, "loss": 1.0, "logit_scale": 14.3, "grad_norm": None}], ["Loss", "Logit scale"]),  # without values
     ([{"step": 1, "epoch": 0.5}], []),
@@ -112,43 +83,6 @@ def test_a_full_disk_costs_the_picture_and_not_the_run(tmp_path: Path, caplog: p
     rows = [{"step": step, **TRAINING} for step in range(3)]
     plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
     assert caplog.messages[-1].startswith(f"{tmp_path}/training.png cannot be written: No space left on device. ")
-
-
-def test_recalls_of_one_evaluation_are_points_beside_each_other(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_training(write_lines(tmp_path / "metrics.jsonl", {"step": 9, **EVALUATION}), tmp_path / "training.png")
-    [ax] = figures[0].axes
-    points = {
-        (line.get_xdata()[0], line.get_marker()): line.get_ydata()[0] for line in ax.lines if len(line.get_xdata())
-    }
-    assert points == {(way, marker): k / 20 for way in (0, 1) for k, marker in ((1, "o"), (5, "s"), (10, "^"))}
-    legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend == ["image → text", "text → image", "@1", "@5", "@10"]
-
-
-@pytest.mark.parametrize(("terms", "drawn"), [(["contrastive"], 1), (["contrastive", "matching"], 3)])
-def test_the_only_term_is_the_total(terms: list[str], drawn: int, tmp_path: Path, figures: list[Figure]) -> None:
-    rows = [{"step": step, "loss": 2.0, **{f"{term}_loss": 1.0 for term in terms}} for step in range(3)]
-    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
-    assert len(figures[0].axes[0].lines) == drawn
-
-
-def test_recall_has_the_largest_panel(tmp_path: Path, figures: list[Figure]) -> None:
-    rows = [{"step": step, **TRAINING, **EVALUATION} for step in range(3)]
-    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
-    figures[0].savefig(tmp_path / "drawn.png")
-    areas = {ax._left_title.get_text(): ax.bbox.width * ax.bbox.height for ax in figures[0].axes}
-    assert areas.pop("Recall") > 3 * max(areas.values())
-
-
-@pytest.mark.parametrize("value", [0.070394, 5e-4, 12345.678, -3.21e-5, 0.0])
-def test_a_constant_has_short_labels(tmp_path: Path, figures: list[Figure], value: float) -> None:
-    rows: list[Any] = [{"step": step, "temperature": value * (1 + 1e-5 * (step % 3))} for step in range(50)]
-    plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
-    [ax] = figures[0].axes
-    labels = [ax.yaxis.get_major_formatter()(tick, None) for tick in ax.get_yticks()]
-    for label in labels:
-        digits = label.partition("e")[0].lstrip("-0.,").rstrip("0").replace(".", "").replace(",", "")
-        assert len(digits) <= 3, label
 
 
 def test_the_later_of_two_lines_counts_and_broken_lines_are_skipped(tmp_path: Path, figures: list[Figure]) -> None:
@@ -205,14 +139,6 @@ def test_only_the_true_image_is_framed_in_green(tmp_path: Path) -> None:
     assert first
     assert third
     assert max(first) < min(third)
-
-
-def test_retrieval_refuses_what_does_not_match(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="queries is empty"):
-        draw_retrieval([], tmp_path / "retrieval.png")
-    with pytest.raises(ValueError, match="zip"):
-        draw_retrieval([RetrievalExample("a", [], [0.5], [True])], tmp_path / "retrieval.png")
-    draw_retrieval([example("three images", 1, count=3)], tmp_path / "retrieval.png")
 
 
 @pytest.mark.filterwarnings("error")

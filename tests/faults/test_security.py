@@ -5,7 +5,6 @@ import os
 import pickle
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +22,12 @@ from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import encode_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.detect import read_source
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.flags import StreamingArguments
 from mm_utils.data.streams.stream import open_stream
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
-from mm_utils.text import redact
 from scripts.prepare_data import main
 from scripts.pretrain import main as pretrain
 from tests.data.prepare.fault_layouts import add_member
@@ -351,18 +348,6 @@ def test_a_special_token_in_a_caption_is_text(special: str) -> None:
     assert not names & set(ids[1:-1])
 
 
-@pytest.mark.parametrize(
-    "text", ["word " * 2_400_000, "x" * 1_000_000, "a" + "\u0301" * 1_000_000, "\U0001f468\u200d" * 300_000, "\0" * 10**6],
-    ids=["12 MB of words", "a word of 1 MB", "a million marks", "an endless family", "a million NULs"],
-)  # fmt: skip
-def test_an_endless_caption_takes_no_time(text: str) -> None:
-    tokenizer = new_tokenizer()
-    start = time.process_time()
-    [ids] = encode_captions(tokenizer, [text], 32)
-    assert len(ids) <= 32
-    assert time.process_time() - start < 1
-
-
 # -- configuration files ------------------------------------------------------------------------------------------------
 
 
@@ -446,73 +431,3 @@ def test_no_pickle_in_a_run_is_read_when_it_goes_on(canary: Canary, tmp_path: Pa
 
 
 # -- time ---------------------------------------------------------------------------------------------------------------
-
-
-def repeated_key(size: int) -> tuple[str, bytes]:
-    """an object with many keys, the last one twice"""
-    keys = "".join(f'"{at:07d}":0,' for at in range(size))
-    return "p.jsonl", f'{{{keys}"{size - 1:07d}":1}}\n'.encode()
-
-
-def many_columns(size: int) -> tuple[str, bytes]:
-    """a table of many columns, the last one twice"""
-    return "p.csv", (",".join(f"{at:07d}" for at in range(size)) + f",{size - 1:07d}\n").encode()
-
-
-def long_name(size: int) -> tuple[str, bytes]:
-    """a column with a long name like a secret's"""
-    return "p.jsonl", json.dumps({"image": "a.png", "token-" * size: "x"}).encode()
-
-
-def open_quotes(size: int) -> tuple[str, bytes]:
-    """quotes that are not closed"""
-    return "p.csv", b"image,caption\n" + b'"a,b\nc,d\n' * (size // 6)
-
-
-def many_captions(size: int) -> tuple[str, bytes]:
-    """one image with many captions"""
-    return "p.jsonl", json.dumps({"image": "0.png", "caption": [f"word {at}" for at in range(size)]}).encode()
-
-
-def coco(size: int) -> tuple[str, bytes]:
-    """annotations of images that are not there"""
-    rows = [{"image_id": at, "caption": "x"} for at in range(size)]
-    return "p.json", json.dumps({"images": [], "annotations": rows}).encode()
-
-
-def flickr(size: int) -> tuple[str, bytes]:
-    """a line of signs that divide"""
-    return "p.token", b"a.png#0\tx\n" + b"#1" * size + b"\n" + b"|" * size
-
-
-def tar_header(size: int) -> tuple[str, bytes]:
-    """an extended header of digits"""
-    head = tarfile.TarInfo("x")
-    head.type, head.size = tarfile.XHDTYPE, size
-    content = head.tobuf(tarfile.USTAR_FORMAT) + b"1" * size + bytes(-size % 512)
-    return "p.tar", content + tarfile.TarInfo("a.txt").tobuf(tarfile.USTAR_FORMAT) + bytes(1024)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [repeated_key, many_columns, long_name, open_quotes, many_captions, coco, flickr, tar_header],
-    ids=lambda make: make.__name__,
-)
-def test_eight_times_the_data_take_about_eight_times_the_time(
-    make: Callable[[int], tuple[str, bytes]], tmp_path: Path
-) -> None:
-    """Quadratic work takes sixty-four times as long, each time; on a busy machine, linear work may once take thirty."""
-    (tmp_path / "0.png").write_bytes(png(draw(0)))
-
-    def seconds(size: int) -> float:
-        name, content = make(size)
-        (tmp_path / name).write_bytes(content)
-        began = time.process_time()
-        try:
-            *_, last = read_source(Source(str(tmp_path / name)), PathArguments())
-            redact(str(last))
-        except ValueError as error:
-            redact(str(error))
-        return time.process_time() - began
-
-    assert any(seconds(160_000) < 24 * max(0.1, seconds(20_000)) for _ in range(3))

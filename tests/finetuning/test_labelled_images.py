@@ -13,7 +13,6 @@ from datasets import Image as ImageFeature
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
 from mm_utils.data.media import COLUMNS, kind_of
-from mm_utils.finetuning import labels
 from mm_utils.finetuning.labels import LabelledArguments, LabelledImages, load_labelled
 from tests.kit.fault_images import grey
 from tests.kit.media_files import media_rows, tone
@@ -60,17 +59,6 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     assert shades(found) == [0, 10, 20, 30]
 
 
-def test_parquet_keeps_the_names(tmp_path: Path) -> None:
-    features = Features({"image": ImageFeature(), "fine_label": ClassLabel(names=["a", "b"])})
-    rows = Dataset.from_dict({"image": pictures(3), "fine_label": [1, 0, 1]}, features)
-    (tmp_path / "data").mkdir()
-    rows.to_parquet(tmp_path / "data/test.parquet")
-    found = load_images(tmp_path / "data")
-    assert (found.classes, found.label_M.tolist(), found.split) == (["a", "b"], [1, 0, 1], "test")
-    assert shades(found) == [0, 10, 20]
-    assert load_images(tmp_path / "data/test.parquet").label_M.tolist() == [1, 0, 1]
-
-
 def test_class_folders(tmp_path: Path) -> None:
     found = load_images(class_folders(tmp_path, ["dog", "sea_lion", "tree frog"]))
     assert found.classes == ["dog", "sea lion", "tree frog"]
@@ -94,17 +82,6 @@ def test_wordnet_ids_need_names(tmp_path: Path) -> None:
         ValueError, match=r"it has 2 names for 3 classes and none for n01440764. Write lines 'id name'"
     ):
         load_images(folder, classes=str(file))
-
-
-def test_folders_that_are_numbers_are_named_by_them_and_not_by_their_order(tmp_path: Path) -> None:
-    names = [str(number) for number in range(1, 12)]
-    folder = class_folders(tmp_path / "images", names)
-    file = tmp_path / "names.txt"
-    file.write_text("".join(f"name {number}\n" for number in range(11)))
-    with pytest.raises(ValueError, match=r"none for 11"):  # its lines are 0 to 10
-        load_images(folder, classes=str(file))
-    file.write_text("".join(f"{number}\tname {number}\n" for number in range(1, 12)))
-    assert load_images(folder, classes=str(file)).classes == [f"name {number}" for number in sorted(names)]
 
 
 def test_labels_as_text_and_as_bare_numbers(tmp_path: Path) -> None:
@@ -155,14 +132,6 @@ def test_equal_captions_of_a_prepared_set_are_a_class(tmp_path: Path) -> None:
             load_images(prepared(tmp_path / str(number), captions))
 
 
-def test_samples_are_spread_over_the_split(tmp_path: Path) -> None:
-    name = save(tmp_path / "saved", [0, 0, 0, 1, 1, 1], ClassLabel(names=["a", "b"]))
-    found = load_images(name, max_eval_samples=2)
-    assert found.label_M.tolist() == [0, 1]
-    assert shades(found) == [0, 30]
-    assert len(load_images(name, max_eval_samples=99).rows) == 6
-
-
 def test_splits_and_columns_are_chosen(tmp_path: Path) -> None:
     def rows(count: int) -> Dataset:
         names = ClassLabel(names=["a", "b"])
@@ -206,13 +175,6 @@ def test_labels_that_are_not_a_class(labels: list[Any], feature: Any, message: s
     with pytest.raises(ValueError, match=message) as caught:
         load_images(name)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("missing", [-1, None])
-def test_a_row_without_a_label_is_left_out(missing: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = load_images(save(tmp_path / "saved", [0, missing, 1], ClassLabel(names=["a", "b"])))
-    assert (found.label_M.tolist(), shades(found)) == ([0, 1], [0, 20])
-    assert "1 of 3 rows are left out (row 1, column label: it has no label)" in caplog.text
 
 
 def test_a_table_names_classes_as_a_folder_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -297,11 +259,3 @@ def test_no_labels_no_images_no_source(tmp_path: Path) -> None:
         LabelledArguments(dataset_name="x", max_eval_samples=0)
     with pytest.raises(ValueError, match=r"--classes is nowhere.txt; there is no such file"):
         load_images(save(tmp_path / "ok", [0, 1], ClassLabel(names=["a", "b"])), classes="nowhere.txt")
-
-
-def test_a_split_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
-    empty = DatasetDict({"test": Dataset.from_dict({"image": [], "label": []}, features)})
-    monkeypatch.setattr(labels, "load_splits", lambda *_: empty)
-    with pytest.raises(ValueError, match=r"split test; it has no rows. Choose another split or source"):
-        load_images("hub/name")

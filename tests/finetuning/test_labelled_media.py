@@ -11,8 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
 
-from mm_utils.data.media import COLUMNS, kind_of
-from mm_utils.data.media.medium import Clip
+from mm_utils.data.media import COLUMNS
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.prepare import ingest
 from mm_utils.data.scenes import load_scenes
@@ -68,14 +67,6 @@ def test_parts_of_files_are_stored_and_held_out_by_file(tones: list[dict[str, An
     assert bytes(samples(task, "validation")[0]) == bytes(whole[held][:8000])
 
 
-def test_a_table_of_text_says_the_same(tones: list[dict[str, Any]], tmp_path: Path) -> None:
-    lines = [",".join("" if value is None else str(value) for value in row.values()) for row in tones]
-    (tmp_path / "rows.csv").write_text("\n".join([",".join(tones[0]), *lines]) + "\n")
-    one, other = load(write(tmp_path, tones)), load(str(tmp_path / "rows.csv"))
-    assert list(map(bytes, samples(one))) == list(map(bytes, samples(other)))
-    assert one.splits["train"]["label"] == other.splits["train"]["label"]
-
-
 def test_files_are_decoded_once_until_they_change(
     tones: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,37 +100,6 @@ def test_frames_with_their_times(tmp_path: Path) -> None:
     assert (first, last, fps) == (2, 0, 4.0)
 
 
-@pytest.mark.parametrize("medium", ["sound", pytest.param("clip", marks=pytest.mark.slow)])
-def test_a_folder_per_class(medium: str, tmp_path: Path) -> None:
-    if medium == "clip":
-        pytest.importorskip("av")
-    made = {"sound": (tone(200), tone(2000), ".wav"), "clip": (clip(["red"] * 4), clip(["blue"] * 4), ".avi")}
-    low, high, suffix = made[medium]
-    names = {f"{split}/{name}/{copy}{suffix}": content for split in ("train", "test") for copy in range(2)
-             for name, content in (("high_tone", high), ("low_tone", low))}  # fmt: skip
-    root = folders(tmp_path / "media", names)
-    task = load_task(TaskArguments(dataset_name=root), medium)
-    assert (task.classes, set(task.splits)) == (["high tone", "low tone"], {"train", "validation", "test"})
-    assert not task.has_texts
-    found = load_labelled(LabelledArguments(dataset_name=root, split="test"), medium)
-    assert (found.classes, found.label_M.tolist()) == (["high tone", "low tone"], [0, 0, 1, 1])
-    assert kind_of(found.rows.features) == kind_of(task.splits["test"].features) == medium
-    if medium == "sound":
-        assert [image["bytes"] for image in found.rows["image"]] == [high, high, low, low]
-    else:
-        shown = Clip(8, frames=2).read(found.rows[0]["image"])[0].float().mean((0, 2, 3))
-        assert shown.argmax() == 2
-
-
-def test_a_column_of_bytes(tmp_path: Path) -> None:
-    rows = media_rows("sound", [tone(100 * number) for number in range(1, 7)], label=["a", "b"] * 3)
-    rows = rows.remove_columns(["captions", "id"]).rename_columns({"image": "recording"})
-    DatasetDict(train=rows, test=rows.select([4, 1])).save_to_disk(str(tmp_path / "saved"))
-    task = load_task(TaskArguments(dataset_name=str(tmp_path / "saved")), "sound")
-    assert [image["bytes"] for image in task.splits["test"]["image"]] == [tone(500), tone(200)]
-    assert task.splits["test"]["label"] == [0, 1]
-
-
 @pytest.mark.parametrize("medium", ["sound", "clip"])
 def test_equal_captions_of_a_prepared_set_are_a_class(medium: str, tmp_path: Path) -> None:
     made = [tone(100 * number) for number in range(1, 5)] if medium == "sound" else [clip([name]) for name in COLOURS]
@@ -153,19 +113,6 @@ def test_equal_captions_of_a_prepared_set_are_a_class(medium: str, tmp_path: Pat
     assert task.splits["train"]["label"] == [0, 1, 0, 1]
     assert task.splits["validation"]["label"] == [1]
     assert [image["bytes"] for image in task.splits["train"]["image"]] == made
-
-
-@pytest.mark.parametrize("medium", ["sound", "clip"])
-def test_texts_alone_have_the_smallest_medium(medium: str, tmp_path: Path) -> None:
-    task = load(write(tmp_path, [{"text": f"{number}", "label": number % 2} for number in range(9)]), medium)
-    assert (task.has_images, kind_of(task.splits["train"].features)) == (False, medium)
-    content = task.splits["train"][0]["image"]["bytes"]
-    assert len(read_wav(content)[0] if medium == "sound" else read_avi(content)[0]) == 1
-
-
-def test_lists_of_captions_are_no_texts_to_classify(tones: list[dict[str, Any]], tmp_path: Path) -> None:
-    rows = [{"audio": row["audio"], "captions": ["a", "b"], "label": row["answer"]} for row in tones]
-    assert not load(write(tmp_path, rows)).has_texts
 
 
 def test_mistakes_name_the_file_the_line_the_column_and_the_remedy(

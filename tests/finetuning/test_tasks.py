@@ -13,7 +13,7 @@ from datasets import Image as ImageFeature
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import Pairs, TrainingTransform
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.scenes import COLOURS, load_scenes
+from mm_utils.data.scenes import load_scenes
 from mm_utils.data.sets.questions import TASKS
 from mm_utils.finetuning import labels
 from mm_utils.finetuning.labels import LabelledTask, TaskArguments, load_task
@@ -104,12 +104,6 @@ def test_rows_are_held_out_of_every_class(tmp_path: Path, caplog: pytest.LogCapt
     assert sorted(again.splits["validation"]["captions"]) == sorted(task.splits["validation"]["captions"])
     many = [{"text": str(n), "label": str(n // 2)} for n in range(200)]  # as answers: a hundred classes of two rows
     assert len(load(write(tmp_path, many)).splits["validation"]) == 60
-
-
-def test_a_column_of_files_that_is_not_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"title": f"text {n}", "my file": f"{n}.png", "label": n % 2} for n in range(6)]
-    assert not load(write(tmp_path, rows)).has_images
-    assert "the column my file names files of images and is not read. Set --image_column 'my file'" in caplog.text
 
 
 def test_texts_alone_and_images_alone(tmp_path: Path) -> None:
@@ -215,64 +209,6 @@ def test_a_line_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, caplog
 @pytest.fixture(scope="module")
 def asked_scenes(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return load_scenes(num_train=120, num_eval=2, cache_dir=tmp_path_factory.mktemp("scenes"))["train"]
-
-
-def scene_of(*things: tuple[float, float, str]) -> Dataset:
-    """A scene of things with boxes of 10 pixels at these corners."""
-    regions = [{"box": [x, y, 10.0, 10.0], "phrase": phrase} for x, y, phrase in things]
-    return Dataset.from_list([{"id": "one", "regions": regions}])
-
-
-def test_describes_is_balanced_and_no_words_decide_it(asked_scenes: Dataset) -> None:
-    examples = list(TASKS["scenes:describes"](asked_scenes))
-    assert len(examples) == 2 * len(asked_scenes)
-    assert Counter(label for _, _, label in examples) == {"yes": len(asked_scenes), "no": len(asked_scenes)}
-    for (row_1, true, yes), (row_2, false, no) in zip(examples[::2], examples[1::2], strict=True):
-        assert (row_1, yes, no) == (row_2, "yes", "no")
-        assert true in asked_scenes[row_1]["captions"]
-        assert sorted(true.split()) == sorted(false.split()) or sorted(true) == sorted(false)
-
-
-def test_counts_are_those_of_the_phrases(asked_scenes: Dataset) -> None:
-    examples = list(TASKS["scenes:count"](asked_scenes))
-    for place, text, label in examples:
-        words = text.split()
-        assert (words[:2], words[-3:]) == (["how", "many"], ["things", "are", "there?"])
-        phrases = [region["phrase"].split() for region in asked_scenes[place]["regions"]]
-        kind = words[2:-3]
-        assert int(label) == (sum(kind[0] in phrase for phrase in phrases) if kind else len(phrases))
-    assert {label for _, _, label in examples} == {"0", "1", "2", "3"}
-
-
-def test_a_neighbour_is_asked_for_where_there_is_one_on_that_side() -> None:
-    scene = scene_of((5, 40, "large plain red star"), (50, 40, "small dotted blue circle"))
-    assert sorted(TASKS["scenes:colour"](scene)) == [
-        (0, "what colour is the thing to the left of the blue circle?", "red"),
-        (0, "what colour is the thing to the right of the red star?", "blue"),
-    ]
-    above = scene_of(
-        (12, 42, "large plain red star"), (42, 42, "small dotted blue circle"), (27, 12, "large plain black cross")
-    )
-    asked = {text for _, text, _ in TASKS["scenes:colour"](above)}
-    possible = {
-        "what colour is the thing to the left of the blue circle?": "red",
-        "what colour is the thing to the right of the red star?": "blue",
-        "what colour is the thing above the blue circle?": "black",
-        "what colour is the thing above the red star?": "black",
-    }
-    assert asked <= set(possible)  # never what is below the cross: there are two
-    assert len(asked) == 2
-    assert all(possible[text] == label for _, text, label in TASKS["scenes:colour"](above))
-
-
-def test_colours_are_of_things_in_the_picture(asked_scenes: Dataset) -> None:
-    examples = list(TASKS["scenes:colour"](asked_scenes))
-    assert len(examples) == 2 * len(asked_scenes)
-    for place, text, label in examples:
-        there = [region["phrase"].split()[2] for region in asked_scenes[place]["regions"]]
-        named = text.split()[-2]
-        assert {label, named} <= set(there) & set(COLOURS)
-        assert label != named
 
 
 @pytest.mark.parametrize("task", [name for name in TASKS if name.startswith("scenes")])

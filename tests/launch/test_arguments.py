@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.arguments import parse_args
 from mm_utils.launch.arguments import (
     Command,
     LaunchArguments,
@@ -117,38 +116,6 @@ def test_a_trial_has_its_values_and_a_folder() -> None:
 )
 def test_the_output_folder_of_a_command(argv: list[str], folder: str | None) -> None:
     assert Command("s.py", tuple(argv), "/", "").folder_of("output_dir") == folder
-
-
-def test_a_command_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    found = read_command(LaunchArguments(), "train.py", ["--a"])
-    assert (found.script, found.argv, found.folder) == (str(tmp_path / "train.py"), ("--a",), str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("own", "launcher"),
-    [
-        ([], ""),
-        (["--num_workers=2", "--mixed_precision", "bf16"], " --num_workers 2 --mixed_precision bf16"),
-        (["--storage_path", "a b", "--min-workers", "1", "--max_workers", "8"], " --min_workers 1 --max_workers 8 --storage_path 'a b'"),
-        (["--tune", "seed=1,2", "--cpus_per_worker", "4"], " --cpus_per_worker 4"),  # of one trial
-    ],
-)  # fmt: skip
-def test_the_launcher_of_a_command_is_told_again(
-    own: list[str], launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("sys.argv", ["scripts/launch_ray.py"])
-    args = parse_args(LaunchArguments, argv=own)[LaunchArguments]
-    words = ["--output_dir", str(tmp_path)]
-    found = read_command(args, "scripts/pretrain.py", words).launcher
-    assert found == f"python scripts/launch_ray.py{launcher}"
-    monkeypatch.chdir(tmp_path)  # a copy that Ray has made of a job's folder
-    (tmp_path / "working_dir_files").mkdir()
-    monkeypatch.chdir(tmp_path / "working_dir_files")
-    Path("train.py").touch()
-    assert read_command(args, "train.py", words).launcher.startswith("ray job submit --working-dir . -- python ")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from transformers import (
 
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.model import processor as processors
-from mm_utils.model.arguments import TEXT_PRESETS, VISION_PRESETS, ModelArguments
+from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
@@ -101,25 +101,6 @@ def test_tiny_preset_is_the_default_and_takes_a_training_step():
     assert sum(parameter.numel() for parameter in model.parameters()) < 5e6
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "base"])
-def test_presets_build(size):
-    shallow = {} if size == "tiny" else {"num_hidden_layers": 1}
-    presets = VISION_PRESETS[size] | shallow, TEXT_PRESETS[size] | {"vocab_size": 100} | shallow
-    towers = [AutoModel.from_config(AutoConfig.for_model(**preset)) for preset in presets]
-    model = FusionDualEncoderModel.from_backbones(*towers)
-    assert model.fusion is not None
-    assert model.config.projection_dim < model.config.text_config.hidden_size  # else no stock export
-
-
-def test_backbone_from_a_config_file(tokenizer, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(VIT))
-    args = ModelArguments(vision_config=str(path), image_size=48, projection_dim=24, fusion_dim=64, fusion_heads=4)
-    config = build_model(args, tokenizer).config
-    assert (config.vision_config.model_type, config.vision_config.image_size) == ("vit", 48)
-    assert (config.projection_dim, config.fusion_dim, config.fusion_heads) == (24, 64, 4)
-
-
 def test_pretrained_backbones_keep_their_weights_and_their_normalisation(folders):
     args = ModelArguments(
         vision_model_name_or_path=folders["vision"], text_model_name_or_path=folders["text"], text_pooling="cls"
@@ -137,17 +118,6 @@ def test_pretrained_backbones_keep_their_weights_and_their_normalisation(folders
     assert mean == pytest.approx(MEAN)
     assert std == pytest.approx(STD)
     assert processor.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folders["text"]).get_vocab()
-
-
-@pytest.mark.parametrize("size", [0, -32, 1_000_000])
-def test_an_image_size_that_no_machine_holds_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"--image_size is {size}; a larger image than .* pixels a side would fill"):
-        ModelArguments(image_size=size)
-
-
-def test_image_size_overrides_the_backbones(folders, tokenizer):
-    args = ModelArguments(vision_model_name_or_path=folders["vision"], image_size=48)
-    assert image_geometry(VisionTextDualEncoderProcessor(processors._image_processor(args), tokenizer))[0] == 48
 
 
 def test_one_tower_of_a_two_tower_checkpoint_is_loaded(folders):
@@ -190,11 +160,6 @@ def test_freezing_and_checkpointing_flags(frozen, tokenizer, tmp_path):
     for name, tower in (("vision", model.vision_model), ("text", model.text_model)):
         assert any(parameter.requires_grad for parameter in tower.parameters()) == (name != frozen)
         assert tower.is_gradient_checkpointing
-
-
-def test_patch_dropout_needs_patches(tokenizer):
-    with pytest.raises(ValueError, match=r"--patch_dropout is 0\.5; a convnext has no row of patch tokens"):
-        build_model(ModelArguments(patch_dropout=0.5), tokenizer)
 
 
 # Images

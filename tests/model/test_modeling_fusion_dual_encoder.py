@@ -168,15 +168,6 @@ def test_export_of_bfloat16_weights_has_one_dtype():
     assert (stock(**batch).text_embeds - model(**batch).text_embeds).abs().max() < 0.03
 
 
-def test_export_survives_float16(tmp_path):
-    model = build()
-    batch = batch_for(model)
-    expected = outputs(model, batch)["text_embeds"]
-    stock = export(model, tmp_path, dtype=torch.float16)
-    actual = outputs(stock, batch | {"pixel_values": batch["pixel_values"].half()}, EMBEDS)["text_embeds"]
-    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=3e-3)
-
-
 @pytest.mark.parametrize(
     ("vision", "text", "config", "reason"),
     [
@@ -303,31 +294,6 @@ def test_residuals_are_kept():
     assert torch.equal(fused, head.output_norm(tokens))
 
 
-@torch.no_grad()
-def test_only_the_gate_connects_the_image_to_the_match():
-    model = build()
-    batch = batch_for(model)
-    shuffled = batch | {"pixel_values": batch["pixel_values"].flip(0)}
-    assert (outputs(model, batch)["match_logits"] - outputs(model, shuffled)["match_logits"]).abs().max() > 1e-3
-    for layer in model.fusion.layers:
-        layer.gate.zero_()
-    assert torch.equal(outputs(model, batch)["match_logits"], outputs(model, shuffled)["match_logits"])
-
-
-@pytest.mark.parametrize(
-    ("vision", "taps", "tokens"),
-    [("resnet", (-1, -2, 1), (1, 4, 9)), ("vit", (0, -1), (1 + 9, 1 + 9)), ("swin", (-1,), (9,))],
-)
-@pytest.mark.parametrize("hierarchy", [True, False])
-def test_blocks_read_the_taps_up_to_their_own(vision, taps, tokens, hierarchy):
-    """Coarse ones first, each pooled to at most 9 tokens besides the class token."""
-    shape = {"fusion_tokens_per_tap": 9, "fusion_dim": 32, "fusion_heads": 2, "fusion_layers": len(taps)}
-    model = build(vision, fusion_vision_taps=taps, fusion_hierarchy=hierarchy, **shape)
-    _, keys_values = model.encode_image(batch_for(model)["pixel_values"])
-    reached = [sum(tokens[: block + 1]) if hierarchy else sum(tokens) for block in range(len(taps))]
-    assert [tuple(layer.shape) for layer in keys_values] == [(2, 4, 2, count, 16) for count in reached]
-
-
 def test_a_head_that_was_not_trained_adds_nothing():
     towers = backbone(VISION["vit"]), backbone(TEXT["bert"])
     model = FusionDualEncoderModel.from_backbones(*towers, projection_dim=16).eval()
@@ -352,37 +318,6 @@ def test_head_scores_are_weighted_sums():
     ):
         model.config.rerank_weights = weights
         torch.testing.assert_close(model.head_scores(keys_values, states, mask, ids), expected)
-
-
-@pytest.mark.parametrize("spread", [0.02, 1.0, 3.0])
-def test_logits_of_words_begin_with_a_variance_of_one(spread):
-    model = build()
-    torch.nn.init.normal_(model.text_model.get_input_embeddings().weight, std=spread)
-    model.add_token_head(captions=True)
-    batch = batch_for(model)
-    _, keys_values = model.encode_image(batch["pixel_values"])
-    mask = batch["attention_mask"]
-    logits = model.caption_logits(keys_values, batch["input_ids"], mask, mask.bool())
-    assert 0.5 < logits.std() < 2
-
-
-def test_fewer_blocks_than_taps_and_more():
-    taps = (-1, -2, -3)
-    for blocks, reach in ((1, [3]), (2, [2, 3]), (5, [1, 2, 2, 3, 3])):
-        model = build("resnet", fusion_vision_taps=taps, fusion_layers=blocks, fusion_dim=32, fusion_heads=2)
-        assert model.fusion.reach == reach
-
-
-def test_bridges_of_a_hierarchy_are_zero_at_initialisation():
-    """So it is never worse at the start than a head that reads the last layer of the text tower alone."""
-    model = build(fusion_layers=3)
-    batch = batch_for(model)
-    before = outputs(model, batch)["match_logits"]
-    for bridge in model.fusion.bridges[1:]:
-        torch.nn.init.normal_(bridge.norm.weight)
-    assert torch.equal(outputs(model, batch)["match_logits"], before)
-    torch.nn.init.normal_(model.fusion.bridges[-1].projection.weight)
-    assert not torch.equal(outputs(model, batch)["match_logits"], before)
 
 
 @torch.no_grad()
@@ -444,12 +379,6 @@ def test_word_heads_are_saved_and_loaded(captions, tmp_path):
     assert loaded.caption_adapter is not None
 
 
-def test_every_place_of_a_map_has_its_own_position():
-    positions = modeling._sincos_positions(3, 5, 32, torch.device("cpu"))
-    assert positions.shape == (15, 32)
-    assert torch.pdist(positions).min() > 0.1
-
-
 @torch.no_grad()
 def test_forward_encodes_what_it_is_given():
     model = build()
@@ -471,17 +400,6 @@ def test_forward_encodes_what_it_is_given():
     assert uneven.match_logits is None
 
 
-@torch.no_grad()
-def test_the_first_output_of_one_input_is_its_embedding():
-    """Pipelines of transformers take the first value."""
-    model, batch = build(), batch_for(build())
-    for name, embeds in (("pixel_values", "image_embeds"), ("input_ids", "text_embeds")):
-        output = model(**{name: batch[name]})
-        assert torch.equal(output[0], output[embeds])
-    both = list(model(**batch, return_loss=True))
-    assert (both[:3], both[-1]) == (["loss", "logits_per_image", "logits_per_text"], "logit_scale")
-
-
 @pytest.mark.parametrize("text", ["bert", "clip"])
 @torch.no_grad()
 def test_text_poolings(text):
@@ -500,17 +418,6 @@ def test_text_poolings(text):
 
 
 # Configuration
-@pytest.mark.parametrize(
-    ("width", "projection_dim", "fusion_dim"),
-    [(32, 24, 32), (128, 96, 64), (312, 234, 128), (768, 256, 384), (2048, 256, 512)],
-)
-def test_default_widths_follow_the_text_tower(width, projection_dim, fusion_dim):
-    """312 is the width of TinyBERT; half of it does not divide into heads."""
-    config = FusionDualEncoderConfig(VISION["vit"], TEXT["bert"], text_width=width)
-    assert config.projection_dim == projection_dim
-    assert (config.fusion_dim, config.fusion_heads) == (fusion_dim, fusion_dim // 32)
-
-
 def test_config_leaves_the_towers_configs_alone():
     vision, text = copy.deepcopy(VISION["vit"]), copy.deepcopy(TEXT["bert"])
     text._attn_implementation_internal = "eager"

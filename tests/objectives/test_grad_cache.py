@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
 from mm_utils.objectives import grad_cache
-from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, cuts, is_out_of_memory
+from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, is_out_of_memory
 from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.ranks import GradientAverage
-from tests.kit.host_reads import HostReads
 from tests.kit.objectives import (
     ALONE,
     KINDS,
@@ -30,7 +29,6 @@ from tests.kit.objectives import (
 )
 from tests.kit.ranks import run_on_ranks
 
-COUNTED = {"masked_lm", "regions", "moments", "everything"}
 SPLITS = [(5, 4), (8, 1), (9, 0)]
 
 
@@ -140,47 +138,6 @@ def test_batch_norms_count_every_part_once():
     assert norm.num_batches_tracked == 2
     torch.testing.assert_close(norm.running_var, once.running_var)
     assert norm.track_running_stats
-
-
-def all_counted_gathers(sizes: tuple[int, ...]) -> dict[str, tuple[list[tuple[int, int]], dict[str, int]]]:
-    return {kind: counted_gathers(kind, sizes) for kind in KINDS}
-
-
-def counted_gathers(kind: str, sizes: tuple[int, ...]) -> tuple[list[tuple[int, int]], dict[str, int]]:
-    """How many collectives a step_in_parts takes, and the bytes of what they bring here, by the parts' size; reads of a whole one."""
-    found = []
-    low = sum(sizes[: distributed.rank()])
-    mine = share_of(global_batch(), low, low + sizes[distributed.rank()])
-    gather = distributed._gather_into
-    for micro_batch_size in (9, 2):
-        brought: list[int] = []
-
-        def counting(into: torch.Tensor, *given: Any, brought: list[int] = brought) -> None:
-            brought.append(into.numel() * into.element_size())
-            gather(into, *given)
-
-        distributed._gather_into = counting
-        step_in_parts(tiny_objective(kind), mine, micro_batch_size)
-        found.append((len(brought), sum(brought)))
-    distributed._gather_into = gather
-    objective = tiny_objective(kind)
-    for _ in range(2):  # the first one learns how many rows a rank has
-        with HostReads() as reads:
-            objective(mine, 5)
-    with HostReads() as in_parts:
-        backward(ALONE, objective, mine, 5, 2)
-    agreed = distributed.any_host(distributed.rank() == 1, torch.device("cuda"))  # as where NCCL connects the ranks
-    return found, [dict(reads.found), dict(in_parts.found)], agreed
-
-
-def test_what_is_gathered_does_not_grow_with_the_number_of_parts():
-    """Nor does a host wait for its device, but for terms whose tokens or regions it must count."""
-    for by_kind in run_on_ranks(2, all_counted_gathers, (5, 4)):
-        for kind, (found, reads, agreed) in by_kind.items():
-            assert len(set(found)) == 1, kind
-            assert found[0][0] > 0, kind
-            assert reads == [{}, {}] or kind in COUNTED, kind
-            assert agreed
 
 
 class Full:
@@ -354,13 +311,6 @@ def test_parts_under_autocast_equal_the_whole_under_autocast():
         if "bias" not in name or gradient.norm() > 1e-3:
             assert torch.nn.functional.cosine_similarity(parts[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
             assert parts[name].norm() == pytest.approx(float(gradient.norm()), rel=0.1), name
-
-
-def test_the_cuts_are_few_and_the_last_is_the_largest():
-    assert cuts(10, None) == cuts(10, 10) == cuts(10, 99) == [range(10)]
-    assert [len(cut) for cut in cuts(10, 4)] == [3, 3, 4]
-    assert cuts(10, 9) == [range(1), range(1, 10)]
-    assert cuts(0, 4) == [range(0)]
 
 
 def test_every_part_drops_out_again_what_it_did() -> None:

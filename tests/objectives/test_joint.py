@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from mm_utils import distributed
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, FusionHead, target_mask
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, target_mask
 from mm_utils.objectives import EmbeddingTerm
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.captioning import Captioning, token_cross_entropy
-from mm_utils.objectives.contrastive import InfoNCE
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.masked_language import MaskedLanguageModelling, continuations
@@ -34,7 +33,6 @@ from tests.kit.objectives import (
     same_gradients,
     share_of,
     step,
-    step_in_parts,
     tiny_model,
     tiny_objective,
     tiny_tokenizer,
@@ -90,14 +88,6 @@ def test_report_adds_up() -> None:
     assert set(alone) == {"loss", "contrastive_loss", "temperature"}
     sigmoid = step(tiny_objective("sigmoid"), global_batch(), 0)["report"]
     assert (set(sigmoid) - set(alone), sigmoid["logit_bias"]) == ({"logit_bias"}, -2.0)
-
-
-def test_the_weight_counts_without_matching_too() -> None:
-    once, thrice = tiny_objective("contrastive"), tiny_objective("contrastive")
-    thrice.weights = {InfoNCE(): 3.0}
-    found, right = (step(objective, global_batch(), 0) for objective in (thrice, once))
-    assert found["report"]["loss"] == pytest.approx(3 * right["report"]["loss"])
-    same_gradients(found["gradients"], {name: 3 * value for name, value in right["gradients"].items()})
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])
@@ -401,24 +391,6 @@ def test_all_captions_of_an_image_are_targets() -> None:
     assert step(objective, batch, 0)["report"]["captioning_loss"] == pytest.approx(total / targets, rel=1e-5)
 
 
-def test_captions_read_in_groups_of_about_one_length_teach_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = step_in_parts(tiny_objective("captioning"), global_batch(), None)
-    decode, computed = FusionHead.decode, []
-
-    def counted(head: FusionHead, keys_values: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-        computed.append(mask.numel())
-        return decode(head, keys_values, tokens, mask)
-
-    monkeypatch.setattr(FusionHead, "decode", counted)
-    monkeypatch.setattr("mm_utils.objectives.captioning._MOST_COPIED", 0)
-    for micro_batch_size in (4, 1, None):
-        computed.clear()
-        found = step_in_parts(tiny_objective("captioning"), global_batch(), micro_batch_size)
-        assert found["report"] == pytest.approx(expected["report"], rel=1e-6)
-        same_gradients(found["gradients"], expected["gradients"], rel=1e-5, of_largest=1e-7)
-    assert 1 <= sum(computed) / global_batch()["all_attention_mask"].sum() < 1.25
-
-
 def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients are those of a softmax over these words, written out; others have the probability of chance."""
     monkeypatch.setattr("mm_utils.objectives.captioning._LARGE", 50)
@@ -613,24 +585,6 @@ def one_step(objectives: str) -> tuple[float, dict[str, Tensor]]:
         if weight.grad is not None
     }
     return report["loss"].item(), gradients
-
-
-def own_and_ours() -> None:
-    loss, gradients = one_step("contrastive:1")
-    own_loss, own = one_step(f"{__name__}.OwnInfoNCE:1")
-    assert own_loss == pytest.approx(loss, abs=1e-12)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(own[name], gradient, rtol=1e-9, atol=1e-12)
-    assert one_step(f"{__name__}.WithoutTemperature:1")[1]["logit_scale"] == 0
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_own_loss_alone_is_enough(world: int) -> None:
-    """It equals ours, temperature included; and one without a temperature trains too."""
-    if world == 1:
-        own_and_ours()
-    else:
-        run_on_ranks(world, own_and_ours)
 
 
 @pytest.mark.parametrize(

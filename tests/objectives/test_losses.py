@@ -209,25 +209,6 @@ def test_no_quadratic_tensor() -> None:
     assert tiled.elements <= 2 * count * width  # the embeddings
 
 
-def test_default_tiles_do_not_depend_on_the_batch() -> None:
-    image, text, ids = make_batch(9, 4)
-    scale = torch.tensor(4.0, dtype=torch.double)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mm_utils.objectives.losses.TILE_ELEMENTS", {"cpu": 20})
-        small = with_gradients(tiled_info_nce, image, text, scale, ids)
-        patch.setattr("mm_utils.objectives.losses.TILE_ELEMENTS", {"cpu": 1})
-        one_row = with_gradients(tiled_info_nce, image, text, scale, ids)
-        patch.setattr("mm_utils.objectives.losses.LARGE", {"cpu": (8, 2), "cuda": (8, 2)})
-        squares = with_gradients(tiled_info_nce, image, text, scale, ids)
-        drawn = hard_negatives(image, text, scale, gather_batch(image, text, ids), key=1)
-    for *others, right in zip(
-        small, one_row, squares, with_gradients(tiled_info_nce, image, text, scale, ids), strict=True
-    ):
-        for value in others:
-            torch.testing.assert_close(value, right)
-    assert torch.equal(drawn, hard_negatives(image, text, scale, gather_batch(image, text, ids), key=1))
-
-
 # -- sigmoid, one process -----------------------------------------------------------------------------------------------
 def tiled_sigmoid(
     image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor, tile: Tile | None = None
@@ -313,17 +294,6 @@ def test_distribution_is_softmax() -> None:
     assert error.max() < 4.5  # standard deviations, of 256
 
 
-def test_draws_differ_between_keys_and_rows() -> None:
-    count = 200
-    same = torch.ones(count, 4) / 2
-    batch = gather_batch(same, same, torch.arange(2 * count).view(count, 2))
-    draws = [hard_negatives(same, same, torch.tensor(10.0), batch, key) for key in (0, 1, 2, 2**40, 2**41, 2**61, -1)]
-    for place, draw in enumerate(draws):
-        assert draw.unique().numel() > count / 2  # 63 % of as many columns are hit
-        for other in draws[:place]:
-            assert (draw == other).sum() < 10  # one in expectation
-
-
 def test_no_underflow() -> None:
     """At a scale of 1e4 only the nearest negative has a probability above 0 in fp32; it must be the one drawn."""
     image, text, ids = make_batch(32, 8)
@@ -344,25 +314,6 @@ def test_draws_do_not_depend_on_the_order() -> None:
     drawn = hard_negatives(image, text, scale, gather_batch(image, text, ids), key=11)
     again = hard_negatives(image[mixed], text[mixed], scale, gather_batch(image[mixed], text[mixed], ids[mixed]), 11)
     assert torch.equal(mixed[again], drawn[mixed])
-
-
-def test_draws_do_not_depend_on_the_slice() -> None:
-    image, text, ids = make_batch(24, 6, images=20, captions=20)
-    batch = gather_batch(image, text, ids)
-    scale = torch.tensor(5.0)
-    whole = hard_negatives(image, text, scale, batch, key=11)
-    for low, high in ((0, 5), (5, 6), (6, 24), (24, 24)):
-        batch.offset = low
-        assert torch.equal(hard_negatives(image[low:high], text, scale, batch, key=11), whole[low:high])
-
-
-def test_draws_are_the_same_under_autocast() -> None:
-    image, text, ids = make_batch(64, 32)
-    batch = gather_batch(image.float(), text.float(), ids)
-    inputs = batch.image_NE, batch.text_NE, torch.tensor(100.0), batch
-    outside = [hard_negatives(*inputs, key) for key in range(10)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert all(torch.equal(hard_negatives(*inputs, key), right) for key, right in enumerate(outside))
 
 
 # -- between processes --------------------------------------------------------------------------------------------------

@@ -1,35 +1,26 @@
 """Spans of phrases against loops and brute force, on any number of processes; the loss of moments, and the picture."""
 
 import math
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from torch import Tensor
 
 from mm_utils import distributed
-from mm_utils.data.batches.tokens import caption_key
-from mm_utils.data.media.medium import Window
-from mm_utils.objectives.build import ObjectiveArguments
 from mm_utils.objectives.grounding import moments
 from mm_utils.objectives.grounding.moments import (
-    Found,
     MomentEvaluator,
     fit_span,
-    moment_metrics,
     overlaps,
 )
 from mm_utils.objectives.grounding.pointing import PointingEvaluator
-from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
 from tests.kit.ranks import run_on_ranks
-from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS
+from tests.kit.truthful_model import ACCELERATOR
 from tests.objectives.grid_model import IMAGES, GridModel, batches, measured, whole_batch
 
 CELLS = 4
@@ -42,12 +33,6 @@ class TimeModel(GridModel):
 
     def cell_embeds(self, taps: tuple[Tensor]) -> Tensor:
         return super().cell_embeds(taps)[:, :1]
-
-
-class OwnTerm(MomentCovering):
-    """A user's own term, whose batches have moments because those of its parent have."""
-
-    name = "own"
 
 
 def in_time(batch: dict[str, Any]) -> dict[str, Any]:
@@ -112,13 +97,6 @@ def test_the_span_is_the_nearest_box(values: list[int]) -> None:
         assert error == pytest.approx(least, abs=1e-6)
 
 
-def test_profiles_of_one_cell_and_of_nan() -> None:
-    assert fit_span(torch.ones(1, 1)).tolist() == [[0, 1]]
-    for nothing in ([0.1, torch.nan, 0.9], [0.25] * 4, [0.0] * 3):  # a flat profile finds no moment, not the first one
-        assert fit_span(torch.tensor([nothing])).tolist() == [[0, 0]]
-    assert fit_span(torch.tensor([[0.0, 0.5, 0.5, 0.0]])).tolist() == [[0.25, 0.75]]
-
-
 def test_overlaps_by_hand() -> None:
     true = torch.tensor([[0.2, 0.6]])
     spans = torch.tensor([[0.2, 0.6], [0.4, 0.8], [0.6, 0.9], [0.0, 1.0], [0.0, 0.0]])
@@ -159,19 +137,6 @@ def test_the_number_of_processes_changes_nothing() -> None:
         assert found == pytest.approx(alone)
 
 
-def test_what_a_perfect_model_and_a_constant_one_get() -> None:
-    """Spans of one place are found by any answer that knows it; the yardstick beside the figure says so."""
-    true = torch.tensor([[0.25, 0.5]]).expand(6, -1).double()
-    columns = torch.cat([true, true, torch.ones(6, 1)], 1)
-    found = moment_metrics(torch.arange(6), columns)
-    for name in (*moments.MEASURES, "moment_pointing"):
-        assert (found[name], found[f"{name}_fixed"]) == (1, 1), name
-        assert found[f"{name}_low"] < 1
-    assert found["moment_iou0.7_chance"] == 1
-    assert found["moment_pointing_chance"] == 0.25
-    assert moment_metrics(torch.arange(1), columns[:1])["moment_miou_chance"] == 0  # there is no other phrase
-
-
 def test_without_moments_there_are_no_metrics() -> None:
     blank = [{**batch, "region_attention_mask": 0 * batch["region_attention_mask"]} for batch in batches(4)]
     assert MomentEvaluator()(TimeModel(), blank, ACCELERATOR) == {}  # type: ignore[arg-type]
@@ -209,32 +174,4 @@ def test_the_loss_is_half_pointing_and_half_covering() -> None:
     assert alone < loss
 
 
-@pytest.mark.parametrize("term", ["moments", "regions", f"{__name__}.OwnTerm"])
-def test_terms_say_that_they_read_moments(term: str) -> None:
-    assert ObjectiveArguments(f"contrastive:0.5,{term}:0.5").readers == [RegionReader()]
-    assert not ObjectiveArguments("contrastive:1,captioning:1").readers
-
-
 # -- the picture --------------------------------------------------------------------------------------------------------
-
-
-def test_the_main_process_draws_examples(tmp_path: Path) -> None:
-    """Media of 2 and 4 seconds in windows of 4, with a phrase that is not a formula."""
-    phrases = ["a dog barks", "$1 is spent"]
-    rows: Any = [
-        {"image": seconds, "moments": [{"span": [0.5, 1.0], "phrase": phrase} for phrase in phrases]}
-        for seconds in (2.0, 4.0)
-    ]
-    timed: Any = SimpleNamespace(read=lambda seconds, rng=None: (None, (seconds, 1.0), Window(0, 0, 4 / seconds, 1)))
-    evaluator = MomentEvaluator()
-    evaluator.examples = [
-        Found(row, caption_key(phrase), [0.125, 0.25], [0.0, 0.25], torch.rand(8))
-        for row in (0, 1)
-        for phrase in phrases
-    ]
-    loaders: Any = SimpleNamespace(medium=timed)
-    evaluator.report(ACCELERATOR, rows, loaders, tmp_path)
-    MomentEvaluator().report(MAIN_PROCESS, rows, loaders, tmp_path)
-    assert not (tmp_path / "moments.png").exists()
-    evaluator.report(MAIN_PROCESS, rows, loaders, tmp_path)
-    assert Image.open(tmp_path / "moments.png").width > 900

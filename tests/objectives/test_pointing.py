@@ -11,7 +11,6 @@ from PIL import Image
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.scenes import load_scenes
 from mm_utils.evaluation.retrieval import in_turn
-from mm_utils.objectives.build import ObjectiveArguments
 from mm_utils.objectives.grounding.pointing import (
     Pointed,
     PointingEvaluator,
@@ -104,17 +103,6 @@ def test_the_loss_is_the_probability_of_pointing_outside() -> None:
     assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
 
 
-@pytest.mark.parametrize("reason", ["streaming reads", "cache_features keeps", "patch_dropout leaves"])
-@pytest.mark.parametrize("term", ["regions", "moments"])
-def test_settings_without_regions_are_refused(reason: str, term: str) -> None:
-    nothing = {"streaming": False, "cache_features": False, "patch_dropout": 0.0}
-    given = nothing | {reason.split()[0]: 0.5}
-    with pytest.raises(ValueError, match=f"--objectives has {term}, and --{reason} .*Drop one"):
-        ObjectiveArguments(f"contrastive:1,{term}:0.5").check(given)
-    ObjectiveArguments("contrastive:1,matching:1").check(given)
-    ObjectiveArguments(f"contrastive:1,{term}:1").check(nothing)
-
-
 def test_ties_and_nan_count_against_the_model() -> None:
     heat, box = torch.zeros(4, 2, 2), torch.tensor([[0.0, 0.0, 0.4, 0.4]]).expand(4, -1)
     heat[1, 0, 0] = 1.0
@@ -142,14 +130,6 @@ def test_a_metric_is_a_number_and_has_one_source(value: dict[str, Any]) -> None:
     measure = in_turn(lambda *_: {"recall": 0.5}, lambda *_: value)
     with pytest.raises(ValueError, match=next(iter(value))):
         measure(GridModel(), [], ACCELERATOR)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("term", ["regions", "moments"])
-def test_terms_that_embed_other_texts_refuse_a_projection_that_draws_by_pair(term: str) -> None:
-    args = ObjectiveArguments(objectives=f"contrastive:1,{term}:1")
-    args.check({"projection": "linear"})
-    with pytest.raises(ValueError, match=f"has {term}, and --projection mlp draws"):
-        args.check({"projection": "mlp"})
 
 
 def test_the_main_process_draws_examples(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from huggingface_hub import ModelCard
 from mm_utils.reports.model_card import (
     CardInfo,
     EvaluatedData,
-    data_names,
     model_title,
     retrieval_results,
     write_model_card,
@@ -99,49 +98,6 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
         assert not {"image", "images", "pictures"} & set(re.findall(r"[a-z]+", text.partition("## Results")[0]))
 
 
-HEAD = "a cross-attention fusion head that re-ranks the best candidates"
-SENTENCES = [  # frozen, head, terms, the first sentence
-    (
-        (True, True),
-        False,
-        ["contrastive"],
-        "A projection (0.4 million parameters), trained between a frozen image encoder (i) and a frozen text encoder (t) with "
-        "the contrastive loss.",
-    ),
-    (
-        (True, True),
-        True,
-        ["contrastive", "captioning", "MarginRanking"],
-        f"A projection and {HEAD} (0.4 million parameters), trained between a frozen image encoder (i) and a frozen text encoder "
-        "(t) with the contrastive, captioning and MarginRanking losses.",
-    ),
-    (
-        (False, True),
-        False,
-        ["sigmoid"],
-        "An image encoder (i) and a frozen text encoder (t), trained together with the sigmoid loss: 198.0 million parameters in "
-        "all, of which 0.4 million were trained.",
-    ),
-    (
-        (False, False),
-        True,
-        ["contrastive", "matching"],
-        "An image encoder (i) and a text encoder (t), trained together with the contrastive and matching losses, and "
-        f"{HEAD}: 198.0 million parameters in all.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("frozen", "head", "terms", "sentence"), SENTENCES)
-def test_the_first_sentence_names_what_was_trained(
-    frozen: tuple[bool, bool], head: bool, terms: list[str], sentence: str, tmp_path: Path
-) -> None:
-    made = card(vision_model="i", text_model="t", frozen=frozen, num_trained=400_000, terms=terms, has_fusion=head)
-    text = write_model_card(tmp_path, made).read_text(encoding="utf-8")
-    assert f"\n\n{sentence} It finds images for a text" in text
-    assert ("model.rerank" in text) == head
-
-
 @pytest.mark.parametrize(
     ("folder", "title"),
     [
@@ -218,14 +174,6 @@ def test_the_card_of_somebody_else_is_left_alone(content: str | None, tmp_path: 
         (tmp_path / "README.md").write_text(content)
     assert not update_results(tmp_path, retrieval_results(FIGURES, DATA))
     assert [path.read_text() for path in tmp_path.iterdir()] == ([] if content is None else [content])
-
-
-def test_a_card_that_is_read_only_stays(tmp_path: Path) -> None:
-    path = write_model_card(tmp_path, card(results=retrieval_results(FIGURES, DATA)))
-    path.chmod(0o444)
-    before = path.read_bytes()
-    assert not update_results(tmp_path, retrieval_results(FIGURES, DATA._replace(split="test")))
-    assert path.read_bytes() == before
 
 
 def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:
@@ -322,9 +270,3 @@ def test_a_full_disk_costs_the_card_and_not_the_run(tmp_path: Path, caplog: pyte
     assert caplog.messages == [
         f"{tmp_path}/README.md cannot be written: No space left on device. The rest is complete; make room"
     ]
-
-
-def test_embedded_data_are_no_data_set_of_the_hub() -> None:
-    assert data_names({"dataset_name": "clips"}, "The embedded scenes") == ("The embedded clips", "embedded-clips")
-    assert data_names({"dataset_name": "user/clips"}, "The embedded scenes") == ("user/clips", "user/clips")
-    assert data_names({}, "The embedded scenes") == ("The embedded scenes", "embedded-the-embedded-scenes")

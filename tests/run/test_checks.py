@@ -145,10 +145,6 @@ def test_ranks_that_differ_all_stop_with_the_difference() -> None:
     assert all("\n" not in message for message in found if message)
 
 
-def test_a_single_process_agrees_with_itself() -> None:
-    checks.check_equal_start({"path": Path("a"), "rate": float("nan")})
-
-
 def warn_on_ranks(folder: str) -> None:
     join_ranks()
     logging.basicConfig(filename=f"{folder}/{distributed.rank()}.log")
@@ -265,13 +261,6 @@ def test_a_model_that_is_none_is_answered_with_what_to_give(
         write_config(tmp_path / ("a vit" if kind == "vit" else kind), model_type=kind)
     with pytest.raises(ValueError, match=rf"^--model_name_or_path is {name}; {message}"):
         checks.check_model(name)
-
-
-@pytest.mark.parametrize("kind", ["fusion-dual-encoder", "vision-text-dual-encoder", "clip", "siglip2"])
-def test_a_whole_model_is_accepted(kind: str, tmp_path: Path) -> None:
-    towers = {"vision_config": {"model_type": "vit"}, "text_config": {"model_type": "bert"}}
-    write_config(tmp_path / "mine", model_type=kind, **({} if "-" not in kind else towers))
-    checks.check_model(str(tmp_path / "mine"))
 
 
 # -- a machine with a GPU, and a run on its CPUs -------------------------------------------------------------------------

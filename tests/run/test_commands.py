@@ -19,10 +19,10 @@ from accelerate.commands.launch import launch_command_parser
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from mm_utils.arguments import LAUNCH_VARIABLE, launch_command, launcher
-from mm_utils.run.commands import evaluation_command, longer_command, search_commands
+from mm_utils.arguments import LAUNCH_VARIABLE, launcher
+from mm_utils.run.commands import evaluation_command, search_commands
 from mm_utils.run.dry_run import command_without_dry_run
-from scripts import eval_retrieval, finetune, prepare_data, pretrain
+from scripts import eval_retrieval, finetune, pretrain
 from tests.kit.corpora import COLOURS, draw
 
 ROOT = Path(__file__).parents[2]
@@ -163,12 +163,6 @@ def test_the_images_of_the_run_are_embedded_and_searched(
     assert " ".join(parsed(search)[1][-1].split()) in table
 
 
-def test_the_longer_run_trains_for_twice_as_many_steps(trained: Finished) -> None:
-    paste(longer_command("pretrain", trained.folder, yaml.safe_load((trained.folder / "config.yaml").read_text())))
-    lines = Path("out/my model-longer/metrics.jsonl").read_text().splitlines()
-    assert max(json.loads(line)["step"] for line in lines) == 4
-
-
 def test_the_shards_of_a_stream_are_embedded(place: Path) -> None:
     stream = {"streaming": True, "train_file": "web-{000..009}.tar"}
     embed, search = search_commands(Path("out"), stream, "a dog")
@@ -184,11 +178,6 @@ def test_the_shards_of_a_stream_are_embedded(place: Path) -> None:
     assert search_commands(Path("out"), stream | {"train_file": "rows.parquet"}, "a dog") == []
 
 
-def test_a_run_of_epochs_gets_more_epochs(place: Path) -> None:
-    command = longer_command("pretrain", Path("out"), {"max_steps": -1, "num_train_epochs": 1.5})
-    assert parsed(command)[1][-4:] == ["--output_dir", "out-longer", "--num_train_epochs", "3"]
-
-
 def test_the_first_line_of_the_config_repeats_the_run_beside_it(trained: Finished) -> None:
     first = (trained.folder / "config.yaml").read_text().splitlines()[0]
     script, argv = parsed(first.removeprefix("# "))
@@ -196,13 +185,6 @@ def test_the_first_line_of_the_config_repeats_the_run_beside_it(trained: Finishe
         "pretrain",
         ["--config", "out/my model/config.yaml", "--output_dir", "out/my model-again"],
     )
-
-
-def test_the_commands_of_the_cards_are_what_was_run(trained: Finished, tuned: Finished) -> None:
-    for found, script in ((trained, "pretrain"), (tuned, "finetune")):
-        *_, command = card_blocks(found.folder, "bash")
-        assert f" scripts/{script}.py " in command
-        assert parsed(command.replace(" scripts/", f" {shlex.quote(str(ROOT))}/scripts/")) == (script, found.argv)
 
 
 def test_the_code_of_the_cards_and_the_pipelines_run_in_any_folder(
@@ -248,23 +230,6 @@ for task, given in (("feature-extraction", "a dog"), ("image-feature-extraction"
     assert [each.get("pipeline_tag") for each in front] == ["feature-extraction", None]
 
 
-def test_a_run_of_a_few_steps_is_not_repeated_for_longer(trained: Finished, tuned: Finished) -> None:
-    """12 rows say nothing."""
-    for found in (trained, tuned):
-        assert not any("-longer" in command for command in next_commands(found))
-    assert "The split has 12 images; recall on fewer than 30 says nothing." in trained.log
-    assert "The validation split has 12 images" in (trained.folder / "README.md").read_text()
-    assert "The validation split has 12 rows; accuracy on fewer than 30 says nothing." in tuned.log
-
-
-def test_preparing_names_the_next_command(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = "odd pairs.csv,image_column=Bild,caption_column=Text,image_root=my photos"
-    with caplog.at_level(logging.INFO):
-        prepare_data.main(["--sources", source, "--output_dir", "my data", "--on_leakage", "drop"])
-    [command] = re.findall("Train on it: (.*)", caplog.text)
-    assert parsed(command) == ("pretrain", ["--dataset_name", "my data"])
-
-
 @pytest.mark.parametrize(
     ("words", "kept"),
     [
@@ -277,15 +242,6 @@ def test_preparing_names_the_next_command(place: Path, caplog: pytest.LogCapture
 )
 def test_the_command_after_a_dry_run_lacks_the_flag(words: list[str], kept: list[str], place: Path) -> None:
     assert parsed(command_without_dry_run("pretrain", words)) == ("pretrain", kept)
-
-
-def test_a_script_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["scripts/pretrain.py", "--seed", "1"])
-    assert launch_command("eval_retrieval", ["a b"]) == "python scripts/eval_retrieval.py 'a b'"
-    monkeypatch.chdir(ROOT.parent)
-    monkeypatch.setattr(sys, "argv", [f"{ROOT.name}/scripts/pretrain.py"])
-    assert launch_command("finetune", []) == f"python {ROOT.name}/scripts/finetune.py"
 
 
 @pytest.mark.parametrize(

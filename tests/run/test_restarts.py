@@ -99,13 +99,6 @@ def test_restarts_that_gain_no_step_end(
     assert restarts.earlier_starts(tmp_path)[-1]["resumed_from"] == steps[-1]
 
 
-def test_a_person_may_start_as_often_as_they_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for launch in "abcd":
-        start_at(tmp_path, launched(monkeypatch, launch), 4)
-    for _ in range(4):  # the number of nodes changed: no restart is counted
-        start_at(tmp_path, launched(monkeypatch, "e"), 4)
-
-
 def test_without_a_list_nothing_is_recorded(tmp_path: Path) -> None:
     begin_training(tmp_path, 4)
     assert list(tmp_path.iterdir()) == []

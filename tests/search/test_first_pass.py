@@ -16,8 +16,6 @@ from mm_utils.distributed import RunError
 from mm_utils.search import first_pass
 from mm_utils.search.first_pass import Hits, StoredVectors, best
 from mm_utils.search.index import read_rows, replace_rows, schema
-from mm_utils.search.searcher import Searcher
-from scripts import search
 
 WIDTH, ROWS = 48, 3000
 KINDS = ["Flat", "IVF8,Flat;nprobe=8", "HNSW16;efSearch=200"]
@@ -104,13 +102,6 @@ def test_a_first_pass_finds_what_exact_search_finds_with_its_scores(
     assert np.mean(shares) > 0.99
 
 
-def test_all_images_may_be_asked_for(rows: datasets.Dataset, folder: Path) -> None:
-    query_E = unit(1, seed=2)[0]
-    for count in (0, 1, ROWS - 1, ROWS, ROWS + 5):
-        found = open_find("Flat", folder, rows)(query_E, count)
-        assert [row for row, _ in found] == [row for row, _ in open_find(None, folder, rows)(query_E, count)]
-
-
 def test_equal_scores_keep_the_order_of_the_index() -> None:
     scores = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5])
     assert [best(scores, k) for k in range(6)] == [[1, 3, 0, 2, 4][:k] for k in range(6)]
@@ -136,13 +127,6 @@ def test_a_faiss_index_is_made_once(tmp_path: Path, caplog: pytest.LogCaptureFix
         open_find(f"IVF4,Flat{setting}", tmp_path, rows)
     assert (faiss_files(tmp_path), file.stat().st_mtime_ns) == ([file], made)
     assert "Making" not in caplog.text
-
-
-def test_nprobe_decides_how_many_lists_are_read(tmp_path: Path) -> None:
-    rows, query_E = write(tmp_path, unit(500)), unit(1, seed=1)[0]
-    one, all_lists = (len(open_find(f"IVF8,Flat;nprobe={n}", tmp_path, rows)(query_E, 500)) for n in (1, 8))
-    assert one < 300
-    assert all_lists == 500
 
 
 def test_a_stale_faiss_index_never_answers(tmp_path: Path) -> None:
@@ -212,18 +196,3 @@ def test_without_faiss_the_extra_is_named(
 
 
 # -- the searcher -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["Flat", "IVF2,Flat;nprobe=2"])
-def test_a_searcher_gives_the_same_hits(kind: str, index: Path) -> None:
-    exact, searcher = (Searcher(index, device="cpu", index_factory=each) for each in (None, kind))
-    hits = searcher.search_text("a red circle", 5)
-    assert [hit.id for hit in hits] == [hit.id for hit in exact.search_text("a red circle", 5)]
-    assert [hit.id for hit in searcher.similar(3, 5)] == [hit.id for hit in exact.similar(3, 5)]
-
-
-def test_the_flag_of_the_script(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ([], ["--index_factory", "Flat"]):
-        search.main(["--index_dir", str(index), "a red circle", *more])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]

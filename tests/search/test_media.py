@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,12 @@ from mm_utils.search.listing import (
     folder_listing,
     list_folder,
     pair_listing,
-    shard_listing,
-    stock_file,
 )
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import embed
 from tests.kit.media_files import clip, damaged, media_rows, tone
 from tests.kit.models import save_model
-from tests.kit.reading import write_tar
 from tests.search.conftest import make_embedder
 from tests.search.serving import Served, served
 
@@ -213,40 +209,6 @@ def test_videos_of_a_folder_take_a_codec(tmp_path: Path) -> None:
     assert [len(read_avi(searcher.content(row))[0]) for row in range(3)] == [8, 16, 8]
 
 
-def test_shards_are_read_as_folders_are(indexed: tuple[str, Path, Path], tmp_path: Path, own_cache: Path) -> None:
-    medium, model, _ = indexed
-    suffix, contents, _ = FILES[medium]
-    members = [(f"{at}.{suffix}", content) for at, content in enumerate(contents)]
-    members.insert(2, ("1.txt", b"a tone\nor a turn"))
-    path = write_tar(tmp_path / "s.tar", [*members, (f"8.{suffix}", b"x"), ("9.txt", b"alone")])
-    listing = shard_listing(path, medium)
-    assert listing.ids == ["s/0", "s/1", "s/2", "s/3", "s/4", "s/8"]
-    assert listing.rows["captions"][:2] == [[], ["a tone or a turn"]]
-    assert [line["detail"][-9 - len(medium) :] for line in listing.skipped] == [f"9 has no {medium}"]
-    done = update(tmp_path / "index", model, listing)
-    assert (done.embedded, done.skipped) == (5, 2)
-    searcher = Searcher(tmp_path / "index", device="cpu")
-    timed = make_embedder(model).medium
-    assert [searcher.content(row) for row in range(5)] == [stock_file(content, timed) for content in contents]
-
-
-def test_a_file_as_large_as_preparing_takes_is_embedded(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
-    """A minute of a telephone's video has more than the 64 MiB of an image."""
-    medium, model, _ = indexed
-    if medium == "clip":
-        pytest.skip("the files of clips are read as those of sounds")
-    content, note = CONTENTS["sound"][0], 65 << 20
-    with open(tmp_path / "large.wav", "wb") as file:
-        file.write(b"RIFF" + (len(content) + note).to_bytes(4, "little") + b"WAVEjunk" + note.to_bytes(4, "little"))
-        file.seek(note, io.SEEK_CUR)
-        file.write(content[12:])
-    listing = folder_listing(str(tmp_path), *list_folder(str(tmp_path), medium="sound"), "sound")
-    index = tmp_path / "index"
-    assert update(index, model, listing).embedded == 1
-    os.utime(tmp_path / "large.wav")
-    assert update(index, model, listing).kept == 1
-
-
 # -- clips among images ------------------------------------------------------------------------------------------------
 
 
@@ -279,19 +241,6 @@ def test_a_clip_among_images_is_the_mean_of_its_moments(model: Path, tmp_path: P
     assert shown.getpixel((32, 24))[2] > 200 > 60 > shown.getpixel((32, 24))[1]  # blue
 
 
-def test_the_head_reads_the_middle_of_a_clip_among_images(reranking_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "library").mkdir()
-    (tmp_path / "library/one.avi").write_bytes(clip(["red"] * 4 + ["blue"] * 4, (64, 48)))
-    Image.new("RGB", (64, 48), "blue").save(tmp_path / "library/blue.png")
-    flags = ["--model_name_or_path", str(reranking_model), "--images", str(tmp_path / "library"), "--with_clips"]
-    scores = []
-    for more in ([], ["--keep_fusion_states"]):
-        embed.main([*flags, "--index_dir", str(tmp_path / f"index{len(more)}"), *more])
-        hits = Searcher(tmp_path / f"index{len(more)}", device="cpu").search_text("a blue circle", 2)
-        scores.append({hit.id: hit.reranked for hit in hits})
-    assert scores[0] == pytest.approx(scores[1], abs=0.1)
-
-
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
@@ -302,9 +251,3 @@ def test_the_head_reads_the_middle_of_a_clip_among_images(reranking_model: Path,
 def test_clips_among_images_need_a_folder(more: list[str], reason: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--with_clips is True; {reason}"):
         embed.main(["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "i"), "--with_clips", *more])
-
-
-def test_a_model_of_clips_needs_no_flag_for_them(indexed: tuple[str, Path, Path], tmp_path: Path) -> None:
-    medium, model, _ = indexed
-    with pytest.raises(ValueError, match=f"--with_clips is True; the model embeds {medium}s"):
-        embed.main(["--model_name_or_path", str(model), "--index_dir", str(tmp_path), "--images", "x", "--with_clips"])

@@ -6,7 +6,6 @@ import io
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,20 +219,6 @@ def test_re_ranking_before_and_after(visit: Visit) -> None:
     expect(visit.tab.locator("#hits img").first).to_have_attribute("alt", "a green square")
 
 
-def test_similar_images_and_the_way_back(visit: Visit) -> None:
-    visit.find("a blue square")
-    visit.tab.get_by_role("button", name="Similar to number 1, a blue square").click()
-    expect(visit.tab.locator("#asked")).to_have_text("Like a blue square")
-    expect(visit.tab.locator("#hits img").first).to_have_attribute("alt", "a blue circle")
-    assert visit.titles(9)[5:] == ["a blue square"] * 4
-    expect(visit.tab.get_by_role("status")).to_be_focused()
-    visit.tab.go_back()
-    expect(visit.tab.locator("#hits img").first).to_have_attribute("alt", "a blue square")
-    expect(visit.tab.get_by_role("searchbox")).to_have_value("a blue square")
-    visit.tab.go_back()
-    expect(visit.tab.locator("#hits .rank")).to_have_count(0)
-
-
 def test_a_dropped_file(visit: Visit) -> None:
     visit.hand_over("dragover", b"", "")
     expect(visit.tab.locator("body")).to_have_class("over")
@@ -243,39 +228,6 @@ def test_a_dropped_file(visit: Visit) -> None:
     expect(visit.tab.locator("#asked")).to_have_text("Like sun.png")
     expect(visit.tab.locator("#asked-image")).to_have_js_property("naturalWidth", 48)
     expect(visit.tab.locator("body")).to_have_class("")
-
-
-def test_a_pasted_image(visit: Visit) -> None:
-    """Through the clipboard of the browser, as after "copy image"."""
-    visit.tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    visit.tab.evaluate(
-        """async content => {
-            const blob = await (await new Response(Uint8Array.from(atob(content), each => each.charCodeAt(0)))).blob();
-            await navigator.clipboard.write([new ClipboardItem({"image/png": new Blob([blob], {type: "image/png"})})]);
-        }""",
-        base64.b64encode(encoded("blue", "square")).decode(),
-    )
-    visit.tab.keyboard.press("Control+V")
-    visit.finds("40 of 40 images, best first.")
-    assert visit.titles() == ["a blue circle"] * 3
-
-
-def test_a_chosen_file(visit: Visit, tmp_path: Path) -> None:
-    (tmp_path / "moss.png").write_bytes(encoded("green", "square"))
-    visit.tab.get_by_label("Search by image…").set_input_files(tmp_path / "moss.png")
-    visit.finds("40 of 40 images, best first.")
-    assert visit.titles(1) == ["a green circle"]
-
-
-def test_scrolling_loads_more(visit: Visit) -> None:
-    visit.find("a red circle")
-    assert len([url for url in visit.asked if "/search?" in url]) == 1
-    visit.tab.mouse.move(500, 500)
-    visit.tab.mouse.wheel(0, 5_000)
-    visit.finds("40 of 40 images, best first.")
-    expect(visit.tab.locator("#hits li:not(.note)")).to_have_count(40)
-    numbers = visit.tab.locator(".rank").all_inner_texts()
-    assert numbers == [str(rank) for rank in range(1, 41)]
 
 
 def test_mistakes_are_said(visit: Visit) -> None:
@@ -302,15 +254,6 @@ def test_mistakes_are_said(visit: Visit) -> None:
     visit.complaints.clear()  # the browser logs each of the last three
 
 
-def test_the_start_shows_pictures_and_texts_to_try(visit: Visit) -> None:
-    expect(visit.tab.locator("#hits li")).to_have_count(12)
-    assert visit.tab.locator(".rank").count() == 0
-    visit.tab.locator("#examples button").filter(has_text="a green circle").click()
-    visit.finds("24 of 40 images, best first.")
-    assert visit.titles(1) == ["a green circle"]
-    expect(visit.tab.locator("#examples")).to_be_hidden()
-
-
 def test_a_click_opens_the_picture_large(visit: Visit) -> None:
     visit.tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
     visit.find("a blue square")
@@ -325,16 +268,6 @@ def test_a_click_opens_the_picture_large(visit: Visit) -> None:
     visit.tab.get_by_role("button", name="Open number 1, a blue square").click()
     dialog.get_by_role("button", name="Similar").click()
     expect(visit.tab.locator("#asked")).to_have_text("Like a blue square")
-
-
-def test_what_is_no_answer_is_set_apart(visit: Visit) -> None:
-    visit.find("a blue square")  # of 40 images, the other colours are weak from the cosine -0.2 on
-    visit.tab.get_by_role("button", name="More").click()
-    visit.finds("40 of 40 images, best first.")
-    order = visit.tab.locator("#hits li").evaluate_all("all => all.map(each => each.className)")
-    first = order.index("note")
-    assert 0 < first < 40
-    assert order == [""] * first + ["note"] + ["weak"] * (40 - first)
 
 
 def test_a_filter_narrows_every_query_and_stays_in_the_address(visit: Visit) -> None:
@@ -398,15 +331,6 @@ def test_keys_alone(visit: Visit) -> None:
     expect(visit.tab.get_by_role("searchbox")).to_be_focused()
     press("/")
     expect(visit.tab.get_by_role("searchbox")).to_have_value("/")
-
-
-def test_arrows_reach_the_last_hit(visit: Visit) -> None:
-    visit.find("a red circle")
-    visit.tab.locator("#hits .similar").nth(20).focus()
-    for _ in range(6):
-        visit.tab.keyboard.press("ArrowDown")
-        visit.finds("40 of 40 images, best first.")
-    assert "number 40," in visit.tab.locator("*:focus").get_attribute("aria-label")
 
 
 CONTRASTS = """() => {

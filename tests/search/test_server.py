@@ -4,7 +4,6 @@ import builtins
 import importlib
 import io
 import re
-import shutil
 import socket
 import sys
 import time
@@ -69,14 +68,6 @@ def test_pages_of_an_answer_join_to_the_whole(page: Served) -> None:
     assert all(hit["reranked"] is None for hit in plain)
 
 
-def test_a_page_asks_for_what_it_shows(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    find, counts = page.searcher._find, []
-    monkeypatch.setattr(page.searcher, "_find", lambda query, count: counts.append(count) or find(query, count))
-    for address in ("/search?q=a+blue+square", "/similar/3?k=24", "/search?q=a+blue+square&k=24&offset=24"):
-        page.ask(address)
-    assert counts == [32, 33, 64]
-
-
 def test_an_image_and_its_neighbours(page: Served) -> None:
     own = page.searcher.search_text("x", 1)[0]
     content = Path(own.path).read_bytes()
@@ -87,15 +78,6 @@ def test_an_image_and_its_neighbours(page: Served) -> None:
     thumbnail = page.ask(f"/image/{own.row}")
     assert thumbnail.headers["content-type"] == "image/jpeg"
     assert Image.open(io.BytesIO(thumbnail.body)).format == "JPEG"
-
-
-def test_a_large_picture_is_of_the_file_and_then_of_the_thumbnail(page: Served, tmp_path: Path) -> None:
-    own = page.searcher.search_text("x", 1)[0]
-    size = Image.open(own.path).size
-    assert Image.open(io.BytesIO(page.ask(f"/large/{own.row}").body)).size == size
-    kept = shutil.move(own.path, tmp_path / "gone.png")
-    assert page.ask(f"/large/{own.row}").headers["content-type"] == "image/jpeg"
-    shutil.move(kept, own.path)
 
 
 def test_embeddings_are_those_that_are_searched_for(page: Served) -> None:
@@ -228,11 +210,6 @@ def test_another_name_is_refused(page: Served, host: str) -> None:
         answer = page.ask(path, host=host)
         assert answer.status == 403 or (answer.status == 400 and not host)
         assert b"hits" not in answer.body
-
-
-@pytest.mark.parametrize("host", ["localhost", "localhost:9", "127.0.0.1", "[::1]:8000", "LOCALHOST"])
-def test_names_of_this_machine_are_served(page: Served, host: str) -> None:
-    assert page.ask("/search?q=x", host=host).status == 200
 
 
 @pytest.mark.parametrize(

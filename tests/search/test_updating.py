@@ -4,12 +4,10 @@ import errno
 import io
 import json
 import os
-import random
 import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +33,6 @@ from mm_utils.search.listing import Listing, Reader, folder_listing, list_folder
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import try_out, update_index
 from scripts import embed
-from tests.kit.launches import ROOT, launch
 from tests.search.conftest import make_embedder, update, write_photos
 
 
@@ -107,18 +104,6 @@ def test_nothing_to_do_writes_nothing(model: Path, tmp_path: Path) -> None:
     before = (tmp_path / "index/state.json").read_bytes()
     assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 0
     assert (tmp_path / "index/state.json").read_bytes() == before
-
-
-def test_a_file_of_another_date_and_the_same_bytes_is_kept(model: Path, tmp_path: Path) -> None:
-    write_photos(tmp_path / "photos", range(4))
-    update(tmp_path / "index", model, tmp_path / "photos")
-    touched = tmp_path / "photos/0/000.png"
-    os.utime(touched, ns=(1, 1))
-    assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 0
-    assert contents(tmp_path / "index")["0/000.png"]["mtime_ns"] == 1
-    for seconds in (300_000_000_000, -10_000_000_000):  # of broken clocks: more nanoseconds than 64 bits hold
-        os.utime(touched, (seconds, seconds))
-        assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 0
 
 
 def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) -> None:
@@ -351,43 +336,6 @@ def test_rows_stay_whose_files_cannot_be_read_for_a_moment(
     assert update(index, model, photos).kept == 7
 
 
-@pytest.mark.slow
-def test_killed_at_ten_moments_a_thousand_files_lose_nothing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    photos, index, draw = tmp_path / "photos", tmp_path / "index", random.Random(0)
-    write_photos(photos, range(1000))
-    monkeypatch.setattr(updating, "FLUSH_SECONDS", 0.1)
-    update(tmp_path / "whole", model, photos)
-    held = [0]
-    for turn in range(10):
-        wanted = len(list(index.glob("parts/*.arrow"))) + turn % 2
-        pid = os.fork()
-        if pid == 0:
-            torch.set_num_threads(1)
-            try:
-                update(index, model, photos)
-            finally:
-                os._exit(0)
-        while len(list(index.glob("parts/*.arrow"))) < wanted:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.1))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        parts = read_parts(index, schema(make_embedder(model).width)).values() if index.is_dir() else ()
-        held.append(max(sum(map(len, parts)), len(contents(index)) if (index / "state.json").exists() else 0))
-    assert held == sorted(held)
-    assert len(set(held)) > 4
-    assert update(index, model, photos).embedded == (1000 - held[-1])
-    assert_same(index, tmp_path / "whole")
-    write_photos(photos, range(1000, 1010))
-    write_photos(photos, range(5), seed=1)
-    for number in (500, 501, 502):
-        (photos / f"{number % 2}/{number:03d}.png").unlink()
-    done = update(index, model, photos)
-    assert (done.embedded, done.kept, done.removed, done.images) == (15, 992, 3, 1007)
-
-
 def test_a_damaged_part_is_not_read(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_photos(tmp_path / "photos", range(6))
     update(tmp_path / "whole", model, tmp_path / "photos")
@@ -464,21 +412,3 @@ def test_stored_bytes_are_compared_by_content(model: Path, tmp_path: Path) -> No
     embedder, accelerator = make_embedder(model), Accelerator(cpu=True)
     assert update_index(*args, listing(5, 0), embedder, accelerator).embedded == 5
     assert update_index(*args, listing(6, 1), embedder, accelerator).embedded == 2
-
-
-def test_a_folder_without_images(model: Path, tmp_path: Path) -> None:
-    flags = ["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "index"), "--images", str(tmp_path)]
-    with pytest.raises(ValueError, match="holds no image"):
-        embed.main(flags)
-
-
-@pytest.mark.slow
-def test_two_processes_make_the_same_index(model: Path, photos: Path, index: Path, tmp_path: Path) -> None:
-    words = ["--model_name_or_path", str(model), "--images", str(photos), "--index_dir", str(tmp_path / "index")]
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    done = launch(
-        ["--config_file", config, str(ROOT / "scripts/embed.py"), *words], tmp_path, ACCELERATE_USE_CPU="true"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 x cpu" in done.stderr + done.stdout
-    assert_same(tmp_path / "index", index)

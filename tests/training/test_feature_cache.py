@@ -24,7 +24,7 @@ from mm_utils import distributed
 from mm_utils import stored as stored_results
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
-from mm_utils.data.batches.column_cache import empty_features, feature_tensors, to_arrow, to_tensor
+from mm_utils.data.batches.column_cache import to_arrow, to_tensor
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
@@ -118,20 +118,6 @@ def test_what_goes_into_arrow_comes_out(shape: tuple[int, ...], dtype: torch.dty
     assert torch.equal(to_tensor(second.values[2]), values[6:])
 
 
-def test_no_rows_have_the_shape_of_rows(rows: Dataset) -> None:
-    found = cached(rows, frozen())
-    row = found.with_format("arrow")[[3]]
-    example = feature_tensors({name: row[name][0] for name in row.column_names}, [2])
-    assert row["vision_skipped"].to_pylist() == [None]
-    empty = empty_features(found)
-    for name, none in empty.items():
-        assert none.dtype == example[name][0].dtype == torch.float16
-        width = example[name][0].shape[1:] if name == "text_states" else example[name][0].shape
-        assert none.shape == (0, *((1,) if name == "text_states" else ()), *width), name
-    assert set(empty) == set(example) == {"vision_pooled", "vision_taps_0", "text_pooled", "text_states"}
-    assert empty_features(rows) == {}
-
-
 # -- what is stored -----------------------------------------------------------------------------------------------------
 
 
@@ -187,29 +173,6 @@ def test_images_that_cannot_be_decoded_are_counted_at_the_start(
         caplog.clear()
         cached(rows, frozen(text=False))
         assert "2 training images cannot be decoded: ['image id-2: " in caplog.text
-
-
-def test_unreadable_images_alone(own_cache: Path) -> None:
-    rows = tokenize_captions(rows_of(4, broken=range(4)), new_tokenizer(), 16)
-    found = cached(rows, frozen(text=False))
-    [batch] = loaders().train(found, GlobalOrder(4, BatchSizes((0,), (4,)), seed=0), 0, 1)
-    assert len(batch["skipped"]) == 4
-    assert batch["vision_pooled"].shape == (0, 128)
-
-
-def test_a_rank_without_a_row_contributes_nothing(rows: Dataset) -> None:
-    objective = frozen()
-    found = cached(rows, objective)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "rank", lambda: 4)
-        patch.setattr(distributed, "world_size", lambda: 5)
-        [batch] = loaders().train(found, GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), 0, 1)
-    encoded = objective.train().encode(batch)
-    assert len(encoded.embeds["image"]) == len(encoded.embeds["text"]) == 0
-    assert encoded.text_states.shape[:2] == (1, 1)
-    assert encoded.keys_values[0].shape[1] == 1
-    (encoded.embeds["image"].sum() + encoded.embeds["text"].sum()).backward()
-    assert not objective.model.visual_projection.weight.grad.any()
 
 
 def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
@@ -397,34 +360,6 @@ def test_an_interrupted_computation_is_not_taken_for_a_store(
     assert leftovers(own_cache) == [recent]  # it could be another run's, at work
 
 
-def test_the_first_of_two_runs_wins(rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    write = feature_cache.Source._write
-
-    def slow(self: Any, folder: Path, dtype: torch.dtype) -> bool:
-        with monkeypatch.context() as patch:
-            patch.setattr(feature_cache.Source, "_write", write)
-            cached(rows, frozen(text=False))
-        return write(self, folder, dtype)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(feature_cache.Source, "_write", slow)
-        assert len(cached(rows, frozen(text=False))) == 12
-    assert len(stores(own_cache)) == 1
-    assert not leftovers(own_cache)
-
-
-def test_a_cache_that_other_processes_do_not_see(rows: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "any_rank", lambda *_: True)
-    with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE is .* Set it to a folder that all machines see"):
-        cached(rows, frozen())
-
-
-def test_without_a_frozen_tower(rows: Dataset) -> None:
-    objective = frozen(vision=False, text=False)
-    with pytest.raises(ValueError, match=r"--cache_features is set, .*--freeze_vision or --freeze_text"):
-        cached(rows, objective)
-
-
 # -- gradients ----------------------------------------------------------------------------------------------------------
 
 
@@ -477,15 +412,6 @@ def test_in_parts(kind: str, towers: str, micro_batch_size: int) -> None:
     live = step_in_parts(frozen_objective(kind, towers), global_batch(), None)
     objective = frozen_objective(kind, towers)
     assert_same(step_in_parts(objective, with_features(objective, global_batch(), towers), micro_batch_size), live)
-
-
-def test_states_are_as_long_as_the_captions_of_their_part() -> None:
-    objective = frozen_objective("contrastive_matching", "text")
-    batch = with_features(objective, global_batch(), "text")
-    part = share_of(batch, 2, 4)
-    assert part["text_states"].shape[1] == 16
-    encoded = objective.encode(part)
-    assert encoded.text_states.shape[1] == part["input_ids"].shape[1] == 5
 
 
 def on_this_rank(micro_batch_size: int | None) -> list[dict[str, Any]]:
@@ -658,12 +584,6 @@ def test_parts_average_and_resumption(tiny_flags: list[str], tmp_path: Path) -> 
         assert again == pytest.approx(straight, rel=1e-5), name
         for key, value in weights(tmp_path / "straight").items():
             torch.testing.assert_close(weights(tmp_path / name)[key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
-
-
-def test_the_micro_batch_is_found(tiny_flags: list[str], tmp_path: Path) -> None:
-    flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--global_batch_size", "12", "--max_steps", "1"]
-    pretrain.main([*flags, "--micro_batch_size", "auto", "--output_dir", str(tmp_path)])
-    assert list(losses(tmp_path)) == [1]
 
 
 @pytest.mark.slow

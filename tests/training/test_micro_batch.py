@@ -2,26 +2,15 @@
 
 import mmap
 import sys
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from transformers import AutoConfig, AutoModel
 
-from mm_utils.copies import HostCopy
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from mm_utils.objectives.grad_cache import backward
 from mm_utils.training import memory
 from mm_utils.training import micro_batch as search
 from mm_utils.training.memory import peak_bytes, reset_peak
@@ -153,76 +142,3 @@ def test_peak_memory_of_a_process():
 def test_peak_memory_of_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
     assert peak_bytes(torch.device("cuda")) == 3 * 2**30
-
-
-class StoredBytes(TorchDispatchMode):
-    """Count the bytes of tensors that are alive, and the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.peak = 0, 0
-        self.known: set[int] = set()
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.known:
-            self.known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.drop, key, size)
-
-    def drop(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for each in tree_iter(output):
-            if isinstance(each, torch.Tensor):
-                self.add(each)
-        return output
-
-
-AVAILABLE = 2**27
-
-
-@pytest.mark.parametrize("vocabulary", [pytest.param(100, marks=pytest.mark.slow), 20_000])
-def test_what_is_found_fits_whatever_the_vocabulary(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose weights and gradients weigh more than the activations of a small trial; no tensor has memory here."""
-    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    model = FusionDualEncoderModel.from_backbones(
-        AutoModel.from_config(AutoConfig.for_model("vit", **config, image_size=32, patch_size=8)),
-        AutoModel.from_config(AutoConfig.for_model("bert", **config, vocab_size=vocabulary)),
-        fusion_layers=0,
-    )
-    accelerator, objective = Accelerator(cpu=True), build_objective(model, ObjectiveArguments("contrastive"), 0)
-    objective.train()
-    monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
-    batch = {"input_ids": torch.ones(4, 16, dtype=torch.long), "pixel_values": torch.zeros(4, 3, 32, 32)}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        objective = objective._apply(torch.empty_like)
-    stored = StoredBytes()
-
-    def reset(device: torch.device) -> None:
-        stored.peak = stored.now
-
-    monkeypatch.setattr(
-        HostCopy, "numpy", lambda copy: np.zeros(copy._values.shape, dtype=bool)
-    )  # no pair shares an id
-    monkeypatch.setattr(search, "available_bytes", lambda device: AVAILABLE)
-    monkeypatch.setattr(search, "reset_peak", reset)
-    monkeypatch.setattr(search, "peak_bytes", lambda device: stored.peak)
-    with FakeTensorMode(allow_non_fake_inputs=True), stored:
-        for weight in objective.parameters():
-            stored.add(weight)
-        found = find_micro_batch_size(accelerator, objective, batch, 10**4, 16)
-        moments = 8 * sum(weight.numel() for weight in objective.parameters())
-        peaks = []
-        for pairs in (found, round(1.25 * found)):
-            stored.peak = stored.now
-            backward(accelerator, objective, search.synthetic_batch(batch, pairs, 16, ()), 0, pairs)
-            peaks.append(stored.peak + moments)
-            objective.zero_grad()
-    assert peaks[0] <= AVAILABLE < peaks[1]
-    assert all(weight.grad is None for weight in objective.parameters())

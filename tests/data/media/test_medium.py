@@ -101,16 +101,6 @@ def test_training_windows_may_leave_a_sound_by_a_share_of_it(count: int, seed: i
     )
 
 
-def test_resampled_windows_begin_where_they_say() -> None:
-    """Silence before a sound has the length of the tower's clock, too."""
-    click = np.zeros(1000, np.int16)
-    click[500] = 20000
-    for seed in range(20):
-        read = sounds(2.0, min_share=0.5).read({"bytes": write_wav(click, 500), "path": None}, random.Random(seed))
-        begin = read[2].left * 2.0
-        assert int(read[0].argmax()) == pytest.approx((1.0 - begin) * RATE, abs=3)
-
-
 def test_sounds_are_resampled_onto_the_towers_clock() -> None:
     tone = (8000 * np.sin(2 * np.pi * 50 * np.arange(1500) / 500)).astype(np.int16)
     shown, size, window = sounds(2.0).read({"bytes": write_wav(tone, 500), "path": None}, None)
@@ -196,13 +186,6 @@ def test_rows_with_the_same_captions_are_no_negatives_in_training() -> None:
     assert len(set(keys[1:])) == 3
     in_evaluation = Pairs(rows, EvaluationTransform(sounds(2.0)))
     assert [in_evaluation[row, 0]["image_key"] for row in range(4)] == [0, 1, 2, 3]
-
-
-def test_the_usual_length_is_the_window() -> None:
-    for seconds, expected in (([5.001] * 39 + [7.24], 5.0), ([0.9, 2.5], 2.4), ([0.04], 0.1), ([30.0] * 3, 10.0)):
-        rows = rows_of("sound", [counting(9)] * len(seconds), seconds)
-        assert default_seconds("sound", rows) == expected
-        assert default_seconds("clip", rows) is None
 
 
 def processor(kind: str) -> Any:

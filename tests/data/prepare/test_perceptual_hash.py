@@ -6,14 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+from PIL import Image, ImageDraw, ImageEnhance
 
 from mm_utils.data.prepare import perceptual_hash
 from mm_utils.data.prepare.perceptual_hash import (
@@ -29,7 +28,6 @@ from mm_utils.data.prepare.perceptual_hash import (
     on_all_cores,
     pairs_of_choice,
 )
-from mm_utils.data.scenes import load_scenes
 
 
 def photo(seed: int, width: int = 240, height: int = 180) -> Image.Image:
@@ -100,23 +98,6 @@ def test_copies_are_found_and_nothing_else(name: str) -> None:
     assert len(found) >= 0.95 * len(wanted)
 
 
-def test_mirrored_copies_are_found_apart() -> None:
-    prints = prints_of([*PHOTOS, *map(ImageOps.mirror, PHOTOS)])
-    assert not len(near_pairs(prints))
-    for most, least in ((1000, len(PHOTOS)), (30, len(PHOTOS) // 2)):  # all of them, and a sample of 30 of 80
-        near, mirrored = look_alikes(prints, most_mirrored=most)
-        assert not len(near)
-        assert least <= mirrored <= (len(PHOTOS) if most == 1000 else 2 * len(PHOTOS))
-
-
-def test_an_image_is_no_mirror_image_of_itself() -> None:
-    half = PHOTOS[0].crop((0, 0, 120, 180))
-    symmetrical = Image.new("RGB", (240, 180))
-    symmetrical.paste(half, (0, 0))
-    symmetrical.paste(ImageOps.mirror(half), (120, 0))
-    assert look_alikes(prints_of([symmetrical, PHOTOS[1]]))[1] == 0
-
-
 def test_blank_images_are_not_duplicates() -> None:
     plain = [Image.new("RGB", (64, 48), colour) for colour in ("white", "white", "black", "red", "green", "#fafafa")]
     speck = Image.new("RGB", (64, 48), "white")
@@ -128,14 +109,6 @@ def test_blank_images_are_not_duplicates() -> None:
     assert look_alikes(prints)[1] == 0
 
 
-def test_scenes_of_other_objects_are_not_duplicates(tmp_path: Path) -> None:
-    """Many of their hashes alone are as near as those of copies: what differs is small."""
-    rows = load_scenes(num_train=400, num_eval=4, cache_dir=tmp_path)["train"]
-    prints = prints_of([Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows])
-    assert sum(map(len, hash_pairs(prints["hash"], RADIUS))) > 20
-    assert not len(near_pairs(prints))
-
-
 def test_another_colour_is_another_picture() -> None:
     images = []
     for colour in ((200, 40, 40), (20, 130, 20)):  # of nearly one brightness
@@ -145,19 +118,6 @@ def test_another_colour_is_another_picture() -> None:
     prints = prints_of(images)
     assert sum(map(len, hash_pairs(prints["hash"], RADIUS))) == 1
     assert not len(near_pairs(prints))
-
-
-def test_thousands_of_copies_are_linked_to_the_first() -> None:
-    prints = np.concatenate([prints_of(PHOTOS[:2]), np.repeat(prints_of(PHOTOS[:1]), 3000)])
-    assert as_set(near_pairs(prints)) == {(0, row) for row in range(2, 3002)}
-    assert look_alikes(prints)[1] == 0
-
-
-def test_no_images_have_no_pairs() -> None:
-    none = prints_of([])
-    assert near_pairs(none).shape == (0, 2)
-    assert look_alikes(none)[1] == 0
-    assert near_pairs(prints_of(PHOTOS[:1])).shape == (0, 2)
 
 
 def test_a_long_search_states_its_time_and_names_the_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -195,19 +155,6 @@ def test_hash_pairs_are_those_of_brute_force(hashes: np.ndarray, radius: int) ->
     assert as_set(np.concatenate([np.empty((0, 2), int), *chunks])) == wanted
 
 
-def test_hash_pairs_are_those_of_brute_force_among_many() -> None:
-    """More bands have to agree here, so that each choice of them meets few hashes."""
-    rng = np.random.default_rng(0)
-    hashes = rng.integers(0, 2**64, 30_000, dtype=np.uint64)
-    hashes[::100] = hashes[1::100] ^ (np.uint64(2**4 + 2**17 + 2**40) << rng.integers(0, 20, 300).astype(np.uint64))
-    wanted = set()
-    for row in range(len(hashes)):
-        near = np.flatnonzero(np.bitwise_count(hashes[row + 1 :] ^ hashes[row]) <= 5)
-        wanted |= {(row, row + 1 + int(other)) for other in near}
-    assert len(wanted) >= 300
-    assert as_set(np.concatenate(hash_pairs(hashes, 5))) == wanted
-
-
 edges = st.integers(1, 40).flatmap(
     lambda count: st.tuples(
         st.just(count), st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=60)
@@ -238,12 +185,6 @@ def test_groups_are_the_connected_rows(graph: tuple[int, list[tuple[int, int]]])
     assert groups(count, np.array(pairs, int).reshape(-1, 2)).tolist() == connected(count, pairs)
 
 
-def test_a_long_chain_is_one_group() -> None:
-    links = np.stack([np.arange(9_999), np.arange(1, 10_000)], axis=1)
-    shuffled = np.random.default_rng(0).permutation(links)
-    assert not groups(10_000, shuffled).any()
-
-
 @given(edges, st.integers(0, 2**32))
 def test_no_group_crosses_splits_once_leaks_are_dropped(graph: tuple[int, list[tuple[int, int]]], seed: int) -> None:
     count, pairs = graph
@@ -272,13 +213,6 @@ def test_splits_have_their_shares_and_no_group_crosses_them() -> None:
     alone = np.bincount(assign_splits(np.arange(5000), KEYS, SHARES), minlength=3) / 5000
     assert alone == pytest.approx(SHARES, abs=0.02)
     assert not (assign_splits(group, KEYS, (0, 1, 0)) != 1).any()
-
-
-def test_the_key_and_the_salt_decide_the_split() -> None:
-    alone = np.arange(200)
-    splits = assign_splits(alone, KEYS[:200], SHARES)
-    assert (assign_splits(alone, KEYS[199::-1], SHARES) == splits[::-1]).all()
-    assert (assign_splits(alone, KEYS[:200], SHARES, salt="another") != splits).any()
 
 
 @pytest.mark.parametrize("fractions", [(0.8, 0.1), (1.2, -0.2), (80, 10, 10)])

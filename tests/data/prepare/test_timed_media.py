@@ -1,19 +1,15 @@
 """Sounds and frames keep their times in what is stored, whatever the file."""
 
-import re
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
 import pytest
 
-from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.images import open_image
-from mm_utils.data.media.clip_files import Clip, clip_of_frames, read_clip
-from mm_utils.data.media.containers import holds_second
+from mm_utils.data.media.clip_files import Clip, read_clip
 from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
 from mm_utils.data.media.sound_files import read_sound
-from tests.kit.made_media import animation, click_times, encoded, picture, steady, tone, video, wav
+from tests.kit.made_media import animation, click_times, encoded, steady, tone, video, wav
 
 NEAR = 0.02  # seconds
 CLICKS = (0.35, 0.8)
@@ -62,22 +58,6 @@ def test_codecs_shift_no_time(form: str, codec: str, rate: int, channels: int) -
     assert own == rate
     assert len(samples) / 16_000 == pytest.approx(1.2, abs=0.06)
     assert click_times(samples, 16_000, 6000) == pytest.approx(CLICKS, abs=NEAR)
-
-
-@pytest.mark.parametrize(("codec", "rates"), [("flac", (16_000, 16_000, 8_000)), ("libopus", (48_000,) * 3)])
-def test_the_links_of_a_chained_ogg_file_follow_one_another(codec: str, rates: tuple[int, ...]) -> None:
-    """As recorders of radio write them; the links of other files, of other rates or with garbage between them, too."""
-    pitches = (400.0, 800.0, 1600.0)
-    links = [encoded(tone(1.0, rate, pitch=p), rate, "ogg", codec) for rate, p in zip(rates, pitches, strict=True)]
-    samples, own = read_sound(b"\0 garbage".join(links), 16_000)
-    assert (own, len(samples) / 16_000) == (rates[0], pytest.approx(3.0, abs=0.05))
-    for at, pitch in enumerate(pitches):
-        second = samples[at * 16_000 + 4_000 :][:8_000].astype(float)
-        assert abs(np.fft.rfft(second)).argmax() * 2 == pytest.approx(pitch, abs=4)
-    cut, _ = read_sound(b"".join(links), 16_000, 1.25, 1.75, max_seconds=0.6)
-    assert abs(np.fft.rfft(cut.astype(float))).argmax() * 2 == pytest.approx(800, abs=4)
-    with pytest.raises(Fault, match="too_long"):
-        read_sound(b"".join(links), 16_000, max_seconds=2.0)
 
 
 @pytest.mark.parametrize("fps", [24.0, 25.0, 30_000 / 1001])
@@ -143,14 +123,6 @@ def test_animations_are_read_without_a_codec(form: str, monkeypatch: pytest.Monk
     assert clip.seconds == 0.8
 
 
-def test_a_list_of_frames_is_a_clip() -> None:
-    pictures = [partial(picture, at == 1) for at in range(3)]
-    clip = clip_of_frames(pictures, [0.5, 1.0, 2.0], 4, None)
-    assert flashes(clip, 4) == [False] * 4 + [True] * 4 + [False] * 3  # the last as long as the others, 0.75 s
-    assert flashes(clip_of_frames(pictures, None, 4, None), 4) == [False, True, False]
-    assert clip_of_frames([pictures[0], lambda: picture(True).resize((64, 20))], [0, 1], 4, 16).size == (16, 16)
-
-
 def test_resampling_keeps_tones_and_removes_what_the_rate_cannot_hold() -> None:
     times = np.arange(44_100) / 44_100
     low, high = np.sin(2 * np.pi * 1_000 * times), np.sin(2 * np.pi * 12_000 * times)
@@ -158,28 +130,3 @@ def test_resampling_keeps_tones_and_removes_what_the_rate_cannot_hold() -> None:
     wanted = 8_000 * np.sin(2 * np.pi * 1_000 * np.arange(16_000) / 16_000)
     assert (rate, len(found)) == (44_100, 16_000)
     assert abs(found - wanted)[500:-500].max() < 100
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        wav(tone(0.5)),
-        *(encoded(tone(0.5), 8000, form, codec)
-          for form, codec in (("flac", "flac"), ("mp4", "aac"), ("aiff", "pcm_s16be"), ("flv", "aac"), ("matroska", "flac"))),
-        *(video(steady(10, 0.5), form=form) for form in ("mov", "matroska", "asf")),
-        *(animation(3, form) for form in ("GIF", "WEBP", "PNG")),
-    ],
-)  # fmt: skip
-def test_a_second_file_behind_the_first_is_noted(content: bytes) -> None:
-    """All kinds of which decoders do not play the second; `cat a.mp4 b.mp4` is a mistake that people make."""
-    assert not holds_second(content)
-    assert holds_second(content + content)
-
-
-def test_the_remedy_of_a_fault_fits_all_media() -> None:
-    """Those of images alone are named for it, or speak of what only images have."""
-    of_images = {"too_small", "extreme_aspect", "zero_size", "bad_regions"} | {
-        name for name in REASONS if name.startswith("image_") and name != "image_missing"
-    }
-    shared = {name: text for name, text in REASONS.items() if name not in of_images}
-    assert not {name: text for name, text in shared.items() if re.search(r"(?<![-_])\bimages?\b(?!_)", text)}

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from mm_utils.data.media.riff import read_avi
-from mm_utils.data.sets.events import ACTIONS, CLIPS, COLOURS, FPS, FRAMES, MOVES, SIZE, draw_frames, load_clips
+from mm_utils.data.sets.events import CLIPS, COLOURS, FPS, FRAMES, SIZE, draw_frames, load_clips
 from mm_utils.data.sets.sequences import Content, captions_of, draw_contents
 
 Clip = tuple[Content, np.ndarray, list[tuple[int, int]]]
@@ -70,36 +70,3 @@ def test_things_change_within_the_span_of_their_event_alone(clips: list[Clip]) -
                 assert max(allowed) in changes
                 assert begin in changes or begin == 0 or action == "blinks"
     assert np.mean(undisturbed) > 0.95
-
-
-def test_actions_are_seen(clips: list[Clip]) -> None:
-    found = set()
-    for content, frames, within in clips:
-        colour, _, action = content.events[-1]  # drawn over the others
-        begin, end = within[-1]
-        seen = shown(frames, colour)
-        before = seen[begin if content.style == "appear" or action == "blinks" else max(0, begin - 1)]
-        after = seen[end - 1]
-        if action in MOVES:
-            first, last = (np.argwhere(mask).mean(axis=0)[::-1] for mask in (before, after))
-            assert (last - first) @ MOVES[action] > 5
-            assert abs((last - first) @ MOVES[action][::-1]) < 2
-        elif action == "blinks":
-            assert not seen[begin + 1 : end - 1].any()
-            assert (before == after).all()
-        else:
-            ratio = after.sum() / before.sum()
-            assert ratio > 1.6 if action == "grows" else ratio < 0.6
-        found.add(action)
-    assert found == set(ACTIONS)
-
-
-def test_no_frame_before_them_tells_the_events(clips: list[Clip]) -> None:
-    """Where things stand there all the time, all have about one size and stand near one of four places."""
-    for content, frames, within in clips:
-        if content.style == "stay" and within[0][0] > 0:
-            for colour, _, _ in content.events:
-                rows, columns = np.nonzero(shown(frames[:1], colour)[0])
-                centre = np.array([(rows.min() + rows.max()) / 2, (columns.min() + columns.max()) / 2])
-                assert np.minimum(abs(centre - 18), abs(centre - 46)).max() < 3.5
-                assert 10 <= max(np.ptp(rows), np.ptp(columns)) <= 16

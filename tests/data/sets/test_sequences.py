@@ -1,6 +1,5 @@
 """What the embedded clips and sounds share: splits, twins, captions, the cache, and --dataset_name."""
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -9,19 +8,15 @@ import pytest
 
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments, is_embedded
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.scenes import order_pairs
 from mm_utils.data.sets import SETS, sequences
 from mm_utils.data.sets.events import CLIPS, load_clips
-from mm_utils.data.sets.sequences import Recipe, captions_of, draw_contents, load_sequences
+from mm_utils.data.sets.sequences import Recipe, draw_contents, load_sequences
 from mm_utils.data.sets.tones import SOUNDS, load_sounds
 
 COUNTS = {"train": 2000, "validation": 200, "test": 200}
 RECIPES = pytest.mark.parametrize("recipe", [CLIPS, SOUNDS], ids=lambda recipe: recipe.name)
-
-
-def bag(caption: str) -> Counter[str]:
-    return Counter(re.findall(r"\w+", caption))
 
 
 @pytest.fixture(scope="module", params=["clips", "sounds"])
@@ -59,40 +54,6 @@ def test_splits_share_no_set_of_events_whatever_the_seed(recipe: Recipe) -> None
     assert all(styles[0][group] == style for group, style in styles[1].items() if group in styles[0])
 
 
-@RECIPES
-def test_captions_are_unique_and_told_apart_by_order_alone(recipe: Recipe) -> None:
-    contents = draw_contents(recipe, COUNTS, seed=0)
-    captions = {split: [captions_of(recipe, content, 0) for content in contents[split]] for split in contents}
-    everything = [caption for rows in captions.values() for row in rows for caption in row]
-    assert len(set(everything)) == len(everything)
-    words = {
-        split: set().union(*(bag(caption) for row in rows for caption in row)) for split, rows in captions.items()
-    }
-    assert words["validation"] | words["test"] <= words["train"]
-    for split, drawn in contents.items():
-        place = {content.group() + str(content.events): at for at, content in enumerate(drawn)}
-        twins = [(at, place.get(each.group() + str(each.twin().events))) for at, each in enumerate(drawn)]
-        assert sum(twin is not None for _, twin in twins) > 0.5 * len(drawn)
-        for at, twin in twins:
-            if twin is not None:
-                assert abs(at - twin) == 1
-                for caption, other in zip(captions[split][at], captions[split][twin], strict=True):
-                    assert caption != other
-                    assert bag(caption) == bag(other)
-
-
-@RECIPES
-def test_a_caption_does_not_tell_the_order_by_place(recipe: Recipe) -> None:
-    """One of the five templates names the second event first."""
-    contents = draw_contents(recipe, COUNTS, seed=0)["train"]
-    places = [
-        caption.index(recipe.phrase(content.events[0])) < caption.index(recipe.phrase(content.events[1]))
-        for content in contents
-        for caption in captions_of(recipe, content, 0)
-    ]
-    assert 0.75 < sum(places) / len(places) < 0.85
-
-
 def test_order_pairs_differ_only_in_order(loaded: datasets.DatasetDict) -> None:
     for index, true, false in order_pairs(loaded["train"]):
         row = loaded["train"][index]
@@ -128,13 +89,3 @@ def test_the_name_of_a_data_set_loads_it(tmp_path: Path, monkeypatch: pytest.Mon
         pairs = load_pairs(DataArguments(dataset_name=name, max_train_samples=4, max_eval_samples=2))
         assert {split: len(rows) for split, rows in pairs.items()} == {"train": 4, "validation": 2, "test": 2}
         assert kind_of(pairs["train"].features) == recipe.kind
-
-
-def test_a_folder_of_that_name_goes_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert is_embedded("clips")
-    assert not is_embedded(None)
-    assert not is_embedded("scenes")
-    (tmp_path / "clips").mkdir()
-    assert not is_embedded("clips")
-    assert is_embedded("sounds")

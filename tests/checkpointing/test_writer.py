@@ -128,15 +128,6 @@ def test_failures_in_succession_are_counted_and_the_last_one_is_reported(
     assert steps_in(tmp_path) == [1, 4]
 
 
-@pytest.mark.parametrize("once", [error(errno.EIO), error(errno.ESTALE), SafetensorError("I/O error")])
-def test_a_passing_disk_error_is_retried(
-    once: Exception, writer: CheckpointWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert save(writer, 1, Copied(fault=failing(once, times=2))) == 1
-    assert (writer.failures, steps_in(tmp_path)) == (0, [1])
-    assert caplog.text.count("retrying") == 2
-
-
 def test_a_lasting_disk_error_is_reported_with_its_path(writer: CheckpointWriter, tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")
     assert save(writer, 1, Copied(fault=failing(OSError(errno.EIO, os.strerror(errno.EIO), path)))) == 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mm_utils.data import images
-from mm_utils.data.images import UnreadableImageError, encode, open_image, pixels, psnr, raw_size, read_pixels, shrink
+from mm_utils.data.images import UnreadableImageError, encode, open_image, pixels, psnr, read_pixels, shrink
 
 RED = (200, 30, 60)
 
@@ -107,13 +107,6 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
             open_image({"bytes": None, "path": str(path)})
 
 
-def test_no_other_program_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("Ghostscript was asked"))
-    for form in ("EPS", "PDF", "ICO", "PCX"):
-        with pytest.raises(UnreadableImageError, match="cannot identify"):
-            open_image(stored(photo(40, 30), form))
-
-
 # -- reduced decoding ---------------------------------------------------------------------------------------------------
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(1, 300))
 @settings(max_examples=60)
@@ -123,13 +116,6 @@ def test_reduced_decode_is_never_too_small(width: int, height: int, min_side: in
     assert min(opened.size) >= min(min_side, width, height)
     assert opened.size in [(math.ceil(width / scale), math.ceil(height / scale)) for scale in (1, 2, 4, 8)]
     assert open_image(value).size == (width, height)
-
-
-def test_reduced_decode_happens() -> None:
-    value = stored(photo(1600, 1200), "JPEG")
-    assert open_image(value, 150).size == (200, 150)
-    assert open_image(value, 151).size == (400, 300)
-    assert open_image(stored(photo(160, 120)), 15).size == (160, 120)  # PNG has no such thing
 
 
 # -- storage ------------------------------------------------------------------------------------------------------------
@@ -146,13 +132,6 @@ def test_shrinking_keeps_the_shape_and_never_enlarges(width: int, height: int, s
     assert abs(small.width - width * scale) <= 0.5
     assert abs(small.height - height * scale) <= 0.5
     assert small.getpixel((side // 2, side // 2)) == RED
-
-
-def test_shrinking_averages() -> None:
-    """A fine chequerboard turns grey, also where the image is reduced in two stages."""
-    board = np.indices((1200, 1600)).sum(0) % 2 * 255
-    grey = np.asarray(shrink(Image.fromarray(board.astype(np.uint8)).convert("RGB"), 150))[4:-4, 4:-4]
-    assert np.abs(grey.astype(int) - 127).max() <= 2
 
 
 def test_a_reduced_decode_and_shrinking_show_what_a_full_one_shows() -> None:
@@ -175,19 +154,6 @@ def test_stored_images_come_back() -> None:
     assert psnr(open_image({"bytes": encode(image, "jpeg", 60), "path": None}), image) < psnr(open_image(jpeg), image)
     with pytest.raises(ValueError, match=r"^store is 'gif'; .* Give one of these\.$"):
         encode(image, "gif")
-
-
-def test_only_bytes_are_raw() -> None:
-    assert raw_size({"bytes": b"x", "path": "raw:4x2"}) == (4, 2)
-    assert raw_size({"bytes": None, "path": "raw:4x2"}) is None
-    assert raw_size({"bytes": b"x", "path": "a.jpg"}) is None
-
-
-def test_psnr_is_that_of_the_definition() -> None:
-    black = Image.new("RGB", (4, 4))
-    assert psnr(black, black) == math.inf
-    assert psnr(black, Image.new("RGB", (4, 4), "white")) == 0
-    assert psnr(black, Image.new("RGB", (4, 4), (5, 5, 5))) == pytest.approx(20 * math.log10(51))
 
 
 # -- arrays of pixels ---------------------------------------------------------------------------------------------------
@@ -227,13 +193,6 @@ def test_pixels_equal_those_of_pillow(name: str, min_side: int | None) -> None:
     array, size = read_pixels(VALUES[name], min_side)
     assert np.array_equal(array, np.asarray(open_image(VALUES[name], min_side)))
     assert size == open_image(VALUES[name]).size  # of the whole image, however much smaller it was decoded
-
-
-@needs_simplejpeg
-def test_plain_jpegs_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "open_sized", lambda *_: pytest.fail("Pillow decoded it"))
-    assert read_pixels(VALUES["344 x 258"])[0].shape == (258, 344, 3)
-    assert read_pixels(VALUES["640 x 481"], 200)[0].shape == (241, 320, 3)
 
 
 def test_without_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:

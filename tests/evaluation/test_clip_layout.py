@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
-from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL
-from mm_utils.data.pairs import load_benchmark, load_pairs
+from mm_utils.data.benchmarks import CLASSIFICATION
+from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.detect import holds_shards
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.finetuning.labels import LabelledArguments, LabelledImages, load_labelled
@@ -83,26 +83,6 @@ def test_a_benchmarks_name_gives_classes_prompts_and_the_split(
     assert (found.label_M.tolist(), found.split) == ([9, 0], "test")
     assert found.templates == ("a photo of a {}.", "a photo of the {}.")
     assert "2 images, and stl10 has 8,000; the figures are not those of the benchmark" in caplog.text
-
-
-def test_a_benchmarks_classes_are_found_by_name_in_folders(tmp_path: Path) -> None:
-    for name in ("truck", "bird"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.png").write_bytes(grey(0))
-    found = load_labelled(LabelledArguments(dataset_name=str(tmp_path), classes="stl10"))
-    assert (found.label_M.tolist(), found.classes) == ([1, 9], STL)
-    (tmp_path / "frog").mkdir()
-    (tmp_path / "frog/0.png").write_bytes(grey(0))
-    with pytest.raises(
-        ValueError, match=r"its 3 classes \(bird, frog, truck, ...\) are not the 10 of stl10 \(airplane"
-    ):
-        load_labelled(LabelledArguments(dataset_name=str(tmp_path), classes="stl10"))
-
-
-def test_a_benchmark_without_data_comes_from_the_hub(tmp_path: Path, own_cache: Path) -> None:
-    zero_shot_folder(own_cache / "tandem_benchmarks/flowers102", ["101", "0"])
-    found = load_labelled(LabelledArguments(classes="flowers102"))
-    assert [found.classes[label] for label in found.label_M.tolist()] == ["blackberry lily", "pink primrose"]
 
 
 @pytest.mark.parametrize(
@@ -181,19 +161,6 @@ def test_pairs_of_shards_are_those_of_the_same_rows(flag: str, tmp_path: Path, o
     of_lines = load_pairs(DataArguments(train_file=str(tmp_path / "pairs.jsonl")), need_train=False)
     assert of_shards["test"]["captions"] == of_lines["test"]["captions"]
     assert set(of_shards) == {"train", "test"}
-
-
-def test_a_retrieval_benchmark_counts_five_captions(
-    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = retrieval_folder(own_cache / "tandem_benchmarks/flickr8k")
-    for args in (DataArguments(), DataArguments(dataset_name=str(folder))):
-        split, rows = load_benchmark(RETRIEVAL["flickr8k"], args)
-        assert split == "test"
-        assert rows["captions"] == [[f"test {key} says {number}" for number in range(5)] for key in ("a", "b")]
-        assert "2 images, and the benchmark has 1,000" in caplog.text
-    with pytest.raises(ValueError, match=r"the data has train, test, but not validation. Set --split"):
-        load_benchmark(RETRIEVAL["flickr8k"], DataArguments(dataset_name=str(folder)), "validation")
 
 
 def test_a_retrieval_benchmark_is_a_source_by_its_name(tmp_path: Path, own_cache: Path) -> None:

@@ -125,12 +125,6 @@ def test_nan_counts_against_the_model() -> None:
     assert metrics_of(split_with_scores([[NAN] * 3] * 3, [0, 1, 2]))["text_to_image_mean_rank"] == 3
 
 
-def test_both_copies_of_an_image_are_right() -> None:
-    split = split_with_scores([[0.2, 0.9, 0.1], [0.9, 0.2, 0.1], [0.0, 0.1, 0.5]], [0, 1, 2])
-    split.image_key_M[1] = split.caption_key_T[1] = split.image_key_M[0]
-    assert metrics_of(split)["text_to_image_recall@1"] == 1
-
-
 def test_equal_captions_of_other_images_are_right() -> None:
     """Two images share a caption, by another letter case; one of them has another caption, which is its own."""
     image = normalize(torch.tensor([[1.0, 0.1], [1.0, 0.0], [0.0, 1.0]]), dim=1)
@@ -182,14 +176,6 @@ def test_a_block_has_fewer_queries_where_there_are_more_items(
     assert held == 2 * expected
     assert torch.equal(in_blocks.rank_Q, whole.rank_Q)
     assert torch.equal(counts, whole.right_Q)
-
-
-def test_equal_captions_are_known_from_their_keys() -> None:
-    """Those of one image do not count; all batches are read, on any number of processes."""
-    model = TruthfulModel()
-    assert embed_split(model, model.batches(4), ACCELERATOR).text_key_T is None  # type: ignore[arg-type]
-    for found in [equal_captions_of(5), *run_on_ranks(2, equal_captions_of, 5)]:
-        assert found == [text % 5 for text in range(len(model.owner))]
 
 
 def equal_captions_of(kinds: int) -> list[int]:
@@ -322,11 +308,6 @@ def test_accuracy_of_probes_equals_a_loop(unreadable: tuple[int, ...]) -> None:
             assert found[f"{kind}_rows"] == len(right)
             if "accuracy" in key:
                 assert (found[f"{key}_low"], found[f"{key}_high"]) == wilson_interval(sum(right), len(right))
-
-
-def test_probes_change_no_other_metric() -> None:
-    others = {name: value for name, value in measured().items() if not {"order", "swap"} & set(name.split("_"))}
-    assert others == measured(with_probes=False)
 
 
 def test_without_a_head_the_towers_alone_are_measured() -> None:

@@ -4,13 +4,11 @@ import errno
 import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,44 +147,11 @@ def kill_everywhere(root: Path) -> tuple[int, list[str]]:
     raise AssertionError
 
 
-def kill_at_random(root: Path, times: int) -> tuple[int, list[str]]:
-    """Number of processes that were still at it, and what went wrong."""
-    torch.set_num_threads(1)
-    draw, wrong, hit = random.Random(0), [], 0
-    began = time.monotonic()
-    assert killed(root, lambda _: None, numbers=2**18) == (LAST, False)
-    longest = time.monotonic() - began
-    for number in range(times):
-        folder = root / str(number)
-        folder.mkdir()
-        delay = draw.uniform(0, longest)
-
-        def strike(pid: int, delay: float = delay) -> None:
-            if pid:
-                time.sleep(delay)
-                os.kill(pid, signal.SIGKILL)
-
-        told, was_killed = killed(folder, strike, numbers=2**18)
-        hit += was_killed
-        problem = look(folder, told)
-        if problem:
-            wrong.append(f"after {delay:.4f} s: {problem}")
-        shutil.rmtree(folder)
-    return hit, wrong
-
-
 @pytest.mark.slow
 def test_sigkill_at_every_point_of_five_saves(tmp_path: Path) -> None:
     status, (points, wrong) = alone(kill_everywhere, tmp_path)
     assert (status, wrong) == (0, [])
     assert points > 80
-
-
-@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_sigkill_at_any_time_while_saving(times: int, tmp_path: Path) -> None:
-    status, (hit, wrong) = alone(kill_at_random, tmp_path, times)
-    assert (status, wrong) == (0, [])
-    assert hit, "all were over before"
 
 
 # -- damaged ------------------------------------------------------------------------------------------------------------

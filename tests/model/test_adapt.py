@@ -1,6 +1,5 @@
 """Adapters and their checkpoints; unused parameters are frozen, and patches are dropped in training alone."""
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config, ViTConfig
+from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config
 
 from mm_utils.model.adapt import (
     LoraArguments,
@@ -20,12 +19,9 @@ from mm_utils.model.adapt import (
     switch_off_dropout,
 )
 from mm_utils.model.adapters import add_adapters, attention_layers
-from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.build import build_model, freeze_unreached, load_model
+from mm_utils.model.build import freeze_unreached
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, probe_input
 from mm_utils.model.patches import drop_patches
-from mm_utils.model.processor import train_tokenizer
-from tests.kit.models import CAPTIONS
 from tests.kit.objectives import global_batch, tiny_objective
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -59,16 +55,6 @@ def outputs(model: nn.Module) -> torch.Tensor:
     ids = torch.randint(5, 50, (2, 6))
     with torch.no_grad():
         return model(input_ids=ids, pixel_values=torch.randn(2, 3, 16, 16)).match_logits
-
-
-def test_linear_layers_of_attention_are_found() -> None:
-    model = tiny()
-    assert attention_layers(model.text_model) == [
-        *(f"encoder.layer.0.attention.self.{name}" for name in ("query", "key", "value")),
-        "encoder.layer.0.attention.output.dense",
-    ]
-    assert len(attention_layers(model.vision_model)) == 4
-    assert not attention_layers(tiny(vision="resnet").vision_model)
 
 
 def test_adapters_of_the_given_towers_are_trained_and_start_without_effect() -> None:
@@ -173,17 +159,6 @@ def test_parameters_without_a_gradient_are_frozen_and_no_others(training):
     assert freeze_unreached(model) == 0
 
 
-def test_models_without_a_head_or_with_frozen_towers_have_unused_parameters_too():
-    model = join(ViTConfig(**TOWER, image_size=[32, 48], patch_size=8), fusion_layers=0, vision_pooling="cls")
-    model.freeze("text")
-    freeze_unreached(model)
-    names = trained(model)
-    assert {"logit_scale", "visual_projection.weight", "text_projection.weight"} <= names
-    assert not any("pooler" in name or name.startswith("text_model") for name in names)
-    model.requires_grad_(False)
-    assert freeze_unreached(model) == 0
-
-
 @pytest.mark.parametrize("kind", ["vit", "dinov2", "siglip_vision_model", "clip_vision_model"])
 def test_patches_are_dropped_in_training_alone(kind):
     model = join(AutoConfig.for_model(kind, **TOWER, **IMAGE), fusion_layers=1)
@@ -260,19 +235,6 @@ def test_a_backbone_that_stays_random_in_training_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="--backbone_dropout is off; a vit draws random numbers in training all the"):
         switch_off_dropout(model)
-
-
-def test_dropout_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", **SMALL}))
-    tokenizer = train_tokenizer(CAPTIONS, 200)
-    shares = {}
-    for wanted in ("off", "keep"):
-        args = ModelArguments(text_config=str(tmp_path / "bert.json"), backbone_dropout=wanted)
-        model = build_model(args, tokenizer)
-        shares[wanted] = {module.p for module in model.text_model.modules() if isinstance(module, nn.Dropout)}
-        model.save_pretrained(tmp_path / wanted)
-        assert load_model(str(tmp_path / wanted)).text_model.embeddings.dropout.p == 0.1
-    assert shares == {"off": {0.0}, "keep": {0.1}}
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 from transformers import (
-    ASTFeatureExtractor,
     AutoModel,
     BertConfig,
     BertModel,
@@ -244,20 +243,3 @@ def test_the_folder_is_found_from_anywhere_and_saved_again(
 def test_captions_longer_than_the_text_tower_reads_are_refused(model: FusionDualEncoderModel) -> None:
     with pytest.raises(ValueError, match="--max_seq_length is 17; the text backbone has positions for 16 tokens"):
         measure_flops(model, SIDE, 17)
-
-
-def test_a_short_sound_is_what_the_extractor_of_ast_makes_of_it() -> None:
-    """And a model that was saved before this was so reads as it was trained."""
-    count, rate = 24_000, 16_000
-    samples = (8000 * np.sin(np.arange(count) * 0.07) + RNG.normal(0, 900, count)).round().astype(np.int16)
-    samples[-6000:] = 0  # silence is sound
-    extractor = ASTFeatureExtractor(max_length=300)
-    sound = Sound(LogMel.of(extractor), 3.0)
-    shown = sound.read({"bytes": write_wav(samples, rate), "path": None})[0]
-    expected = extractor(samples.astype(np.float32) / 32768, sampling_rate=rate, return_tensors="pt")["input_values"]
-    torch.testing.assert_close(sound.features(shown[None]), expected, atol=2e-3, rtol=0)
-    extractor.window_seconds = 3.0
-    before = Sound(LogMel.of(extractor), 3.0)
-    assert before.key != sound.key
-    shown = before.read({"bytes": write_wav(samples, rate), "path": None})[0]
-    assert (before.features(shown[None]) - expected).abs().max() > 1

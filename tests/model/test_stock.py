@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoProcessor
 
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.media.medium import image_geometry
@@ -18,7 +18,7 @@ from mm_utils.model.build import build_model, load_model
 from mm_utils.model.encoding import encode_in_groups
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, _pad_unmasked
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.stock import from_dual_encoder, stock_processor
+from mm_utils.model.stock import stock_processor
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from tests.kit.stock_folders import KINDS, TEXTS, close, noise, our_logits, siglip_tokenizer, stock_logits, write_stock
 
@@ -161,27 +161,6 @@ def test_siglip_reads_padding_on_the_side_of_its_tokenizer(folder, tmp_path, sid
     siglip_tokenizer(side).save_pretrained(tmp_path)
     close(our_logits(load_model(str(tmp_path)), tmp_path), stock_logits(tmp_path))
     assert torch.allclose(stock_logits(folder("siglip")), stock_logits(tmp_path)) == (side == "right")
-
-
-def test_siglip_takes_texts_that_were_padded_to_its_length(folder):
-    """As the stock processor returns them, without a mask."""
-    name = folder("siglip")
-    ids = AutoTokenizer.from_pretrained(name)(TEXTS, padding="max_length", return_tensors="pt").input_ids
-    images = load_processor_of(str(name))(images=noise(), return_tensors="pt").pixel_values
-    with torch.no_grad():
-        close(load_model(str(name)).eval()(input_ids=ids, pixel_values=images).logits_per_image, stock_logits(name))
-
-
-def test_siglip_is_not_converted_without_its_padding(folder):
-    with pytest.raises(ValueError, match="text_padding is missing; SigLIP reads padding"):
-        from_dual_encoder(AutoModel.from_pretrained(folder("siglip")))
-
-
-@pytest.mark.parametrize("end", [2, None])
-def test_clip_pools_the_end_of_the_text_with_old_configs_too(end, tmp_path):
-    """Configs of 2021 say that the end is token 2, and the class then takes the highest token."""
-    name = write_stock(tmp_path, "clip", **({} if end is None else {"eos_token_id": end}))
-    close(our_logits(load_model(name), name), stock_logits(name))
 
 
 def edit_config(source: Path, target: Path, **entries: Any) -> str:

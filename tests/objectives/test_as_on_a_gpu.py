@@ -8,11 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils.model.adapt import PatchProduct, multiply_patches
-from mm_utils.model.modeling_fusion_dual_encoder import average_pool, rows_of
+from mm_utils.model.modeling_fusion_dual_encoder import rows_of
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from tests.kit.models import TEXT, VISION, batch_for, build
@@ -100,12 +99,6 @@ def test_towers_add_up_in_a_fixed_order(vision: str, text: str) -> None:
         assert not mode.found & CONVOLUTION
 
 
-def test_a_step_without_a_gpu_has_what_the_list_is_for() -> None:
-    with Unordered() as mode:
-        backward(ALONE, tiny_objective("contrastive_matching"), global_batch(), 5, None)
-    assert mode.found & {"index_add", "index_add_"}
-
-
 @pytest.mark.parametrize("size", [(32, 32), (35, 33)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_patches_as_a_product_are_the_convolution(size: tuple[int, int], layout: torch.memory_format) -> None:
@@ -127,30 +120,6 @@ def test_patches_as_a_product_are_the_convolution(size: tuple[int, int], layout:
     for mine, right in zip(found[1], found[0], strict=True):
         assert mine.shape == right.shape
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=2e-5)
-
-
-def test_only_patches_side_by_side_are_a_product() -> None:
-    others = nn.Sequential(
-        nn.Conv2d(3, 8, 8, 4), nn.Conv2d(3, 8, 4, 4, padding=1), nn.Conv2d(16, 8, 2, 2), nn.Conv3d(3, 8, 2, 2)
-    )
-    multiply_patches(others)
-    assert not any(isinstance(each, PatchProduct) for each in others)
-
-
-@pytest.mark.parametrize(
-    ("shape", "size"), [((14, 14), (8, 8)), ((1, 50), (1, 9)), ((7, 12), (3, 4)), ((9, 5), (2, 5))]
-)
-def test_a_pool_as_a_product_is_the_average(shape: tuple[int, int], size: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for pool in (average_pool, lambda grid, *size: F.adaptive_avg_pool2d(grid, size)):
-        grid = torch.randn(2, 3, *shape, generator=generator.manual_seed(0), dtype=torch.double, requires_grad=True)
-        with pretended_gpu():
-            pooled = pool(grid, *size)
-        pooled.square().sum().backward()
-        found.append((pooled, grid.grad))
-    for mine, right in zip(*found, strict=True):
-        torch.testing.assert_close(mine, right)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -561,32 +561,6 @@ class OwnInfoNCE(EmbeddingTerm):
         return dense_info_nce(image_NE, text_NE, scale, batch.ids_N2)
 
 
-class WithoutTemperature(EmbeddingTerm):
-    """A loss that needs no temperature."""
-
-    def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
-        return 1 - (image_NE * text_NE).sum(1).mean()
-
-
-def one_step(objectives: str) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of a step on this rank's share of a batch; averaged over ranks."""
-    model = tiny_model(fusion_layers=0)
-    objective = build_objective(model, ObjectiveArguments(objectives), 3)
-    model.double()
-    objective = objective.train()
-    share = SPLITS[2][0] if distributed.world_size() == 2 else (PAIRS, 0)
-    low = sum(share[: distributed.rank()])
-    report = objective(share_of(global_batch(), low, low + share[distributed.rank()]), 0)
-    report["loss"].backward()
-    assert model.logit_scale.grad is not None  # DDP waits for it
-    gradients = {
-        name: distributed.sum_over_ranks(weight.grad) / distributed.world_size()
-        for name, weight in model.named_parameters()
-        if weight.grad is not None
-    }
-    return report["loss"].item(), gradients
-
-
 @pytest.mark.parametrize(
     ("objectives", "message"),
     [

@@ -2,13 +2,10 @@
 
 import io
 import random
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
-from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingTransform, Transform
+from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform, Transform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
+from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_splits
 from mm_utils.data.images import encode
 from mm_utils.data.media.medium import Window
 from mm_utils.data.scenes import load_scenes
@@ -32,7 +29,7 @@ from mm_utils.objectives.grounding.regions import (
     visible_regions,
 )
 from tests.kit.media_files import rows_with_moments
-from tests.kit.numbered_rows import CPU, FEATURES, SIZE, WORDS, equal, evaluation_pairs, training_pairs
+from tests.kit.numbered_rows import CPU, FEATURES, SIZE, WORDS, evaluation_pairs, training_pairs
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -151,17 +148,6 @@ def test_boxes_are_where_the_pixels_are(
 # -- examples -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [partial(training_pairs, min_crop_area=0.4), training_pairs, evaluation_pairs])
-def test_regions_change_nothing_else(make: Callable[..., Pairs], tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenize_captions(load_scenes(64, 30, 1)["train"], tokenizer, 16)
-    plain = make(rows)
-    with_regions = make(RegionReader().prepare(rows, "train", tokenizer, 16), readers=READERS)
-    for row in range(30):
-        one, other = plain[(row, 3)], with_regions[(row, 3)]
-        assert set(other) - set(one) == {"region_boxes", "region_input_ids", "region_keys"}
-        assert equal(one, {name: other[name] for name in one})
-
-
 def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast) -> None:
     listed = [a_region(2 * place, 1, 3, 5, f"picture {word}") for place, word in enumerate(WORDS)]
     rows = tokenized(rows_with([listed]), tokenizer)
@@ -208,14 +194,6 @@ def test_phrases_become_tokens_once(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_an_invalid_region_is_named(region: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=r"image 1 has the region \{'box'.*phrase'.*Correct it, or let"):
         tokenized(rows_with([[a_region(1, 1, 1, 1)], [region]]), tokenizer)
-
-
-def test_rows_without_regions_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = rows_with([[], None])
-    with pytest.raises(ValueError, match="no row of the train split has regions"):
-        tokenized(rows, tokenizer)
-    with pytest.raises(ValueError, match="the train split has no column regions; it has id, image"):
-        tokenized(rows.remove_columns(["regions"]), tokenizer)
 
 
 # -- moments ------------------------------------------------------------------------------------------------------------
@@ -303,18 +281,3 @@ def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenize
         assert keys.tolist() == [caption_key(phrase) for phrase in phrases]
         areas = (batch["region_boxes"][place, :, 2:] - batch["region_boxes"][place, :, :2]).prod(1)
         assert [bool(area > 0.02) for area in areas] == [span > 0 for span in spans]
-
-
-def test_batches_without_regions(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenized(rows_with([[a_region(0, 0, 1, 1)], []]), tokenizer)  # the first one lies outside the centre
-    pairs = evaluation_pairs(rows, readers=READERS)
-    for examples, kept in (([pairs[(0, 0)], pairs[(1, 0)]], 2), ([{"skipped": "why"}], 0)):
-        batch = Collator(0, media.Image(SIZE), readers=READERS)(examples)
-        assert {name: tuple(batch[name].shape) for name in FIELDS} == {
-            "region_boxes": (kept, 1, 4), "region_input_ids": (kept, 1, 1), "region_attention_mask": (kept, 1, 1),
-            "region_keys": (kept, 1),
-        }  # fmt: skip
-        assert not batch["region_attention_mask"].any()
-        assert batch["region_boxes"].dtype == torch.float32
-        assert {batch[name].dtype for name in FIELDS - {"region_boxes"}} == {torch.long}
-    assert not FIELDS & set(Collator(0, media.Image(SIZE))([{"skipped": "why"}]))

@@ -64,19 +64,6 @@ def test_a_scheduler_interrupts_a_run_in_any_thread() -> None:
     assert found == [signal.SIGTERM, 0]
 
 
-def test_outside_the_main_thread_nothing_is_recorded() -> None:
-    before, found = signal.getsignal(signal.SIGTERM), []
-
-    def work() -> None:
-        with Interruption() as interrupted:
-            found.append((interrupted.number, signal.getsignal(signal.SIGTERM)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [(0, before)]
-
-
 def test_the_exit_status_is_128_plus_the_signal() -> None:
     assert [Interrupted(number).code for number in SIGNALS] == [143, 130, 138]
     assert str(Interrupted(signal.SIGUSR1)) == "stopped by SIGUSR1"

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from mm_utils import distributed
-from mm_utils.reliability import failures, watchdog
+from mm_utils.reliability import watchdog
 from mm_utils.reliability.failures import Status
-from mm_utils.reliability.watchdog import HangDetection, StragglerDetection, laggards, slow_ranks
+from mm_utils.reliability.watchdog import HangDetection, StragglerDetection, laggards
 from tests.kit.ranks import run_on_ranks
 from tests.kit.runs import (
     LONG,
@@ -23,29 +23,10 @@ from tests.kit.runs import (
     Script,
     after_step,
     endless,
-    launch,
     launch_together,
     steps,
     use_ranks,
 )
-
-
-def healthy() -> None:
-    for step, phase, trainer in steps(20, timeout=3.0, warn_after=2.0):
-        if (step, phase) == (10, "data"):
-            trainer.event("on_evaluate_begin")
-            for _ in range(12):  # longer than the timeout, but every batch is progress
-                trainer.event("on_prediction_step")
-                time.sleep(0.75)
-            trainer.event("on_save_begin")
-            if distributed.rank() == 0:
-                time.sleep(5)  # alone, longer than the timeout
-
-
-@pytest.mark.slow
-def test_a_healthy_run_logs_nothing() -> None:
-    for ended in launch(3, healthy):
-        assert (ended.status, ended.text) == (0, "")
 
 
 @pytest.fixture(scope="module")
@@ -148,15 +129,6 @@ def test_a_slow_process_is_named_and_the_run_continues(hung: dict[Script, list[E
     assert "process 1 (host" in endings[0].lines[0]
 
 
-def test_a_run_of_one_process_is_not_watched() -> None:
-    with HangDetection(1.0, warn_after=0.1) as detection:
-        trainer = FakeTrainer(detection)
-        trainer.state.global_step = 3
-        trainer.event("on_step_begin")
-        assert not failures.is_monitoring()
-    assert (detection.status()["step"], detection.status()["phase"]) == (3, "step")
-
-
 def test_the_place_is_that_of_the_thread_that_trains() -> None:
     """Under Ray it is not the main thread."""
     built, over, made = threading.Event(), threading.Event(), list[HangDetection]()
@@ -238,23 +210,6 @@ def test_a_slow_rank_is_named_once_after_two_log_rows(wait: float, computing: fl
     assert "process 2 (host" in warned[2][0]
     assert reason in warned[2][0]
     assert others == [[[]] * 4] * 2
-
-
-def test_equal_ranks_and_a_slow_evaluation_are_not_named() -> None:
-    assert run_on_ranks(3, warnings_of_a_run, 2, 0.0, 0.0, 0.4) == [[[]] * 4] * 3
-
-
-@pytest.mark.parametrize(
-    ("table", "slow"),
-    [
-        ([[0.1, 0.2, 1.0], [0.1, 0.4, 1.0], [0.1, 0.2, 1.0]], {1}),
-        ([[0.1, 0.2, 1.0], [0.1, 0.28, 1.0], [0.1, 0.2, 1.0]], set()),
-        ([[0.0, 0.01, 1.0], [0.0, 0.03, 1.0]], set()),  # three times as slow, but for little of a step
-        ([[0.1, 0.2, 1.0], [0.4, 0.2, 1.0]], {1}),
-    ],
-)
-def test_slow_ranks_exceed_the_median_by_a_share_of_the_step(table: list[list[float]], slow: set[int]) -> None:
-    assert slow_ranks(table) == slow
 
 
 def test_a_compiled_tower_is_measured_from_outside_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:

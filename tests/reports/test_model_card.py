@@ -3,7 +3,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 
 from mm_utils.reports.model_card import (
@@ -38,11 +37,6 @@ def card(**changes: object) -> CardInfo:
         "dual_encoder": "VisionTextDualEncoderModel",
     }
     return CardInfo(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def front_matter(path: Path) -> dict[str, object]:
-    found: dict[str, object] = yaml.safe_load(path.read_text(encoding="utf-8").split("---\n")[1])
-    return found
 
 
 def test_card_says_how_the_model_was_made_and_how_to_load_it(tmp_path: Path) -> None:
@@ -174,22 +168,6 @@ def test_the_card_of_somebody_else_is_left_alone(content: str | None, tmp_path: 
         (tmp_path / "README.md").write_text(content)
     assert not update_results(tmp_path, retrieval_results(FIGURES, DATA))
     assert [path.read_text() for path in tmp_path.iterdir()] == ([] if content is None else [content])
-
-
-def test_card_mentions_only_what_there_is(tmp_path: Path) -> None:
-    (tmp_path / "training.png").touch()
-    changes = {"dual_encoder": "", "has_fusion": False, "pipeline_tag": None, "base_models": ["bert-base-uncased"]}
-    path = write_model_card(tmp_path, card(**changes))
-    text = path.read_text(encoding="utf-8")
-    assert "VisionTextDualEncoderModel" not in text
-    assert "| licence | not stated" in text
-    assert not {"license", "language", "datasets", "model-index", "metrics", "model_name"} & set(front_matter(path))
-    assert "fusion" not in text
-    assert "match_pairs" not in text
-    assert ModelCard.load(path).data.pipeline_tag is None
-    assert "(training.png)" in text
-    assert "(retrieval.png)" not in text
-    assert ModelCard.load(path).data.base_model == ["bert-base-uncased"]
 
 
 def test_card_shows_any_text_literally(tmp_path: Path) -> None:

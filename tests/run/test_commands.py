@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from mm_utils.arguments import LAUNCH_VARIABLE, launcher
-from mm_utils.run.commands import evaluation_command, search_commands
+from mm_utils.run.commands import evaluation_command
 from mm_utils.run.dry_run import command_without_dry_run
 from scripts import eval_retrieval, finetune, pretrain
 from tests.kit.corpora import COLOURS, draw
@@ -161,21 +161,6 @@ def test_the_images_of_the_run_are_embedded_and_searched(
     table = capsys.readouterr().out
     assert len(table.splitlines()) == 61
     assert " ".join(parsed(search)[1][-1].split()) in table
-
-
-def test_the_shards_of_a_stream_are_embedded(place: Path) -> None:
-    stream = {"streaming": True, "train_file": "web-{000..009}.tar"}
-    embed, search = search_commands(Path("out"), stream, "a dog")
-    assert parsed(embed)[1] == [
-        "--model_name_or_path",
-        "out",
-        "--images",
-        "web-{000..009}.tar",
-        "--index_dir",
-        "out-index",
-    ]
-    assert parsed(search)[1] == ["--index_dir", "out-index", "--query", "a dog"]
-    assert search_commands(Path("out"), stream | {"train_file": "rows.parquet"}, "a dog") == []
 
 
 def test_the_first_line_of_the_config_repeats_the_run_beside_it(trained: Finished) -> None:

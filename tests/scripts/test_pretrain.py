@@ -292,21 +292,6 @@ def test_a_real_run_starts_where_a_dry_run_was_and_learns_the_same(finished, tin
 # -- the two dials ------------------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_grows_the_batch_and_the_rate(tiny_flags, tmp_path):
-    schedule = ["--batch_size_schedule", "0:4,2:8", "--lr_scheduler_type", "constant_with_cooldown"]
-    flat = ["--warmup_ratio", "0", "--set", "cooldown_ratio=0", "batch_size_lr_rule=linear", "--head_share", "0"]
-    pretrain.main([*tiny_flags, *schedule, *flat, "--output_dir", str(tmp_path)])
-    logged = [row for row in rows_of(tmp_path) if "loss" in row]
-    assert [row["epoch"] for row in logged] == [0.25, 0.5, 1.0, 1.5]  # of 16 images
-    assert [row["learning_rate"] for row in logged] == pytest.approx([1e-3, 1e-3, 2e-3, 2e-3])
-
-
-def test_epochs_are_counted_in_pairs(tiny_flags, tmp_path):
-    schedule = ["--batch_size_schedule", "0:4,2:8", "--max_steps", "-1", "--num_train_epochs", "2"]
-    pretrain.main([*tiny_flags, *schedule, "--output_dir", str(tmp_path)])
-    assert max(losses(tmp_path)) == 5  # 2 x 4 + 3 x 8 = 2 x 16
-
-
 def test_the_micro_batch_is_found_and_changes_nothing(finished, tiny_flags, tmp_path, caplog):
     folder, _ = finished
     pretrain.main([*tiny_flags, "--micro_batch_size", "auto", "--output_dir", str(tmp_path)])

@@ -5,12 +5,10 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,6 @@ from mm_utils.model.reading import center_square
 from mm_utils.search import first_pass
 from mm_utils.search.searcher import Searcher
 from scripts import embed, eval_retrieval, search
-from tests.kit.launches import ROOT
 from tests.kit.stock_folders import KINDS, write_stock
 from tests.search.conftest import update, write_photos
 
@@ -211,29 +208,11 @@ def test_the_script_prints_a_table_and_json(index: Path, photos: Path, capsys: p
     assert json.loads(capsys.readouterr().out.splitlines()[0])["id"] == "0/004.png"
 
 
-@pytest.mark.slow
-def test_a_search_loads_few_modules(index: Path) -> None:
-    """A query needs the index, the model and its processor: not the loaders, rows and trackers of a training run."""
-    code = f"""import sys
-from scripts import search
-search.main(["--index_dir", {str(index)!r}, {QUERY!r}])
-print(*(name for name in sys.modules if name.startswith("mm_utils")))"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = done.stdout.splitlines()[-1].split()
-    assert len(loaded) <= 40, loaded
-
-
 def test_words_without_quotes_are_one_text(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search.main(["--index_dir", str(index), *QUERY.split()])
     apart = capsys.readouterr().out
     search.main(["--index_dir", str(index), QUERY])
     assert capsys.readouterr().out == apart
-
-
-@pytest.mark.parametrize("text", [["a dog", "a cat"], "\udcff", b"a dog", None])
-def test_one_text_is_searched_for(text: Any, searcher: Searcher) -> None:
-    with pytest.raises(ValueError, match="a text is a string of UTF-8"):
-        searcher.search_text(text)
 
 
 def test_names_are_printed_where_letters_are_missing(
@@ -247,12 +226,6 @@ def test_names_are_printed_where_letters_are_missing(
     search.main(["--index_dir", str(tmp_path / "index"), "x"])
     sys.stdout.flush()
     assert b"photos/\\xf6.png" in printed.getvalue()
-
-
-@pytest.mark.parametrize("more", [[], ["a dog", "--image", "x.png"]])
-def test_one_query_is_asked_for(index: Path, more: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"There are [02] of a text"):
-        search.main(["--index_dir", str(index), *more])
 
 
 @pytest.mark.parametrize("kind", KINDS)

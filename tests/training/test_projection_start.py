@@ -22,7 +22,7 @@ from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
-from mm_utils.training.starts import closed_form, projection_start
+from mm_utils.training.starts import closed_form
 from mm_utils.training.starts.closed_form import Features
 from mm_utils.training.starts.projection_start import paired_features, start_projections
 from scripts import pretrain
@@ -238,19 +238,6 @@ def test_a_sample(towers: dict[str, str]) -> None:
     torch.testing.assert_close(half.visual_projection.weight.norm(), fresh.visual_projection.weight.norm())
 
 
-def test_captions_that_are_all_alike_leave_the_projections(
-    towers: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def alike(*args: Any) -> tuple[Features, None]:
-        found, _ = paired_features(*args)
-        return dataclasses.replace(found, text_TB=torch.ones_like(found.text_TB)), None
-
-    monkeypatch.setattr(projection_start, "paired_features", alike)
-    model, _ = start(towers)
-    assert torch.equal(model.visual_projection.weight, joined(towers).visual_projection.weight)
-    assert "embedded all alike" in caplog.text
-
-
 # -- whole runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -308,8 +295,3 @@ def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: li
     again = pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
     assert again == metrics
     assert list(evaluations(tmp_path / "run")) == [0, 1, 2, 3, 4]
-
-
-def test_random_projections_have_no_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:
-    pretrain.main(flags_of(towers, tiny_flags, tmp_path / "run", "--closed_form_images", "0"))
-    assert list(evaluations(tmp_path / "run")) == [4]

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mm_utils.data.faults import excerpt
 from mm_utils.data.rows import text_files
 from mm_utils.data.rows.text_files import BadLine, text_records
 
@@ -135,15 +134,3 @@ def test_the_header_decides_about_the_delimiter(
     said = [record.getMessage() for record in caplog.records]
     usual = sign == ("," if suffix == ".csv" else "\t")
     assert said == ([] if usual else [f"{tmp_path / f'p{suffix}'}: its cells are separated by {sign!r}"])
-
-
-def test_a_delimiter_that_is_given_wins(tmp_path: Path) -> None:
-    path = tmp_path / "p.csv"
-    path.write_text("n;a,m,o\n1;2,3,4\n")
-    assert list(text_records(path)[1]) == [(2, {"n;a": "1;2", "m": "3", "o": "4"})]
-    assert list(text_records(path, delimiter=";")[1]) == [(2, {"n": "1", "a,m,o": "2,3,4"})]
-
-
-def test_an_excerpt_is_short_and_can_be_printed() -> None:
-    assert excerpt("Mèo\x1b[31m\u202e\ud83d\n") == r"Mèo\x1b[31m\u202e\ud83d\n"
-    assert len(excerpt("\x00" * 10_000)) == 200

@@ -178,16 +178,6 @@ def test_a_block_has_fewer_queries_where_there_are_more_items(
     assert torch.equal(counts, whole.right_Q)
 
 
-def equal_captions_of(kinds: int) -> list[int]:
-    model = TruthfulModel()
-    batches = model.batches(4)
-    for batch in batches:
-        batch["ids"][:, 1] %= kinds
-    found = embed_split(model, batches, ACCELERATOR).text_key_T  # type: ignore[arg-type]
-    assert found is not None
-    return found.tolist()
-
-
 def test_a_right_item_of_nan_leaves_no_gain() -> None:
     """The first query has two right items; that one of them is NaN must not help the other."""
     split = split_with_scores([[0.9, NAN, 0.1, *[0.5] * 10]], [0])

@@ -108,7 +108,7 @@ def test_several_tables_and_other_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_function_of_ones_own_reads_a_source(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[4] / "docs/data.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
     [block] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def read_diary" in block]
     assert len(block.splitlines()) <= 20
     (pictures / "diary.py").write_text(block + "\n\ndef odd(source, paths):\n    yield 1\n")

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from mm_utils.arguments import _USUAL, arg, is_rare, parse_args, read_flat_yaml, to_dict, to_words
+from mm_utils.arguments import arg, is_rare, parse_args, read_flat_yaml, to_dict, to_words
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.objectives.build import ObjectiveArguments
-from mm_utils.run.callbacks import flags_of_callbacks
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
-from scripts.finetune import FLAGS as FINETUNING
 
 ALL = (
     DataArguments,
@@ -265,11 +263,6 @@ def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixtu
     assert {"--max_grad_norm", "--learning_rate"} <= set(optimizer.split())
     assert "--global_batch_size" not in optimizer
     assert len(usual.splitlines()) < len(shown("--help-all").splitlines()) / 2
-
-
-def test_the_usual_flags_exist() -> None:
-    known = {field.name for kind in (*ALL, *FINETUNING, *flags_of_callbacks("pretrain")) for field in fields(kind)}
-    assert set(_USUAL.split()) - known == {"config", "help", "help_all"}
 
 
 def test_to_dict_reads_back(tmp_path: Path) -> None:

@@ -51,11 +51,13 @@ class ObjectiveArguments:
         "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
         "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
         "sounds); distillation (soft targets of --teacher_name_or_path); or module.Class, a term of your own.",
+        usual=True,
     )
     teacher_name_or_path: str | None = arg(
         None,
         "A larger dual encoder whose similarities the towers learn as soft targets, a folder or a Hub id as of "
         "--model_name_or_path, or st:FOLDER of a SentenceTransformer of images and texts; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
+        decides="place",
     )
     matryoshka_dims: str | None = arg(
         None,

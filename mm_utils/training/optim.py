@@ -42,6 +42,7 @@ class OptimizerArguments:
         None,
         "Peak learning rate of newly initialised parameters; default: 1e-3, and less for a transformer from scratch that is "
         "wider or deeper than the tiny one.",
+        usual=True,
     )
     backbone_learning_rate: float | None = arg(
         None,

@@ -29,7 +29,7 @@ from transformers import TrainerCallback, TrainerState
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import step_of
-from mm_utils.checkpointing.state import TrainingState, learnt_flags
+from mm_utils.checkpointing.state import TrainingState, comparable
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
 from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
@@ -58,6 +58,7 @@ class Trainer:
         data: the training batches, and the batches to evaluate on.
         evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
         callbacks: any `transformers.TrainerCallback`.
+        flags: those that decide what is learnt, by name; a run that is resumed must have them as they were.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Trainer:
         data: TrainingData,
         evaluators: Sequence[Callable[..., dict[str, float]]] = (),
         callbacks: Sequence[TrainerCallback] = (),
+        flags: Mapping[str, Any] | None = None,
     ):
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
@@ -99,13 +101,14 @@ class Trainer:
         self.signals = Interruption()
         objective.seed = args.seed
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
-        self.flags = learnt_flags(args.settings)
+        self.flags = comparable(flags or {})
         self.captured = TrainingState(
             accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
         )
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
         self._evaluated_step, self._saved_step, self._saved_at = -1, 0, time.monotonic()
         self._resumed_from: Path | None = None
+        self.choice = ""  # which weights are saved, and what chose them; known after `train`
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -410,10 +413,10 @@ class Trainer:
             metrics = self._load_best(best, metrics)
         if self.phases.has_head and self.phases.is_new and step <= first:
             self.model.config.rerank_weights = {}
-            self.args.choice += (
+            self.choice += (
                 f" No head was trained: the run ended at step {step}, and its head learns from step {first} on."
             )
-        self.args.choice = self.args.choice.strip()
+        self.choice = self.choice.strip()
         return metrics
 
     def _load_best(self, best: list[int], metrics: dict[str, float]) -> dict[str, float]:
@@ -432,14 +435,14 @@ class Trainer:
             "saved_part": choice.part,
             "saved_by": choice.figure,
         }
-        self.args.choice = str(choice)
+        self.choice = str(choice)
         reranks = any((self.model.config.rerank_weights or {}).values())
         earlier = self.phases.lost_recall(history, step, reranks)
         if earlier is not None and (path := self._folder_of(earlier)) is not None:
             with same_head(self.model, self.average):
                 self.captured.load_weights(path)
             metrics = {f"eval_{name}": value for name, value in self._measure_saved().items()}
-            self.args.choice += (
+            self.choice += (
                 f" Its projections are those of step {earlier}: later ones cost more recall than the head adds."
             )
             row["saved_projections_step"] = earlier

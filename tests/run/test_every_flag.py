@@ -119,7 +119,7 @@ def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, wo
 
 # -- observed, for every kind of start -----------------------------------------------------------------------------------
 STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "finetune")
-_CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt_flags"}
+_CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt"}
 OTHERS = {
     "dataset_config_name": "other", "dataset_dir": ".", "dataset_name": "sounds", "task": "scenes:count", "train_file": "x.jsonl",
     "validation_file": "x.jsonl", "test_file": "x.jsonl", "medium": "sound", "fusion_vision_taps": "-1", "image_root": ".",

@@ -275,7 +275,7 @@ def test_to_dict_reads_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_flat_and_typed(recipe: Path) -> None:
-    assert recipe.read_text(encoding="utf-8").startswith("# python scripts/")
+    assert recipe.read_text(encoding="utf-8").startswith(("# python scripts/", "# accelerate launch scripts/"))
     values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     assert all(isinstance(value, (str, int, float, bool, type(None))) for value in values.values())
 

@@ -58,12 +58,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         ("head_share", not _trains_head(given), "no term of --objectives is for the fusion head"),
         ("lora_towers", given["lora_rank"] == 0, "--lora_rank is 0"),
         ("layerwise_lr_decay", given["freeze_vision"] and given["freeze_text"], "both backbones are frozen"),
-        (
-            "cooldown_ratio",
-            given["lr_scheduler_type"] != "constant_with_cooldown",
-            "--lr_scheduler_type is not constant_with_cooldown",
-        ),
-        ("batch_size_lr_rule", given["batch_size_schedule"] is None, "there is no --batch_size_schedule"),
+        ("adam_beta2 adam_epsilon", "adamw" not in given["optim"], "--optim is not AdamW"),
         (
             f"{COLUMNS} dataset_config_name allow_outside_root",
             pairs and _is_embedded(given),

@@ -41,8 +41,7 @@ RULES = [
     ("--objectives contrastive", "head_share=0.3", ""),
     ("", "lora_towers=text", "--lora_rank 2"),
     ("--freeze_vision --freeze_text", "layerwise_lr_decay=0.5", "--freeze_text"),
-    ("", "cooldown_ratio=0.3", "--lr_scheduler_type constant_with_cooldown"),
-    ("", "batch_size_lr_rule=linear", "--batch_size_schedule 0:8"),
+    ("--optim sgd", "adam_beta2=0.9 adam_epsilon=1e-3", ""),
     ("", "stream_interleave=2 shuffle_block_size=2", "--streaming --train_file x"),
     (
         "",
@@ -84,7 +83,7 @@ def test_unread_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for each in ("mm_utils.run.flags.check_model", "mm_utils.objectives.distillation.check_model"):
+    for each in ("mm_utils.run.flags.check_model", "mm_utils.training.teacher.check_model"):
         monkeypatch.setattr(each, lambda *_: None)
     check(unread.split())
     for setting in settings.split():
@@ -125,7 +124,7 @@ OTHERS = {
     "validation_file": "x.jsonl", "test_file": "x.jsonl", "medium": "sound", "fusion_vision_taps": "-1", "image_root": ".",
     "fusion_text_taps": "-1", "fusion_direction": "both", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "vision_pooling": "mean", "text_pooling": "cls", "backbone_dropout": "keep", "lora_towers": "text", "matryoshka_dims": "8",
-    "lr_scheduler_type": "constant_with_cooldown", "batch_size_lr_rule": "linear", "batch_size_schedule": "0:4,2:8",
+    "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8",
     "micro_batch_size": "2", "vision_device": "cpu", "text_device": "cpu", "rank_shares": "1", "hub_strategy": "every_save", "license": "mit",
     "report_to": "none", "rerank_weights": "match:1", "dataloader_num_workers": "1", "class_weights": "balanced",
     "classifier_inputs": "image", "wise_ft_alpha": "0.5", "max_steps": "3", "hub_model_id": "a/b",

@@ -266,7 +266,7 @@ def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixtu
 
 
 def test_to_dict_reads_back(tmp_path: Path) -> None:
-    flags = ["--learning_rate", "2e-4", "--set", "greater_is_better=false", "--freeze_text", "--vision_pooling", "cls"]
+    flags = ["--learning_rate", "2e-4", "--set", "adam_beta2=0.9", "--freeze_text", "--vision_pooling", "cls"]
     parsed = parse_args(*ALL, argv=flags)
     assert parsed[OptimizerArguments].learning_rate == parsed["learning_rate"] == 2e-4
     path = config(tmp_path, yaml.safe_dump(parsed.settings))

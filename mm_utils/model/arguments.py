@@ -121,11 +121,6 @@ class ModelArguments:
         decides="place",
     )
     fusion_text_taps: str = arg("auto", "As fusion_vision_taps, for the text backbone.", rare=True, decides="place")
-    fusion_hierarchy: bool = arg(
-        True,
-        "Blocks of the head read the taps one after the other, and the text again; false: all taps in all blocks.",
-        rare=True,
-    )
     fusion_direction: str = arg(
         "text_to_image",
         "text_to_image, or both: image tokens attend to the text too, and cannot be reused for other texts.",

@@ -34,9 +34,7 @@ TERMS: dict[str, type[Term]] = {
 }
 _READ_BY = {
     "matryoshka_dims": ("contrastive", "sigmoid"),
-    "hard_negatives": ("matching",),
     "mlm_probability": ("masked_lm",),
-    "whole_word_masking": ("masked_lm",),
 }
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
@@ -64,14 +62,7 @@ class ObjectiveArguments:
         "Train the first 32, 64 and 128 numbers of an embedding to be one, too: 32,64,128. The contrastive or sigmoid loss is "
         "then the mean over these widths and the full one.",
     )
-    hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.", rare=True)
     mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.", rare=True)
-    whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.", rare=True)
-    max_logit_scale: float | None = arg(
-        None,
-        "Upper bound of the inverse temperature; default: 100, or where a model starts that was trained above it.",
-        rare=True,
-    )
 
     def __post_init__(self) -> None:
         self.weights, self.widths  # noqa: B018  (complain now, not after the data is loaded)
@@ -127,7 +118,7 @@ class ObjectiveArguments:
 
     def highest_scale(self, model: FusionDualEncoderModel) -> float:
         """Return the upper bound of the inverse temperature; SigLIP's checkpoints are at about 118."""
-        return self.max_logit_scale or max(100.0, model.logit_scale.exp().item())
+        return max(100.0, model.logit_scale.exp().item())
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError if a term cannot be trained with the other flags, given by name, or a flag has no term."""

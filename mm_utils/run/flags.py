@@ -37,8 +37,7 @@ PRETRAINING = (
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments, StreamingArguments),
 )
 
-_HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_hierarchy fusion_direction"
-_SAVES = ("save_steps", "save_minutes", "save_best_limit")
+_HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_direction"
 
 
 def unread(given: Parsed) -> list[tuple[str, Any, str]]:
@@ -68,16 +67,15 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         (COLUMNS, prepared, "the data are a prepared set, whose columns are known"),
         ("stream_interleave shuffle_block_size", not given["streaming"] and not trial, "there is no --streaming"),
         ("trust_remote_code", not others, "nothing of others is loaded"),
-        ("peak_tflops", not pairs, "the operations of fine-tuning are not counted"),
         ("allow_changed_run", given["resume_from_checkpoint"] is None, "no run is resumed"),
         (
-            "metric_for_best_model greater_is_better",
+            "metric_for_best_model",
             given["eval_steps"] == 0 and not given["wise_ft"] and not trial,
             "--eval_steps is 0, so that no evaluation chooses",
         ),
         (
             "save_total_limit",
-            not any(given[name] for name in _SAVES) and not trial,
+            given["save_steps"] == 0 and not trial,
             "no checkpoints are saved",
         ),
     ]

@@ -16,6 +16,11 @@ METRICS_FILE = "metrics.jsonl"  # a row per log and per evaluation
 NONFINITE_FILE = "nonfinite_steps.jsonl"  # step, figures and image ids
 
 
+def greater_is_better(metric: str) -> bool:
+    """Return whether a higher value of a metric is better: of all but losses and ranks."""
+    return not metric.endswith(("loss", "rank"))
+
+
 @dataclass
 class TrainingArguments:
     """Training: batch size, length, evaluation, checkpoints."""
@@ -65,21 +70,10 @@ class TrainingArguments:
     save_steps: int = arg(
         500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.", decides="report", usual=True
     )
-    save_minutes: float = arg(0.0, "Save one every N minutes too; 0 = by steps alone.", decides="report")
     save_total_limit: int | None = arg(
         2, "Keep this many checkpoints, in addition to the best ones.", decides="report"
     )
-    save_best_limit: int = arg(
-        0, "Save after an evaluation that is among the best N so far, and keep those N.", decides="report"
-    )
     metric_for_best_model: str = arg("mean_recall", "The metric of early stopping and of the best checkpoint.")
-    greater_is_better: bool = arg(True, "A higher value of that metric is better.", rare=True)
-    peak_tflops: float | None = arg(
-        None,
-        "Peak of one device at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
-        rare=True,
-        decides="report",
-    )
     load_best_model_at_end: bool = arg(
         True,
         "Keep the best evaluated weights instead of the last, if there are evaluations and checkpoints on the way.",
@@ -92,12 +86,6 @@ class TrainingArguments:
     )
     early_stopping_patience: int = arg(
         0, "Stop after N evaluations without a better metric; 0 = never.", decides="length"
-    )
-    stop_collapsed: bool = arg(
-        True,
-        "Stop a run whose embeddings have become all alike, and which therefore learns nothing any more.",
-        rare=True,
-        decides="length",
     )
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
@@ -150,10 +138,8 @@ class TrainingArguments:
         self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"--set max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
-        if min(self.save_steps, self.save_minutes) < 0:
-            raise ValueError(
-                f"--save_steps is {self.save_steps}, --save_minutes {self.save_minutes:g}; give 0 (never) or more."
-            )
+        if self.save_steps < 0:
+            raise ValueError(f"--save_steps is {self.save_steps}; give 0 (never) or more.")
         if self.save_total_limit is not None and self.save_total_limit < 1:
             raise ValueError(
                 f"--save_total_limit is {self.save_total_limit}; the newest checkpoint is always kept. Give at least 1."
@@ -164,8 +150,8 @@ class TrainingArguments:
             raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
-        if (self.early_stopping_patience or self.save_best_limit) and self.eval_steps <= 0:
-            raise ValueError("--early_stopping_patience and --save_best_limit need evaluations: set --eval_steps.")
+        if self.early_stopping_patience and self.eval_steps <= 0:
+            raise ValueError("--early_stopping_patience needs evaluations: set --eval_steps.")
 
     @property
     def resume_command(self) -> str:
@@ -194,9 +180,14 @@ class TrainingArguments:
             self.global_batch_size = num_rows
 
     @property
+    def greater_is_better(self) -> bool:
+        """Whether a higher value of `--metric_for_best_model` is better; `EarlyStoppingCallback` reads it."""
+        return greater_is_better(self.metric_for_best_model)
+
+    @property
     def keeps_best(self) -> bool:
         """True if the best evaluated weights are saved on the way, and kept."""
-        return self.load_best_model_at_end and self.eval_steps > 0 and bool(self.save_steps or self.save_minutes)
+        return self.load_best_model_at_end and self.eval_steps > 0 and self.save_steps > 0
 
     def settle_eval_steps(self, steps: int, has_baseline: bool) -> None:
         """Replace an `eval_steps` of -1, for a run of `steps`."""

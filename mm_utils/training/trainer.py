@@ -15,7 +15,6 @@ manager is entered around training, and one that is `ExportableState` is stored 
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -106,7 +105,7 @@ class Trainer:
             accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
         )
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
-        self._evaluated_step, self._saved_step, self._saved_at = -1, 0, time.monotonic()
+        self._evaluated_step, self._saved_step = -1, 0
         self._resumed_from: Path | None = None
         self.choice = ""  # which weights are saved, and what chose them; known after `train`
 
@@ -188,11 +187,7 @@ class Trainer:
             distributed.on_first(partial(truncate_rows, self.output_dir / name, self.state.global_step))
         if self.saves:
             limit = self.args.save_total_limit
-            kept = (
-                None
-                if limit is None
-                else limit + max(self.args.save_best_limit, self.args.keeps_best) + self.phases.keeps_encoders
-            )
+            kept = None if limit is None else limit + self.args.keeps_best + self.phases.keeps_encoders
             check_room(self.output_dir, self.captured.nbytes, kept)
         self.callbacks.call("on_train_begin")
 
@@ -201,10 +196,7 @@ class Trainer:
         step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
         self.callbacks.control.should_log = last or _due(step, self.args.logging_steps)
         self.callbacks.control.should_evaluate = bool(self.evaluators) and (last or self.phases.evaluates(step))
-        waited = time.monotonic() - self._saved_at
-        self.callbacks.control.should_save = (
-            _due(step, self.args.save_steps) or 0 < 60 * self.args.save_minutes <= waited
-        )
+        self.callbacks.control.should_save = _due(step, self.args.save_steps)
 
     def _sync_ranks(self) -> int:
         """Let all ranks do what is due on any: signals, clocks and disks differ.
@@ -338,7 +330,7 @@ class Trainer:
     @property
     def saves(self) -> bool:
         """True if checkpoints are written during training."""
-        return bool(self.args.save_steps or self.args.save_minutes)
+        return self.args.save_steps > 0
 
     def save_checkpoint(self) -> None:
         """Start writing all that a resumed run needs, in a folder for `from_pretrained`."""
@@ -352,7 +344,7 @@ class Trainer:
         snapshot = self.captured.capture(self.state, run)
         if self.accelerator.is_main_process:
             self.writer.start(self.state.global_step, snapshot, self.phases.kept(self.state.log_history))
-        self._saved_step, self._saved_at = self.state.global_step, time.monotonic()
+        self._saved_step = self.state.global_step
 
     def load_checkpoint(self, path: Path) -> TrainerState:
         """Load a checkpoint's weights, optimizer and counters on all ranks; return its state.
@@ -383,7 +375,7 @@ class Trainer:
 
     def _forget_other_metric(self, path: Path, state: TrainerState, flags: Mapping[str, Any]) -> None:
         """Let the best be sought from the resumed step on if another metric has chosen it so far."""
-        if all(flags.get(name, now) == now for name, now in self.flags.items() if name in _CHOOSING):
+        if all(flags.get(name, now) == now for name, now in self.flags.items() if name == "metric_for_best_model"):
             return
         step, metric = state.global_step, f"eval_{self.phases.metric(state.global_step)}"
         state.log_history = [row for row in state.log_history if "loss" in row or row["step"] == step]
@@ -514,9 +506,6 @@ class _StopRequested(Exception):
     def __init__(self, signal: int):
         super().__init__(signal)
         self.signal = signal
-
-
-_CHOOSING = ("metric_for_best_model", "greater_is_better")
 
 
 def _due(step: int, every: int) -> bool:

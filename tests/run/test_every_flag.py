@@ -48,7 +48,6 @@ RULES = [
         "image_column=a caption_column=a id_column=a image_root=. allow_outside_root=true",
         "--train_file x",
     ),
-    ("--dataset_name scenes,sounds --fusion_layers 0 --objectives contrastive", "image_column=a", "--dataset_name x"),
     ("--dataset_name sounds", "image_column=a caption_column=a dataset_config_name=a", "--dataset_name x"),
     ("", "closed_form_images=100", TOWERS),
     (f"{TOWERS} --streaming --train_file x", "closed_form_images=100", TOWERS),

@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar, overload
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
@@ -31,33 +31,45 @@ LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher 
 
 _RARE = "--set:"  # stands before the name of a rare setting where argparse asks for the name of a flag
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
+_OWN = ("config", "help", "help_all")
 _MANY = 40  # flags, above which `--help` shows the usual ones
-_USUAL = (
-    "config help help_all dataset_name train_file validation_file max_train_samples model_name_or_path image_size task "
-    "vision_model_name_or_path text_model_name_or_path freeze_vision freeze_text objectives fusion_layers learning_rate "
-    "global_batch_size micro_batch_size num_train_epochs max_steps eval_steps save_steps output_dir resume_from_checkpoint seed "
-    "dry_run report_to push_to_hub classifier_inputs text_column label_column dataloader_num_workers"
-)
-"""Flags that `--help` shows of many."""
 _MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
 
 
-class _RareHelp(str):
-    """The help of a rare setting; argparse gets all else that is in a field's metadata."""
+Decides = Literal["learning", "place", "speed", "length", "report"]
+"""What a flag decides: what is learnt, where things lie (and what is compared by what it leads to, as rows and weights are), how
+fast a run goes, when it ends, or what it reports."""
 
 
-def arg(default: T, help: str, rare: bool = False, **metadata: Any) -> T:
+class FlagHelp(str):
+    """The help of a flag, and what else is known about it; argparse gets all else that is in a field's metadata."""
+
+    rare: bool
+    decides: Decides
+    usual: bool
+
+
+def arg(
+    default: T, help: str, rare: bool = False, *, decides: Decides = "learning", usual: bool = False, **metadata: Any
+) -> T:
     """Declare a dataclass field together with its ``--help`` line.
 
-    A rare one is not a flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file. Programs
-    that write command lines can give every flag by ``--set``.
+    Args:
+        default, help: its default and its line in ``--help``.
+        rare: it is not a flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file. Programs
+            that write command lines can give every flag by ``--set``.
+        decides: a resumed run must have a flag that decides what is learnt as it was, and may change all others.
+        usual: ``--help`` shows it where there are many flags.
+        metadata: what else argparse gets.
     """
-    return dataclasses.field(default=default, metadata={"help": _RareHelp(help) if rare else help, **metadata})
+    text = FlagHelp(help)
+    text.rare, text.decides, text.usual = rare, decides, usual
+    return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
 def is_rare(field: dataclasses.Field) -> bool:
     """Return whether a field of a dataclass is given by ``--set``."""
-    return isinstance(field.metadata.get("help"), _RareHelp)
+    return getattr(field.metadata.get("help"), "rare", False)
 
 
 class Parsed:
@@ -98,6 +110,16 @@ class Parsed:
     def settings(self) -> dict[str, Any]:
         """All values by name, as ``--config`` reads them back."""
         return to_dict(*self._parsed)
+
+    @property
+    def learnt(self) -> dict[str, Any]:
+        """The values that decide what is learnt, by name."""
+        return {
+            field.name: getattr(each, field.name)
+            for each in self._parsed
+            for field in dataclasses.fields(each)
+            if field.metadata["help"].decides == "learning"
+        }
 
     @property
     def is_trial(self) -> bool:
@@ -360,7 +382,9 @@ class _Parser(HfArgumentParser):
         for group, actions in groups:
             named = self.group is not None and self.group.lower() in str(group.title).lower()
             group._group_actions[:] = [
-                each for each in actions if named or (self.group is None and each.dest in _USUAL.split())
+                each
+                for each in actions
+                if named or (self.group is None and getattr(each.help, "usual", each.dest in _OWN))
             ]
         found = super().format_help()
         for group, actions in groups:

@@ -42,18 +42,24 @@ _SET_ASIDE = ("quarantine.jsonl", ".*")
 class HubArguments:
     """Flags for pushing. The token comes from `hf auth login` or HF_TOKEN and is never a flag."""
 
-    push_to_hub: bool = arg(False, "Push the model to the Hugging Face Hub.")
-    hub_model_id: str | None = arg(None, "Repository: 'name' or 'namespace/name'; by default output_dir's name.")
-    hub_private_repo: bool = arg(False, "Create the repository as private; one that exists keeps its visibility.")
+    push_to_hub: bool = arg(False, "Push the model to the Hugging Face Hub.", decides="report", usual=True)
+    hub_model_id: str | None = arg(
+        None, "Repository: 'name' or 'namespace/name'; by default output_dir's name.", decides="place"
+    )
+    hub_private_repo: bool = arg(
+        False, "Create the repository as private; one that exists keeps its visibility.", decides="place"
+    )
     license: str | None = arg(
         None,
         "Licence of the weights, for the model card: an identifier of the Hub, such as apache-2.0, cc-by-4.0 or other.",
+        decides="report",
     )
     hub_strategy: str = arg(
         "end",
         "end: push once, at the end; every_save: the model at every save; checkpoint: and the newest checkpoint as "
         "last-checkpoint; all_checkpoints: and every checkpoint under its own name.",
         choices=list(STRATEGIES),
+        decides="report",
     )
 
     def __post_init__(self) -> None:

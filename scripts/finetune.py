@@ -110,8 +110,10 @@ def main(
         data,
         context.evaluators,
         all_callbacks(run, objective, data, attached),
+        flags=given.learnt,
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
+    context.choice = trainer.choice
 
     # 5. Finish, with the saved model: what callbacks save, the test split, pictures, model card, push.
     context.finish()

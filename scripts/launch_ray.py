@@ -9,7 +9,7 @@ A cluster that runs, one GPU a worker; the folders are on a drive that all machi
 
 Machines that come and go; after a change, training goes on from the newest checkpoint:
     python scripts/launch_ray.py --address auto --min_workers 2 --max_workers 8 --max_failures 20 \\
-        scripts/pretrain.py --dataset_name /shared/data --output_dir /shared/mine --save_minutes 5
+        scripts/pretrain.py --dataset_name /shared/data --output_dir /shared/mine --save_steps 200
 
 Data that are prepared by 32 processes of the cluster:
     python scripts/launch_ray.py --address auto --num_workers 32 scripts/prepare_data.py --sources "/shared/web-{000..999}.tar" \\

@@ -116,8 +116,10 @@ def main(
         data,
         context.evaluators,
         all_callbacks(run, objective, data, attached, scale),
+        flags=given.learnt,
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
+    context.choice = trainer.choice
 
     # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
     context.finish()

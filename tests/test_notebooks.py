@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 from mm_utils.search.searcher import Searcher
-from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.arguments import FinetuningArguments
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks/quickstart.ipynb"
@@ -72,8 +72,7 @@ def test_it_runs_in_a_kernel(tmp_path: Path) -> None:
 
 
 def test_a_run_in_a_notebook_is_resumed_by_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = TrainingArguments(output_dir="outputs/mine")
-    args.script = "finetune"
+    args = FinetuningArguments(output_dir="outputs/mine")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", ["/usr/lib/ipykernel_launcher.py", "-f", "/home/me/kernel-1.json"])
     expected = "scripts/finetune.py --config outputs/mine/config.yaml --resume_from_checkpoint latest"

@@ -41,21 +41,6 @@ _DEEPSPEED = "deepspeed"
 _DUAL_ENCODER = "dual_encoder"
 _NOT_COMPARED = ("architectures", "auto_map", "dtype", "rerank_weights", "torch_dtype", "transformers_version")
 _SCALARS = ("logit_scale", "logit_bias")
-_FREE_FLAGS = {
-    "compared by the rows, weights or configuration that they lead to": "dataset_name train_file validation_file test_file "
-    "dataset_dir image_root allow_outside_root max_train_samples max_eval_samples teacher_name_or_path "
-    "tokenizer_name_or_path vocab_size vision_config text_config image_size projection_dim vision_pooling text_pooling fusion_dim "
-    "fusion_heads fusion_vision_taps fusion_text_taps classifier_inputs global_batch_size batch_size_schedule",
-    "speed and memory": "preprocessing_num_workers dataloader_num_workers micro_batch_size vision_device text_device rank_shares torch_compile "
-    "gradient_checkpointing per_device_eval_batch_size rerank_cache_gb ddp_timeout",
-    "length and limits": "num_train_epochs max_steps early_stopping_patience stop_collapsed max_nonfinite_steps max_corrupt_share",
-    "evaluation, saving and reports": "logging_steps eval_steps save_steps save_minutes save_total_limit save_best_limit "
-    "rerank_top_k rerank_weights evaluators peak_tflops report_to run_name push_to_hub hub_model_id hub_private_repo license hub_strategy",
-    "one start": "output_dir overwrite_output_dir resume_from_checkpoint allow_changed_run dry_run trust_remote_code",
-}
-FREE_FLAGS = frozenset(" ".join(_FREE_FLAGS.values()).split())
-"""Flags that a resumed run may change, by reason; it must have all others as they were."""
-
 Buffers = dict[str, Tensor]
 
 
@@ -371,17 +356,16 @@ def settings(config: PretrainedConfig) -> dict[str, Any]:
     return found
 
 
-def learnt_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that decide what is learnt; of a model's place, its last part, as folders are moved."""
-    found = {name: value for name, value in flags.items() if name not in FREE_FLAGS}
-    places = {name: Path(value).name for name, value in found.items() if value and name.endswith("_name_or_path")}
-    return without_secrets(found | places)
+def comparable(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags as a checkpoint has them: without secrets; of a model's place, its last part, as folders are moved."""
+    places = {name: Path(value).name for name, value in flags.items() if value and name.endswith("_name_or_path")}
+    return without_secrets({**flags, **places})
 
 
 def flags_of_run(folder: Path) -> dict[str, Any]:
-    """Return the flags in a run's `config.yaml` that decide what is learnt; empty if it cannot be read."""
+    """Return the flags in a run's `config.yaml`; empty if it cannot be read."""
     try:
-        return learnt_flags({name: entry.value for name, entry in read_flat_yaml(str(folder / CONFIG_FILE)).items()})
+        return comparable({name: entry.value for name, entry in read_flat_yaml(str(folder / CONFIG_FILE)).items()})
     except (OSError, ValueError):
         return {}
 

@@ -46,20 +46,26 @@ class EvaluationArguments:
     """Evaluations: re-ranking, and evaluators of your own."""
 
     rerank_top_k: int = arg(
-        10, "Also measure retrieval after the fusion head reorders the first K candidates of every query; 0 = do not."
+        10,
+        "Also measure retrieval after the fusion head reorders the first K candidates of every query; 0 = do not.",
+        decides="report",
     )
     rerank_weights: str = arg(
         "fitted",
         "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
         "fitted: as training found best on the validation split, 0 where a score did not help.",
+        decides="report",
     )
     rerank_cache_gb: float = arg(
         8.0,
         "Memory per process for the head's keys and values of images; images that do not fit are encoded twice.",
         rare=True,
+        decides="speed",
     )
     evaluators: str | None = arg(
-        None, "Evaluators of your own, module.function[,module.function]: docs/objectives.md#four-doors."
+        None,
+        "Evaluators of your own, module.function[,module.function]: docs/objectives.md#four-doors.",
+        decides="report",
     )
 
     def __post_init__(self) -> None:

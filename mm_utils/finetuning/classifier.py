@@ -31,19 +31,24 @@ class ClassifierArguments:
     """The model to start from, and the input of its classifier."""
 
     model_name_or_path: str = required(
-        "The model to start from: the output folder of pretrain, a checkpoint, or a Hub id."
+        "The model to start from: the output folder of pretrain, a checkpoint, or a Hub id.",
+        usual=True,
     )
     classifier_inputs: str | None = arg(
         None,
         "Input of the classifier: fused (the fusion head's [CLS] on image and text), pair (both embeddings side by side), "
         "image, or text. Default: fused if the data and the model allow it, else pair, or what there is.",
+        decides="place",
+        usual=True,
     )
     classifier_dropout: float = arg(0.1, "Dropout before the last layer of the classifier.")
     class_weights: str = arg("none", "'balanced' weighs classes against their frequency in training; or 'none'.")
-    freeze_vision: bool = arg(False, "Do not train the vision backbone.")
-    freeze_text: bool = arg(False, "Do not train the text backbone.")
+    freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
+    freeze_text: bool = arg(False, "Do not train the text backbone.", usual=True)
     gradient_checkpointing: bool = arg(
-        False, "Recompute activations in the backward pass: less memory, a third slower."
+        False,
+        "Recompute activations in the backward pass: less memory, a third slower.",
+        decides="speed",
     )
     backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
 

@@ -65,7 +65,7 @@ def finish_finetuning(
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         report_predictions(evaluator.guesses, task.classes, folder)
         (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
-        card = classification_card(run, model, task, context.data.fingerprint, context.metrics, argv)
+        card = classification_card(run, model, task, context.data.fingerprint, context.metrics, context.choice, argv)
         write_model_card(folder, card)
 
     distributed.on_first(write)
@@ -105,6 +105,7 @@ def classification_card(
     task: LabelledTask,
     fingerprint: str,
     metrics: dict[str, float],
+    choice: str,
     argv: Sequence[str] | None,
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
@@ -134,7 +135,7 @@ def classification_card(
         metrics,
         argv,
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
-        table_note=chosen_on_validation(run, metrics),
+        table_note=chosen_on_validation(run, metrics, choice),
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
         glance=glance,
@@ -191,7 +192,7 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
             if "roc_auc" in found:
                 line += f"   ROC AUC {found['roc_auc']:.3f}"
             lines.append(f"{line}   most frequent class {found['majority']:.3f}")
-    lines += choices(run, metrics)
+    lines += choices(context)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "README.md": "the model card, with code to use the model",

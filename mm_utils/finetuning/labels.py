@@ -528,33 +528,53 @@ class TaskArguments:
     task: str | None = arg(
         None,
         f"A task on an embedded set of the model's kind: {', '.join(TASKS)}. Default without a source: scenes:describes.",
+        usual=True,
     )
     dataset_name: str | None = arg(
         None,
         "A data set on the Hub, a local folder of one (files in a folder per class, too), or of save_to_disk; of a prepared set, "
         "equal captions are a class.",
+        decides="place",
+        usual=True,
     )
     dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
     train_file: str | None = arg(
-        None, "Labelled rows: JSONL, JSON, CSV, TSV or Parquet; a column split may divide them."
+        None,
+        "Labelled rows: JSONL, JSON, CSV, TSV or Parquet; a column split may divide them.",
+        decides="place",
+        usual=True,
     )
-    validation_file: str | None = arg(None, "Validation rows; without any, one in twenty training images is held out.")
-    test_file: str | None = arg(None, "Test rows, measured once, at the end.")
+    validation_file: str | None = arg(
+        None, "Validation rows; without any, one in twenty training images is held out.", decides="place", usual=True
+    )
+    test_file: str | None = arg(None, "Test rows, measured once, at the end.", decides="place")
     image_column: str | None = arg(
         None, "Column of images, clips or sounds, files or paths; found by type or usual names."
     )
-    text_column: str | None = arg(None, "Column of texts or questions; found by its usual names.")
-    label_column: str | None = arg(None, "Column of classes or answers; found by type (ClassLabel) or usual names.")
-    image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
-    allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
+    text_column: str | None = arg(None, "Column of texts or questions; found by its usual names.", usual=True)
+    label_column: str | None = arg(
+        None, "Column of classes or answers; found by type (ClassLabel) or usual names.", usual=True
+    )
+    image_root: str | None = arg(
+        None, "Folder that image paths are relative to; default the data file's folder.", decides="place"
+    )
+    allow_outside_root: bool = arg(
+        False, "Accept image paths that leave --image_root: absolute, by '..', by a link.", decides="place"
+    )
     num_answers: int | None = arg(
         None, "Only the N most frequent classes of the training data; others are not trained on, and count as wrong."
     )
-    max_train_samples: int | None = arg(None, "Keep the first N training rows, of the classes in turn.")
-    max_eval_samples: int | None = arg(
-        None, "Keep the first N rows of validation and of test, of the classes in turn."
+    max_train_samples: int | None = arg(
+        None, "Keep the first N training rows, of the classes in turn.", decides="place", usual=True
     )
-    preprocessing_num_workers: int | None = arg(None, "Processes that read and preprocess data.", rare=True)
+    max_eval_samples: int | None = arg(
+        None,
+        "Keep the first N rows of validation and of test, of the classes in turn.",
+        decides="place",
+    )
+    preprocessing_num_workers: int | None = arg(
+        None, "Processes that read and preprocess data.", rare=True, decides="speed"
+    )
 
     def __post_init__(self) -> None:
         sources = [f"--{name}" for name in ("task", "dataset_name", "train_file") if getattr(self, name)]
@@ -801,20 +821,24 @@ class LabelledArguments:
         None,
         "A data set on the Hub, a local folder of one (Parquet, files in a folder per class, or images in tar shards as "
         "CLIP_benchmark writes them), or a folder made by save_to_disk. Of a prepared set, equal captions are a class.",
+        decides="place",
+        usual=True,
     )
     dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
     split: str | None = arg(
         None, "Split; default: that of the benchmark, else the first there is of validation, test and train."
     )
     image_column: str | None = arg(None, "Column of images, clips or sounds; found by its type or its usual names.")
-    label_column: str | None = arg(None, "Column of labels; found by its type (ClassLabel) or its usual names.")
+    label_column: str | None = arg(
+        None, "Column of labels; found by its type (ClassLabel) or its usual names.", usual=True
+    )
     classes: str | None = arg(
         None,
         f"A benchmark, {', '.join(CLASSIFICATION)}: its classes and prompts and, without --dataset_name, its "
         "images from the Hub. Or a file: lines 'id name' for folders such as n01440764, one name a line in the order of the "
         "labels, or JSON {id: name}. Default: the names that the data has.",
     )
-    max_eval_samples: int | None = arg(None, "Keep the first N rows, of the classes in turn.")
+    max_eval_samples: int | None = arg(None, "Keep the first N rows, of the classes in turn.", decides="place")
 
     def __post_init__(self) -> None:
         if self.dataset_name is None and self.benchmark is None:

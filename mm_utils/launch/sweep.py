@@ -15,7 +15,7 @@ from mm_utils.distributed import RunError
 from mm_utils.files import write_atomic
 from mm_utils.launch.arguments import Command, LaunchArguments, parse_grid, trial_name
 from mm_utils.text import no_formula
-from mm_utils.training.arguments import CONFIG_FILE
+from mm_utils.training.arguments import CONFIG_FILE, greater_is_better
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ def ranked(trials: Sequence[Trial]) -> tuple[list[Trial], str]:
     for trial in trials:
         if trial.metrics and (trial.folder / CONFIG_FILE).is_file():
             settings = yaml.safe_load((trial.folder / CONFIG_FILE).read_text(encoding="utf-8"))
-            metric, sign = settings["metric_for_best_model"], 1 if settings["greater_is_better"] else -1
+            metric, sign = settings["metric_for_best_model"], 1
+            sign = 1 if greater_is_better(metric) else -1
             break
     measured = [trial.metrics for trial in trials if trial.metrics]
     reranked = f"eval_rerank_{metric}"  # of encoders and head together, where all trials have one

@@ -48,34 +48,44 @@ class ModelArguments:
         "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, MetaCLIP 2, AltCLIP, Chinese "
         "CLIP, VisionTextDualEncoderModel or another with their parts (docs/backbones.md), for sounds a CLAP, for clips an X-CLIP, whose prompts are left out, or any of those for "
         "images; it gets the head of --fusion_layers.",
+        usual=True,
     )
     vision_model_name_or_path: str | None = arg(
         None,
         "Pretrained vision backbone: a folder or a Hub id. For sounds AST, Whisper, Wav2Vec2, HuBERT or CLAP, of which the sound "
         "tower is taken; for clips VideoMAE, TimeSformer, ViViT, V-JEPA 2, or an image backbone, which looks at every frame.",
+        usual=True,
     )
     text_model_name_or_path: str | None = arg(
         None,
         "Pretrained text backbone: a folder or a Hub id. Beside --model_name_or_path it takes the place of that model's, whose "
         "image side stays as it is and is not trained, so that its indexes stay valid. The folder of a run gives its whole text "
         "encoder, with the projection; with --freeze_text both models embed a text alike, so that it finds the media of both.",
+        usual=True,
     )
     vision_config: str = arg(
         "tiny",
         "Vision backbone from scratch: tiny, small, base, or a config.json. Tiny is sound-tiny for sounds, a ConvNeXt over "
         "log-mel spectrograms, and clip-tiny for clips, tiny over every frame, of 32 pixels, with two layers over time.",
+        decides="place",
     )
-    text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.")
+    text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.", decides="place")
     tokenizer_name_or_path: str | None = arg(
-        None, "Default: the text backbone's tokenizer; for a text backbone from scratch, one trained on the captions."
+        None,
+        "Default: the text backbone's tokenizer; for a text backbone from scratch, one trained on the captions.",
+        decides="place",
     )
-    vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.")
+    vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.", decides="place")
     image_size: int | None = arg(
         None,
         "Side of the square image; default: what the vision backbone expects. The positions of a trained one are interpolated.",
+        decides="place",
+        usual=True,
     )
     projection_dim: int | None = arg(
-        None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone."
+        None,
+        "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone.",
+        decides="place",
     )
     projection: str = arg(
         "linear",
@@ -86,36 +96,44 @@ class ModelArguments:
     vision_pooling: str = arg(
         "auto",
         "pooler, mean, cls, or auto: the pooler if there is one, of a map of a sound with what is early and late, else the mean.",
+        decides="place",
     )
-    text_pooling: str = arg("auto", "As --vision_pooling; auto ignores poolers like BERT's and takes the mean.")
-    fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.")
+    text_pooling: str = arg(
+        "auto", "As --vision_pooling; auto ignores poolers like BERT's and takes the mean.", decides="place"
+    )
+    fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True)
     fusion_dim: int | None = arg(
-        None, "Width of the cross-attention head; default: half the text backbone's, at most 512."
+        None,
+        "Width of the cross-attention head; default: half the text backbone's, at most 512.",
+        decides="place",
     )
     fusion_heads: int | None = arg(
-        None, "Attention heads of the cross-attention head; default: one per 32 channels.", rare=True
+        None,
+        "Attention heads of the cross-attention head; default: one per 32 channels.",
+        rare=True,
+        decides="place",
     )
     fusion_vision_taps: str = arg(
         "auto",
         "Hidden states of the vision backbone that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, at "
         "most three, the last of each resolution, or layers of a transformer at equal distances.",
         rare=True,
+        decides="place",
     )
-    fusion_text_taps: str = arg("auto", "As fusion_vision_taps, for the text backbone.", rare=True)
-    fusion_hierarchy: bool = arg(
-        True,
-        "Blocks of the head read the taps one after the other, and the text again; false: all taps in all blocks.",
-        rare=True,
-    )
+    fusion_text_taps: str = arg("auto", "As fusion_vision_taps, for the text backbone.", rare=True, decides="place")
     fusion_direction: str = arg(
         "text_to_image",
         "text_to_image, or both: image tokens attend to the text too, and cannot be reused for other texts.",
         rare=True,
     )
-    freeze_vision: bool = arg(False, "Do not train the vision backbone.")
-    freeze_text: bool = arg(False, "Do not train the text backbone, nor the projection of a run's text encoder.")
+    freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
+    freeze_text: bool = arg(
+        False, "Do not train the text backbone, nor the projection of a run's text encoder.", usual=True
+    )
     gradient_checkpointing: bool = arg(
-        False, "Recompute activations in the backward pass: less memory, a third slower."
+        False,
+        "Recompute activations in the backward pass: less memory, a third slower.",
+        decides="speed",
     )
     patch_dropout: float = arg(
         0.0,
@@ -123,10 +141,14 @@ class ModelArguments:
     )
     backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
     torch_compile: bool = arg(
-        False, "Compile towers and fusion head with torch.compile: minutes at the start, then faster steps on a GPU."
+        False,
+        "Compile towers and fusion head with torch.compile: minutes at the start, then faster steps on a GPU.",
+        decides="speed",
     )
     trust_remote_code: bool = arg(
-        False, "Run the Python code in the repository of a backbone or tokenizer. Read that code first."
+        False,
+        "Run the Python code in the repository of a backbone or tokenizer. Read that code first.",
+        decides="place",
     )
 
     def __post_init__(self) -> None:

@@ -161,7 +161,7 @@ def _head(args: ModelArguments) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in ("fusion_dim", "fusion_heads") if getattr(args, name)}
     taps = {name: getattr(args, name) for name in ("fusion_vision_taps", "fusion_text_taps")}
     given |= {name: [int(tap) for tap in value.split(",")] for name, value in taps.items() if value != "auto"}
-    return given | {name: getattr(args, name) for name in ("fusion_layers", "fusion_hierarchy", "fusion_direction")}
+    return given | {name: getattr(args, name) for name in ("fusion_layers", "fusion_direction")}
 
 
 def _check_head(args: ModelArguments, model: FusionDualEncoderModel) -> None:

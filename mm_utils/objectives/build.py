@@ -34,9 +34,7 @@ TERMS: dict[str, type[Term]] = {
 }
 _READ_BY = {
     "matryoshka_dims": ("contrastive", "sigmoid"),
-    "hard_negatives": ("matching",),
     "mlm_probability": ("masked_lm",),
-    "whole_word_masking": ("masked_lm",),
 }
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
@@ -51,25 +49,20 @@ class ObjectiveArguments:
         "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
         "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
         "sounds); distillation (soft targets of --teacher_name_or_path); or module.Class, a term of your own.",
+        usual=True,
     )
     teacher_name_or_path: str | None = arg(
         None,
         "A larger dual encoder whose similarities the towers learn as soft targets, a folder or a Hub id as of "
         "--model_name_or_path, or st:FOLDER of a SentenceTransformer of images and texts; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
+        decides="place",
     )
     matryoshka_dims: str | None = arg(
         None,
         "Train the first 32, 64 and 128 numbers of an embedding to be one, too: 32,64,128. The contrastive or sigmoid loss is "
         "then the mean over these widths and the full one.",
     )
-    hard_negatives: bool = arg(True, "Matching draws its negatives by similarity; false: uniformly.", rare=True)
     mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.", rare=True)
-    whole_word_masking: bool = arg(False, "masked_lm masks all pieces of a word or none.", rare=True)
-    max_logit_scale: float | None = arg(
-        None,
-        "Upper bound of the inverse temperature; default: 100, or where a model starts that was trained above it.",
-        rare=True,
-    )
 
     def __post_init__(self) -> None:
         self.weights, self.widths  # noqa: B018  (complain now, not after the data is loaded)
@@ -125,7 +118,7 @@ class ObjectiveArguments:
 
     def highest_scale(self, model: FusionDualEncoderModel) -> float:
         """Return the upper bound of the inverse temperature; SigLIP's checkpoints are at about 118."""
-        return self.max_logit_scale or max(100.0, model.logit_scale.exp().item())
+        return max(100.0, model.logit_scale.exp().item())
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError if a term cannot be trained with the other flags, given by name, or a flag has no term."""

@@ -35,16 +35,13 @@ class MaskedLanguageModelling(RowTerm):
     Args:
         tokenizer: the tokenizer of the texts; it must have a mask token.
         probability: the share of tokens to predict; ALBEF uses 0.15.
-        whole_words: mask all pieces of a word or none.
     """
 
     name = "masked_lm"
     heads = ("fusion.bridges", "fusion.cls_token", "token_head")
     pairs_per_image = 1
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, seed: int = 0, probability: float = 0.15, whole_words: bool = False
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int = 0, probability: float = 0.15):
         super().__init__(seed)
         if tokenizer.mask_token_id is None:
             raise ValueError(
@@ -54,13 +51,12 @@ class MaskedLanguageModelling(RowTerm):
         self.vocab_size = len(tokenizer)
         self.is_special = torch.zeros(self.vocab_size, dtype=torch.bool)
         self.is_special[tokenizer.all_special_ids] = True
-        self.continues = continuations(tokenizer) if whole_words else None
 
     @classmethod
     def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "MaskedLanguageModelling":
         """Return the term, with the share of tokens of `mlm_probability`."""
         assert tokenizer is not None
-        return cls(tokenizer, seed, args.mlm_probability, args.whole_word_masking)
+        return cls(tokenizer, seed, args.mlm_probability)
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add a head that predicts tokens."""
@@ -74,9 +70,6 @@ class MaskedLanguageModelling(RowTerm):
         key = 3 * (self.seed * 1_000_003 + step)
         pair_n, place_L = pair_keys(batch["ids"]), torch.arange(input_ids.shape[1], device=input_ids.device)
         chance_nL, fate_nL, other_nL = (uniform_noise(pair_n, place_L, key + draw) for draw in range(3))
-        if self.continues is not None:  # all pieces of a word share one draw
-            word_nL = (~self.continues.to(input_ids.device)[input_ids]).cumsum(1)
-            chance_nL = chance_nL.gather(1, word_nL.clamp(max=len(place_L) - 1))
         is_target = (chance_nL < self.probability) & mask & ~self.is_special.to(input_ids.device)[input_ids]
         seen = torch.where(fate_nL < MASKED, self.mask_token_id, input_ids)
         random_ids = (other_nL * self.vocab_size).long()
@@ -103,20 +96,3 @@ class MaskedLanguageModelling(RowTerm):
         _, states = encode_in_groups(model, seen, mask, batch.get("lengths") if len(encoded) else None)
         logits = model.token_logits(keys_values, states, mask, is_target)
         return token_cross_entropy(logits, labels[is_target])
-
-
-def continuations(tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Return the tokens that continue a word, bool `[V]`.
-
-    They have WordPiece's ##, or lack the mark that begins a word in byte-level BPE and SentencePiece. Special tokens begin a
-    word.
-    """
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    special = set(tokenizer.all_special_tokens)
-    if any(token.startswith("##") for token in tokens):
-        found = [token.startswith("##") for token in tokens]
-    else:
-        marks = ("\u0120", "\u2581")
-        marked = any(token.startswith(marks) for token in tokens)
-        found = [marked and not token.startswith(marks) and token not in special for token in tokens]
-    return torch.tensor(found)

@@ -91,14 +91,10 @@ class Matching(RowTerm):
     pairs_per_image = 3
     readers = (Negatives(),)
 
-    def __init__(self, seed: int = 0, hard: bool = True):
-        super().__init__(seed)
-        self.hard = hard
-
     @classmethod
     def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "Matching":
-        """Return the term, with negatives as `hard_negatives` says."""
-        return cls(seed, args.hard_negatives)
+        """Return the term."""
+        return cls(seed)
 
     def plan(
         self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
@@ -109,7 +105,7 @@ class Matching(RowTerm):
         if "negative_input_ids" in batch:
             own.append([batch[f"negative_{name}"] for name in names])
         lengths = [mask.sum(1) for _, mask in own]
-        chosen = self.draw(shared, scale if self.hard else torch.zeros_like(scale), step)
+        chosen = self.draw(shared, scale, step)
         drawn_n4 = torch.stack([*chosen, *lengths, torch.zeros_like(lengths[0])][:4], 1)
         everyone = [
             [distributed.gather_ragged(rows, shared.sizes, longest=shared.longest) for rows in each] for each in own

@@ -54,6 +54,7 @@ class RunContext:
         evaluates_start: whether they are evaluated, and kept if no later ones are better.
         retrieval: in pre-training, the evaluator of the validation split, which is among `evaluators`.
         metrics: after training, those of the saved model.
+        choice: after training, which weights are saved, and what chose them.
         published: lines of the summary: where callbacks have published the output folder.
         passes: passes over training rows at the start: name, seconds, rows, and the most rows that a whole run takes.
         final_evaluations: how often callbacks evaluate after training.
@@ -72,6 +73,7 @@ class RunContext:
     evaluates_start: bool = False
     retrieval: RetrievalEvaluator | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    choice: str = ""
     published: list[str] = field(default_factory=list)
     passes: list[tuple[str, float, int, int]] = field(default_factory=list)
     final_evaluations: int = 0

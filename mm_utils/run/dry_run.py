@@ -124,7 +124,7 @@ def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[
         "logging_steps": 1,
         "save_steps": steps,
         "report_to": "none",
-        **dict.fromkeys(("eval_steps", "save_minutes", "early_stopping_patience", "save_best_limit"), 0),
+        **dict.fromkeys(("eval_steps", "early_stopping_patience"), 0),
         **dict.fromkeys(("load_best_model_at_end", "push_to_hub"), False),
         **({"resume_from_checkpoint": "latest"} if args.resume_from_checkpoint else {}),
     }
@@ -256,12 +256,12 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     if args.eval_steps > 0 and (head := head_start(probe.context.objective, share, steps)):
         evaluated_steps.add(head)  # the end of the encoders' part
     saved_steps = {steps, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
-    if args.keeps_best or args.save_best_limit:  # each may be the best so far
+    if args.keeps_best:  # each may be the best so far
         saved_steps |= evaluated_steps
     again = args.keeps_best and len(evaluated_steps) > 1  # if the best are not the last, they are measured once more
     evaluations, kept = len(evaluated_steps) + again + probe.context.final_evaluations, len(saved_steps)
     if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay
-        kept = min(kept, args.save_total_limit + 1 + max(args.save_best_limit, args.keeps_best))
+        kept = min(kept, args.save_total_limit + 1 + args.keeps_best)
     checkpoint = find_checkpoint("latest", folder)
     checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
     growth = total["validation"] / len(data.splits["validation"])

@@ -55,6 +55,7 @@ def retrieval_card(
     data: TrainingData,
     split: Embeddings | None,
     metrics: dict[str, float],
+    choice: str,
     argv: Sequence[str] | None,
 ) -> CardInfo:
     """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
@@ -82,7 +83,7 @@ def retrieval_card(
                 [
                     f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
                     too_few(images, medium),
-                    chosen_on_validation(run, metrics, model),
+                    chosen_on_validation(run, metrics, choice, model),
                     describe_weights(model),
                 ],
             )
@@ -117,10 +118,13 @@ def terms_of(settings: Mapping[str, Any]) -> list[str]:
     return [name.rpartition(".")[2].replace("_", " ") for name, _, weight in terms if float(weight or 1)]
 
 
-def chosen_on_validation(run: Run, metrics: Mapping[str, float], model: FusionDualEncoderModel | None = None) -> str:
+def chosen_on_validation(
+    run: Run, metrics: Mapping[str, float], choice: str, model: FusionDualEncoderModel | None = None
+) -> str:
     """Return sentences on what is saved and what the validation split has chosen; "" if it has chosen nothing.
 
     Args:
+        choice: which weights are saved, and what chose them, of `Trainer.choice`.
         model: a model of retrieval, whose re-ranking may have been fitted; None for a classifier.
     """
     chosen = [
@@ -129,9 +133,9 @@ def chosen_on_validation(run: Run, metrics: Mapping[str, float], model: FusionDu
         *(["alpha"] if "eval_wise_ft_alpha" in metrics and run.settings.get("wise_ft_alpha") is None else []),
     ]
     if not chosen:
-        return run.args.choice
+        return choice
     named = " and ".join([*filter(None, [", ".join(chosen[:-1])]), chosen[-1]])
-    saved = f"{run.args.choice} " if run.args.choice else ""
+    saved = f"{choice} " if choice else ""
     return f"{saved}The validation split also chose {named}, so its figures are slightly too high; those of a test split are not."
 
 
@@ -245,7 +249,7 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         if evaluator.split is not None:
             draw_examples(data.splits["validation"], evaluator, folder / "retrieval.png")
-        write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, argv))
+        write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, context.choice, argv))
 
     distributed.on_first(write)
     context.publish()
@@ -345,7 +349,7 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     if "eval_moment_iou0.5" in metrics:
         found, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
         lines.append(f"  {'moments found (IoU of at least 0.5):':<46}{found:.3f}   the best fixed span: {fixed:.3f}")
-    lines += choices(run, metrics, model)
+    lines += choices(context, model)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",
         "dual_encoder": "the two towers for stock transformers",
@@ -371,9 +375,10 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     return [*lines, *listing(folder, contents, context.published), *next_lines(commands)]
 
 
-def choices(run: Run, metrics: dict[str, float], model: FusionDualEncoderModel | None = None) -> list[str]:
+def choices(context: RunContext, model: FusionDualEncoderModel | None = None) -> list[str]:
     """Return what the validation split has chosen, as lines of a summary."""
-    alpha, sentence = metrics.get("eval_wise_ft_alpha"), chosen_on_validation(run, metrics, model)
+    alpha = context.metrics.get("eval_wise_ft_alpha")
+    sentence = chosen_on_validation(context.run, context.metrics, context.choice, model)
     lines = [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
     return [*lines, f"  {sentence}"] if sentence else lines
 

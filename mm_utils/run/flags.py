@@ -37,8 +37,7 @@ PRETRAINING = (
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments, StreamingArguments),
 )
 
-_HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_hierarchy fusion_direction"
-_SAVES = ("save_steps", "save_minutes", "save_best_limit")
+_HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_direction"
 
 
 def unread(given: Parsed) -> list[tuple[str, Any, str]]:
@@ -58,12 +57,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         ("head_share", not _trains_head(given), "no term of --objectives is for the fusion head"),
         ("lora_towers", given["lora_rank"] == 0, "--lora_rank is 0"),
         ("layerwise_lr_decay", given["freeze_vision"] and given["freeze_text"], "both backbones are frozen"),
-        (
-            "cooldown_ratio",
-            given["lr_scheduler_type"] != "constant_with_cooldown",
-            "--lr_scheduler_type is not constant_with_cooldown",
-        ),
-        ("batch_size_lr_rule", given["batch_size_schedule"] is None, "there is no --batch_size_schedule"),
+        ("adam_beta2 adam_epsilon", "adamw" not in given["optim"], "--optim is not AdamW"),
         (
             f"{COLUMNS} dataset_config_name allow_outside_root",
             pairs and _is_embedded(given),
@@ -73,16 +67,15 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         (COLUMNS, prepared, "the data are a prepared set, whose columns are known"),
         ("stream_interleave shuffle_block_size", not given["streaming"] and not trial, "there is no --streaming"),
         ("trust_remote_code", not others, "nothing of others is loaded"),
-        ("peak_tflops", not pairs, "the operations of fine-tuning are not counted"),
         ("allow_changed_run", given["resume_from_checkpoint"] is None, "no run is resumed"),
         (
-            "metric_for_best_model greater_is_better",
+            "metric_for_best_model",
             given["eval_steps"] == 0 and not given["wise_ft"] and not trial,
             "--eval_steps is 0, so that no evaluation chooses",
         ),
         (
             "save_total_limit",
-            not any(given[name] for name in _SAVES) and not trial,
+            given["save_steps"] == 0 and not trial,
             "no checkpoints are saved",
         ),
     ]

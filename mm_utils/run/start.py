@@ -31,7 +31,10 @@ class RunArguments:
     """A trial before the run, and callbacks of your own."""
 
     dry_run: bool = arg(
-        False, "Try the run on a few pairs, log what it will take in time, memory and disk, and leave nothing."
+        False,
+        "Try the run on a few pairs, log what it will take in time, memory and disk, and leave nothing.",
+        decides="report",
+        usual=True,
     )
     callbacks: str | None = arg(
         None, "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/training.md."
@@ -76,7 +79,6 @@ def start_run(name: str, given: Parsed) -> Run:
         ValueError: if the processes have different arguments or code, or the device does not support the precision.
     """
     args, settings = given[TrainingArguments], given.settings
-    args.script, args.settings = name, settings
     args.names_batch = "global_batch_size" in given.named
     accelerator = make_accelerator()
     checks.check_devices(accelerator, args.rank_shares)

@@ -4,7 +4,6 @@ import logging
 import shlex
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from mm_utils.arguments import arg, in_notebook, launch_command, launcher
 from mm_utils.checkpointing.files import CONFIG_FILE as CONFIG_FILE
@@ -17,46 +16,64 @@ METRICS_FILE = "metrics.jsonl"  # a row per log and per evaluation
 NONFINITE_FILE = "nonfinite_steps.jsonl"  # step, figures and image ids
 
 
+def greater_is_better(metric: str) -> bool:
+    """Return whether a higher value of a metric is better: of all but losses and ranks."""
+    return not metric.endswith(("loss", "rank"))
+
+
 @dataclass
 class TrainingArguments:
     """Training: batch size, length, evaluation, checkpoints."""
 
-    output_dir: str | None = arg(None, "The folder of the run; default: a new outputs/<script>-N.")
-    overwrite_output_dir: bool = arg(False, "Replace the run in --output_dir.")
-    resume_from_checkpoint: str | None = arg(
-        None, "A checkpoint-N folder, or 'latest': the newest that is undamaged (a first start if there is none)."
+    output_dir: str | None = arg(
+        None, "The folder of the run; default: a new outputs/<script>-N.", decides="place", usual=True
     )
-    global_batch_size: int = arg(64, "Pairs per step, over all processes. It decides what is learnt.")
+    overwrite_output_dir: bool = arg(False, "Replace the run in --output_dir.", decides="place")
+    resume_from_checkpoint: str | None = arg(
+        None,
+        "A checkpoint-N folder, or 'latest': the newest that is undamaged (a first start if there is none).",
+        decides="place",
+        usual=True,
+    )
+    global_batch_size: int = arg(
+        64, "Pairs per step, over all processes. It decides what is learnt.", decides="place", usual=True
+    )
     batch_size_schedule: str | None = arg(
-        None, "Grow the batch: step:size,step:size, e.g. 0:256,2000:512; replaces --global_batch_size."
+        None,
+        "Grow the batch: step:size,step:size, e.g. 0:256,2000:512; replaces --global_batch_size.",
+        decides="place",
     )
     micro_batch_size: str | None = arg(
         None,
         "Pairs per process whose activations are held at a time, or 'auto', when memory is short. It does not change what is "
         "learnt, and is halved when memory runs out.",
+        decides="speed",
+        usual=True,
     )
     per_device_eval_batch_size: int = arg(
-        64, "Rows per process and forward pass in evaluation. It does not change the metrics."
+        64,
+        "Rows per process and forward pass in evaluation. It does not change the metrics.",
+        decides="speed",
     )
-    num_train_epochs: float = arg(12.0, "Passes over the training rows.")
-    max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.")
-    logging_steps: int = arg(-1, "Log every N steps; -1 = 10, or a tenth of a run that is shorter than 100.")
+    num_train_epochs: float = arg(12.0, "Passes over the training rows.", decides="length", usual=True)
+    max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.", decides="length", usual=True)
+    logging_steps: int = arg(
+        -1, "Log every N steps; -1 = 10, or a tenth of a run that is shorter than 100.", decides="report"
+    )
     eval_steps: int = arg(
         -1,
         "Evaluate every N steps; 0 = only at the end; -1 = before the first step and five times, if the run starts from "
         "a closed form or a whole model, else only at the end.",
+        decides="report",
+        usual=True,
     )
-    save_steps: int = arg(500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.")
-    save_minutes: float = arg(0.0, "Save one every N minutes too; 0 = by steps alone.")
-    save_total_limit: int | None = arg(2, "Keep this many checkpoints, in addition to the best ones.")
-    save_best_limit: int = arg(0, "Save after an evaluation that is among the best N so far, and keep those N.")
+    save_steps: int = arg(
+        500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.", decides="report", usual=True
+    )
+    save_total_limit: int | None = arg(
+        2, "Keep this many checkpoints, in addition to the best ones.", decides="report"
+    )
     metric_for_best_model: str = arg("mean_recall", "The metric of early stopping and of the best checkpoint.")
-    greater_is_better: bool = arg(True, "A higher value of that metric is better.", rare=True)
-    peak_tflops: float | None = arg(
-        None,
-        "Peak of one device at this precision, in TFLOP/s, e.g. 989 for an H100 in bf16: logs the share reached.",
-        rare=True,
-    )
     load_best_model_at_end: bool = arg(
         True,
         "Keep the best evaluated weights instead of the last, if there are evaluations and checkpoints on the way.",
@@ -65,47 +82,54 @@ class TrainingArguments:
         10,
         "Stop after this many steps with a NaN or infinite loss or gradient; such a step changes nothing.",
         rare=True,
+        decides="length",
     )
-    early_stopping_patience: int = arg(0, "Stop after N evaluations without a better metric; 0 = never.")
-    stop_collapsed: bool = arg(
-        True,
-        "Stop a run whose embeddings have become all alike, and which therefore learns nothing any more.",
-        rare=True,
+    early_stopping_patience: int = arg(
+        0, "Stop after N evaluations without a better metric; 0 = never.", decides="length"
     )
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
         0.01,
         "Stop once more than this share of the training rows cannot be read; each is replaced by another.",
         rare=True,
+        decides="length",
     )
     ddp_timeout: float = arg(
         300.0,
         "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
+        decides="speed",
     )
     vision_device: str | None = arg(
-        None, "The device of the image encoder, e.g. cuda:1, in a run of one process.", rare=True
+        None,
+        "The device of the image encoder, e.g. cuda:1, in a run of one process.",
+        rare=True,
+        decides="speed",
     )
     text_device: str | None = arg(
-        None, "The device of the text encoder, e.g. cuda:1, in a run of one process.", rare=True
+        None,
+        "The device of the text encoder, e.g. cuda:1, in a run of one process.",
+        rare=True,
+        decides="speed",
     )
     rank_shares: str | None = arg(
         None,
         "The share of a batch that each process gets, e.g. 2,1 where the first GPU is twice as fast. It changes what is "
         "learnt in the last digits only.",
         rare=True,
+        decides="speed",
     )
     allow_changed_run: bool = arg(
-        False, "Resume although data, seed or flags that decide what is learnt have changed, and log them."
+        False,
+        "Resume although data, seed or flags that decide what is learnt have changed, and log them.",
+        decides="report",
     )
-    seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.")
+    seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)
     # No flags:
-    script = "pretrain"  # `start_run` sets the name of the script that runs
-    choice = ""  # which weights are saved, and what chose them; the trainer sets it
+    script = "pretrain"  # whose command resumes a run that a notebook has started
     names_batch = True  # `start_run` sets whether the command line names the batch's size
 
     def __post_init__(self) -> None:
         self.eval_strategy = "steps" if self.eval_steps > 0 else "no"  # transformers' callbacks read it
-        self.settings: dict[str, Any] = {}  # no flag: `start_run` sets all flags by name
         if self.max_steps <= 0 and self.num_train_epochs <= 0:
             raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
         size = self.micro_batch_size
@@ -114,10 +138,8 @@ class TrainingArguments:
         self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
         if self.max_nonfinite_steps < 1:
             raise ValueError(f"--set max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
-        if min(self.save_steps, self.save_minutes) < 0:
-            raise ValueError(
-                f"--save_steps is {self.save_steps}, --save_minutes {self.save_minutes:g}; give 0 (never) or more."
-            )
+        if self.save_steps < 0:
+            raise ValueError(f"--save_steps is {self.save_steps}; give 0 (never) or more.")
         if self.save_total_limit is not None and self.save_total_limit < 1:
             raise ValueError(
                 f"--save_total_limit is {self.save_total_limit}; the newest checkpoint is always kept. Give at least 1."
@@ -128,8 +150,8 @@ class TrainingArguments:
             raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
-        if (self.early_stopping_patience or self.save_best_limit) and self.eval_steps <= 0:
-            raise ValueError("--early_stopping_patience and --save_best_limit need evaluations: set --eval_steps.")
+        if self.early_stopping_patience and self.eval_steps <= 0:
+            raise ValueError("--early_stopping_patience needs evaluations: set --eval_steps.")
 
     @property
     def resume_command(self) -> str:
@@ -158,9 +180,14 @@ class TrainingArguments:
             self.global_batch_size = num_rows
 
     @property
+    def greater_is_better(self) -> bool:
+        """Whether a higher value of `--metric_for_best_model` is better; `EarlyStoppingCallback` reads it."""
+        return greater_is_better(self.metric_for_best_model)
+
+    @property
     def keeps_best(self) -> bool:
         """True if the best evaluated weights are saved on the way, and kept."""
-        return self.load_best_model_at_end and self.eval_steps > 0 and bool(self.save_steps or self.save_minutes)
+        return self.load_best_model_at_end and self.eval_steps > 0 and self.save_steps > 0
 
     def settle_eval_steps(self, steps: int, has_baseline: bool) -> None:
         """Replace an `eval_steps` of -1, for a run of `steps`."""
@@ -183,5 +210,6 @@ class TrainingArguments:
 class FinetuningArguments(TrainingArguments):
     """Training: as for pre-training, with other defaults."""
 
-    num_train_epochs: float = arg(3.0, "Passes over the training rows.")
+    num_train_epochs: float = arg(3.0, "Passes over the training rows.", decides="length", usual=True)
     metric_for_best_model: str = arg("accuracy", "The metric of early stopping, of the best checkpoint and of alpha.")
+    script = "finetune"

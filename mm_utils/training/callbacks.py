@@ -181,8 +181,6 @@ class ProgressBar(TrainerCallback):
             shown = [f"loss {logs['loss']:.3f}"]
             if "pairs_per_second" in logs:
                 shown += [f"{logs['pairs_per_second']:.0f} pairs/s", f"{logs['data_wait']:.0%} data wait"]
-            if "utilisation" in logs:
-                shown.append(f"{logs['utilisation']:.0%} of peak")
             self.bar.set_postfix_str(", ".join(shown))
         recalls = {
             name: value for name, value in logs.items() if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))

@@ -166,7 +166,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 class FlopRates(RunCallback):
     """Add to each training row the model FLOPs per second, of this rank by default.
 
-    tflops: of real tokens, in 10^12. utilisation: their share of the device's peak.
+    tflops: of real tokens, in 10^12.
     """
 
     scripts = ("pretrain",)
@@ -192,8 +192,6 @@ class FlopRates(RunCallback):
         logs = kwargs["logs"]
         if self.flops is not None and "pairs_per_second" in logs:
             logs["tflops"] = self.operations * logs["pairs_per_second"] / max(1, self.pairs) / 1e12
-            if args.peak_tflops:
-                logs["utilisation"] = logs["tflops"] / args.peak_tflops
             self.pairs = self.operations = 0
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

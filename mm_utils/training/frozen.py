@@ -8,7 +8,7 @@ from mm_utils.arguments import Parsed, arg
 from mm_utils.training.callbacks import RunCallback
 
 _AUGMENTS = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter patch_dropout"
-_OF_HEAD = "head_share rerank_top_k rerank_weights rerank_cache_gb hard_negatives mlm_probability whole_word_masking"
+_OF_HEAD = "head_share rerank_top_k rerank_weights rerank_cache_gb mlm_probability"
 _OTHERS = "streaming batch_size_schedule lora_rank matryoshka_dims teacher_name_or_path"
 
 FROZEN_DEFAULTS = {

@@ -1,23 +1,34 @@
 """Build the optimizer's parameter groups; compute the learning rate of a step."""
 
+import functools
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import Adafactor, PreTrainedConfig, SchedulerType, get_scheduler
 
 from mm_utils.arguments import arg
 
 logger = logging.getLogger(__name__)
 
-LR_RULES = {"constant": 0.0, "linear": 1.0, "sqrt": 0.5}
-"""The exponent of (batch size / first batch size) in the learning rate: 1 suits SGD (arXiv 1706.02677), 1/2 Adam
-(arXiv 2205.10287)."""
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw_torch_fused": (torch.optim.AdamW, {}),
+    "adamw_torch": (torch.optim.AdamW, {}),
+    "sgd": (torch.optim.SGD, {}),
+    "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
+}
+"""Classes by `transformers`' names, with their settings there."""
+SCHEDULES: dict[str, dict[str, Any]] = {
+    kind.value: {} for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy")
+} | {name: {"min_lr_rate": 0.1} for name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")}
+"""Those schedules of `transformers` that are functions of the step, with their settings."""
+BATCH_EXPONENT = 0.5  # of (batch size / first batch size) in the rate: 1/2 suits Adam (arXiv 2205.10287)
+_DECAY_SHARE = 0.2  # of the steps, in which warmup_stable_decay falls
 TOWERS = ("vision_model.", "text_model.")
 NEW_RATE = 1e-3  # the peak rate of projections, heads, and the tiny backbones
 WARMUP_STEPS = 20  # with 1.5 steps of warm-up, small backbones need 20 steps to leave chance
@@ -36,12 +47,13 @@ _STAGED = re.compile(r"((?:[a-z]\w*\.)*?\w+\.\d+)\.(?:(?:layers|blocks)\.)?\d+(?
 
 @dataclass
 class OptimizerArguments:
-    """Optimizer: AdamW and its schedule."""
+    """Optimizer and its schedule."""
 
     learning_rate: float | None = arg(
         None,
         "Peak learning rate of newly initialised parameters; default: 1e-3, and less for a transformer from scratch that is "
         "wider or deeper than the tiny one.",
+        usual=True,
     )
     backbone_learning_rate: float | None = arg(
         None,
@@ -59,37 +71,32 @@ class OptimizerArguments:
     weight_decay: float = arg(
         0.1, "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions."
     )
-    adam_beta1: float = arg(0.9, "AdamW's decay of the first moment.", rare=True)
+    optim: str = arg(
+        "adamw_torch_fused",
+        "As in transformers: adamw_torch_fused, which is fused on a GPU, adamw_torch, sgd, adafactor.",
+        choices=list(OPTIMIZERS),
+    )
     adam_beta2: float = arg(0.98, "AdamW's decay of the second moment.", rare=True)
     adam_epsilon: float = arg(1e-6, "AdamW's epsilon.", rare=True)
     lr_scheduler_type: str = arg(
-        "cosine", "'cosine' to zero, or 'constant_with_cooldown' (linear to zero at the end)."
+        "cosine",
+        "As in transformers: cosine, linear, constant_with_warmup, warmup_stable_decay (which falls in the last fifth), "
+        "cosine_with_min_lr (to a tenth) and others.",
+        choices=list(SCHEDULES),
     )
     warmup_ratio: float | None = arg(
         None,
         "Share of the steps in which the rate rises linearly from zero; default: 0.05, or 20 steps where that is fewer, but at "
         "most 0.4.",
     )
-    cooldown_ratio: float = arg(0.2, "Share of the steps in which 'constant_with_cooldown' falls to zero.", rare=True)
-    batch_size_lr_rule: str = arg(
-        "sqrt",
-        "With --batch_size_schedule, growth of the rate with the batch: 'constant' (none), 'linear' or 'sqrt'.",
-        rare=True,
-    )
     max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")
 
     def __post_init__(self) -> None:
-        if self.lr_scheduler_type not in ("cosine", "constant_with_cooldown"):
-            raise ValueError(
-                f"--lr_scheduler_type is {self.lr_scheduler_type!r}; choose cosine or constant_with_cooldown."
-            )
-        if self.batch_size_lr_rule not in LR_RULES:
-            raise ValueError(
-                f"--set batch_size_lr_rule is {self.batch_size_lr_rule!r}; choose one of {', '.join(LR_RULES)}."
-            )
-        warmup = self.warmup_ratio or 0.0
-        if not (warmup >= 0 and self.cooldown_ratio >= 0 and warmup + self.cooldown_ratio <= 1):
-            raise ValueError("--warmup_ratio and --set cooldown_ratio are shares of the run; together at most 1.")
+        for name, known in (("lr_scheduler_type", SCHEDULES), ("optim", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
+        if not 0 <= (self.warmup_ratio or 0.0) <= 1:
+            raise ValueError(f"--warmup_ratio is {self.warmup_ratio}; give a share of the run in [0, 1].")
         if self.learning_rate is not None and self.learning_rate < 0:
             raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
         if not 0 <= self.head_share < 1:
@@ -118,14 +125,27 @@ def warmup_steps(max_steps: int, args: OptimizerArguments) -> float:
 
 
 def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
-    """Return the learning rate of a step, counted from 0, as a share of its peak."""
+    """Return the learning rate of a step, counted from 0, as a share of its peak.
+
+    Cosine learns from the first step on; the others are those of `transformers`, whose first step of a warm-up has a rate of 0.
+    """
     warmup = warmup_steps(max_steps, args)
+    if args.lr_scheduler_type != "cosine":
+        return _schedule_of(args.lr_scheduler_type, math.ceil(warmup), max_steps)(step)
     if step + 1 < warmup:
         return (step + 1) / warmup
-    if args.lr_scheduler_type == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup))) if step > warmup else 1.0
-    cooldown = args.cooldown_ratio * max_steps
-    return min(1.0, (max_steps - step) / cooldown) if cooldown else 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, max_steps - warmup))) if step > warmup else 1.0
+
+
+@functools.cache
+def _schedule_of(name: str, warmup: int, max_steps: int) -> Callable[[int], float]:
+    """Return a schedule of `transformers` as a function of the step, so that a resumed run needs no state of it."""
+    settings = dict(SCHEDULES[name])
+    if name == "warmup_stable_decay":
+        settings["num_decay_steps"] = min(math.ceil(_DECAY_SHARE * max_steps), max_steps - warmup)
+    peak = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)  # rates are then shares of it
+    scheduler = get_scheduler(name, peak, warmup, max_steps, settings)
+    return scheduler.lr_lambdas[0]
 
 
 def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
@@ -156,8 +176,8 @@ def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
 
 def build_optimizer(
     model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device, has_baseline: bool = False
-) -> torch.optim.AdamW:
-    """Build AdamW: matrices decay, backbones and their lower blocks have their own rates.
+) -> torch.optim.Optimizer:
+    """Build the optimizer of `--optim`: matrices decay, backbones and their lower blocks have their own rates.
 
     Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
     `backbone`, whether it is frozen in the head's part of the run; the trainer sets `lr` from them and `schedule`.
@@ -193,8 +213,11 @@ def build_optimizer(
         sum(each.numel() for each in model.parameters() if each.requires_grad >= only) for only in (0, 1)
     )
     logger.info("%s parameters, %s of them trained", f"{every:,}", f"{trained:,}")
-    betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(list(groups.values()), betas=betas, eps=args.adam_epsilon, fused=device.type == "cuda")
+    kind, settings = OPTIMIZERS[args.optim]
+    if kind is torch.optim.AdamW:
+        settings = {"betas": (0.9, args.adam_beta2), "eps": args.adam_epsilon}
+        settings["fused"] = args.optim == "adamw_torch_fused" and device.type == "cuda"
+    return kind(list(groups.values()), **settings)
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:

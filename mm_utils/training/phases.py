@@ -170,8 +170,8 @@ class Phases:
 
     def kept(self, history: Sequence[Row]) -> list[int]:
         """Return the steps whose checkpoints are kept because they are the best."""
-        limit = max(self.args.save_best_limit, int(self.args.keeps_best))
-        encoders = self.best_encoders(history)[: int(self.args.keeps_best)] if self.keeps_encoders else []
+        limit = int(self.args.keeps_best)
+        encoders = self.best_encoders(history)[:limit] if self.keeps_encoders else []
         return list(dict.fromkeys([*self.best(history)[:limit], *encoders]))
 
     def choice(self, history: Sequence[Row], step: int) -> Choice:

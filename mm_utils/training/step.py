@@ -25,7 +25,7 @@ from mm_utils.reliability.skipped import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import restored_buffers
 from mm_utils.training.micro_batch import find_micro_batch_size
-from mm_utils.training.optim import LR_RULES, OptimizerArguments
+from mm_utils.training.optim import BATCH_EXPONENT, OptimizerArguments
 from mm_utils.training.phases import Phases
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class TrainStep:
         """
         if self._is_first or not (self.objective.training and self.unwrapped.model.training):  # 3 % of a small step
             self.objective.train()
-        growth = (self.sizes.at(step) / self.sizes.at(0)) ** LR_RULES[self.optimizer_args.batch_size_lr_rule]
+        growth = (self.sizes.at(step) / self.sizes.at(0)) ** BATCH_EXPONENT
         self.phases.set_rates(self.optimizer.param_groups, step, growth)
         if self._is_first:
             self._is_first = False

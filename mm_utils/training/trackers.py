@@ -36,8 +36,10 @@ class TrackerArguments:
     report_to: str | None = arg(
         None,
         "Trackers that accelerate knows and that are installed, e.g. tensorboard or tensorboard,wandb; 'none' for none.",
+        decides="report",
+        usual=True,
     )
-    run_name: str | None = arg(None, "Name of the run in the trackers; by default they choose one.")
+    run_name: str | None = arg(None, "Name of the run in the trackers; by default they choose one.", decides="report")
 
     def __post_init__(self) -> None:
         installed = [tracker.value for tracker in get_available_trackers()]

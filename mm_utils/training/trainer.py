@@ -15,7 +15,6 @@ manager is entered around training, and one that is `ExportableState` is stored 
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -29,7 +28,7 @@ from transformers import TrainerCallback, TrainerState
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import step_of
-from mm_utils.checkpointing.state import TrainingState, learnt_flags
+from mm_utils.checkpointing.state import TrainingState, comparable
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
 from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
@@ -58,6 +57,7 @@ class Trainer:
         data: the training batches, and the batches to evaluate on.
         evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
         callbacks: any `transformers.TrainerCallback`.
+        flags: those that decide what is learnt, by name; a run that is resumed must have them as they were.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Trainer:
         data: TrainingData,
         evaluators: Sequence[Callable[..., dict[str, float]]] = (),
         callbacks: Sequence[TrainerCallback] = (),
+        flags: Mapping[str, Any] | None = None,
     ):
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
@@ -99,13 +100,14 @@ class Trainer:
         self.signals = Interruption()
         objective.seed = args.seed
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
-        self.flags = learnt_flags(args.settings)
+        self.flags = comparable(flags or {})
         self.captured = TrainingState(
             accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
         )
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
-        self._evaluated_step, self._saved_step, self._saved_at = -1, 0, time.monotonic()
+        self._evaluated_step, self._saved_step = -1, 0
         self._resumed_from: Path | None = None
+        self.choice = ""  # which weights are saved, and what chose them; known after `train`
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -185,11 +187,7 @@ class Trainer:
             distributed.on_first(partial(truncate_rows, self.output_dir / name, self.state.global_step))
         if self.saves:
             limit = self.args.save_total_limit
-            kept = (
-                None
-                if limit is None
-                else limit + max(self.args.save_best_limit, self.args.keeps_best) + self.phases.keeps_encoders
-            )
+            kept = None if limit is None else limit + self.args.keeps_best + self.phases.keeps_encoders
             check_room(self.output_dir, self.captured.nbytes, kept)
         self.callbacks.call("on_train_begin")
 
@@ -198,10 +196,7 @@ class Trainer:
         step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
         self.callbacks.control.should_log = last or _due(step, self.args.logging_steps)
         self.callbacks.control.should_evaluate = bool(self.evaluators) and (last or self.phases.evaluates(step))
-        waited = time.monotonic() - self._saved_at
-        self.callbacks.control.should_save = (
-            _due(step, self.args.save_steps) or 0 < 60 * self.args.save_minutes <= waited
-        )
+        self.callbacks.control.should_save = _due(step, self.args.save_steps)
 
     def _sync_ranks(self) -> int:
         """Let all ranks do what is due on any: signals, clocks and disks differ.
@@ -335,7 +330,7 @@ class Trainer:
     @property
     def saves(self) -> bool:
         """True if checkpoints are written during training."""
-        return bool(self.args.save_steps or self.args.save_minutes)
+        return self.args.save_steps > 0
 
     def save_checkpoint(self) -> None:
         """Start writing all that a resumed run needs, in a folder for `from_pretrained`."""
@@ -349,7 +344,7 @@ class Trainer:
         snapshot = self.captured.capture(self.state, run)
         if self.accelerator.is_main_process:
             self.writer.start(self.state.global_step, snapshot, self.phases.kept(self.state.log_history))
-        self._saved_step, self._saved_at = self.state.global_step, time.monotonic()
+        self._saved_step = self.state.global_step
 
     def load_checkpoint(self, path: Path) -> TrainerState:
         """Load a checkpoint's weights, optimizer and counters on all ranks; return its state.
@@ -380,7 +375,7 @@ class Trainer:
 
     def _forget_other_metric(self, path: Path, state: TrainerState, flags: Mapping[str, Any]) -> None:
         """Let the best be sought from the resumed step on if another metric has chosen it so far."""
-        if all(flags.get(name, now) == now for name, now in self.flags.items() if name in _CHOOSING):
+        if all(flags.get(name, now) == now for name, now in self.flags.items() if name == "metric_for_best_model"):
             return
         step, metric = state.global_step, f"eval_{self.phases.metric(state.global_step)}"
         state.log_history = [row for row in state.log_history if "loss" in row or row["step"] == step]
@@ -410,10 +405,10 @@ class Trainer:
             metrics = self._load_best(best, metrics)
         if self.phases.has_head and self.phases.is_new and step <= first:
             self.model.config.rerank_weights = {}
-            self.args.choice += (
+            self.choice += (
                 f" No head was trained: the run ended at step {step}, and its head learns from step {first} on."
             )
-        self.args.choice = self.args.choice.strip()
+        self.choice = self.choice.strip()
         return metrics
 
     def _load_best(self, best: list[int], metrics: dict[str, float]) -> dict[str, float]:
@@ -432,14 +427,14 @@ class Trainer:
             "saved_part": choice.part,
             "saved_by": choice.figure,
         }
-        self.args.choice = str(choice)
+        self.choice = str(choice)
         reranks = any((self.model.config.rerank_weights or {}).values())
         earlier = self.phases.lost_recall(history, step, reranks)
         if earlier is not None and (path := self._folder_of(earlier)) is not None:
             with same_head(self.model, self.average):
                 self.captured.load_weights(path)
             metrics = {f"eval_{name}": value for name, value in self._measure_saved().items()}
-            self.args.choice += (
+            self.choice += (
                 f" Its projections are those of step {earlier}: later ones cost more recall than the head adds."
             )
             row["saved_projections_step"] = earlier
@@ -511,9 +506,6 @@ class _StopRequested(Exception):
     def __init__(self, signal: int):
         super().__init__(signal)
         self.signal = signal
-
-
-_CHOOSING = ("metric_for_best_model", "greater_is_better")
 
 
 def _due(step: int, every: int) -> bool:

@@ -19,9 +19,9 @@ from mm_utils.run.finish import chosen_on_validation, independent_queries
     ],
 )
 def test_what_the_measured_split_has_chosen_is_stated(keeps_best, weights, settings, metrics, chosen) -> None:
-    run = SimpleNamespace(args=SimpleNamespace(keeps_best=keeps_best, choice=""), settings=settings)
+    run = SimpleNamespace(args=SimpleNamespace(keeps_best=keeps_best), settings=settings)
     model = SimpleNamespace(fusion=object(), config=SimpleNamespace(rerank_weights=weights))
-    found = chosen_on_validation(run, metrics, model)
+    found = chosen_on_validation(run, metrics, "", model)
     assert (f"also chose {chosen}, so" in found) if chosen else not found
 
 

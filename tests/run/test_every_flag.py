@@ -41,15 +41,13 @@ RULES = [
     ("--objectives contrastive", "head_share=0.3", ""),
     ("", "lora_towers=text", "--lora_rank 2"),
     ("--freeze_vision --freeze_text", "layerwise_lr_decay=0.5", "--freeze_text"),
-    ("", "cooldown_ratio=0.3", "--lr_scheduler_type constant_with_cooldown"),
-    ("", "batch_size_lr_rule=linear", "--batch_size_schedule 0:8"),
+    ("--optim sgd", "adam_beta2=0.9 adam_epsilon=1e-3", ""),
     ("", "stream_interleave=2 shuffle_block_size=2", "--streaming --train_file x"),
     (
         "",
         "image_column=a caption_column=a id_column=a image_root=. allow_outside_root=true",
         "--train_file x",
     ),
-    ("--dataset_name scenes,sounds --fusion_layers 0 --objectives contrastive", "image_column=a", "--dataset_name x"),
     ("--dataset_name sounds", "image_column=a caption_column=a dataset_config_name=a", "--dataset_name x"),
     ("", "closed_form_images=100", TOWERS),
     (f"{TOWERS} --streaming --train_file x", "closed_form_images=100", TOWERS),
@@ -84,7 +82,7 @@ def test_unread_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for each in ("mm_utils.run.flags.check_model", "mm_utils.objectives.distillation.check_model"):
+    for each in ("mm_utils.run.flags.check_model", "mm_utils.training.teacher.check_model"):
         monkeypatch.setattr(each, lambda *_: None)
     check(unread.split())
     for setting in settings.split():
@@ -119,13 +117,13 @@ def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, wo
 
 # -- observed, for every kind of start -----------------------------------------------------------------------------------
 STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "finetune")
-_CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt_flags"}
+_CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt"}
 OTHERS = {
     "dataset_config_name": "other", "dataset_dir": ".", "dataset_name": "sounds", "task": "scenes:count", "train_file": "x.jsonl",
     "validation_file": "x.jsonl", "test_file": "x.jsonl", "medium": "sound", "fusion_vision_taps": "-1", "image_root": ".",
     "fusion_text_taps": "-1", "fusion_direction": "both", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "vision_pooling": "mean", "text_pooling": "cls", "backbone_dropout": "keep", "lora_towers": "text", "matryoshka_dims": "8",
-    "lr_scheduler_type": "constant_with_cooldown", "batch_size_lr_rule": "linear", "batch_size_schedule": "0:4,2:8",
+    "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8",
     "micro_batch_size": "2", "vision_device": "cpu", "text_device": "cpu", "rank_shares": "1", "hub_strategy": "every_save", "license": "mit",
     "report_to": "none", "rerank_weights": "match:1", "dataloader_num_workers": "1", "class_weights": "balanced",
     "classifier_inputs": "image", "wise_ft_alpha": "0.5", "max_steps": "3", "hub_model_id": "a/b",

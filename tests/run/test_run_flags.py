@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from mm_utils.arguments import is_rare, parse_args
-from mm_utils.checkpointing.state import FREE_FLAGS, changes, learnt_flags
 from mm_utils.reliability import failures
 from mm_utils.run import flags
 from mm_utils.run.callbacks import flags_of_callbacks
@@ -103,21 +102,14 @@ def test_an_interrupted_script_prints_no_traceback(
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["pretrain", "finetune"])
-def test_a_flag_is_compared_by_a_resume_or_free(script: str) -> None:
-    """Every field of every dataclass; `FREE_FLAGS` names no other."""
-    kinds = (*(flags.PRETRAINING if script == "pretrain" else FLAGS), *flags_of_callbacks(script))
-    names = {field.name for kind in kinds for field in fields(kind)}
-    now = dict.fromkeys(names, "one")
-    for name in names:
-        changed = changes(learnt_flags({**now, name: "other"}), learnt_flags(now))
-        assert changed == ("" if name in FREE_FLAGS else f"{name} was other and is one")
-    assert not FREE_FLAGS & {field.name for field in fields(flags.OptimizerArguments)}
-
-
-def test_the_free_flags_exist() -> None:
-    kinds = [*flags.PRETRAINING, *FLAGS, *flags_of_callbacks("pretrain")]
-    assert {field.name for kind in kinds for field in fields(kind)} >= FREE_FLAGS
+def test_a_resumed_run_is_compared_by_the_flags_that_decide_what_is_learnt() -> None:
+    given = parse_args(*flags.PRETRAINING, argv=["--learning_rate", "0.5", "--save_steps", "3"])
+    assert given.learnt.items() >= {"learning_rate": 0.5, "seed": 42, "objectives": given["objectives"]}.items()
+    assert given.learnt.keys().isdisjoint(["train_file", "micro_batch_size", "max_steps", "save_steps", "dry_run"])
+    kinds = [*flags.PRETRAINING, *FLAGS, *flags_of_callbacks("pretrain"), *flags_of_callbacks("finetune")]
+    decided: dict[str, str] = {}
+    for field in (field for kind in kinds for field in fields(kind)):
+        assert decided.setdefault(field.name, field.metadata["help"].decides) == field.metadata["help"].decides
 
 
 def test_a_moved_run_is_not_resumed_in_its_old_place(tmp_path: Path) -> None:

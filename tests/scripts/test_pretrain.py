@@ -165,16 +165,16 @@ def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags,
     assert last < max(losses(tmp_path)) < 20
 
 
-def test_the_best_checkpoints_are_kept(tiny_flags, tmp_path):
+def test_the_best_checkpoint_is_kept(tiny_flags, tmp_path):
     """Besides the newest; ties go to the earlier one."""
-    values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0])
+    values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0, 0.5])  # the best is measured once more
 
     flags = [
-        "--max_steps", "6", "--eval_steps", "1", "--save_steps", "0", "--save_best_limit", "2", "--head_share", "0",
+        "--max_steps", "6", "--eval_steps", "1", "--save_steps", "100", "--head_share", "0",
     ]  # fmt: skip
     kept = ["--save_total_limit", "1", "--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
     pretrain.main([*tiny_flags, *flags, *kept], evaluators=[lambda *_: {"quality": next(values)}])
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
 
 
 def test_parts_of_the_batch_learn_what_the_whole_learns(finished, tiny_flags, tmp_path):
@@ -292,6 +292,21 @@ def test_a_real_run_starts_where_a_dry_run_was_and_learns_the_same(finished, tin
 # -- the two dials ------------------------------------------------------------------------------------------------------
 
 
+def test_a_schedule_grows_the_batch_and_the_rate(tiny_flags, tmp_path):
+    schedule = ["--batch_size_schedule", "0:4,2:8", "--lr_scheduler_type", "constant"]
+    flat = ["--head_share", "0"]
+    pretrain.main([*tiny_flags, *schedule, *flat, "--output_dir", str(tmp_path)])
+    logged = [row for row in rows_of(tmp_path) if "loss" in row]
+    assert [row["epoch"] for row in logged] == [0.25, 0.5, 1.0, 1.5]  # of 16 images
+    assert [row["learning_rate"] for row in logged] == pytest.approx([1e-3, 1e-3, 2**0.5 * 1e-3, 2**0.5 * 1e-3])
+
+
+def test_epochs_are_counted_in_pairs(tiny_flags, tmp_path):
+    schedule = ["--batch_size_schedule", "0:4,2:8", "--max_steps", "-1", "--num_train_epochs", "2"]
+    pretrain.main([*tiny_flags, *schedule, "--output_dir", str(tmp_path)])
+    assert max(losses(tmp_path)) == 5  # 2 x 4 + 3 x 8 = 2 x 16
+
+
 def test_the_micro_batch_is_found_and_changes_nothing(finished, tiny_flags, tmp_path, caplog):
     folder, _ = finished
     pretrain.main([*tiny_flags, "--micro_batch_size", "auto", "--output_dir", str(tmp_path)])
@@ -351,11 +366,10 @@ def test_mistakes_found_while_running_name_the_remedy(tiny_flags, tmp_path, flag
         (["--learning_rte", "1"], "Did you mean '--learning_rate'?"),
         (["--objectives", "contrasitve"], "--objectives"),
         (["--vision_config", "huge"], "--vision_config is 'huge'"),
-        (["--lr_scheduler_type", "linear"], "--lr_scheduler_type"),
+        (["--lr_scheduler_type", "cubic"], "--lr_scheduler_type"),
         (["--ema_decay", "1"], "--ema_decay"),
         (["--global_batch_size", "1"], "at least 2 pairs"),
         (["--batch_size_schedule", "0:8,20:16,10:32"], "goes back from step 20 to step 10"),
-        (["--set", "batch_size_lr_rule=cubic"], "--set batch_size_lr_rule is 'cubic'; choose one of constant, linear, sqrt"),
         (["--micro_batch_size", "0"], "--micro_batch_size is 0; give at least 1, 'auto'"),
         (["--micro_batch_size", "atuo"], "--micro_batch_size is atuo"),
         (["--set", "max_nonfinite_steps=0"], "--set max_nonfinite_steps is 0"),

@@ -204,4 +204,4 @@ def stopped(run: TinyRun) -> str:
 
     run.strike = trainer.callbacks.callbacks[-2].strike = stop  # type: ignore[attr-defined]
     trainer.train()
-    return trainer.args.choice
+    return trainer.choice

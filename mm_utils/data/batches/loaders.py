@@ -62,6 +62,8 @@ class LoaderArguments:
     dataloader_num_workers: str = arg(
         "auto",
         f"Processes that decode images, per rank, 0 for none; auto = one per spare core, at most {_MAX_WORKERS}.",
+        decides="speed",
+        usual=True,
     )
     color_jitter: float = arg(
         0.0, "Brightness, contrast and saturation of training images vary by up to this share; captions name colours."

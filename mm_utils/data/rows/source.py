@@ -50,17 +50,25 @@ class DataArguments:
         None,
         "A data set on the Hub, a local folder of one, or a folder made by save_to_disk or prepare_data; clips or sounds: the "
         "embedded set of these, drawn at the first start.",
+        decides="place",
+        usual=True,
     )
     dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
     train_file: str | None = arg(
         None,
         "Training pairs: JSONL, JSON, CSV, TSV or Parquet, one image and its caption a row, or COCO, Flickr or tar shards. "
         "The first start checks all images; later ones read the datasets cache.",
+        decides="place",
+        usual=True,
     )
-    validation_file: str | None = arg(None, "Validation pairs; without any, some training images are held out.")
-    test_file: str | None = arg(None, "Test pairs.")
+    validation_file: str | None = arg(
+        None, "Validation pairs; without any, some training images are held out.", decides="place", usual=True
+    )
+    test_file: str | None = arg(None, "Test pairs.", decides="place")
     dataset_dir: str | None = arg(
-        None, "A folder of images with metadata.jsonl or .csv, in it or per split, or with captions in them."
+        None,
+        "A folder of images with metadata.jsonl or .csv, in it or per split, or with captions in them.",
+        decides="place",
     )
     medium: str = arg(
         "auto",
@@ -72,14 +80,19 @@ class DataArguments:
     )
     caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
     id_column: str | None = arg(None, "Column that identifies the image; default image_id or id, else the path.")
-    image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
-    allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
-    max_train_samples: int | None = arg(None, "Keep the first N training images.")
-    max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.")
+    image_root: str | None = arg(
+        None, "Folder that image paths are relative to; default the data file's folder.", decides="place"
+    )
+    allow_outside_root: bool = arg(
+        False, "Accept image paths that leave --image_root: absolute, by '..', by a link.", decides="place"
+    )
+    max_train_samples: int | None = arg(None, "Keep the first N training images.", decides="place", usual=True)
+    max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.", decides="place")
     preprocessing_num_workers: int | None = arg(
         None,
         "Processes that check images (default all cores) and tokenise (default all from 100,000 rows on).",
         rare=True,
+        decides="speed",
     )
 
     def __post_init__(self) -> None:

@@ -84,8 +84,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "outputs/mine").mkdir(parents=True)
     (tmp_path / "outputs/mine/config.yaml").write_text("max_steps: 1\n")
-    for name in ("pairs.jsonl", "b32.json"):
-        (tmp_path / name).touch()
+    (tmp_path / "b32.json").touch()
+    (tmp_path / "pairs.jsonl").write_text('{"image": "1.jpg", "caption": "a cup"}\n')
     for folder in ("photos", "words"):
         (tmp_path / folder).mkdir()
     (tmp_path / "words/lines.tsv").write_text("a cup\teine Tasse\n")

@@ -59,7 +59,7 @@ class EvaluationArguments:
         rare=True,
     )
     evaluators: str | None = arg(
-        None, "Evaluators of your own, module.function[,module.function]: docs/objectives.md#four-doors."
+        None, "Evaluators of your own, module.function[,module.function]: docs/objectives.md#what-you-can-attach."
     )
 
     def __post_init__(self) -> None:

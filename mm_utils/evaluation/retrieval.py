@@ -64,7 +64,7 @@ class EvaluationArguments:
     )
     evaluators: str | None = arg(
         None,
-        "Evaluators of your own, module.function[,module.function]: docs/objectives.md#four-doors.",
+        "Evaluators of your own, module.function[,module.function]: docs/objectives.md#what-you-can-attach.",
         decides="report",
     )
 

@@ -60,7 +60,7 @@ class ReconcileArguments:
 
     validation_fraction: float | None = arg(
         None,
-        "Share of the rows without a split that is held out for validation. (default: 5 %, but at least 30 images, or a fifth "
+        "Share of the rows without a split that is held out for validation. (default: 0.05, but at least 30 images, or a fifth "
         "of fewer than 150)",
     )
     test_fraction: float = arg(0.0, "Share of the rows without a split that is held out for the test.")

@@ -87,6 +87,12 @@ class TrainingArguments:
     early_stopping_patience: int = arg(
         0, "Stop after N evaluations without a better metric; 0 = never.", decides="length"
     )
+    stop_collapsed: bool = arg(
+        True,
+        "Stop a run whose embeddings have become all alike, and which therefore learns nothing any more.",
+        rare=True,
+        decides="length",
+    )
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
         0.01,

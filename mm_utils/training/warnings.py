@@ -82,7 +82,7 @@ class CollapseWarning(RunCallback):
             if cause not in self.said and state.is_world_process_zero:
                 logger.warning("%s", message)
             self.said.add(cause)
-        if self._has_collapsed(kwargs["logs"]):
+        if args.stop_collapsed and self._has_collapsed(kwargs["logs"]):
             raise distributed.RunError(_collapse(self.rows[-1]))
 
     def _has_collapsed(self, row: Row) -> bool:
@@ -145,7 +145,7 @@ def _collapse(last: Row) -> str:
         f"contrastive_loss is {last['contrastive_loss']:.4g} at step {last['step']:.0f}, which is chance, and grad_norm is "
         f"{last['grad_norm']:.1g}; all images, or all texts, are embedded alike, and so small a gradient does not part them again. "
         "Start anew with a lower rate: leave --learning_rate and --warmup_ratio out, which then fit the encoders, or give a tenth "
-        "of it; or start from pretrained encoders."
+        "of it; or start from pretrained encoders. --set stop_collapsed=false goes on."
     )
 
 

@@ -132,6 +132,7 @@ COLLAPSED = {"contrastive_loss": CHANCE - 0.001, "grad_norm": 6e-5}
         pytest.param(COLLAPSED, 1, {"image_spread": 1e-4}, {}, False, id="only images are alike"),
         pytest.param(COLLAPSED | {"grad_norm": 0.1}, 9, {}, {}, False, id="a plateau before learning"),
         pytest.param(COLLAPSED | {"contrastive_loss": CHANCE - 0.1}, 9, {}, {}, False, id="below chance"),
+        pytest.param(COLLAPSED, 9, {}, {"stop_collapsed": False}, False, id="asked to go on"),
     ],
 )
 def test_a_collapsed_run_stops(figures, lines, evaluated, flags, stops) -> None:

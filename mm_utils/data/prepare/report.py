@@ -83,7 +83,7 @@ def summarize(
             }
             for name, tally in ingested.sources.items()
         ],
-        **({} if medium == "image" else {"timed": _timed(medium, settings, kept)}),
+        **dict[str, Any]({} if medium == "image" else {"timed": _timed(medium, settings, kept)}),
         "splits": splits,
         "quarantined": _quarantined(ingested.faults + found.faults),
         "notes": dict(ingested.notes.most_common()),
@@ -532,7 +532,7 @@ def write_data_card(
     """
     images, features = sum(map(len, pairs.values())), next(iter(pairs.values())).features
     kind = kind_of(features)
-    columns = {}
+    columns: dict[str, Any] = {}
     if summary["storage"]["store"] != "raw":  # whose pixels stay bytes
         decoded = Features({COLUMNS[kind] if name == "image" else name: each for name, each in features.items()})
         decoded[COLUMNS[kind]] = type(FEATURES[kind])()

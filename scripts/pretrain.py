@@ -46,7 +46,7 @@ from mm_utils.run import flags
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach, flags_of_callbacks, has_baseline
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.finish import finish_run
-from mm_utils.run.recipes import recipe_for
+from mm_utils.run.recipes import announce, recipe_for
 from mm_utils.run.start import run_script, start_run
 from mm_utils.training.optim import build_optimizer
 from mm_utils.training.trainer import Trainer
@@ -74,6 +74,8 @@ def main(
     if given["dry_run"]:
         return dry_run(main, "pretrain", argv, args, given.settings)
     run = start_run("pretrain", given)
+    if recipe:
+        announce(recipe)
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
     opening = (args, partial(load_processor, model_args), objective_args.readers)

@@ -21,11 +21,12 @@ logger = logging.getLogger(__name__)
 STARTS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path", "vision_config", "text_config")
 """Flags that say what a run starts from."""
 FIRST_ROWS = 100  # that are looked at
-_RECIPES = {
-    "image": ("photographs", "a frozen image encoder and a frozen text encoder, joined in minutes on a laptop"),
-    "clip": ("photographs", "a frozen image encoder over every frame and a frozen text encoder"),
-    "sound": ("sounds", "a stock CLAP, trained on with small rates"),
-    "stream": ("clip", "a stock CLIP, trained on with small rates"),
+_FOLDER = scripts_folder().parent / "recipes"
+_RECIPES = {"image": "photographs", "clip": "photographs", "sound": "sounds", "stream": "clip"}
+_ABOUT = {
+    "photographs": "a frozen image encoder and a frozen text encoder, joined in minutes on a laptop",
+    "sounds": "a stock CLAP, trained further with small rates",
+    "clip": "a stock CLIP, trained further with small rates",
 }
 
 
@@ -39,20 +40,22 @@ def recipe_for(given: Parsed) -> str | None:
     if given.is_given(*STARTS) or not (sources := sources_of(data)) or is_embedded(data.dataset_name):
         return None
     medium = "stream" if given["streaming"] and data.medium == "auto" else _medium(data, sources[0])
-    name, what = _RECIPES[medium]
-    folder = scripts_folder().parent / "recipes"
-    path = folder / f"{name}.yaml"
+    path = _FOLDER / f"{_RECIPES[medium]}.yaml"
     for flag, entry in read_flat_yaml(str(path)).items():
         if flag in STARTS:
             _check_reachable(str(entry.value), sources[0].title, path)
-    logger.info(
-        "No start is named, so this run takes %s: %s. Others: --config %s trains a CLIP on, and --vision_config small "
-        "--text_config small trains from scratch, which takes 100,000 pairs and more",
-        path,
-        what,
-        folder / "clip.yaml",
-    )
     return str(path)
+
+
+def announce(recipe: str) -> None:
+    """Log what a run starts from, and what else it could."""
+    logger.info(
+        "No start is named, so this run takes %s: %s. Others: --config %s trains a CLIP further, and --vision_config small "
+        "--text_config small trains from scratch, which takes 100,000 pairs and more",
+        recipe,
+        _ABOUT[Path(recipe).stem],
+        _FOLDER / "clip.yaml",
+    )
 
 
 def _medium(data: DataArguments, source: Source) -> str:

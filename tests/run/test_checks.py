@@ -17,6 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from mm_utils import distributed
+from mm_utils.model.checks import check_model
 from mm_utils.run import checks
 from mm_utils.run.start import make_accelerator
 from tests.kit.processes import fork, read_report, wait_until
@@ -260,7 +261,7 @@ def test_a_model_that_is_none_is_answered_with_what_to_give(
     for kind in ("vit", "bert", "llava"):
         write_config(tmp_path / ("a vit" if kind == "vit" else kind), model_type=kind)
     with pytest.raises(ValueError, match=rf"^--model_name_or_path is {name}; {message}"):
-        checks.check_model(name)
+        check_model(name)
 
 
 # -- a machine with a GPU, and a run on its CPUs -------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from datasets import Dataset, DatasetDict, Features, Image, Sequence, Value
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.downloads import UrlImage
-from mm_utils.data.rows.records import BytesImage, FileImage
+from mm_utils.data.rows.records import BytesImage, FileImage, UrlImage
 from mm_utils.data.rows.source import PathArguments
 from mm_utils.data.rows.tables import with_raw_images
 from tests.kit.reading import NAMES, content, lines, read, reasons, write

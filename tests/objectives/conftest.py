@@ -1,0 +1,3 @@
+"""The tokenizer of the numbered rows."""
+
+from tests.data.conftest import tokenizer  # noqa: F401

@@ -37,8 +37,8 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 def test_only_what_can_be_a_hub_id_may_be_missing(
     name: str, kind: str, on_hub: bool, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "data/mine").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here/data/mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")  # above which nothing else lies
     assert missing(name, kind, on_hub) == found
 
 

@@ -208,8 +208,8 @@ def test_a_text_finds_its_picture_first(visit: Visit) -> None:
 
 def test_re_ranking_before_and_after(visit: Visit) -> None:
     visit.find("a green square")
-    assert visit.facts(1) == {"similarity": "0.650", "re-ranked": "20.65", "place": "6 → 1"}
-    assert visit.facts(6) == {"similarity": "0.850", "re-ranked": "0.85", "place": "1 → 6"}
+    assert visit.facts(1) == {"similarity": "0.650", "re-ranked": "20.650", "place": "6 → 1"}
+    assert visit.facts(6) == {"similarity": "0.850", "re-ranked": "0.850", "place": "1 → 6"}
     assert visit.facts(11) == {"similarity": "0.000"}
     visit.tab.get_by_role("checkbox", name="re-ranked").uncheck()
     expect(visit.tab.locator("#hits img").first).to_have_attribute("alt", "a green circle")

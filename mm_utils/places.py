@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 _ON_HUB = [
     *("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path", "teacher_name_or_path"),
-    *("score_with", "dataset_name", "sources"),
+    *("dataset_name", "sources"),
 ]
 _NOT_A_PATH = re.compile(r".*://|(pipe|data|st):|.*[*?\[{]")  # addresses, and patterns of many files
 _OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".tar", ".zip", ".db", ".sqlite")
@@ -50,7 +50,7 @@ def check_words(script: str, words: Sequence[str]) -> None:
             flag, _, word = word.partition("=")
         if flag not in places:
             continue
-        # A source is PATH,key=value; several data sets, or towers of several media, are separated by commas.
+        # A source is PATH,key=value.
         names = [re.split(r"(?<!\\),", word)[0].replace("\\,", ",")] if flag == "--sources" else word.split(",")
         for name in names:
             if problem := missing(name, *places[flag]):

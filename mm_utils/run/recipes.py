@@ -63,7 +63,8 @@ def _medium(data: DataArguments, source: Source) -> str:
     if data.medium != "auto" or not Path(source.path).exists():
         return "image" if data.medium == "auto" else data.medium
     if is_prepared(source.path):
-        return kind_of(open_prepared(source.path, source.title)["train"].features)
+        splits = open_prepared(source.path, source.title, allow_outside=data.allow_outside_root)
+        return kind_of(next(iter(splits.values())).features)  # that there is no train split is said where it is read
     rows = islice(read_source(source, PathArguments(data.image_root, data.allow_outside_root)), FIRST_ROWS)
     return next((row.medium for row in rows if isinstance(row, Record)), "image")
 

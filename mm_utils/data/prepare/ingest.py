@@ -95,7 +95,7 @@ class Storage:
 IN_PLACE = Storage("reference", None)
 _USUAL_SIDE = round(OVERSIZE * 224)  # pixels: of clips where images stay in place
 # Findings on files that stay in place, by process: rows of one image need not follow each other. 1 kB each.
-_known: dict[ImageRef, dict[str, Any]] = {}
+known: dict[ImageRef, dict[str, Any]] = {}
 _MOST_KNOWN = 20_000
 
 
@@ -303,7 +303,7 @@ class Worker:
         key = record.image, record.cut
         if self.last is None or self.last[0] != key:
             if record.medium == "image":
-                found = _known.get(record.image) if self.storage == IN_PLACE else None
+                found = known.get(record.image) if self.storage == IN_PLACE else None
                 self.last = key, found or self._read(record.image, measured, notes)
             else:
                 side = _USUAL_SIDE if self.storage == IN_PLACE else self.storage.short_side
@@ -345,9 +345,9 @@ class Worker:
             "psnr": self._loss(data, image_field, size) if measured else None,
         }
         if stored is None:
-            if len(_known) == _MOST_KNOWN:
-                _known.clear()
-            _known[ref] = image
+            if len(known) == _MOST_KNOWN:
+                known.clear()
+            known[ref] = image
         return image
 
     def _store(

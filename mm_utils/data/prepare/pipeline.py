@@ -26,19 +26,43 @@ from tqdm.auto import tqdm
 
 from mm_utils.data.faults import REASONS, is_hopeless
 from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest
+from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, known
 from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
+_PILLOW = logging.getLogger("PIL")
 
 _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end
 
 
+class _Here(Executor):
+    """Computes each call at once, in this process: one worker needs no fork, and a fork beside threads may hang."""
+
+    def __init__(self) -> None:
+        known.clear()  # files may have changed since an earlier call of this process
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """Compute a call; see `concurrent.futures.Executor`."""
+        future: Future = Future()
+        level = _PILLOW.level
+        try:
+            with warnings.catch_warnings():
+                _silence()
+                future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        finally:
+            _PILLOW.setLevel(level)
+        return future
+
+
 def local_pool(workers: int) -> Executor:
     """Return processes of this machine; forked ones need not import anything again, which would take longer than a small set."""
+    if workers == 1:
+        return _Here()
     context = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
     return ProcessPoolExecutor(workers, context, _set_up_worker, (os.getpid(),))
 
@@ -196,8 +220,12 @@ def _set_up_worker(parent: int) -> None:
 def quiet() -> None:
     """Limit this process to one thread, and silence the decoders' own messages."""
     torch.set_num_threads(1)
-    # Pillow's messages on damaged files name neither file nor row; the quarantine does.
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    _silence()
+
+
+def _silence() -> None:
+    # The decoders' messages on damaged files name neither file nor row; the quarantine does.
+    _PILLOW.setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
 
 

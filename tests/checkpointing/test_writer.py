@@ -96,9 +96,8 @@ def test_the_loop_goes_on_while_a_slow_disk_is_written_to_and_two_saves_never_ov
         time.sleep(0.05)
         inside[0] -= 1
 
-    began = time.monotonic()
     writer.start(1, Copied(fault=slow), ())  # type: ignore[arg-type]
-    assert time.monotonic() - began < 5
+    assert not go_on.is_set()
     assert (writer.saved(), writer.failures) == (0, 0)
     threading.Timer(0.2, go_on.set).start()
     writer.start(2, Copied(fault=slow), ())  # type: ignore[arg-type]

@@ -25,9 +25,10 @@ from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
+from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.media_files import rows_with_moments
-from tests.kit.ranks import run_on_ranks
+from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
 from tests.kit.stock_folders import write_stock
 from tests.kit.training_runs import (
     BATCH,
@@ -35,7 +36,6 @@ from tests.kit.training_runs import (
     STEPS,
     STOP,
     TOLERANCE,
-    accelerator_of_this_rank,
     encoders,
     error,
     scenes_on_this_rank,
@@ -59,7 +59,8 @@ Case = tuple[str, int, bool]
 
 def runs_on_this_rank(root: Path, model_args: ModelArguments, cases: Sequence[Case]) -> dict[Case, list[list[str]]]:
     """Which images each step of these runs showed this rank."""
-    world, accelerator = distributed.world_size(), accelerator_of_this_rank()
+    let_accelerate_find_ranks()
+    world, accelerator = distributed.world_size(), make_accelerator()
     rows, processor = scenes_on_this_rank(accelerator, model_args)
     loaders = make_loaders(NO_WORKERS, accelerator.device, processor, [Negatives()])
     seen = {}
@@ -73,7 +74,8 @@ def runs_on_this_rank(root: Path, model_args: ModelArguments, cases: Sequence[Ca
 
 def sounds_on_this_rank(root: Path, model_args: ModelArguments, objective: str) -> None:
     """Sounds of 0.6 to 1.3 seconds with up to three moments, in windows of one second."""
-    accelerator, rng = accelerator_of_this_rank(), random.Random(0)
+    let_accelerate_find_ranks()
+    accelerator, rng = make_accelerator(), random.Random(0)
     contents: list[bytes] = []
     seconds, moments = [rng.randint(6, 13) / 10 for _ in range(24)], []
     for number, length in enumerate(seconds):

@@ -1,6 +1,7 @@
 """Processes that are killed, stopped, slow or fail, one of several, at every place of a run."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from mm_utils.reliability import watchdog
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs, soak
-from tests.faults.rank_runs import SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, kill_a_worker, start
+from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, kill_a_worker, start
 from tests.kit.tiny_run import STEPS, TinyRun, exact_run, slow
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,57 @@ def test_a_stopped_process(exact: Path, tmp_path: Path, rank: int) -> None:
     assert_ended(ended, rank, None)
     assert "has not answered for" in ended.text
     goes_on(run, ended, 2, exact, TOLERANCE)
+
+
+def be_quick(trainer: Trainer, batch: dict[str, Any]) -> None:
+    """Warn after a second, and end a phase in which others may wait for long after ten."""
+    watchdog.SLOW_PHASE_TIMEOUT = 10.0
+    for each in trainer.callbacks.callbacks:
+        if isinstance(each, watchdog.HangDetection):
+            each.warn_after = 1.0
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "phase"), [("batch", 8, "data"), ("tower", 8, "step"), ("evaluation", 4, "evaluation")]
+)
+def test_a_process_that_hangs(tmp_path: Path, place: str, step: int, phase: str) -> None:
+    """It is named with its stack, and ends the run; in an evaluation later, as others may wait there."""
+    run = exact_run(tmp_path / "run", ddp_timeout=5.0, save_steps=0, eval_steps=4 if place == "evaluation" else 100)
+    ended = start(2, run, Fault(be_quick, "start", 0, None), Fault(Sleep(LONGEST), place, step, 1))
+    assert ended.statuses == [1, 1], ended.text
+    assert "No progress: process 1 (host" in ended.texts[0]
+    assert "Stack of process 1" in ended.texts[0]
+    assert "time.sleep(self.seconds)" in ended.texts[0]
+    for rank in range(2):
+        found = re.search(
+            rf"Stopped, because process 1 .* in '{phase}' of step \d for (\d+) s", ended.errors(rank)[-1]
+        )
+        assert found, ended.texts[rank]
+        assert int(found[1]) >= (10 if phase == "evaluation" else 5)
+
+
+def test_a_process_that_is_slow_for_a_while(tmp_path: Path) -> None:
+    run = exact_run(tmp_path / "run", save_steps=0, eval_steps=100)
+    ended = start(2, run, Fault(be_quick, "start", 0, None), Fault(Sleep(3), "batch", 8, 1))
+    assert ended.statuses == [0, 0], ended.text
+    assert "No progress: process 1 (host" in ended.texts[0]
+
+
+def test_what_others_are_told_of_an_error_holds_no_secret(tmp_path: Path) -> None:
+    wrong = ValueError("--train_file is x.jsonl; there is no such file.\nGive one with token=abcdefghijkl.")
+    ended = start(2, exact_run(tmp_path / "run"), Fault(Raise(wrong), "start", 0, 0))
+    assert ended.statuses == [1, 1]
+    assert (
+        "process 0 failed: ValueError: --train_file is x.jsonl; there is no such file. Give one with" in ended.texts[1]
+    )
+    assert "abcdefghijkl" not in ended.texts[1]
+
+
+def test_an_error_of_all_processes_is_reported_by_one(tmp_path: Path) -> None:
+    wrong = ValueError("--seed is wrong.")
+    ended = start(2, exact_run(tmp_path / "run"), Fault(Raise(wrong), "backward", 4, None))
+    assert ended.statuses == [1, 1]
+    assert ended.text.count("ERROR --seed is wrong.") == 1
 
 
 ERRORS: dict[str, BaseException] = {

@@ -1,7 +1,8 @@
-"""Child processes of a test: fork one, read what it reports, wait for it."""
+"""Child processes of a test, and the events of a training loop without one."""
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainerControl, TrainerState
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils.run import restarts
 
@@ -69,3 +71,28 @@ def begin_training(folder: Path, step: int) -> None:
     """Record that training begins at a step."""
     arguments: Any = SimpleNamespace(output_dir=str(folder))
     restarts.RestartRecord().on_train_begin(arguments, TrainerState(global_step=step), TrainerControl())
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class FakeTrainer:
+    """Calls the events of callbacks as a trainer does; `args` are fields of the training arguments."""
+
+    def __init__(self, *callbacks: TrainerCallback, **args: Any):
+        self.callbacks, self.args, self.state = callbacks, SimpleNamespace(**args), TrainerState()
+        self.model: Any = SimpleNamespace(device=torch.device("cpu"))
+
+    def event(self, name: str, **values: Any) -> None:
+        for callback in self.callbacks:
+            if hasattr(callback, name):
+                getattr(callback, name)(self.args, self.state, TrainerControl(), model=self.model, **values)
+
+    def log(self, **logs: float) -> dict[str, float]:
+        """Return a training row as the callbacks leave it."""
+        logs = {"loss": 1.0, **logs}
+        self.event("on_log", logs=logs)
+        return logs

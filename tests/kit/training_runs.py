@@ -32,7 +32,6 @@ from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import NEW_RATE, OptimizerArguments, build_optimizer
 from mm_utils.training.sharded import initialise_fsdp_root, make_shardable
 from mm_utils.training.trainer import Trainer
-from tests.kit.ranks import let_accelerate_find_ranks
 
 STEPS, STOP, BATCH = 4, 2, 16
 TOLERANCE = 1e-5
@@ -66,11 +65,6 @@ class Watched:
         for batch in self.loader:
             self.image_ids.append(batch["image_ids"])
             yield batch
-
-
-def accelerator_of_this_rank() -> Accelerator:
-    let_accelerate_find_ranks()
-    return make_accelerator()
 
 
 def encoders(folder: Path, vision: dict[str, Any] = VISION, **flags: Any) -> ModelArguments:

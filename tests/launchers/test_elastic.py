@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.runs import free_port
+from tests.kit.processes import free_port
 from tests.kit.tiny_run import TinyRun, alone, train
 from tests.launchers.agents import ARGUMENTS, HELD, PATIENCE, SAVE_STEPS, STEPS, environment, history, kill, wait_until
 

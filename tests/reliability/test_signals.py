@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 from mm_utils.data.batches.workers import WorkerLoader, worker_options
 from mm_utils.reliability import signals
 from mm_utils.reliability.signals import Interrupted, Interruption
-from tests.kit.processes import fork, read_report
 from tests.kit.tiny_run import alone
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -60,7 +59,7 @@ def test_a_scheduler_interrupts_a_run_in_any_thread() -> None:
     signals.interrupt(signal.SIGTERM)
     signals.interrupt(signal.SIGINT)
     asked.set()
-    thread.join()
+    thread.join(60)
     assert found == [signal.SIGTERM, 0]
 
 
@@ -153,21 +152,6 @@ class Slow(Dataset[int]):
         return os.getpid()
 
 
-def a_group_that_is_signalled(number: int) -> tuple[int, int]:
-    """Signal every process of the group from outside, as a keyboard and `scancel` do."""
-    pids: list[int] = []
-    with Interruption() as found:
-        for batch in WorkerLoader(make_loader(), 24, str, 2):
-            pids.append(int(batch))
-            if len(pids) == 4:
-                _signal_from_outside(os.getpid(), number)
-    return len(pids), found.number
-
-
-def make_loader() -> DataLoader[int]:
-    return DataLoader(Slow(), batch_size=1, **worker_options(2))
-
-
 def _signal_from_outside(group: int, number: int) -> None:
     pid = os.fork()
     if not pid:
@@ -177,15 +161,26 @@ def _signal_from_outside(group: int, number: int) -> None:
     os.waitpid(pid, 0)
 
 
-def test_loading_continues_after_a_signal_to_the_whole_group(children: list[int]) -> None:
+def groups_that_are_signalled() -> list[tuple[int, int]]:
+    """Signal every process of the group from outside, as a keyboard and `scancel` do."""
+    os.setsid()
+    ends = []
+    for number in SIGNALS:
+        pids: list[int] = []
+        with Interruption() as found:
+            # "fork", as in a process that was not forked itself
+            loader = DataLoader(Slow(), multiprocessing_context="fork", **worker_options(2))
+            for batch in WorkerLoader(loader, 24, str, 2):
+                pids.append(int(batch))
+                if len(pids) == 4:
+                    _signal_from_outside(os.getpid(), number)
+        ends.append((len(pids), found.number))
+    return ends
+
+
+def test_loading_continues_after_a_signal_to_the_whole_group() -> None:
     """The workers survive what a scheduler sends to every process, so that the run finishes its step."""
-
-    def body(report: Callable[[str], Any]) -> None:
-        os.setsid()
-        report(str([a_group_that_is_signalled(number) for number in SIGNALS]))
-
-    _, reading = fork(children, body)
-    assert read_report(reading).strip() == str([(24, int(number)) for number in SIGNALS])
+    assert alone(groups_that_are_signalled) == (0, [(24, number) for number in SIGNALS])
 
 
 def forked_alone(seconds: int) -> float:

@@ -10,9 +10,10 @@ from mm_utils import distributed
 from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
 from mm_utils.files import append_rows
 from mm_utils.reliability.skipped import SKIPPED_FILE, SkippedSamples
+from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
-from tests.kit.ranks import run_on_ranks
-from tests.kit.runs import FakeTrainer, use_ranks
+from tests.kit.processes import FakeTrainer
+from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
 
 
 class Run(FakeTrainer):
@@ -147,7 +148,8 @@ def test_rows_that_validation_has_are_listed_but_not_counted(tmp_path: Path) -> 
 
 def three_steps(folder: Path) -> list[Any]:
     """Return the logged counts, or errors, of steps in which only rank 1 has unreadable rows."""
-    use_ranks()
+    let_accelerate_find_ranks()
+    make_accelerator()
     run = Run(folder, 0.1, batch=50)
     seen: list[Any] = []
     for step in (1, 2, 3):

@@ -1,8 +1,6 @@
-"""No run hangs: real processes that stop, hang and are slow; a slow rank is named, with the reason."""
+"""Which rank the others wait for; `tests/faults/test_processes.py` lets real ones hang."""
 
 import logging
-import re
-import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -12,121 +10,11 @@ import torch
 from torch import nn
 
 from mm_utils import distributed
-from mm_utils.reliability import watchdog
 from mm_utils.reliability.failures import Status
 from mm_utils.reliability.watchdog import HangDetection, StragglerDetection, laggards
-from tests.kit.ranks import run_on_ranks
-from tests.kit.runs import (
-    LONG,
-    Ended,
-    FakeTrainer,
-    Script,
-    after_step,
-    endless,
-    launch_together,
-    steps,
-    use_ranks,
-)
-
-
-@pytest.fixture(scope="module")
-def stopped() -> list[list[Ended]]:
-    """Two runs of three processes: in each, another one is stopped."""
-    return launch_together([(3, endless, after_step(5, signal.SIGSTOP, rank)) for rank in range(2)])
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_process_is_named_and_ends_the_run(rank: int, stopped: list[list[Ended]]) -> None:
-    endings = stopped[rank]
-    left = [ended for other, ended in enumerate(endings) if other != rank]
-    assert [ended.status for ended in left] == [1, 1]
-    assert max(ended.seconds for ended in left) < 25
-    for ended in left:
-        assert "Traceback" not in ended.text
-        assert f"process {rank} " in ended.lines[-1]
-        assert "Stopped, because" in ended.lines[-1]
-    if rank:
-        assert any("No progress" in line and "has not answered for" in line for line in endings[0].lines)
-
-
-def hangs_in_its_data() -> None:
-    for step, phase, _ in steps(10**6, timeout=4.0, warn_after=1.5):
-        if (step, phase, distributed.rank()) == (6, "data", 1):
-            time.sleep(LONG)
-
-
-def hangs_in_a_step() -> None:
-    for step, phase, _ in steps(10**6, timeout=4.0, warn_after=1.5):
-        if (step, phase, distributed.rank()) == (6, "step", 1):
-            time.sleep(LONG)
-
-
-def hangs_in_an_evaluation() -> None:
-    watchdog.SLOW_PHASE_TIMEOUT = 6.0
-    for step, phase, trainer in steps(10**6, timeout=3.0, warn_after=1.0):
-        if (step, phase) == (6, "step"):
-            trainer.event("on_evaluate_begin")
-            time.sleep(LONG if distributed.rank() == 1 else 0)
-
-
-def hangs_before_the_first_step() -> None:
-    watchdog.SLOW_PHASE_TIMEOUT = 6.0
-    for _ in steps(1, timeout=3.0, warn_after=1.0):
-        time.sleep(LONG if distributed.rank() == 1 else 0)
-
-
-def slow_for_a_while() -> None:
-    for step, phase, _ in steps(8, timeout=30.0, warn_after=1.5):
-        if (step, phase, distributed.rank()) == (5, "data", 1):
-            time.sleep(4)
-
-
-HANGS = {
-    hangs_in_its_data: 3,
-    hangs_in_a_step: 2,
-    hangs_in_an_evaluation: 2,
-    hangs_before_the_first_step: 2,
-    slow_for_a_while: 2,
-}
-"""Number of processes, of which the second one hangs."""
-
-
-@pytest.fixture(scope="module")
-def hung() -> dict[Script, list[Ended]]:
-    return dict(zip(HANGS, launch_together([(world, hang, None) for hang, world in HANGS.items()]), strict=True))
-
-
-@pytest.mark.parametrize(("hang", "phase"), [(hangs_in_its_data, "data"), (hangs_in_a_step, "step")])
-def test_a_hang_is_named_with_its_stack_and_ends_the_run(
-    hang: Script, phase: str, hung: dict[Script, list[Ended]]
-) -> None:
-    """In a step both ranks of two are as far; the one outside of the collective hangs."""
-    endings = hung[hang]
-    assert [ended.status for ended in endings] == [1] * HANGS[hang]
-    assert max(ended.seconds for ended in endings) < 25
-    assert any("No progress: process 1 (host" in line for line in endings[0].lines)
-    assert re.findall(r"Stack of process (\d)", endings[0].text) == ["1"]
-    assert f"in {hang.__name__}\n      time.sleep(LONG)" in endings[0].text
-    for ended in endings:
-        assert re.search(rf"Stopped, because process 1 .* has been in '{phase}' of step 6 for \d+ s", ended.lines[-1])
-        assert f"in {hang.__name__}; the others wait in" in ended.lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("hang", "place"),
-    [(hangs_in_an_evaluation, "'evaluation' of step 6"), (hangs_before_the_first_step, "'start' of step 0")],
-)
-def test_a_hang_in_a_slow_phase_ends_the_run_later(hang: Script, place: str, hung: dict[Script, list[Ended]]) -> None:
-    assert [ended.status for ended in hung[hang]] == [1, 1]
-    for ended in hung[hang]:
-        assert re.search(rf"process 1 .* has been in {place} for [6-9] s.* give more than 6", ended.lines[-1])
-
-
-def test_a_slow_process_is_named_and_the_run_continues(hung: dict[Script, list[Ended]]) -> None:
-    endings = hung[slow_for_a_while]
-    assert [ended.status for ended in endings] == [0, 0]
-    assert len(endings[0].lines) == 1
-    assert "process 1 (host" in endings[0].lines[0]
+from mm_utils.run.start import make_accelerator
+from tests.kit.processes import FakeTrainer
+from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
 
 
 def test_the_place_is_that_of_the_thread_that_trains() -> None:
@@ -143,7 +31,7 @@ def test_the_place_is_that_of_the_thread_that_trains() -> None:
     built.wait(60)
     found = made[0].status()
     over.set()
-    thread.join()
+    thread.join(60)
     assert found["place"].endswith("in trains_here")
 
 
@@ -177,7 +65,8 @@ class Tower(nn.Module):
 
 def warnings_of_a_run(slow: int, wait: float, computing: float, evaluating: float = 0.0) -> list[list[str]]:
     """Return the warnings of four log rows; one rank is slow after the first row."""
-    use_ranks()
+    let_accelerate_find_ranks()
+    make_accelerator()
     records: list[logging.LogRecord] = []
     logger = logging.getLogger("mm_utils.reliability.watchdog")
     logger.addFilter(lambda record: records.append(record) or False)  # type: ignore[func-returns-value]

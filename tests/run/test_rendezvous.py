@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from mm_utils.run.rendezvous import rendezvous
-from tests.kit.runs import free_port
+from tests.kit.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 LONG = 30.0

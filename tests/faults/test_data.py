@@ -21,7 +21,7 @@ from scripts.prepare_data import main
 from tests.data.prepare.fault_corpus import Corpus, Pair, write_table
 from tests.data.prepare.fault_layouts import add_member
 from tests.data.prepare.fault_rows import CAPTION, TOKENS_GOOD, Row, line
-from tests.kit.fault_images import Make, draw, jpeg, png
+from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.prepared import CLOSE, pixels_apart, quarantine_of, report_of
 
@@ -126,19 +126,6 @@ def test_training_from_raw_files_finds_the_same(source: str, zoo: Corpus, own_ca
     assert found == Counter(wanted)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("images", r"images/pairs.jsonl; \d+ of \d+ rows are bad"),
-        ("ids", r"line \d+: line \d+ assigns id twice to another"),
-    ],
-)
-def test_training_refuses_a_hopeless_file_in_one_line(source: str, message: str, zoo: Corpus, own_cache: Path) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        load_pairs(DataArguments(train_file=str(zoo.folder / source / "pairs.jsonl")))
-    assert "\n" not in str(caught.value)
-
-
 # -- rows ---------------------------------------------------------------------------------------------------------------
 
 
@@ -149,11 +136,6 @@ def reasons_of(folder: Path, rows: list[str]) -> list[str]:
     write_table(corpus, "rows", corpus.add("rows", "pairs.jsonl"), table, line())
     main(["--sources", *corpus.sources, "--output_dir", str(folder / "out"), *FLAGS])
     return [fault["reason"] for fault in quarantine_of(folder / "out")]
-
-
-def test_an_address_is_not_looked_at_unless_downloads_are_allowed(tmp_path: Path) -> None:
-    rows = [line(image=address) for address in ("http://127.0.0.1:1/a.png", "https://example.org/a.png")]
-    assert reasons_of(tmp_path, rows) == ["url_not_allowed"] * 2
 
 
 BOXES = {
@@ -181,19 +163,6 @@ def test_a_bad_first_line_is_one_bad_row(name: str, good: str, bad: str, tmp_pat
     assert [fault["where"] for fault in quarantine_of(tmp_path / "out")] == ["line 1"]
 
 
-def test_equal_file_names_of_two_sources_are_two_images(tmp_path: Path) -> None:
-    numbers, sources = iter(range(20)), []
-    for name, split in {"left": "train", "right": "validation"}.items():
-        (tmp_path / name).mkdir()
-        for at in range(5):
-            draw(next(numbers)).save(tmp_path / name / f"{at}.png")
-        rows = [line(image=f"{at}.png", caption=f"{name} {at}", split=split) for at in range(5)]
-        (tmp_path / name / "pairs.jsonl").write_text("\n".join(rows))
-        sources.append(f"{tmp_path / name / 'pairs.jsonl'},name={name}")
-    main(["--sources", *sources, "--output_dir", str(tmp_path / "out"), *FLAGS])
-    assert quarantine_of(tmp_path / "out") == []
-
-
 def test_an_archive_made_on_a_mac_is_read(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "mac.tar", "w") as archive:
         for number in range(5):
@@ -203,20 +172,6 @@ def test_an_archive_made_on_a_mac_is_read(tmp_path: Path) -> None:
                 add_member(archive, f"./{name}", content)
     main(["--sources", str(tmp_path / "mac.tar"), "--output_dir", str(tmp_path / "out"), *FLAGS])
     assert report_of(tmp_path / "out")["sources"][0]["kept"] == 5
-
-
-@pytest.mark.parametrize("make", [png, jpeg], ids=["the same file", "the same picture, saved anew"])
-def test_a_picture_in_two_splits_stops_the_preparation(make: Make, tmp_path: Path) -> None:
-    rows = []
-    for number in range(6):
-        (tmp_path / f"{number}.png").write_bytes(png(draw(number)))
-        rows.append(line(image=f"{number}.png", caption=f"picture {number}", split="train"))
-    (tmp_path / "again.image").write_bytes(make(draw(2)))
-    rows.append(line(image="again.image", caption="another", split="validation"))
-    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
-    with pytest.raises(ValueError, match=r"line 3 of .* in train and line 7 of .* in validation"):
-        main(["--sources", str(tmp_path / "pairs.jsonl"), "--output_dir", str(tmp_path / "out"), "--num_proc", "1"])
-    assert not (tmp_path / "out").exists()
 
 
 def test_no_line_of_the_log_and_of_the_quarantine_is_made_by_a_caption(

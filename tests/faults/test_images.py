@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from mm_utils.data.images import UnreadableImageError, open_image, read_pixels
 from mm_utils.data.prepare.checks import CheckArguments, check_image
-from tests.kit.fault_images import BROKEN, ODD, Broken, Odd, draw, jpeg, png, save
+from tests.kit.fault_images import BROKEN, ODD, Broken, Odd, draw, png
 from tests.kit.prepared import CLOSE, pixels_apart
 from tests.kit.tiny_run import alone
 
@@ -45,26 +45,6 @@ def test_an_odd_file_is_shown_correctly_in_training(case: Odd) -> None:
     pixels, _ = read_pixels({"bytes": content, "path": None}, 48)
     wanted = case.shows(picture).convert("RGB")
     assert pixels_apart(Image.fromarray(pixels).resize(wanted.size), wanted) < CLOSE
-
-
-@pytest.mark.parametrize("invert", [False, True], ids=["as Adobe stores it", "inverted by hand"])
-def test_print_colours_keep_their_brightness(invert: bool) -> None:
-    picture = draw(3)
-    stored = ImageOps.invert(picture).convert("CMYK") if invert else picture.convert("CMYK")
-    shown = open_image({"bytes": jpeg(stored), "path": None})
-    wanted = ImageOps.invert(picture) if invert else picture
-    assert abs(np.asarray(shown, np.float32).mean() - np.asarray(wanted, np.float32).mean()) < CLOSE
-
-
-def test_sixteen_bits_are_no_white() -> None:
-    grey = Image.fromarray(np.full((32, 32), 127 * 257, np.uint16))
-    for form in ("PNG", "TIFF"):
-        assert np.asarray(open_image({"bytes": save(grey, form), "path": None})).mean() == pytest.approx(127, abs=1)
-
-
-def test_transparent_pixels_do_not_show_their_colour() -> None:
-    hidden = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
-    assert (np.asarray(open_image({"bytes": png(hidden), "path": None})) == 255).all()
 
 
 BOMB_SIDES = (6_400, 9_000, 13_300)

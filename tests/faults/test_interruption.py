@@ -63,13 +63,6 @@ def test_a_storm_of_signals_is_one(straight: Path, tmp_path: Path) -> None:
     assert newest_checkpoint(run.folder)[0] == run.folder / "checkpoint-5"
 
 
-@pytest.mark.slow
-def test_a_second_signal_later_ends_at_once(tmp_path: Path) -> None:
-    run = TinyRun(tmp_path / "run", strike=Signalled("forward", 5, signal.SIGTERM, times=2, pause=4))
-    assert alone(exiting, run)[0] == -signal.SIGTERM
-    assert newest_checkpoint(run.folder)[0] == run.folder / "checkpoint-3"
-
-
 @pytest.mark.parametrize(
     ("place", "only"),
     [*((("forward", 5), only) for only in (0, 1, None)), (("evaluation", 4), 1),

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,20 +137,6 @@ def test_a_row_that_ends_its_worker_ends_the_run(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, OSError, ValueError])
-def test_an_exception_in_a_worker_is_raised(
-    kind: type[Exception], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def fail() -> None:
-        raise kind("of its own")
-
-    at_row(5, fail, monkeypatch)
-    with pytest.raises(kind, match="of its own") as caught:
-        list(loaders(2).evaluation(tokenize_captions(rows_of(10), tokenizer, 16), 2))
-    traceback.clear_frames(caught.tb)  # left to the garbage collector, torch waits 5 seconds for each worker
-
-
 # -- files --------------------------------------------------------------------------------------------------------------
 
 # What only preparing finds, and what decoders accept.
@@ -175,9 +160,7 @@ def test_broken_files_of_unprepared_data_are_replaced(tokenizer: PreTrainedToken
     rows = load_pairs(DataArguments(train_file=str(tmp_path / "pairs.jsonl")), need_train=False)["train"]
     rows = tokenize_captions(rows, tokenizer, 16)
     order = GlobalOrder(len(rows), BatchSizes((0,), (len(rows) // 2,)), seed=0)
-    start = time.perf_counter()
     one, other = loaders(0).train(rows, order, 0, 2)
-    assert time.perf_counter() - start < 60  # decoding a single bomb takes most of that
     assert len(one["rows"]) == len(other["rows"]) == len(rows) // 2
     named = {*one["skipped_ids"], *other["skipped_ids"]}
     bad = {str(number) for number in range(good, len(rows))}

@@ -13,7 +13,7 @@ import pytest
 
 from mm_utils.reliability import watchdog
 from mm_utils.training.trainer import Trainer
-from tests.faults import rank_runs, soak
+from tests.faults import rank_runs
 from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, kill_a_worker, start
 from tests.kit.tiny_run import STEPS, TinyRun, exact_run, slow
 
@@ -293,17 +293,3 @@ def test_a_launcher_that_restarts_its_processes(straight: Straight, tmp_path: Pa
     assert max(note["begun"] for note in rank_runs.notes_in(folder, "steps")) == kills
     assert rank_runs.rows_of(folder) == rank_runs.rows_of(straight(2))
     assert rank_runs.difference(folder, straight(2)) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_under_random_faults(tmp_path: Path, seed: int) -> None:
-    """It ends as the run that nothing happened to, whatever happened and on however many processes."""
-    straight = tmp_path / "straight"
-    assert start(1, exact_run(straight, max_steps=soak.LENGTH, eval_steps=7)).statuses == [0]
-    soaked = soak.soak(tmp_path / "run", 60.0, seed)
-    assert len(soaked.faults) >= 5
-    assert soaked.bytes_lost == 0
-    assert rank_runs.rows_of(tmp_path / "run") == rank_runs.rows_of(straight)
-    assert len(rank_runs.rows_of(straight)) == soak.LENGTH
-    assert rank_runs.difference(tmp_path / "run", straight) < TOLERANCE

@@ -42,19 +42,6 @@ def document_of(kind: str) -> dict[str, Any]:
     return match
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_pod_has_shared_memory_and_an_output_volume(document: dict[str, Any]) -> None:
-    for pod in [each for each in found(document, "spec") if "containers" in each]:
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        [container] = pod["containers"]
-        mounts = {mount["mountPath"]: volumes.pop(mount["name"]) for mount in container["volumeMounts"]}
-        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-        assert "persistentVolumeClaim" in mounts["/outputs"]
-        assert not volumes, "a volume that nothing mounts"
-        if container["name"] != "ray-head":
-            assert pod["terminationGracePeriodSeconds"] >= LONGEST_SAVE + 60
-
-
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
 def test_torchrun_and_the_script_take_their_arguments(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = torchrun_arguments(document_of(kind))
@@ -63,27 +50,6 @@ def test_torchrun_and_the_script_take_their_arguments(kind: str, monkeypatch: py
     assert given.training_script_args[-1] == "--resume_from_checkpoint=latest"
     [variables] = found(document_of(kind), "env")
     assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(LONGEST_SAVE)} in variables
-
-
-def test_the_machines_of_a_job_set_meet() -> None:
-    job_set, given = document_of("JobSet"), torchrun_arguments(document_of("JobSet"))
-    [workers] = job_set["spec"]["replicatedJobs"]
-    name, job = job_set["metadata"]["name"], workers["template"]["spec"]
-    assert given.rdzv_endpoint == f"{name}-{workers['name']}-0-0.{name}:29500"
-    assert given.nnodes == f"1:{job['completions']}"
-    assert job["completions"] == job["parallelism"]
-    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in next(found(job, "env"))
-
-
-def test_a_train_job_leaves_its_machines_to_kubeflow() -> None:
-    job, runtime = document_of("TrainJob")["spec"], document_of("TrainingRuntime")
-    assert job["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
-    given = torchrun_arguments(document_of("TrainJob"))
-    assert (given.nnodes, given.master_addr, given.rdzv_backend) == ("1:1", "127.0.0.1", "static")
-    [trained] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert trained["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    [pod] = [each for each in found(trained, "spec") if "containers" in each]
-    assert [container["name"] for container in pod["containers"]] == ["node"], "where Kubeflow puts its variables"
 
 
 def test_the_workers_of_ray_are_the_gpus_of_its_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +67,3 @@ def test_the_workers_of_ray_are_the_gpus_of_its_machines(monkeypatch: pytest.Mon
     assert flags["--storage_path"].startswith("/outputs/")
     assert words[-2:] == ["--resume_from_checkpoint", "latest"]
     parse(Command(spec["entrypoint"], "scripts.pretrain", words[script + 1 :]), monkeypatch)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_says_how_it_is_started_and_what_to_change(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert f"kubectl apply -f launchers/{path.name}" in text
-    assert text.count("Change") >= 4

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.kit.commands import Command, parse
-from tests.launchers.agents import HELD, PATIENCE, STEPS, environment, history, kill, wait_until
+from tests.launchers.agents import environment, kill, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "launchers/slurm.sbatch"
 JOB = os.getpid()  # the job's number, of which the port is made
@@ -68,15 +68,6 @@ def job(tmp_path: Path) -> Iterator[Any]:
 def requeued(folder: Path) -> bool:
     path = folder / "scontrol"
     return path.exists() and path.read_text() == f"requeue {JOB}\n"
-
-
-def test_the_script_is_bash() -> None:
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-    lines = SCRIPT.read_text().splitlines()
-    first_command = lines.index("set -u")
-    assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")], "Slurm would not read them"
-    assert "#SBATCH --signal=B:USR1@300" in lines
-    assert {"#SBATCH --requeue", "#SBATCH --ntasks-per-node=1", "#SBATCH --open-mode=append"} <= set(lines)
 
 
 def test_the_commands_in_its_comments_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,20 +136,3 @@ def test_when_the_job_is_requeued(
         f"--signal=USR1 {JOB}\n" if sent == signal.SIGUSR1 else ""
     )
     assert (tmp_path / "saved").exists() == (sent == signal.SIGTERM), "the script waits for its run"
-
-
-@pytest.mark.slow
-def test_a_run_is_saved_requeued_and_resumed(job: Any, tmp_path: Path) -> None:
-    (tmp_path / "hold").touch()
-    first = job("-m", "tests.launchers.agents", str(tmp_path))
-    assert wait_until(lambda: len(history(tmp_path)) == HELD), (tmp_path / "log").read_text()
-    first.send_signal(signal.SIGUSR1)
-    assert first.wait(PATIENCE) == 1
-    assert requeued(tmp_path)
-    assert (tmp_path / f"run/checkpoint-{HELD}").is_dir(), "the step is saved that USR1 came in"
-
-    (tmp_path / "hold").unlink()
-    second = job("-m", "tests.launchers.agents", str(tmp_path), restarts=1)
-    assert second.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
-    assert [note.step for note in history(tmp_path)] == list(range(1, STEPS + 1)), "no step is lost or done twice"
-    assert {note.world for note in history(tmp_path)} == {2}

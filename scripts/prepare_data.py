@@ -3,9 +3,9 @@
 A file with one image and its caption, or captions, a row; what was found is in data/mine/report.md:
     python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine
 
-Several sources of any kind, three pairs of the first for one of the second:
+Several sources of any kind:
     python scripts/prepare_data.py --output_dir data/mixed --sources \\
-        coco/captions_train2017.json,image_root=coco/train2017,weight=3  "shards/web-{000000..000099}.tar,weight=1"
+        coco/captions_train2017.json,image_root=coco/train2017 "shards/web-{000000..000099}.tar"
 
 A table with columns of other names, its first thousand rows, to try:
     python scripts/prepare_data.py --sources photos.csv,image_column=Bild,caption_column=Text --output_dir data/try --max_rows 1000
@@ -31,7 +31,7 @@ from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.on_disk import write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import ingest_sources
-from mm_utils.data.prepare.report import describe, removed_examples, summarize, write_data_card, write_report
+from mm_utils.data.prepare.report import describe, summarize, write_data_card, write_report
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments
 from mm_utils.hub import DatasetHubArguments, push_data_set
@@ -65,14 +65,14 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
 
         # 3. Rows together: duplicates, leaks, splits.
         search = engine.search if engine else None
-        found = reconcile(ingested.parts, reconcile_args, ingested.weights, work / "leaks.jsonl", search=search)
+        found = reconcile(ingested.parts, reconcile_args, work / "leaks.jsonl", search=search)
 
         # 4. Write the data set and the report.
         pairs = write_pairs(found, ingested.parts, work / "result")
         summary = summarize(args, given.settings, ingested, found, pairs)
         summary["seconds"] = round(time.perf_counter() - start, 1)
         write_findings(work / "result", summary, ingested.faults + found.faults)
-        write_report(work / "result", pairs, summary, removed_examples(found, ingested.parts))
+        write_report(work / "result", pairs, summary)
         write_data_card(work / "result", hub_args.repository(args.output_dir), pairs, summary, hub_args.license)
 
     # 5. Push the folder, which is complete.

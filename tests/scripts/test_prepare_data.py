@@ -71,7 +71,6 @@ def test_every_row_carries_its_proof(flags: list[str]) -> None:
     report = report_of(flags[3])
     assert (report["format"], report["sources"][0]["format"]) == ("tandem-pairs", "jsonl")
     assert report["storage"]["stored_bytes_per_pair"] < report["storage"]["original_bytes_per_pair"]
-    assert report["storage"]["psnr_db"]["mean"] > 30
     assert "40 images" in Path(flags[3], "report.md").read_text()
     assert not Path(flags[3] + ".partial").exists()
 
@@ -113,7 +112,7 @@ def test_the_end_says_what_was_found_and_what_comes_next(
             r"Train on it: \S*accelerate launch \S*scripts/pretrain.py --config \S*recipes/clip.yaml --dataset_name a/b ",
             r"Or from scratch: \S*accelerate launch \S* --vision_config base --text_config base --dataset_name a/b "],
             "says nothing"),
-        ((100_001, 100), {"timed": {"medium": "sound", "seconds": 9, "longest": 9, "moments": 0, "rate": 8, "rates": {}}}, [
+        ((100_001, 100), {"medium": "sound", "timed": {"seconds": 9, "longest": 9, "moments": 0, "rate": 8}}, [
             r"Train on it: \S+ \S*scripts/pretrain.py --dataset_name a/b"], "recipes/clip"),
     ],
     ids=["few", "little validation", "many", "sounds"],
@@ -281,7 +280,6 @@ def test_planted_leaks_are_found(tmp_path: Path) -> None:
         main(flags)
     counts = main([*flags, "--on_leakage", "drop"])
     assert counts == {"train_images": 18.0, "test_images": 8.0}
-    assert (output / "alike.jpg").is_file()
     leakage = report_of(output)["leakage"]
     assert (leakage["exact"], leakage["near"], leakage["by_id"]) == (1, 1, 0)
     ids = load_from_disk(str(output))["train"]["id"]

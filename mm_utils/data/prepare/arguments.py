@@ -47,7 +47,7 @@ class Engine:
 
     Attributes:
         pool: makes what checks and stores chunks.
-        search: finds near copies, see `look_alikes`.
+        search: finds near copies, see `near_pairs`.
         workers: how many there are, where `num_proc` does not say it.
     """
 
@@ -64,7 +64,7 @@ class PrepareArguments:
         default_factory=list,
         metadata={
             "help": "One or more of PATH[,key=value...]: a file, folder, shard pattern or Hub repository, with format, "
-            "name, split, weight, medium, image_root, image_column, caption_column, caption_template ({brand} {title}), id_column, "
+            "name, split, medium, image_root, image_column, caption_column, caption_template ({brand} {title}), id_column, "
             "templates, classes or config where they are not found by themselves."
         },
     )
@@ -147,26 +147,16 @@ def parse_source(item: str | Mapping[str, Any]) -> Source:
     for key in values:
         if key not in known:
             raise ValueError(f"--sources has the key {key}; known are {', '.join(known)}.{close_to(str(key), known)}")
-    source = Source(**{key: _typed(key, value) for key, value in {"path": "", **values}.items()})
+    texts: dict[str, Any] = {key: str(value) for key, value in {"path": "", **values}.items()}
+    if templates := values.get("templates"):
+        texts["templates"] = tuple(templates.split("|") if isinstance(templates, str) else map(str, templates))
+    source = Source(**texts)
     if is_url(source.path):
         raise ValueError(
             f"{source.title}; files of this machine are read. Copy them first, for example with aws s3 sync, or train on shards with "
             "--streaming."
         )
     return source
-
-
-def _typed(key: str, value: Any) -> Any:
-    if key == "weight":
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"--sources has weight={value}; a weight is a number. Write for example weight=2."
-            ) from None
-    if key == "templates":
-        return tuple(value.split("|") if isinstance(value, str) else map(str, value))
-    return str(value)
 
 
 @contextmanager

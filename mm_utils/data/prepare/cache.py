@@ -86,7 +86,7 @@ def unfinished(work: Path) -> Iterator[Path]:
 def _prepare(folder: Path, work: Path, sources: list[Source], paths: PathArguments, workers: int) -> None:
     plan = IngestPlan(RAW_CHECKS, IN_PLACE, workers, max_bad_fraction=0.5)
     ingested = ingest_sources(sources, paths, plan, work)
-    found = reconcile(ingested.parts, _RECONCILE, {}, work / "leaks.jsonl", own_ids=True)
+    found = reconcile(ingested.parts, _RECONCILE, work / "leaks.jsonl", own_ids=True)
     if found.faults:  # images that share an id, as nothing else is set aside here
         fault = found.faults[0]
         raise ValueError(f"{fault['source']}, {fault['where']}: {fault['detail']}. {REASONS[fault['reason']]}")

@@ -10,7 +10,6 @@ Only the small columns of the parts are read, and they stay in their files, as i
    divided, and new data moves no old row.
 4. Rows of the same image in one split become one, with the captions of all. An id that names two images is a fault of
    the later row, and so is, on request, a near-duplicate.
-5. Sources with weights are thinned out, in train, to their shares.
 """
 
 import json
@@ -29,16 +28,7 @@ import pyarrow.compute as pc
 from mm_utils.arguments import arg
 from mm_utils.data.faults import escaped
 from mm_utils.data.prepare.ingest import pieces, read_facts
-from mm_utils.data.prepare.perceptual_hash import (
-    FINGERPRINT,
-    MOST_MIRRORED,
-    RADIUS,
-    Run,
-    assign_splits,
-    groups,
-    leaks,
-    look_alikes,
-)
+from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, RADIUS, Run, assign_splits, groups, leaks, near_pairs
 from mm_utils.data.rows.columns import HOLDOUT_FRACTION, SPLITS, least_held_out
 
 logger = logging.getLogger(__name__)
@@ -114,7 +104,6 @@ class Reconciled:
 def reconcile(
     parts: Sequence[Path],
     args: ReconcileArguments,
-    weights: dict[str, float | None],
     leak_file: Path,
     *,
     own_ids: bool = False,
@@ -123,11 +112,10 @@ def reconcile(
     """Decide about the rows of all `parts`.
 
     Args:
-        weights: the sources' shares, None where a source has none.
         leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused; beside it is room to work.
         own_ids: ids stay as the sources give them, only rows of one id or one file become one, and there may be no
             training images.
-        search: finds near copies, see `look_alikes`.
+        search: finds near copies, see `near_pairs`.
 
     Raises:
         ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
@@ -137,7 +125,7 @@ def reconcile(
         raise ValueError(
             "no row is left of any source; every one has a fault. Look at --max_bad_fraction and the sources."
         )
-    state = _State(found.facts, args.near_duplicate_distance, not own_ids, search, leak_file.parent)
+    state = _State(found.facts, args.near_duplicate_distance, search, leak_file.parent)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)
     _fill_splits(state, found.facts, args.validation_fraction, args.test_fraction)
@@ -145,7 +133,6 @@ def reconcile(
     members = _merge(found, state, own_ids)
     if args.near_duplicates == "drop":
         _drop_near_duplicates(found, state)
-    _thin_out(state, found.facts, weights)
     kept = state.keep_N
     if not own_ids and np.count_nonzero(kept & (state.split_N == 0)) < 2:
         raise ValueError("fewer than 2 training images are left; contrastive training needs at least 2. Add some.")
@@ -161,15 +148,13 @@ class _State:
     `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where unknown.
     """
 
-    def __init__(self, facts: pa.Table, distance: int, seeks_mirrored: bool, search: Run | None, work: Path):
+    def __init__(self, facts: pa.Table, distance: int, search: Run | None, work: Path):
         self.image_N = _codes(facts["image_hash"])
         # With the source: files of two sources may have the same name, and rows the same number, by chance.
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
         self.of_group_N = _codes(facts["group"])  # of all sources: a site is the same one everywhere
         _, self.first_U = np.unique(self.image_N, return_index=True)
-        prints_U = _prints(facts, self.first_U, work)
-        seeks_mirrored &= facts["medium"][0].as_py() == "image"  # which a report counts, and nothing else asks
-        self.near_P, self.mirrored = look_alikes(prints_U, distance, MOST_MIRRORED if seeks_mirrored else 0, search)
+        self.near_P = near_pairs(_prints(facts, self.first_U, work), distance, search)
         self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
         given = pc.fill_null(pc.index_in(facts["split"], pa.array(SPLITS)), -1)
         self.split_N = given.to_numpy().astype(np.int8)
@@ -212,7 +197,6 @@ def _measure_duplicates(found: Reconciled, state: _State) -> None:
         "exact_rows": len(copies_N),
         "exact_groups": len(np.unique(state.image_N[copies_N])),
         "near_pairs": len(state.near_P),
-        "mirrored_pairs": state.mirrored,
         "largest_group": int(counts.max()),
         "examples": [names[at : at + 2] for at in range(0, len(names), 2)],
     }
@@ -381,23 +365,6 @@ def _drop_near_duplicates(found: Reconciled, state: _State) -> None:
 def _set_aside(found: Reconciled, state: _State, row: int, reason: str, detail: str) -> None:
     state.keep_N[row] = False
     found.faults.append(row_fault(found.facts, row, reason, detail))
-
-
-def _thin_out(state: _State, facts: pa.Table, weights: dict[str, float | None]) -> None:
-    """Drop training rows, the largest hashes first, until the sources have their shares."""
-    given = {name: weight for name, weight in weights.items() if weight is not None}
-    if not given:
-        return
-    without = [name for name in weights if name not in given]
-    if without:
-        raise ValueError(f"--sources sets weights, but none for {', '.join(without)}. Set one for every source.")
-    trains_N = state.keep_N & (state.split_N == 0)
-    rows = {name: np.flatnonzero(trains_N & pc.equal(facts["source"], name).to_numpy()) for name in given}
-    scale = min(len(rows[name]) / weight for name, weight in given.items())
-    for name, weight in given.items():
-        hashes = pa.chunked_array([piece["image_hash"] for piece in pieces(facts, rows[name])], pa.string())
-        surplus = rows[name][pc.sort_indices(hashes).to_numpy()][round(scale * weight) :]
-        state.keep_N[surplus] = False
 
 
 def _names(facts: pa.Table, rows: np.ndarray) -> list[str]:

@@ -7,7 +7,6 @@ records and files, with the same settings and decoders, is not done again, so an
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -20,10 +19,9 @@ import numpy as np
 import PIL
 import pyarrow as pa
 import pyarrow.compute as pc
-from PIL import Image
 
 from mm_utils.data.faults import Fault, storable
-from mm_utils.data.images import MOST_PIXELS, decode, encode, open_image, psnr, read_header, shrink
+from mm_utils.data.images import MOST_PIXELS, encode, shrink
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.grounding import STORED
@@ -49,7 +47,6 @@ PART_SCHEMA = pa.schema(
         "regions": REGIONS_TYPE,
         NEGATIVES: pa.list_(pa.string()),
         "seconds": pa.float64(),
-        "rate": pa.float64(),  # of the original: samples of a sound, frames of a clip a second
         "moments": MOMENTS_TYPE,
         "source": pa.string(),
         "where": pa.string(),
@@ -62,13 +59,11 @@ PART_SCHEMA = pa.schema(
         "original_width": pa.int32(),
         "original_height": pa.int32(),
         "fingerprint": pa.binary(),
-        "psnr": pa.float32(),
         "group": pa.string(),
     }
 )
 FIRST_CHUNK = 64  # rows
-_VERSION = 5  # part of every key; raise it with every change of the rows that are written
-PSNR_EVERY = 100  # rows of which one is decoded again to measure the loss of storing
+_VERSION = 6  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
 _CHECKED_SIDE = 256  # pixels; images that are not shrunk are checked at no larger scale than they need
@@ -248,13 +243,13 @@ class Worker:
     def rows(self, items: Sequence[Record | BadRow]) -> Iterator[dict[str, Any]]:
         """Yield the columns of a part of every good record; set the others aside."""
         notes, rows, bad = Counter[str](), Counter[str](), Counter[str]()
-        for place, item in enumerate(items):
+        for item in items:
             rows[item.source] += 1
             try:
                 if isinstance(item, BadRow):
                     raise item.fault
                 captions = self._captions(item, notes) if self.storage.captioned else item.captions
-                image = self.image(item, measured=place % PSNR_EVERY == 0, notes=notes)
+                image = self.image(item, notes)
                 yield {
                     **image,
                     "id": item.id,
@@ -298,13 +293,13 @@ class Worker:
             self._set_aside(record, fault)
         return list(good)
 
-    def image(self, record: Record, measured: bool, notes: Counter[str]) -> dict[str, Any]:
+    def image(self, record: Record, notes: Counter[str]) -> dict[str, Any]:
         """Return the columns of a record's image, clip or sound; raises a `Fault`."""
         key = record.image, record.cut
         if self.last is None or self.last[0] != key:
             if record.medium == "image":
                 found = known.get(record.image) if self.storage == IN_PLACE else None
-                self.last = key, found or self._read(record.image, measured, notes)
+                self.last = key, found or self._read(record.image, notes)
             else:
                 side = _USUAL_SIDE if self.storage == IN_PLACE else self.storage.short_side
                 said: list[str] = []
@@ -322,7 +317,7 @@ class Worker:
             self._set_aside(record, fault)
         return good
 
-    def _read(self, ref: ImageRef, measured: bool, notes: Counter[str]) -> dict[str, Any]:
+    def _read(self, ref: ImageRef, notes: Counter[str]) -> dict[str, Any]:
         data = ref.read(self.limits)
         if self.storage == IN_PLACE:
             checked = check_image(data, self.checks, ref.name, _CHECKED_SIDE, MOST_PIXELS)
@@ -330,9 +325,8 @@ class Worker:
             checked = check_image(data, self.checks, ref.name, self.storage.short_side)
         notes.update(checked.notes)
         stored, path, size = self._store(data, checked, ref)
-        image_field = {"bytes": stored, "path": path}
         image = {
-            "image": image_field,
+            "image": {"bytes": stored, "path": path},
             "width": size[0],
             "height": size[1],
             "image_hash": hashlib.sha256(data).hexdigest(),
@@ -342,7 +336,6 @@ class Worker:
             "original_width": checked.width,
             "original_height": checked.height,
             "fingerprint": fingerprint(checked.image),
-            "psnr": self._loss(data, image_field, size) if measured else None,
         }
         if stored is None:
             if len(known) == _MOST_KNOWN:
@@ -369,11 +362,3 @@ class Worker:
         lossless = checked.format == "PNG" or (checked.format == "JPEG" and store == "jpeg")
         kept = untouched and lossless and len(data) <= len(encoded) and not _METADATA.search(data)
         return data if kept else encoded, None, image.size
-
-    def _loss(self, data: bytes, stored: dict[str, Any], size: tuple[int, int]) -> float | None:
-        """Return the PSNR in dB of a stored image against its original; None if they are equal."""
-        if stored["bytes"] is None or stored["bytes"] is data:
-            return None
-        original = decode(read_header(data), data)[0].resize(size, Image.Resampling.BICUBIC)
-        loss = psnr(original, open_image(stored))
-        return loss if math.isfinite(loss) else None

@@ -2,8 +2,8 @@
 
 An image's fingerprint is a perceptual hash of 64 bits, which finds candidates among millions, and a thumbnail of 8 x 8
 colours, which confirms them: 200 bytes, and 0.3 ms for 256 pixels. It finds the same picture after it was compressed,
-scaled, brightened, turned grey or cut by a few per cent, and a mirrored one apart, because "left" and "right" in a
-caption make that another example. Copies with a large logo over the picture are missed: a thumbnail cannot distinguish it
+scaled, brightened, turned grey or cut by a few per cent; a mirrored one is another example, as captions say "left" and
+"right". Copies with a large logo over the picture are missed: a thumbnail cannot distinguish it
 from another object. Recall and false alarms are in docs/log.md.
 """
 
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 # Bits that may differ. Of 22 million pairs of real images 18 are within 7 bits, all of them copies or neighbouring shots;
 # of 50 more within 12 some 40 are neither. Copies cut by 5 % need about 6.
 RADIUS = 8
-MOST_MIRRORED = 100_000  # images that are compared with the mirror images of all, which a report counts
 FINGERPRINT = np.dtype([("hash", "<u8"), ("thumbnail", "u1", (8, 8, 3))])
 
 _SIDE = 32
@@ -39,7 +38,6 @@ _COSINES = np.cos(np.pi * _FREQUENCIES[:, None] * (2 * np.arange(_SIDE) + 1) / (
 _VERTICAL, _HORIZONTAL = np.array(
     sorted(((v, h) for v in _FREQUENCIES for h in _FREQUENCIES), key=lambda pair: (sum(pair), pair))[1:65]
 ).T
-_MIRROR = np.packbits(_HORIZONTAL % 2 == 1).view("<u8")[0]
 
 # A confirmed pair may differ by this much in its worst cell: brightness in standard deviations, colour in levels of 255.
 _BRIGHTNESS_APART = 1.0
@@ -56,8 +54,8 @@ def fingerprint(image: Image.Image) -> bytes:
     """Return 200 bytes for an RGB image; read many joined as an array of `FINGERPRINT`.
 
     The hash is the signs of the 64 lowest frequencies of a discrete cosine transform of 32 x 32 grey cells, after Zauner,
-    "Implementation and benchmarking of perceptual image hash functions" (2010). There the median is the threshold;
-    with zero, mirroring an image flips fixed bits, so one transform serves for both. Proportions are not compared.
+    "Implementation and benchmarking of perceptual image hash functions" (2010), with zero for a threshold. Proportions are not
+    compared.
     """
     cells = np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BOX), dtype=np.float32)
     waves = _COSINES @ (cells @ _GREY_WEIGHTS) @ _COSINES.T
@@ -65,43 +63,22 @@ def fingerprint(image: Image.Image) -> bytes:
     return np.packbits(waves[_VERTICAL, _HORIZONTAL] > 0).tobytes() + thumbnail.tobytes()
 
 
-def near_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
+def near_pairs(prints_N: np.ndarray, radius: int = RADIUS, run: "Run | None" = None) -> np.ndarray:
     """Return rows [P, 2] that show the same picture, the smaller first.
 
     Equal fingerprints are linked to their first row only, so that thousands of copies do not make millions of pairs.
     Flat images, such as blank pages, are in no pair: their hash is noise.
-    """
-    return look_alikes(prints_N, radius, most_mirrored=0)[0]
-
-
-def look_alikes(
-    prints_N: np.ndarray, radius: int = RADIUS, most_mirrored: int = MOST_MIRRORED, run: "Run | None" = None
-) -> tuple[np.ndarray, int]:
-    """Return what `near_pairs` does, and the number of pairs that show each other mirrored, left for right.
-
-    One search finds both. Of more than `most_mirrored` images an evenly spread sample is compared with the mirror images of
-    all, and the number is an estimate.
 
     Args:
         run: where the choices of bands are searched; default: `on_all_cores`.
     """
     rows, copies = _distinct(prints_N)
-    hashes, thumbnails = prints_N["hash"][rows], prints_N["thumbnail"]
-    count = min(len(rows), most_mirrored)
-    sample = np.arange(count) * len(rows) // max(1, count)
 
-    def sift(pairs: np.ndarray) -> tuple[np.ndarray, int]:
-        low, high = pairs.T
-        near = _confirmed(thumbnails, thumbnails, rows[pairs[high < len(rows)]])
-        crossing = (low < len(rows)) & (high >= len(rows))
-        low, high = low[crossing], sample[high[crossing] - len(rows)]
-        both = rows[np.stack([low, high], axis=1)[low != high]]
-        return near, len(_confirmed(thumbnails, thumbnails[:, :, ::-1], both))
+    def confirmed(pairs: np.ndarray) -> np.ndarray:
+        return _confirmed(prints_N["thumbnail"], rows[pairs])
 
-    everything = np.concatenate([hashes, hashes[sample] ^ _MIRROR])
-    found = [(copies, 0), *(run or on_all_cores)(everything, radius, sift)]
-    mirrored = sum(number for _, number in found)  # of a whole sample every pair is found from both sides
-    return _sorted_pairs([near for near, _ in found]), round(mirrored * len(rows) / max(1, 2 * count))
+    found = np.concatenate([copies, *(run or on_all_cores)(prints_N["hash"][rows], radius, confirmed)])
+    return found[np.lexsort((found[:, 1], found[:, 0]))]
 
 
 class Choice(NamedTuple):
@@ -117,7 +94,7 @@ def choices(num_hashes: int, radius: int) -> list[Choice]:
     The bits are cut into `radius` + k bands. Two such hashes agree in k bands at least, so for each choice of k bands
     only the hashes that agree there are compared (Manku et al., "Detecting near-duplicates for web crawling", 2007).
     """
-    count = _bands_to_agree(num_hashes, radius)
+    count = min(range(1, 65 - radius), key=lambda count: _work(num_hashes, radius, count))  # the least work
     bits = np.uint64(1) << np.arange(64, dtype=np.uint64)
     bands = [np.bitwise_or.reduce(part) for part in np.array_split(bits, radius + count)]
     return [
@@ -161,12 +138,12 @@ def on_all_cores(hashes_N: np.ndarray, radius: int, sift: Callable[[np.ndarray],
     free, need = psutil.virtual_memory().available, max(1, _BYTES * len(hashes_N))
     cores = max(1, min(available_cores(), free // need))
     if is_long := len(hashes_N) >= _MANY:
-        hours = search_seconds(len(hashes_N), radius) / cores / 3600
+        seconds = _SECONDS * min(_work(len(hashes_N), radius, count) for count in range(1, 65 - radius))
         logger.info(
             "Finding near copies of %s images: %s searches on %d cores take about %s and %.1f GiB of memory; %.1f GiB free",
-            f"{len(hashes_N):,}", len(listed), cores, duration(hours), cores * need / 2**30, free / 2**30,
+            f"{len(hashes_N):,}", len(listed), cores, duration(seconds / cores / 3600), cores * need / 2**30, free / 2**30,
         )  # fmt: skip
-        if need > free or hours > 1:
+        if need > free or seconds / cores > 3600:
             logger.warning(
                 "Ray's machines search it together: scripts/launch_ray.py --num_workers N scripts/prepare_data.py"
             )
@@ -181,11 +158,6 @@ def on_all_cores(hashes_N: np.ndarray, radius: int, sift: Callable[[np.ndarray],
             return [one for found in pool.map(search, listed) for one in found]
         finally:  # Ctrl-C waits for the searches that have begun
             pool.shutdown(cancel_futures=True)
-
-
-def search_seconds(num_hashes: int, radius: int) -> float:
-    """Return about how many CPU seconds the search among evenly spread hashes takes."""
-    return _SECONDS * _work(num_hashes, radius, _bands_to_agree(num_hashes, radius))
 
 
 def groups(num_rows: int, pairs: np.ndarray) -> np.ndarray:
@@ -261,16 +233,8 @@ def hash_of_text(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-def _bands_to_agree(num_hashes: int, radius: int) -> int:
-    """Return the number of bands that a pair must agree in for the least work.
-
-    The work of a choice is to sort the hashes, and to compare those that meet; sorting one costs about five comparisons.
-    """
-
-    return min(range(1, 65 - radius), key=lambda count: _work(num_hashes, radius, count))
-
-
 def _work(num_hashes: int, radius: int, count: int) -> float:
+    """Return the comparisons of all choices of `count` bands; sorting a hash costs about five."""
     chosen = math.comb(radius + count, count)
     return chosen * num_hashes * (5 + num_hashes / 2 ** (64 * count / (radius + count) + 1))
 
@@ -293,14 +257,14 @@ def _distinct(prints_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.setdiff1d(rows, pairs[:, 1], assume_unique=True), pairs
 
 
-def _confirmed(left: np.ndarray, right: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+def _confirmed(thumbnails: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     """Keep pairs whose thumbnails agree in every cell, in brightness and in colour.
 
     One object more or less changes a cell or two, which the lowest frequencies hardly show: of 5,000 drawn scenes of a
     few objects on a plain ground, 9,656 pairs are within 8 bits, and 7 are confirmed. A copy in grey needs no colour.
     """
-    brightness_a, colour_a = _split_colour(left[pairs[:, 0]])
-    brightness_b, colour_b = _split_colour(right[pairs[:, 1]])
+    brightness_a, colour_a = _split_colour(thumbnails[pairs[:, 0]])
+    brightness_b, colour_b = _split_colour(thumbnails[pairs[:, 1]])
     alike = abs(brightness_a - brightness_b).max(axis=1) <= _BRIGHTNESS_APART
     colourless = np.minimum(abs(colour_a).max(axis=(1, 2)), abs(colour_b).max(axis=(1, 2))) <= _COLOURLESS
     return pairs[alike & (colourless | (abs(colour_a - colour_b).max(axis=(1, 2)) <= _COLOUR_APART))]
@@ -311,8 +275,3 @@ def _split_colour(thumbnails_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     grey = cells @ _GREY_WEIGHTS
     brightness = (grey - grey.mean(axis=1, keepdims=True)) / grey.std(axis=1, keepdims=True)
     return brightness, cells - grey[..., None]
-
-
-def _sorted_pairs(chunks: list[np.ndarray]) -> np.ndarray:
-    pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *chunks])
-    return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]

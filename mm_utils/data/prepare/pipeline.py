@@ -110,11 +110,6 @@ class Ingested:
     faults: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def weights(self) -> dict[str, float | None]:
-        """Return the weights of all sources, by name."""
-        return {name: tally.source.weight for name, tally in self.sources.items()}
-
 
 def flush(folder: Path) -> None:
     """Write all files of `folder` through to the disk."""

@@ -60,9 +60,9 @@ def store_medium(
     start, end = (None if time is None else seconds_of(time) for time in record.cut)
     options: dict[str, Any] = {"start": start, "end": end, "max_seconds": args.max_seconds, "notes": notes}
     if record.medium == "sound":
-        samples, rate = read_sound(contents[0], args.sound_rate, **options)
+        samples, _ = read_sound(contents[0], args.sound_rate, **options)
         stored, picture = write_wav(samples, args.sound_rate), loudness_picture(samples, args.sound_rate)
-        row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate, "rate": float(rate)}
+        row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate}
     else:
         if isinstance(record.image, FramesImage):
             pictures = [partial(_checked, content, checks) for content in contents]
@@ -71,7 +71,7 @@ def store_medium(
             most = checks.max_image_pixels
             clip = read_clip(contents[0], args.clip_fps, short_side, max_pixels=most, **options)
         stored, picture = write_avi(clip.jpegs, args.clip_fps, clip.size), strip(clip.jpegs)
-        row = {"seconds": clip.seconds, "rate": clip.original_fps}
+        row = {"seconds": clip.seconds}
         row |= dict(zip(("width", "height"), clip.size, strict=True))
         row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
     if not isinstance(record.image, FramesImage) and holds_second(contents[0]):
@@ -86,7 +86,6 @@ def store_medium(
         "stored_bytes": len(stored),
         "original_bytes": sum(map(len, contents)),
         "fingerprint": fingerprint(picture),
-        "psnr": None,
     }
 
 

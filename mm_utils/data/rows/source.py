@@ -1,7 +1,6 @@
 """Flags and items that name sources of image-caption pairs."""
 
 import difflib
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -144,7 +143,6 @@ class Source:
         name: the source's name in rows, reports and warnings; by default the last part of `path`.
         image_root: folder that image paths are relative to and may not leave; by default the data file's.
         split: the split of all rows, whatever the rows say.
-        weight: its share of the training images, relative to other sources; None takes all.
         image_column, caption_column, id_column: found by their usual names where None.
         caption_template: a caption made of several columns, such as "{brand} {title}".
         group_column: what rows have in common that must come into one split, such as a patient or a site.
@@ -161,7 +159,6 @@ class Source:
     name: str = ""
     image_root: str | None = None
     split: str | None = None
-    weight: float | None = None
     image_column: str | None = None
     caption_column: str | None = None
     id_column: str | None = None
@@ -203,8 +200,6 @@ class Source:
                 known = ", ".join(DELIMITERS)
                 raise ValueError(f"{title}, delimiter={self.delimiter}; known are {known}. Name one of them.")
             object.__setattr__(self, "delimiter", sign)
-        if self.weight is not None and not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"{title}, weight={self.weight}; a weight is above 0. Drop the source to leave it out.")
         without = [template for template in self.templates if "{}" not in template]
         if without or not self.templates:
             shown = without[0] if without else ""

@@ -49,17 +49,14 @@ def row(image: int, *, near: bool = False, where: int = 0, **values: Any) -> dic
     }
 
 
-def decide(
-    rows: list[dict[str, Any]], folder: Path, weights: dict[str, float | None] | None = None, **arguments: Any
-) -> Reconciled:
+def decide(rows: list[dict[str, Any]], folder: Path, **arguments: Any) -> Reconciled:
     """`reconcile` over rows laid out in two parts."""
     parts = []
     for number, some in enumerate((rows[: len(rows) // 2], rows[len(rows) // 2 :])):
         parts.append(folder / f"part-{number}.arrow")
         with pa.OSFile(str(parts[-1]), "wb") as file, pa.ipc.new_stream(file, PART_SCHEMA) as writer:
             writer.write_batch(pa.RecordBatch.from_pylist(some, PART_SCHEMA))
-    sources = dict.fromkeys([one["source"] for one in rows])
-    return reconcile(parts, ReconcileArguments(**arguments), weights or sources, folder / "leaks.jsonl")
+    return reconcile(parts, ReconcileArguments(**arguments), folder / "leaks.jsonl")
 
 
 def split_of(found: Reconciled) -> dict[int, str]:
@@ -184,15 +181,6 @@ def test_new_rows_move_no_old_ones(tmp_path: Path) -> None:
     many = split_of(decide(rows, tmp_path, validation_fraction=0.3, test_fraction=0.2))
     assert few == {place: split for place, split in many.items() if place < 20}
     assert set(many.values()) == set(SPLITS)
-
-
-def test_sources_have_the_shares_of_their_weights(tmp_path: Path) -> None:
-    rows = [row(at, source="a" if at < 24 else "b") for at in range(40)]
-    found = decide(rows, tmp_path, {"a": 1.0, "b": 3.0}, validation_fraction=0.0)
-    kept = Counter(found.facts["source"].take(found.rows["train"]).to_pylist())
-    assert kept == {"a": 5, "b": 16}
-    with pytest.raises(ValueError, match="none for b"):
-        decide(rows, tmp_path, {"a": 1.0, "b": None})
 
 
 def test_too_little_is_said(tmp_path: Path) -> None:

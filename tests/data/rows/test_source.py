@@ -11,28 +11,25 @@ from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 
 
 def test_an_item_is_parsed() -> None:
-    source = parse_source(r"coco/captions\, all.json,image_root=coco/train2017,split=val,weight=2,templates=a {}.|{}")
+    source = parse_source(r"coco/captions\, all.json,image_root=coco/train2017,split=val,templates=a {}.|{}")
     assert (source.path, source.name) == ("coco/captions, all.json", "captions, all.json")
-    assert (source.image_root, source.split, source.weight) == ("coco/train2017", "validation", 2.0)
+    assert (source.image_root, source.split) == ("coco/train2017", "validation")
     assert source.templates == ("a {}.", "{}")
-    mapping = {"path": "a, b/", "weight": 3, "templates": ["x {}"], "id_column": None}
-    assert parse_source(mapping) == Source("a, b/", weight=3.0, templates=("x {}",), name="a, b")
+    mapping = {"path": "a, b/", "templates": ["x {}"], "id_column": None}
+    assert parse_source(mapping) == Source("a, b/", templates=("x {}",), name="a, b")
     assert pickle.loads(pickle.dumps(source)) == source
 
 
 BAD_ITEMS = [
-    ("p.jsonl,wieght=2", r"has the key wieght; known are .*Did you mean 'weight'"),
-    ("p.jsonl,weight=two", "weight=two; a weight is a number"),
-    ("p.jsonl,weight=0", "weight=0.0; a weight is above 0"),
-    ("p.jsonl,weight=nan", "a weight is above 0"),
+    ("p.jsonl,spilt=val", r"has the key spilt; known are .*Did you mean 'split'"),
     ("p.jsonl,split=nowhere", "split=nowhere; a split is train, validation or test"),
     ("p.jsonl,format=jsnl", "format=jsnl; known are .*Did you mean 'jsonl'"),
     ("p.jsonl,split", "'split' is not key=value"),
     ("p.jsonl,split=val,split=test", "split is given twice"),
     ("p.jsonl,path=q.jsonl", "path is given twice"),
     ("p,templates=a photo", "templates=a photo; a template says"),
-    (",weight=2", "an item without a path"),
-    ({"weight": 2}, "an item without a path"),
+    (",split=val", "an item without a path"),
+    ({"split": "val"}, "an item without a path"),
 ]
 
 

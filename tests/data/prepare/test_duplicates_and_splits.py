@@ -1,0 +1,387 @@
+"""Rows together: copies found, leaks named and resolved, splits that no image crosses; every index equals a plain reference."""
+
+import io
+import json
+import logging
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw, ImageEnhance
+
+from mm_utils.data.prepare import perceptual_hash
+from mm_utils.data.prepare.dedup_and_split import SPLITS, ReconcileArguments, Reconciled, reconcile
+from mm_utils.data.prepare.ingest import PART_SCHEMA
+from mm_utils.data.prepare.perceptual_hash import (
+    FINGERPRINT,
+    RADIUS,
+    assign_splits,
+    choices,
+    fingerprint,
+    groups,
+    leaks,
+    near_pairs,
+    on_all_cores,
+    pairs_of_choice,
+)
+
+# -- rows of all sources ------------------------------------------------------------------------------------------------
+
+
+def blobs(seed: int) -> Image.Image:
+    """Large and smooth: no two seeds look the same."""
+    cells = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(cells).resize((96, 96), Image.Resampling.BICUBIC)
+
+
+PICTURES = [blobs(seed) for seed in range(40)]
+PRINTS = [fingerprint(image) for image in PICTURES]
+NEAR_PRINTS = [fingerprint(image.resize((60, 60)).point(lambda v: min(255, v + 8))) for image in PICTURES]
+
+
+def row(image: int, *, near: bool = False, where: int = 0, **values: Any) -> dict[str, Any]:
+    """A row that shows picture `image`, or one that looks like it."""
+    return {
+        "id": None,
+        "image": {"bytes": b"x", "path": None},
+        "captions": [f"picture {image}"],
+        "source": "a",
+        "where": f"line {where}",
+        "split": None,
+        "image_hash": f"{image:04d}{'near' if near else 'same'}" + "0" * 56,
+        "fingerprint": NEAR_PRINTS[image] if near else PRINTS[image],
+        **values,
+    }
+
+
+def decide(rows: list[dict[str, Any]], folder: Path, **arguments: Any) -> Reconciled:
+    """`reconcile` over rows laid out in two parts; no rows are held out unless `arguments` say so."""
+    parts = []
+    for number, some in enumerate((rows[: len(rows) // 2], rows[len(rows) // 2 :])):
+        parts.append(folder / f"part-{number}.arrow")
+        with pa.OSFile(str(parts[-1]), "wb") as file, pa.ipc.new_stream(file, PART_SCHEMA) as writer:
+            writer.write_batch(pa.RecordBatch.from_pylist(some, PART_SCHEMA))
+    return reconcile(parts, ReconcileArguments(**{"validation_fraction": 0.0, **arguments}), folder / "leaks.jsonl")
+
+
+def split_of(found: Reconciled) -> dict[int, str]:
+    return {place: split for split, places in found.rows.items() for place in places.tolist()}
+
+
+def test_rows_of_one_image_become_one_and_copies_under_other_ids_are_counted(tmp_path: Path) -> None:
+    found = decide([row(0), row(1), row(0, captions=["again"]), row(2), row(0)], tmp_path)
+    assert found.rows["train"].tolist() == [0, 1, 3]
+    assert found.merged == {0: [0, 2, 4]}
+    assert found.duplicates["merged_rows"] == 2
+    found = decide([row(0, id="a"), row(0, id="b"), row(0, id="a"), row(1, id="c"), row(2, id="d")], tmp_path)
+    assert (found.duplicates["exact_rows"], found.duplicates["exact_groups"]) == (1, 1)
+    assert decide([row(0), row(0), row(1), row(2)], tmp_path).duplicates["exact_rows"] == 1
+
+
+def test_a_near_copy_is_kept_or_dropped(tmp_path: Path) -> None:
+    rows = [row(0, where=7), row(1), row(0, near=True), row(2)]
+    assert decide(rows, tmp_path).rows["train"].tolist() == [0, 1, 2, 3]
+    found = decide(rows, tmp_path, near_duplicates="drop")
+    assert found.rows["train"].tolist() == [0, 1, 3]
+    [fault] = found.faults
+    assert fault["reason"] == "near_duplicate"
+    assert "line 7" in fault["detail"]
+
+
+KINDS = {
+    "exact": row(0),
+    "near": row(0, near=True),
+    "by_id": row(5, id="x"),
+    "by_group": row(5, group="p7"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_leak_stops_the_run_and_is_listed(kind: str, tmp_path: Path) -> None:
+    rows = [row(0, id="x", group="p7"), row(1), row(2)]
+    rows = [{**each, "split": "train"} for each in rows] + [{**KINDS[kind], "split": "test"}]
+    message = r"1 rows have an? (image|group) that is in another split too.*--on_leakage drop"
+    with pytest.raises(ValueError, match=message):
+        decide(rows, tmp_path)
+    [leak] = [json.loads(line) for line in (tmp_path / "leaks.jsonl").read_text().splitlines()]
+    assert leak["reason"] == "leaked"
+    assert ("has the same group p7" in leak["detail"]) == (kind == "by_group")
+    found = decide(rows, tmp_path, on_leakage="drop")
+    assert {name: found.leakage[name] for name in KINDS} == {**dict.fromkeys(KINDS, 0), kind: 1}
+    assert split_of(found) == {1: "train", 2: "train", 3: "test"}
+    assert split_of(decide(rows, tmp_path, on_leakage="keep")) == {0: "train", 1: "train", 2: "train", 3: "test"}
+
+
+def test_rows_of_a_group_come_into_one_split_also_through_others(tmp_path: Path) -> None:
+    rows = [row(place, group=f"p{place // 4}") for place in range(38)]
+    rows += [row(3, group="p9"), row(38, group=None)]  # one image of two groups joins them
+    found = split_of(decide(rows, tmp_path, validation_fraction=0.3, test_fraction=0.3))
+    of_group = defaultdict(set)
+    for at, split in found.items():
+        of_group[rows[at]["group"]].add(split)
+    assert all(len(splits) == 1 for name, splits in of_group.items() if name)
+    assert of_group["p0"] == of_group["p9"]
+    assert len(set.union(*of_group.values())) == 3
+
+
+def test_rows_that_all_hang_together_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [row(place % 40, group="one", where=place) | {"image_hash": f"{place:064d}"} for place in range(102)]
+    decide(rows, tmp_path, validation_fraction=0.0, test_fraction=0.3, near_duplicate_distance=0)
+    assert "102 of 102 rows come into one split" in caplog.text
+
+
+def test_ids_that_count_rows_are_no_leak(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [row(at, id=str(at), split="train") for at in range(12)]
+    rows += [row(at + 12, id=str(at), split="validation") for at in range(12)]
+    assert Counter(split_of(decide(rows, tmp_path)).values()) == {"train": 12, "validation": 12}
+    assert "row numbers" in caplog.text
+
+
+def test_a_small_set_has_a_fifth_for_validation_unless_a_share_is_given(tmp_path: Path) -> None:
+    def held_out(rows: list[dict[str, Any]], **flags: Any) -> int:
+        return len(decide(rows, tmp_path, **flags).rows.get("validation", ()))
+
+    rows, free = [row(place) for place in range(40)], {"validation_fraction": None}
+    assert [held_out(rows, **free), held_out(rows, **free, test_fraction=0.3), held_out(rows)] == [8, 8, 0]
+    assert held_out(rows, validation_fraction=0.6) > 16
+    rows[0]["split"] = "validation"  # then there is one
+    assert held_out(rows, **free) < 8
+    rows = [row(place, group=f"site {place % 2}") for place in range(40)]
+    assert held_out(rows, **free) == 0, "half of the images is more than twice a fifth"
+
+
+def test_an_id_is_of_one_image_of_its_source(tmp_path: Path) -> None:
+    rows = [row(0, id="x", where=1), row(1, id="x", where=2), row(2, id="y"), row(0, id="x")]
+    found = decide(rows, tmp_path)
+    assert [(fault["where"], fault["reason"]) for fault in found.faults] == [("line 2", "duplicate_id")]
+    assert found.rows["train"].tolist() == [0, 2]
+    found = decide([row(0, id="x"), row(1, id="y"), row(2, id="x", source="b"), row(3, source="b")], tmp_path)
+    assert not found.faults
+    assert found.facts["name"].to_pylist() == ["a/x", "a/y", "b/x", "b/0003same" + "0" * 24]
+
+
+def test_a_row_without_a_split_goes_where_its_image_is_and_new_rows_move_no_old_ones(tmp_path: Path) -> None:
+    rows = [row(at, split="train") for at in range(3)] + [row(9, split="test"), row(9, near=True), row(0, near=True)]
+    assert split_of(decide(rows, tmp_path)) == {0: "train", 1: "train", 2: "train", 3: "test", 4: "test", 5: "train"}
+    rows = [row(at) for at in range(40)]
+    few = split_of(decide(rows[:20], tmp_path, validation_fraction=0.3, test_fraction=0.2))
+    many = split_of(decide(rows, tmp_path, validation_fraction=0.3, test_fraction=0.2))
+    assert few == {place: split for place, split in many.items() if place < 20}
+    assert set(many.values()) == set(SPLITS)
+
+
+def test_too_little_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fewer than 2 training images"):
+        decide([row(0), row(0)], tmp_path)
+
+
+IMPOSSIBLE = [
+    {"validation_fraction": 1.0},
+    {"validation_fraction": 0.5, "test_fraction": 0.5},
+    {"near_duplicate_distance": 40},
+]
+
+
+@pytest.mark.parametrize("values", IMPOSSIBLE)
+def test_arguments_that_cannot_be(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--"):
+        ReconcileArguments(**values)
+
+
+NAMED_SPLITS, NAMES = st.sampled_from([None, *SPLITS]), st.sampled_from([None, "p", "q"])
+DRAWN = st.lists(st.tuples(st.integers(0, 9), st.booleans(), NAMED_SPLITS, NAMES), min_size=2, max_size=24)
+
+
+@given(drawn=DRAWN, seed=st.integers(0, 99))
+@settings(max_examples=60)
+def test_no_image_is_in_two_splits_and_none_is_lost(
+    drawn: list[tuple[int, bool, str | None, str | None]], seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Beside a plain reference: sets of rows connected by look or id."""
+    random.Random(seed).shuffle(drawn)
+    rows = [row(image, near=near, split=split, id=name) for image, near, split, name in drawn]
+    rows += [row(30, split="train"), row(31, split="train")]
+    found = decide(rows, tmp_path_factory.mktemp("parts"), on_leakage="drop", validation_fraction=0.3)
+    splits = split_of(found)
+    standing = {place: first for first, those in found.merged.items() for place in those}
+    by_image = defaultdict(set)
+    for place, split in splits.items():
+        by_image[rows[place]["captions"][0]].add(split)
+        assert rows[place]["split"] in (None, split)
+    assert all(len(those) == 1 for those in by_image.values())
+    lost = set(range(len(rows))) - set(splits) - set(standing)
+    set_aside = Counter(fault["reason"] for fault in found.faults)
+    assert len(lost) <= sum(set_aside.values())
+    assert set(set_aside) <= {"leaked", "duplicate_id"}
+
+
+# -- pictures that look the same ----------------------------------------------------------------------------------------
+
+
+def photo(seed: int, width: int = 240, height: int = 180) -> Image.Image:
+    """Noise whose amplitude falls with the frequency, as in photographs, and three shapes."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)
+    amplitude = 1 / np.maximum(np.hypot(rows, columns), 1 / width)
+    noise = rng.standard_normal((3, *amplitude.shape)) + 1j * rng.standard_normal((3, *amplitude.shape))
+    noise[1:] = 0.8 * noise[0] + 0.3 * noise[1:]  # channels of photographs go together
+    waves = np.fft.irfft2(noise * amplitude, (height, width))
+    pixels = 128 + 50 * waves / waves.std(axis=(1, 2), keepdims=True)
+    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0).copy())
+    draw = ImageDraw.Draw(image)
+    for _ in range(3):
+        left, top = rng.integers(0, width - 60), rng.integers(0, height - 60)
+        box = [int(value) for value in (left, top, left + rng.integers(20, 60), top + rng.integers(20, 60))]
+        draw.ellipse(box, fill=tuple(map(int, rng.integers(0, 256, 3))))
+    return image
+
+
+def compressed(image: Image.Image) -> Image.Image:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=60)
+    return Image.open(buffer).convert("RGB")
+
+
+def prints_of(images: list[Image.Image]) -> np.ndarray:
+    return np.frombuffer(b"".join(map(fingerprint, images)), FINGERPRINT)
+
+
+def hash_pairs(hashes: np.ndarray, radius: int) -> set[tuple[int, int]]:
+    apart = [pairs for choice in choices(len(hashes), radius) for pairs in pairs_of_choice(hashes, radius, choice)]
+    at_once = on_all_cores(hashes, radius, lambda pairs: pairs)
+    found, again = (as_set(np.concatenate([np.empty((0, 2), int), *chunks])) for chunks in (apart, at_once))
+    assert found == again
+    return found
+
+
+def as_set(pairs: np.ndarray) -> set[tuple[int, int]]:
+    listed = [(int(first), int(second)) for first, second in pairs]
+    assert len(listed) == len(set(listed))
+    return set(listed)
+
+
+PHOTOS = [photo(seed) for seed in range(40)]
+COPIES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "compressed": compressed,
+    "half the size": lambda image: image.resize((image.width // 2, image.height // 2), Image.Resampling.BICUBIC),
+    "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.15),
+    "cut by 2 %": lambda image: image.crop((2, 2, image.width - 2, image.height - 2)),
+    "grey": lambda image: image.convert("L").convert("RGB"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_found_and_nothing_else(name: str) -> None:
+    wanted = {(at, at + len(PHOTOS)) for at in range(len(PHOTOS))}
+    found = as_set(near_pairs(prints_of([*PHOTOS, *map(COPIES[name], PHOTOS)])))
+    assert found <= wanted
+    assert len(found) >= 0.95 * len(wanted)
+
+
+def test_blank_images_and_another_colour_are_no_copies() -> None:
+    plain = [Image.new("RGB", (64, 48), colour) for colour in ("white", "white", "black", "red", "green", "#fafafa")]
+    speck = Image.new("RGB", (64, 48), "white")
+    speck.putpixel((10, 10), (0, 0, 0))
+    rng = np.random.default_rng(0)
+    noisy = [Image.fromarray(rng.integers(118, 122, (48, 64, 3)).astype(np.uint8)) for _ in range(20)]
+    assert not len(near_pairs(prints_of([*plain, speck, speck, *noisy])))
+    images = []
+    for colour in ((200, 40, 40), (20, 130, 20)):  # of nearly one brightness
+        image = Image.new("RGB", (64, 64), (120, 120, 160))
+        ImageDraw.Draw(image).rectangle((8, 20, 40, 50), fill=colour)
+        images.append(image)
+    prints = prints_of(images)
+    assert len(hash_pairs(prints["hash"], RADIUS)) == 1
+    assert not len(near_pairs(prints))
+
+
+def test_a_long_search_states_its_time_and_names_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """The figures come before the search, and what does not fit here names what does it."""
+    hashes = np.random.default_rng(0).integers(0, 2**64, 400_000, dtype=np.uint64)
+    with caplog.at_level(logging.INFO), patch.object(perceptual_hash.psutil, "virtual_memory") as memory:
+        memory.return_value.available = 1 << 20
+        on_all_cores(hashes, 2, lambda pairs: pairs)
+    said = r"400,000 images: \d+ searches on 1 cores take about [\d.]+ (s|min) and 0.0 GiB .* 0.0 GiB free"
+    assert re.search(said, caplog.text)
+    assert "scripts/launch_ray.py" in caplog.text
+
+
+@st.composite
+def clustered_hashes(draw: st.DrawFn) -> np.ndarray:
+    """A few hashes, and others that differ from one of them in up to 15 bits."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    centres = rng.integers(0, 2**64, draw(st.integers(1, 4)), dtype=np.uint64)
+    hashes = rng.choice(centres, draw(st.integers(0, 60)))
+    for at in range(len(hashes)):
+        for bit in rng.permutation(64)[: rng.integers(0, 16)]:
+            hashes[at] ^= np.uint64(1) << np.uint64(bit)
+    return hashes
+
+
+@given(clustered_hashes(), st.integers(0, 14))
+@settings(max_examples=80)
+def test_hash_pairs_are_those_of_brute_force(hashes: np.ndarray, radius: int) -> None:
+    values = [int(value) for value in hashes]
+    near = {(i, j) for i, j in combinations(range(len(values)), 2) if (values[i] ^ values[j]).bit_count() <= radius}
+    assert hash_pairs(hashes, radius) == near
+
+
+# -- groups and splits --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """A number of rows, and pairs of them."""
+    count = draw(st.integers(1, 40))
+    ends = st.integers(0, count - 1)
+    return count, draw(st.lists(st.tuples(ends, ends), max_size=60))
+
+
+@given(graphs(), st.integers(0, 2**32))
+def test_groups_are_the_connected_rows_and_cross_no_splits_once_leaks_are_dropped(
+    graph: tuple[int, list[tuple[int, int]]], seed: int
+) -> None:
+    count, pairs = graph
+    group = groups(count, np.array(pairs, int).reshape(-1, 2))
+    smallest = list(range(count))  # the smallest row that each row reaches, one step at a time
+    for _ in range(count):
+        for first, second in pairs:
+            smallest[first] = smallest[second] = min(smallest[first], smallest[second])
+    assert group.tolist() == smallest
+    splits = np.random.default_rng(seed).integers(0, 3, count).astype(np.int8)
+    found = leaks(splits, group)
+    assert as_set(found) == {
+        (at, next(other for other in range(count) if group[other] == group[at] and splits[other] == best))
+        for at in range(count)
+        if splits[at] < (best := max(splits[group == group[at]]))
+    }
+    kept = np.setdiff1d(np.arange(count), found[:, 0])
+    assert set(np.flatnonzero(splits == 2)) <= set(kept)
+    assert all(len(set(splits[kept][group[kept] == name])) == 1 for name in set(group))
+
+
+KEYS = [f"image-{at}" for at in range(5000)]
+SHARES = (0.8, 0.1, 0.1)
+
+
+def test_splits_have_their_shares_and_no_group_crosses_them() -> None:
+    group = groups(5000, np.random.default_rng(0).integers(0, 5000, (1500, 2)))
+    splits = assign_splits(group, KEYS, SHARES)
+    assert splits.dtype == np.int8
+    assert (splits == splits[group]).all()
+    alone = np.bincount(assign_splits(np.arange(5000), KEYS, SHARES), minlength=3) / 5000
+    assert alone == pytest.approx(SHARES, abs=0.02)
+    assert not (assign_splits(group, KEYS, (0, 1, 0)) != 1).any()
+    for fractions in ((0.8, 0.1), (1.2, -0.2), (80, 10, 10)):
+        with pytest.raises(ValueError, match="Give shares of 1"):
+            assign_splits(np.arange(3), KEYS[:3], fractions)

@@ -1,0 +1,531 @@
+"""Raw rows, from the bytes of an image to a cached set: what is checked, what is stored, what is done once; `tests.faults.test_data` has each broken file."""
+
+import hashlib
+import io
+import json
+import os
+import signal
+import struct
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import DatasetDict, disable_progress_bars
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mm_utils.data import images
+from mm_utils.data.faults import NOTES, Fault
+from mm_utils.data.images import open_image
+from mm_utils.data.prepare import cache, checks, pipeline
+from mm_utils.data.prepare import ingest as module
+from mm_utils.data.prepare.cache import load_or_prepare
+from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
+from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
+from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, FramesImage, ImageRef, Record
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.tars import MemberImage
+from mm_utils.model import reading
+from tests.data.prepare.fault_layouts import add_member
+from tests.kit.fault_images import ODD, draw, jpeg, save
+
+disable_progress_bars()
+LIMITS = CheckArguments()
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+
+# -- images -------------------------------------------------------------------------------------------------------------
+
+
+def photo(width: int = 80, height: int = 60) -> Image.Image:
+    y, x = np.mgrid[0:height, 0:width]
+    noise = np.random.default_rng(0).integers(0, 60, (height, width, 3))
+    smooth = np.stack([x * 190 / max(width - 1, 1), y * 190 / max(height - 1, 1), 0 * x + 99], 2)
+    return Image.fromarray((smooth + noise).astype(np.uint8))
+
+
+def corner_mark() -> Image.Image:
+    """White at the upper left on black, a grey bar along the top: no two orientations look alike."""
+    image = Image.new("RGB", (96, 64), "black")
+    image.paste("gray", (0, 0, 96, 16))
+    image.paste("white", (0, 0, 32, 32))
+    return image
+
+
+def oriented(orientation: int, form: str, **options: Any) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return save(corner_mark(), form, exif=exif, **options)
+
+
+JPEG, PNG, WEBP, GIF = (save(photo(), form) for form in ("JPEG", "PNG", "WEBP", "GIF"))
+[MPO] = [case.make(draw(0)) for case in ODD if case.kind == "an MPO"]
+DAMAGED = [case.make(draw(0)) for case in ODD]
+UPRIGHT = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: a.transpose(1, 0, 2)[:, ::-1],
+    7: lambda a: a.transpose(1, 0, 2)[::-1, ::-1],
+    8: lambda a: a.transpose(1, 0, 2)[::-1],
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize(("form", "min_side"), [("JPEG", None), ("JPEG", 30), ("PNG", None), ("WEBP", 30)])
+def test_all_orientations_stand_upright(orientation: int, form: str, min_side: int | None) -> None:
+    checked = check_image(oriented(orientation, form), LIMITS, min_side=min_side)
+    expected = UPRIGHT[orientation](np.asarray(corner_mark()))
+    assert (checked.height, checked.width) == expected.shape[:2]
+    step = checked.width // checked.image.width
+    assert step == (2 if form == "JPEG" and min_side else 1)
+    shown, wanted = (
+        np.asarray(checked.image)[2::8, 2::8].astype(int),
+        expected[2 * step :: 8 * step, 2 * step :: 8 * step],
+    )
+    assert np.abs(shown - wanted).max() < 60
+    assert ("exif_rotated" in checked.notes) == (orientation != 1)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_photograph_of_a_telephone_is_read_and_its_damage_is_found(orientation: int) -> None:
+    """Its turn is a property of the format, which its decoder applies; that of EXIF, which repeats it, is not applied again."""
+    pytest.importorskip("pillow_heif")
+    content = oriented(orientation, "HEIF", quality=100)
+    found = check_image(content, LIMITS, "a.heic")
+    assert (found.format, found.width, found.height, found.notes) == ("HEIF", 96, 64, ())
+    assert images.psnr(found.image, corner_mark()) > 25
+    with pytest.raises(Fault, match=r"image_unreadable|image_truncated"):
+        check_image(content[: len(content) // 2], LIMITS)
+
+
+def test_limits_are_inclusive() -> None:
+    values = {
+        "max_image_pixels": 4800,
+        "max_image_bytes": len(JPEG),
+        "min_image_side": 60,
+        "max_aspect_ratio": 80 / 60,
+    }
+    assert check_image(JPEG, CheckArguments(**values)).image.size == (80, 60)
+    for name, value, reason in (
+        ("max_image_pixels", 4799, "too_many_pixels"),
+        ("min_image_side", 61, "too_small"),
+        ("max_aspect_ratio", 1.3, "extreme_aspect"),
+    ):
+        with pytest.raises(Fault, match=reason):
+            check_image(JPEG, CheckArguments(**{name: value}))
+
+
+def test_a_wrong_extension_is_noted() -> None:
+    right = [("a.JPEG", JPEG), ("a", JPEG), ("a.php", JPEG), ("a.mpo", MPO), ("a.jpg", MPO)]
+    wrong = [("a.jpg", GIF), ("images/a.png", JPEG), ("a.heic", JPEG)]
+    noted = [("wrong_extension" in check_image(content, LIMITS, name).notes) for name, content in (*right, *wrong)]
+    assert noted == [False] * len(right) + [True] * len(wrong)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_damaged_bytes_are_an_image_or_a_fault(data: st.DataObject) -> None:
+    content = bytearray(data.draw(st.sampled_from(DAMAGED)))
+    for _ in range(data.draw(st.integers(0, 5))):
+        content[data.draw(st.integers(0, min(len(content) - 1, 400)))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content)))]
+    try:
+        checked = check_image(bytes(content), LIMITS, min_side=data.draw(st.sampled_from([None, 16])))
+        assert checked.image.mode == "RGB"
+        assert set(checked.notes) <= set(NOTES)
+    except Fault:
+        pass
+
+
+@pytest.mark.parametrize("content", [JPEG, PNG, WEBP], ids=["JPEG", "PNG", "WEBP"])
+@given(st.data())
+@settings(max_examples=60)
+def test_no_part_of_an_image_passes(content: bytes, data: st.DataObject) -> None:
+    with pytest.raises(Fault, match="image_truncated"):
+        check_image(content[: data.draw(st.integers(12, len(content) - 1))], LIMITS)
+
+
+def test_a_strict_decoder_finds_inner_damage_and_changes_no_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
+    if images.simplejpeg is None:
+        pytest.skip("simplejpeg is not installed")
+    whole = save(photo(640, 480), "JPEG")
+    damaged = whole[:20_000] + bytes(2_000) + whole[22_000:]
+    with pytest.raises(Fault, match="image_corrupt"):
+        check_image(damaged, LIMITS)
+    strict = {side: np.asarray(check_image(whole, LIMITS, min_side=side).image) for side in (None, 240, 100, 60)}
+    monkeypatch.setattr(reading, "simplejpeg", None)
+    for side, pixels in strict.items():
+        assert np.array_equal(np.asarray(check_image(whole, LIMITS, min_side=side).image), pixels)
+    assert check_image(damaged, LIMITS).image.size == (640, 480), "which is why the strict decoder is there"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), struct.error("unpack"), RecursionError()], ids=repr)
+def test_errors_of_decoders_without_a_message_are_faults(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(checks, "decode", fail)
+    with pytest.raises(Fault, match=r"image_unreadable: .") as caught:
+        check_image(JPEG, LIMITS)
+    assert caught.value.__cause__ is error
+
+
+# -- captions -----------------------------------------------------------------------------------------------------------
+USELESS = {
+    "caption_null": (None, float("nan"), np.float32("nan")),
+    "caption_not_text": (7, 1.5, True, ["a cat"], {"text": "a cat"}, b"a cat"),
+    "caption_empty": ("", " \t\r\n\u00a0\u3000", "\u200b\u200d\u2060\ufeff", "\u2800\u3164", "\x00\x1b[0m\x7f", "...",
+                      "\u0301" * 5, "\ud800"),
+    "caption_nan": ("nan", "NaN", "None", " null.", "N/A", "#N/A", "<NA>", "(null)", "[object Object]"),
+    "caption_of_camera": ("OLYMPUS DIGITAL CAMERA",),
+    "caption_is_file_name": (
+        *("IMG_1234.jpg", "IMG_1234", "img-20200101-WA0001", "DSC00012", "DSCN0001 (2)", "P1010001", "photo.png"),
+        *("PXL_20210101_123456789", "my photo.png", "images/cats/001.jpeg", "/home/me/my cat on the mat.jpg"),
+        *("./a b c.tif", "C:\\x\\y.JPG", "C:\\My Photos\\a b c.JPG", "https://example.org/a.jpg", "www.example.org"),
+        "file:///tmp/x",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", USELESS)
+def test_each_useless_caption_has_its_reason(reason: str) -> None:
+    for value in USELESS[reason]:
+        with pytest.raises(Fault) as caught:
+            check_caption(value, LIMITS)
+        assert caught.value.reason == reason, repr(value)
+        assert caught.value.detail.isprintable(), "it goes into logs"
+
+
+CLEANED: list[tuple[str, str, tuple[str, ...]]] = [
+    ("  a \t cat\r\n on\u00a0a\u3000mat ", "a cat on a mat", ("caption_spaces_joined",)),
+    ("\ufeffa cat", "a cat", ("caption_controls_removed",)),
+    ("a\x00 c\x07at\x9f", "a cat", ("caption_controls_removed",)),
+    ("\x1b[31ma red\x1b[0m cat", "a red cat", ("caption_controls_removed",)),
+    ("\x1b]0;title\x07a cat \x1b] sat", "a cat ] sat", ("caption_controls_removed",)),
+    ("a\x85cat", "a cat", ("caption_spaces_joined",)),
+    ("me\u0323\u0302o", "m\u1ec7o", ("caption_composed",)),
+    ("a \ud83d cat", "a \ufffd cat", ("caption_surrogate_replaced",)),
+    ("a \ud83d\ude00 cat", "a \U0001f600 cat", ("caption_surrogate_replaced",)),
+    ("a [PAD] cat </s>", "a [PAD] cat </s>", ("caption_special_token",)),
+    ("<|endoftext|> a cat", "<|endoftext|> a cat", ("caption_special_token",)),
+    ("a cat" + " " * 9999, "a cat", ()),
+    ("word " * 1000, " ".join(["word"] * 10), ("caption_cut",)),
+    ("x" * 100, "x" * 52, ("caption_cut",)),
+]
+
+
+@pytest.mark.parametrize(("value", "text", "notes"), CLEANED)
+def test_captions_are_cleaned_and_it_is_noted(value: str, text: str, notes: tuple[str, ...]) -> None:
+    assert check_caption(value, CheckArguments(max_caption_characters=52)) == (text, notes)
+    assert set(notes) <= set(NOTES)
+
+
+@given(st.text(st.characters(), max_size=300), st.integers(1, 200))
+@settings(max_examples=300)
+def test_a_clean_caption_stays_clean(value: str, limit: int) -> None:
+    limits = CheckArguments(max_caption_characters=limit)
+    try:
+        text, notes = check_caption(value, limits)
+    except Fault:
+        return
+    text.encode()  # no surrogates
+    assert 0 < len(text) <= limit
+    assert text == " ".join(text.split())
+    if "caption_cut" not in notes:
+        assert check_caption(text, limits)[0] == text
+
+
+# -- a chunk of rows ----------------------------------------------------------------------------------------------------
+STORED_JPEG, RAW = Storage("jpeg", 64), Storage("raw", 64)
+
+
+def picture(width: int = 120, height: int = 90) -> Image.Image:
+    """A smooth gradient, which JPEG keeps well."""
+    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return Image.fromarray(np.stack([x, y, 255 - x], axis=2).astype(np.uint8))
+
+
+def record(data: bytes, *captions: Any, where: str = "line 1", **values: Any) -> Record:
+    return Record("pairs", where, None, BytesImage(where, data), list(captions) or ["a gradient"], **values)
+
+
+def stored(
+    folder: Path, *items: Record | BadRow, storage: Storage = STORED_JPEG
+) -> tuple[list[dict[str, Any]], ChunkResult]:
+    result = ingest(Chunk(0, items), folder, CheckArguments(), storage)
+    return read_part(folder / "part-000000.arrow", module.PART_SCHEMA.names).to_pylist(), result
+
+
+def test_an_image_is_shrunk_once_and_a_small_one_is_not_compressed_again(tmp_path: Path) -> None:
+    data = save(picture(200, 150), "JPEG", quality=95)
+    [row], _ = stored(tmp_path, record(data))
+    assert (row["width"], row["height"]) == (85, 64) == Image.open(io.BytesIO(row["image"]["bytes"])).size
+    assert (row["original_width"], row["original_height"], row["original_bytes"]) == (200, 150, len(data))
+    assert row["image_hash"] == hashlib.sha256(data).hexdigest()
+    assert row["stored_hash"] == stored_hash(row["image"]["bytes"])
+    assert images.psnr(open_image(row["image"]), picture(85, 64)) > 30
+    small = save(picture(70, 60), "JPEG", quality=80)
+    [row], _ = stored(tmp_path, record(small))
+    assert row["image"] == {"bytes": small, "path": None}
+    [row], _ = stored(tmp_path, record(data), storage=Storage("jpeg", None))
+    assert (row["image"]["bytes"], row["width"], row["height"]) == (data, 200, 150)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_where_a_picture_was_taken_is_not_kept(form: str, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[271] = "Camera of Jane Doe"
+    [row], _ = stored(tmp_path, record(save(picture(60, 60), form, exif=exif)))
+    assert b"Jane Doe" not in row["image"]["bytes"]
+
+
+def test_drawings_stay_lossless_where_that_is_smaller_and_on_request(tmp_path: Path) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8))
+    data = [save(image, "PNG") for image in (Image.new("RGB", (60, 60), "red"), noise)]
+    rows, _ = stored(tmp_path, *map(record, data))
+    assert [row["image"]["bytes"] == one for row, one in zip(rows, data, strict=True)] == [True, False]
+    [row], _ = stored(tmp_path, record(save(picture(60, 60), "JPEG")), storage=Storage("png", 64))
+    assert Image.open(io.BytesIO(row["image"]["bytes"])).format == "PNG"
+    [row], _ = stored(tmp_path, record(save(picture(128, 128), "PNG")), storage=RAW)
+    assert (row["image"]["path"], len(row["image"]["bytes"])) == ("raw:64x64", 64 * 64 * 3)
+    assert open_image(row["image"]).getpixel((0, 0)) == pytest.approx((1, 1, 254), abs=3)
+
+
+def test_a_row_survives_bad_captions_and_negatives(tmp_path: Path) -> None:
+    content = save(picture(), "JPEG")
+    given = [["a  dog", None, "a dog", ""], "a cat", [], None, 5]
+    rows, result = stored(tmp_path, *(record(content, negatives=each) for each in given))
+    assert [row["negatives"] for row in rows] == [["a dog"], ["a cat"], None, None, []]
+    assert [fault["reason"] for fault in result.faults] == ["caption_null", "caption_empty", "caption_not_text"]
+    assert not sum(result.bad.values())
+    items = [
+        record(content, "good", None, "good", " good  too"),
+        record(content, None, "", where="line 2"),
+        BadRow("pairs", "line 4", Fault("malformed_row", "no JSON"), raw='{"image'),
+    ]
+    [row], result = stored(tmp_path, *items)
+    assert row["captions"] == ["good", "good too"]
+    assert [(fault["where"], fault["reason"]) for fault in result.faults] == [
+        ("line 1", "caption_null"),
+        ("line 2", "caption_null"),
+        ("line 2", "caption_empty"),
+        ("line 4", "malformed_row"),
+    ]
+    assert (result.rows, result.bad) == ({"pairs": 3}, {"pairs": 2})
+    assert result.notes["caption_repeated"] == 1
+
+
+def test_a_chunk_is_done_once_and_rows_of_one_image_decode_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    check = module.check_image
+    monkeypatch.setattr(module, "check_image", lambda *args: calls.append(1) or check(*args))
+    image = BytesImage("one", save(picture(), "JPEG"))
+    items = [Record("pairs", f"line {at}", None, image, [f"caption {at}"]) for at in range(3)]
+    first = stored(tmp_path, *items)
+    assert [row["captions"] for row in first[0]] == [["caption 0"], ["caption 1"], ["caption 2"]]
+    assert stored(tmp_path, *items) == first
+    assert len(calls) == 1
+    assert stored(tmp_path, *items, storage=RAW)[0] != first[0]
+
+
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
+    "the file is another picture": lambda path, _: path.write_bytes(save(picture(90, 90), "JPEG")),
+    "its date": lambda path, _: os.utime(path, ns=(0, 0)),
+    "it is gone": lambda path, _: path.unlink(),
+    "PyAV is gone": lambda _, patch: patch.setitem(sys.modules, "av", None),
+    "Pillow": lambda _, patch: patch.setattr("PIL.__version__", "1.0"),
+    "this code": lambda _, patch: patch.setattr(module, "_VERSION", 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["file", "frames", "member"])
+def test_a_chunk_is_done_again_when_what_it_depends_on_changes(
+    kind: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(content := save(picture(), "JPEG"))
+    ref: ImageRef = FileImage(str(path))
+    if kind == "frames":
+        ref = FramesImage("frames", (ref, ref), None)
+    elif kind == "member":
+        ref = MemberImage("a.jpg", str(path), 0, len(content))
+    items = (Record("pairs", "line 1", None, ref, ["a gradient"], medium="clip" if kind == "frames" else "image"),)
+    key = stored(tmp_path, *items)[1].key
+    assert stored(tmp_path, *items)[1].key == key
+    CHANGES[change](path, monkeypatch)
+    assert stored(tmp_path, *items)[1].key != key
+
+
+def test_an_interrupted_chunk_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module.json, "dumps", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stored(tmp_path, record(save(picture(), "JPEG")))
+    assert not list(tmp_path.glob("*.json"))
+    assert len(stored(tmp_path, record(save(picture(), "JPEG")))[0]) == 1
+
+
+def test_large_images_are_written_in_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_BYTES", 10_000)
+    rows, _ = stored(tmp_path, *(record(save(picture(64, 64 + at), "PNG")) for at in range(5)), storage=RAW)
+    assert len(rows) == 5
+    with pa.memory_map(str(tmp_path / "part-000000.arrow")) as file:
+        assert len(list(pa.ipc.open_stream(file))) == 5
+
+
+def test_chunks_hold_all_rows_in_order() -> None:
+    rows = [BadRow("pairs", f"line {at}", Fault("malformed_row", "")) for at in range(20_000)]
+    chunks = list(cut_into_chunks(iter(rows)))
+    assert [row for chunk in chunks for row in chunk.items] == rows
+    assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
+    assert (len(chunks[0].items), max(len(chunk.items) for chunk in chunks)) == (64, 2048)
+
+
+# -- raw sources, prepared once into the cache --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, own_cache: Path) -> Path:
+    """`pairs.jsonl` and six pictures."""
+    for number in range(6):
+        draw(number).save(tmp_path / f"{number}.png")
+    write(tmp_path, [f"{number}.png" for number in range(6)])
+    return tmp_path
+
+
+def write(folder: Path, names: list[str]) -> None:
+    rows = [{"image": name, "caption": f"the picture {name[:-4]}"} for name in names]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(folder: Path, name: str = "pairs.jsonl", workers: int = 2) -> DatasetDict:
+    source = Source(str(folder / name), title=f"--train_file is {name}")
+    return load_or_prepare([source], PathArguments(allow_outside_root=True), workers)
+
+
+def ids(folder: Path) -> list[str]:
+    return list(load(folder)["train"]["id"])
+
+
+def results(own_cache: Path) -> list[str]:
+    return sorted(path.name for path in (own_cache / "tandem_pairs").iterdir() if path.name[0] != ".")
+
+
+def test_files_stay_files_and_the_second_start_reads_the_result(
+    folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load(folder)["train"]
+    assert first[2]["image"] == {"bytes": None, "path": str(folder / "2.png")}
+    assert first["captions"][:] == [[f"the picture {number}"] for number in range(6)]
+    monkeypatch.setattr(cache, "_prepare", lambda *_: pytest.fail("prepared again"))
+    assert load(folder)["train"].to_list() == first.to_list()
+    assert len(results(own_cache)) == 1
+
+
+def test_a_changed_image_row_or_option_leads_to_another_result(folder: Path, own_cache: Path) -> None:
+    write(folder, [f"{number}.png" for number in range(7)])
+    assert ids(folder) == [f"{number}.png" for number in range(6)]
+    draw(6).save(folder / "6.png")  # the image appeared
+    assert len(ids(folder)) == 7
+    (folder / "6.png").write_bytes(b"broken")  # it changed
+    assert len(ids(folder)) == 6
+    write(folder, [f"{number}.png" for number in range(5)])
+    assert len(ids(folder)) == 5
+    load_or_prepare([Source(str(folder / "pairs.jsonl"), id_column="caption")], PathArguments(), 1)
+    assert len(results(own_cache)) == 5
+
+
+def test_odd_images_that_training_takes_are_kept(folder: Path) -> None:
+    Image.new("RGB", (2, 2), "red").save(folder / "0.png")
+    Image.new("RGB", (400, 3), "blue").save(folder / "1.png")
+    Image.new("RGB", (7000, 6000)).save(folder / "large.jpg")  # 42 million pixels, which a JPEG need not decode
+    Image.new("1", (9000, 9000)).save(folder / "large.png")
+    write(folder, ["0.png", "1.png", "2.png", "large.jpg", "large.png"])
+    assert ids(folder) == ["0.png", "1.png", "2.png", "large.jpg"]
+
+
+def test_bad_rows_are_counted_and_named_at_every_start(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(folder, ["0.png", "gone.png", "1.png", "2.png", *["gone.png"] * 3, "3.png", "4.png", "5.png"])
+    for _ in range(2):
+        caplog.clear()
+        assert len(ids(folder)) == 6
+        assert "pairs.jsonl: image_missing, 4 times in 10 rows (line 2, line 5, line 6 ...), such as: " in caplog.text
+        assert f"{folder / 'gone.png'}. There is no such file." in caplog.text
+
+
+HOPELESS = [
+    (["img/0.png", "img/1.png", "2.png"], r"2 of 3 rows are bad, more than half .*line 1: .*img/0.png.* --image_root"),
+    ([], r"the file holds no rows"),
+]
+
+
+@pytest.mark.parametrize(("names", "message"), HOPELESS)
+def test_a_hopeless_source_is_refused_and_leaves_nothing(
+    folder: Path, own_cache: Path, names: list[str], message: str
+) -> None:
+    write(folder, names)
+    with pytest.raises(ValueError, match=rf"^--train_file is pairs.jsonl; {message}") as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    assert not (own_cache / "tandem_pairs").exists() or not results(own_cache)
+
+
+def test_an_interrupted_start_is_resumed(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(70):
+        draw(number, (16, 12)).save(folder / f"{number}.png")
+    write(folder, [f"{number}.png" for number in range(70)])
+    done: dict[Path, int] = {}
+    for name in ("reconcile", "write_pairs"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, name, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                load(folder)
+        [partial] = (own_cache / "tandem_pairs").glob("*.partial")
+        dates = {path: path.stat().st_mtime_ns for path in (partial / "parts").iterdir()}
+        assert len(dates) == 4
+        assert dates == (done or dates)
+        done = dates
+    assert len(ids(folder)) == 70
+    assert len(results(own_cache)) == 1
+
+
+def test_a_killed_start_holds_nobody_up(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of its pool, which share its lock, end with it."""
+    write(folder, [f"{number % 6}.png" for number in range(70)])  # enough rows for two processes
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_count", lambda *_: (folder / "here").touch() or time.sleep(60))
+        child = os.fork()
+        if child == 0:
+            load(folder)
+            os._exit(0)
+    while not (folder / "here").exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    start = time.perf_counter()
+    assert len(ids(folder)) == 6
+    assert time.perf_counter() - start < 10
+
+
+def test_embedded_images_are_stored_as_they_came(folder: Path) -> None:
+    contents = [jpeg(draw(number, (900, 700))) for number in range(3)]
+    with tarfile.open(folder / "pairs.tar", "w") as archive:
+        for number, content in enumerate(contents):
+            add_member(archive, f"{number}.jpg", content)
+            add_member(archive, f"{number}.txt", b"a picture")
+    rows = load(folder, "pairs.tar")["train"]
+    assert [row["image"] for row in rows] == [{"bytes": content, "path": None} for content in contents]
+    assert rows["id"][:] == ["pairs/0", "pairs/1", "pairs/2"]

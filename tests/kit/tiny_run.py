@@ -213,7 +213,7 @@ def alone(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
     with tempfile.TemporaryDirectory() as folder:
         process = forks().Process(target=_tell, args=(folder, function, args))
         process.start()
-        process.join(120)
+        process.join(300)
         if process.exitcode is None:
             process.kill()
             raise TimeoutError(f"{function.__name__} hangs")

@@ -57,8 +57,10 @@ def served(searcher: Any, token: str | None = None) -> Iterator[Served]:
     running = uvicorn.Server(server.make_config(searcher, token))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    while not running.started:
+    late = time.monotonic() + 60
+    while not running.started and time.monotonic() < late:
         time.sleep(0.01)
+    assert running.started
     yield Served(listener.getsockname()[1], searcher)
     running.should_exit = True
     thread.join(10)

@@ -193,22 +193,6 @@ def test_a_folder_follows_its_files(indexed: tuple[str, Path, Path], tmp_path: P
     assert [(line["id"], line["reason"][:7]) for line in skipped] == [(f"broken.{suffix}", "medium_")]
 
 
-@pytest.mark.slow
-def test_videos_of_a_folder_take_a_codec(tmp_path: Path) -> None:
-    pytest.importorskip("av")
-    from tests.kit.made_media import steady, video
-
-    (tmp_path / "media").mkdir()
-    files = {"a.mp4": video(steady(10, 1), form="mp4"), "b.mkv": video(steady(10, 2), [(1, 2)]), "c.avi": clip()}
-    for name, content in files.items():
-        (tmp_path / "media" / name).write_bytes(content)
-    found = list_folder(str(tmp_path / "media"), medium="clip")
-    model = save_model(tmp_path / "model", "clip")
-    assert update(tmp_path / "index", model, folder_listing(str(tmp_path / "media"), *found, "clip")).embedded == 3
-    searcher = Searcher(tmp_path / "index", device="cpu")
-    assert [len(read_avi(searcher.content(row))[0]) for row in range(3)] == [8, 16, 8]
-
-
 # -- clips among images ------------------------------------------------------------------------------------------------
 
 
@@ -239,15 +223,3 @@ def test_a_clip_among_images_is_the_mean_of_its_moments(model: Path, tmp_path: P
     assert "two.AVI" in [hit.id for hit in searcher.search_image(Image.new("RGB", (64, 48), "red"), 2)]
     shown = Image.open(io.BytesIO(searcher.large(both["id"][:].index("one.mp4")))).convert("RGB")
     assert shown.getpixel((32, 24))[2] > 200 > 60 > shown.getpixel((32, 24))[1]  # blue
-
-
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        (["--images", "x.tar"], "--images does not name a folder"),
-        (["--dataset_name", "x"], "--images does not name a folder"),
-    ],
-)
-def test_clips_among_images_need_a_folder(more: list[str], reason: str, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"--with_clips is True; {reason}"):
-        embed.main(["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "i"), "--with_clips", *more])

@@ -1,11 +1,8 @@
 """Answers equal a plain product over all images; the fusion head reorders only where training found that it helps."""
 
-import io
 import json
 import os
 import shutil
-import statistics
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,16 +63,6 @@ def test_text_is_scored_as_by_the_model(searcher: Searcher, model: Path, photos:
     assert all(hit.reranked is None for hit in hits)
     assert not searcher.reranks
     assert searcher.search_text(QUERY, 7) == hits[:7]
-
-
-def test_the_floor_is_what_half_of_random_texts_find(searcher: Searcher) -> None:
-    draw, size = torch.Generator().manual_seed(0), len(searcher._tokenizer)
-    texts = [
-        searcher._tokenizer.decode(ids, skip_special_tokens=True)
-        for ids in torch.randint(size, (100, 4), generator=draw).tolist()
-    ]
-    best = [searcher.search_text(text, 1)[0].score for text in texts]
-    assert searcher.floor == pytest.approx(statistics.median(best), abs=1e-5)
 
 
 def test_blocks_change_nothing(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,18 +168,6 @@ def test_a_model_that_has_changed_is_refused(index: Path, model: Path, tmp_path:
         Searcher(index, str(tmp_path / "changed"), device="cpu")
 
 
-def test_indexes_that_cannot_be_read(tmp_path: Path, index: Path) -> None:
-    with pytest.raises(ValueError, match="there is no index"):
-        Searcher(tmp_path / "none")
-    (tmp_path / "new").mkdir()
-    shutil.copy(index / "index.json", tmp_path / "new/index.json")
-    with pytest.raises(ValueError, match="not all embedded"):
-        Searcher(tmp_path / "new")
-    (tmp_path / "new/index.json").write_text('{"format": "tandem-index", "version": 9}')
-    with pytest.raises(ValueError, match="is not an index of this version"):
-        Searcher(tmp_path / "new")
-
-
 # -- the script ---------------------------------------------------------------------------------------------------------
 
 
@@ -206,26 +181,6 @@ def test_the_script_prints_a_table_and_json(index: Path, photos: Path, capsys: p
     assert [hit["path"] for hit in hits] == [line.split()[2] for line in table[1:]]
     search.main(["--index_dir", str(index), "--image", str(photos / "0/004.png"), "--json"])
     assert json.loads(capsys.readouterr().out.splitlines()[0])["id"] == "0/004.png"
-
-
-def test_words_without_quotes_are_one_text(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    search.main(["--index_dir", str(index), *QUERY.split()])
-    apart = capsys.readouterr().out
-    search.main(["--index_dir", str(index), QUERY])
-    assert capsys.readouterr().out == apart
-
-
-def test_names_are_printed_where_letters_are_missing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_photos(tmp_path / "photos", range(1))
-    (tmp_path / "photos/0/000.png").rename(tmp_path / "photos/ö.png")
-    update(tmp_path / "index", model, tmp_path / "photos")
-    printed = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
-    search.main(["--index_dir", str(tmp_path / "index"), "x"])
-    sys.stdout.flush()
-    assert b"photos/\\xf6.png" in printed.getvalue()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,11 +1,8 @@
 """The page and the API answer their user, and nobody else: names, origins, paths, sizes and texts that an attacker would send."""
 
-import builtins
-import importlib
 import io
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +13,6 @@ import uvicorn
 from accelerate import Accelerator
 from PIL import Image
 
-from mm_utils.distributed import RunError
 from mm_utils.search import server
 from mm_utils.search.listing import Listing, folder_listing, list_folder
 from mm_utils.search.searcher import Searcher
@@ -78,17 +74,6 @@ def test_an_image_and_its_neighbours(page: Served) -> None:
     thumbnail = page.ask(f"/image/{own.row}")
     assert thumbnail.headers["content-type"] == "image/jpeg"
     assert Image.open(io.BytesIO(thumbnail.body)).format == "JPEG"
-
-
-def test_embeddings_are_those_that_are_searched_for(page: Served) -> None:
-    [stored] = page.searcher._vectors.take([3])
-    row = page.searcher.some(40)[3]
-    of_file = page.ask("/embed", "POST", Path(row["path"]).read_bytes()).json["embedding"]
-    assert of_file == pytest.approx(stored.tolist(), abs=2e-3)
-    of_text = page.ask("/embed?q=a+red+circle").json["embedding"]
-    hit = page.searcher.search_text("a red circle", 1, rerank=False)[0]
-    [best] = page.searcher._vectors.take([hit.row])
-    assert sum(a * b for a, b in zip(of_text, best.tolist(), strict=True)) == pytest.approx(hit.score, abs=1e-3)
 
 
 def test_hits_are_weak_from_the_last_above_the_floor_on(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,20 +293,6 @@ def test_half_a_request_is_closed_and_leaves_no_traceback(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "what", [b"GET / HTTP/1.1\r\nHost: 127", b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\na"]
-)
-def test_it_ends_beside_half_a_request(searcher: Searcher, what: bytes) -> None:
-    running = served(searcher)
-    site = next(running)
-    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as half:
-        half.sendall(what)
-        time.sleep(0.3)
-        begin = time.monotonic()
-        assert next(running, None) is None  # asks the server to end, and waits
-        assert time.monotonic() - begin < 9
-
-
 def test_texts_stay_data(page: Served) -> None:
     hits = page.ask("/search?q=x&k=100").hits
     assert {hit["captions"][0] for hit in hits} == {EVIL_CAPTION}
@@ -375,13 +346,6 @@ def test_a_token_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: py
             search.SearchArguments("index", token=wrong)
 
 
-def test_a_port_that_is_taken(searcher: Searcher, page: Served) -> None:
-    with pytest.raises(RunError, match=f"--port is {page.port}; .*another port"):
-        server.serve(searcher, "127.0.0.1", page.port, None)
-    with pytest.raises(RunError, match=r"'127.0.0.1.x00' cannot be served there"):
-        server.serve(searcher, "127.0.0.1\0", 0, TOKEN)
-
-
 def test_the_script_serves_this_machine_alone(
     index: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -396,17 +360,3 @@ def test_the_script_serves_this_machine_alone(
     [(host, port)] = addresses
     assert host == "127.0.0.1"
     assert f"30 images at http://127.0.0.1:{port}/" in caplog.text
-
-
-def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: object, **kwargs: object) -> object:
-        if name.startswith("starlette"):
-            raise ImportError("No module named 'starlette'")
-        return real(name, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.delitem(sys.modules, "mm_utils.search.server")
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(RunError, match=re.escape("pip install starlette uvicorn")):
-        importlib.import_module("mm_utils.search.server")

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import datasets
 import pytest
-from accelerate import Accelerator
 
 from mm_utils.distributed import RunError
 from mm_utils.model.build import load_model
-from mm_utils.search.listing import folder_listing, list_folder
 from mm_utils.search.searcher import Searcher
-from mm_utils.search.updating import tap_shapes, try_out
+from mm_utils.search.updating import tap_shapes
 from scripts import embed
 from tests.search.conftest import make_embedder, update, write_photos
 
@@ -84,19 +82,3 @@ def test_an_index_without_them_is_refused(
     for more in ((), ("--dry_run",)):
         with pytest.raises(RunError, match=r"made without.*new --index_dir"):
             embed.main(flags(model, photos, tmp_path / "index", "--keep_fusion_states", *more))
-
-
-def test_a_model_without_a_head_has_none(model: Path) -> None:
-    headless = load_model(str(model))
-    headless.fusion = None
-    with pytest.raises(ValueError, match="no fusion head"):
-        tap_shapes(headless, make_embedder(model).medium)
-
-
-def test_a_dry_run_of_a_plain_index_names_no_states(
-    model: Path, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "mm_utils")
-    listing = folder_listing(str(photos), *list_folder(str(photos)))
-    try_out(tmp_path / "index", str(model), listing, make_embedder(model), Accelerator(cpu=True))
-    assert "the head reads" not in caplog.text

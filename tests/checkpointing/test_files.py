@@ -124,14 +124,6 @@ def test_the_old_checkpoint_survives_a_failed_write(
     assert verify(path) == []
 
 
-def test_a_checkpoint_is_replaced_by_a_later_one_of_its_step(tmp_path: Path) -> None:
-    path = saved(tmp_path, 1)
-    (path / "extra").touch()
-    saved(tmp_path, 1)
-    assert not (path / "extra").exists()
-    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-1"]
-
-
 def test_links_and_files_in_the_way_are_moved_and_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -197,11 +189,6 @@ def test_a_manifest_of_another_form_is_no_manifest(content: bytes, tmp_path: Pat
     assert wrong.startswith(f"{MANIFEST} cannot be used")
 
 
-def test_a_checkpoint_of_another_step_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path, 1).rename(tmp_path / "checkpoint-2")
-    assert verify(tmp_path / "checkpoint-2") == [f"{MANIFEST} cannot be used: it is of step 1"]
-
-
 def test_the_latest_is_the_highest_number_that_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert find_checkpoint("latest", tmp_path) is None
     assert find_checkpoint("latest", tmp_path / "nowhere") is None
@@ -224,19 +211,6 @@ def test_the_latest_is_the_highest_number_that_is_whole(tmp_path: Path, caplog: 
         find_checkpoint("latest", tmp_path)
 
 
-def test_a_given_checkpoint_must_be_undamaged(tmp_path: Path) -> None:
-    path = saved(tmp_path, 5)
-    assert find_checkpoint(str(path), tmp_path / "out") == path
-    (tmp_path / "best").symlink_to(path)
-    assert find_checkpoint(str(tmp_path / "best"), tmp_path / "out") == tmp_path / "best"
-    flip(path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"it is damaged: model.safetensors .*Give an older one, or latest"):
-        find_checkpoint(str(path), tmp_path)
-    for name in (tmp_path, tmp_path / "nowhere", path / MANIFEST):
-        with pytest.raises(ValueError, match="it is not a checkpoint-N folder"):
-            find_checkpoint(str(name), tmp_path)
-
-
 # -- removing -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
@@ -253,14 +227,6 @@ def test_the_newest_and_the_best_stay(limit: int | None, keep: list[int], left: 
     saved(tmp_path, 1, 2, 9, 10)
     remove_old_checkpoints(tmp_path, limit, keep)
     assert steps_in(tmp_path) == left
-
-
-def test_damaged_ones_do_not_count_and_are_left_alone(tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2, 3, 4)
-    cut(tmp_path / "checkpoint-3/model.safetensors")
-    cut(tmp_path / "checkpoint-4" / MANIFEST)
-    remove_old_checkpoints(tmp_path, 1, [])
-    assert steps_in(tmp_path) == [2, 3, 4]
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_reported_and_left(

@@ -8,21 +8,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerState
 
 from mm_utils import distributed
-from mm_utils.checkpointing import state as checkpoint_state
 from mm_utils.checkpointing.files import STATE_FILE
 from mm_utils.checkpointing.state import (
     OPTIMIZER_FILE,
     RUN_FILE,
     Snapshot,
     TrainingState,
-    changes,
     copy_to_host,
     load_optimizer,
     optimizer_tensors,
@@ -183,38 +180,6 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
     assert snapshot.nbytes == sum(value.nbytes for value in right.values())
 
 
-def test_the_log_of_a_snapshot_ends_with_it(tmp_path: Path) -> None:
-    trained = parts()
-    state = TrainerState(log_history=[{"step": 1}])
-    snapshot = snapshot_of(*trained, state)
-    state.log_history.append({"step": 2})
-    snapshot.write(tmp_path)
-    assert TrainerState.load_from_json(str(tmp_path / STATE_FILE)).log_history == [{"step": 1}]
-
-
-def test_weights_that_are_not_finite_are_named() -> None:
-    trained = parts()
-    assert snapshot_of(*trained).not_finite() == []
-    assert trained[0].model.logit_bias is not None
-    with torch.no_grad():
-        trained[0].model.logit_bias.fill_(float("inf"))
-    assert snapshot_of(*trained).not_finite() == ["logit_bias"]
-
-
-def test_a_model_that_finds_no_room_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(checkpoint_state, "write_model", full)
-    objective, optimizer, _ = parts()
-    processor: Any = Processor()
-    accelerator: Any = SimpleNamespace(is_main_process=True)
-    with pytest.raises(
-        ValueError, match=r"cannot take the model: .*No space left.* Free some disk, then pass --resume"
-    ):
-        TrainingState(accelerator, tmp_path, processor, objective, optimizer, None).save_model()
-
-
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     save(folder, False)
@@ -252,10 +217,3 @@ def test_what_is_in_the_files_is_no_pickle(tmp_path: Path) -> None:
     endings = {path.suffix for path in (tmp_path / "checkpoint-3").iterdir()}
     assert endings == {".safetensors", ".json", ".py"}
     assert load_file(tmp_path / "checkpoint-3" / OPTIMIZER_FILE)
-
-
-def test_changes_are_told_one_by_one() -> None:
-    before = {"seed": 1, "data": "abc", "gone": 2}
-    assert changes(before, dict(before)) == ""
-    told = "seed was 1 and is 2, gone was 2 and is None, new was None and is 3"
-    assert changes(before, {"seed": 2, "data": "abc", "new": 3}) == told

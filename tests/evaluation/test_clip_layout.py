@@ -10,7 +10,6 @@ from datasets import ClassLabel, Dataset, Features, Image
 
 from mm_utils.data.benchmarks import CLASSIFICATION
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.detect import holds_shards
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.finetuning.labels import LabelledArguments, LabelledImages, load_labelled
 from tests.kit.fault_images import grey
@@ -130,25 +129,6 @@ def test_samples_without_image_or_label_are_left_out_and_named(
     assert "\n" not in str(caught.value)
 
 
-def test_a_label_beyond_the_names_is_refused(tmp_path: Path, own_cache: Path) -> None:
-    folder = zero_shot_folder(tmp_path / "wds", ["0", "7"], ["ant", "bee"])
-    with pytest.raises(ValueError, match="the label is 7; the 2 classes count from 0"):
-        load_labelled(LabelledArguments(dataset_name=str(folder), split="test"))
-
-
-def test_captions_are_lines_and_splits_are_folders(tmp_path: Path) -> None:
-    good, bad = read(retrieval_folder(tmp_path / "wds"))
-    assert not bad
-    assert [(record.id, record.split) for record in good] == [
-        ("test/0/a", "test"),
-        ("test/0/b", "test"),
-        ("train/0/a", "train"),
-    ]
-    assert good[1].captions == [f"test b says {number}" for number in range(6)]
-    (tmp_path / "wds/dataset_type.txt").unlink()
-    assert len(read(tmp_path / "wds")[0][0].captions) == 1
-
-
 @pytest.mark.parametrize("flag", ["dataset_name", "dataset_dir"])
 def test_pairs_of_shards_are_those_of_the_same_rows(flag: str, tmp_path: Path, own_cache: Path) -> None:
     folder = retrieval_folder(tmp_path / "wds")
@@ -168,10 +148,3 @@ def test_a_retrieval_benchmark_is_a_source_by_its_name(tmp_path: Path, own_cache
     pairs = load_pairs(DataArguments(dataset_name="flickr8k"), need_train=False)
     assert {split: len(rows) for split, rows in pairs.items()} == {"train": 1, "test": 2}
     assert len(pairs["train"]["captions"][0]) == 6  # the protocol is that of an evaluation
-
-
-def test_folders_of_shards_are_known(tmp_path: Path) -> None:
-    assert not holds_shards(tmp_path)
-    assert not holds_shards(tmp_path / "nowhere")
-    assert holds_shards(retrieval_folder(tmp_path / "wds"))
-    assert holds_shards(tmp_path / "wds/test")

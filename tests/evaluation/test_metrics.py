@@ -56,13 +56,6 @@ def test_images_with_more_captions_count_more() -> None:
     assert half_width == pytest.approx(1.959964 * math.sqrt((0.5**2 + 0.5**2) * 2 / 4**2))
 
 
-def test_differences_have_intervals_too() -> None:
-    value_Q = torch.tensor([1.0, 0, -1, 1])
-    mean, half_width = mean_interval(value_Q, torch.arange(4))
-    assert mean == 0.25
-    assert half_width == pytest.approx(1.959964 * value_Q.double().std().item() / 2)
-
-
 def test_equal_values_have_the_interval_of_the_rule_of_three() -> None:
     assert mean_interval(torch.ones(600), torch.arange(300).repeat(2)) == (1.0, 0.01)
     assert mean_interval(torch.zeros(1), torch.tensor([4])) == (0.0, 1.0)
@@ -150,16 +143,6 @@ def test_health_is_what_full_matrices_give(
     monkeypatch.setattr(metrics, "BLOCK", 5)
     split = random_split(images, captions, width, same_image)
     assert embedding_health(split) == pytest.approx(plain_health(split), rel=1e-5, abs=1e-7)
-
-
-def test_health_of_hand_made_embeddings() -> None:
-    """Corners of a simplex, of which the centre takes one direction; and captions that lie on their images."""
-    found = embedding_health(split_of(torch.eye(8), torch.eye(8), list(range(8))))
-    assert found["image_effective_rank"] == pytest.approx(7)
-    assert found["image_rank_share"] == pytest.approx(1)
-    assert found["image_spread"] == pytest.approx(7 / 8)
-    assert found["margin"] == pytest.approx(1)
-    assert found["modality_gap"] == pytest.approx(0)
 
 
 @pytest.mark.parametrize("rows", [1, 300])

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from mm_utils.data import benchmarks as named
-from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark, resolved
-from mm_utils.data.prepare.arguments import parse_source
+from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark
 
 NUMBERS = {
     **{"imagenet1k": 1000, "cifar10": 10, "cifar100": 100, "food101": 101, "oxford_pets": 37, "flowers102": 102},
@@ -33,25 +32,6 @@ def test_every_list_has_its_number_of_names_in_the_order_of_the_labels() -> None
         assert len({one.lower() for one in each.classes}) == len(each.classes) == len(each.names)
         assert {place: each.classes[place] for place in KNOWN[name]} == KNOWN[name]
         assert all(one == one.strip() and "_" not in one for one in each.classes)
-
-
-@pytest.mark.parametrize("name", ["cifar100", "dtd"])
-def test_lists_that_are_in_the_order_of_the_alphabet(name: str) -> None:
-    assert list(CLASSIFICATION[name].classes) == sorted(CLASSIFICATION[name].classes)
-
-
-def test_templates_have_a_place_for_the_name() -> None:
-    for each in CLASSIFICATION.values():
-        assert each.templates
-        assert all(template.count("{}") == 1 for template in each.templates)
-        assert len(set(each.templates)) == len(each.templates)
-
-
-def test_imagenets_twins_have_names_of_their_own() -> None:
-    names = CLASSIFICATION["imagenet1k"].classes
-    assert (names[134], names[517]) == ("crane bird", "construction crane")
-    assert (names[264], names[474]) == ("Cardigan Welsh corgi", "cardigan")
-    assert (names[638], names[639]) == ("maillot", "maillot tank suit")
 
 
 def test_labels_are_matched_by_name_in_any_order_and_writing() -> None:
@@ -106,22 +86,3 @@ def test_only_the_files_of_an_evaluation_are_fetched(own_cache: Path, monkeypatc
     monkeypatch.setattr(named, "snapshot_download", download)
     fetch(CLASSIFICATION["imagenet1k"], "x")
     assert asked == [("ILSVRC/imagenet-1k", "dataset", ["*validation-*", "*.txt"])]
-
-
-def test_a_name_as_source_stands_for_all_its_shards(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def download(*_: str, local_dir: Path, allow_patterns: list[str] | None, **__: str) -> None:
-        assert allow_patterns is None
-        (local_dir / "test").mkdir(parents=True)
-        (local_dir / "test/0.tar").touch()
-
-    monkeypatch.setattr(named, "snapshot_download", download)
-    monkeypatch.chdir(tmp_path)
-    source = resolved(parse_source("flickr8k,weight=2"))
-    assert (source.path, source.format) == (str(own_cache / "tandem_benchmarks/flickr8k"), "webdataset")
-    assert (source.name, source.weight) == ("flickr8k", 2)
-    other = parse_source("pairs.jsonl")
-    assert resolved(other) is other
-    (tmp_path / "flickr8k").mkdir()
-    assert resolved(parse_source("flickr8k")).path == "flickr8k"

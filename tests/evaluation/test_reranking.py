@@ -7,20 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from mm_utils import distributed
 from mm_utils.evaluation import embeddings, reranking
 from mm_utils.evaluation.embeddings import embed_split, image_shares
 from mm_utils.evaluation.reranking import PairScores
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionHead
 from tests.kit.ranks import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, lists_by_sorting, ranks_by_sorting
 
 DIRECTIONS = ("text_to_image", "image_to_text")
-FIGURES = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")
 
 
 def evaluator(top_k: int, **others: Any) -> RetrievalEvaluator:
@@ -76,15 +72,6 @@ def test_nan_counts_against_the_head(spoiled: str) -> None:
 
 
 # -- heads that know something, and heads that do not -------------------------------------------------------------------
-@pytest.mark.parametrize(("truth", "top_k"), [(1000.0, 1000), (-1000.0, 10), (0.0, 4)])
-def test_a_head_that_is_right_or_wrong_or_undecided(truth: float, top_k: int) -> None:
-    model: Any = TruthfulModel(truth=truth)
-    found = evaluator(top_k)(model, model.batches(5), ACCELERATOR)
-    if truth:
-        assert found["rerank_text_to_image_recall@1"] == (truth > 0)
-    else:
-        for name in (f"{direction}_{figure}" for direction in DIRECTIONS for figure in FIGURES):
-            assert found[f"rerank_{name}"] == pytest.approx(found[name])
 
 
 def test_ties_count_against_the_head_too() -> None:
@@ -104,12 +91,6 @@ def test_every_pair_is_scored_once() -> None:
     pairs = {(int(image), text) for text, images in enumerate(by_text) for image in images}
     pairs |= {(image, int(text)) for image, texts in enumerate(by_image) for text in texts}
     assert model.scored == len(pairs)
-
-
-def test_a_model_without_a_head_is_not_reranked() -> None:
-    model: Any = TruthfulModel()
-    model.fusion = None
-    assert not any(name.startswith("rerank") for name in evaluator(5)(model, model.batches(5), ACCELERATOR))
 
 
 # -- memory and cost ----------------------------------------------------------------------------------------------------
@@ -133,23 +114,6 @@ def test_keys_and_values_that_do_not_fit_are_computed_again(image_bytes: int, ba
     assert split.keys_values is None
     assert [image for share, _ in shares for image in share] == list(range(20))
     assert all(layer.shape[1] == len(share) for share, layer in shares)
-
-
-@pytest.mark.parametrize("hierarchy", [False, True])
-def test_a_pair_costs_what_cached_keys_and_values_allow(hierarchy: bool) -> None:
-    """The head of a model of base size, 4 layers of 512 on 147 image and 32 text tokens: ALBEF computes 11.7 GFLOP."""
-    with torch.device("meta"):
-        config = FusionDualEncoderConfig(
-            vision_widths=[512, 1024, 2048], text_width=768, fusion_layers=4, fusion_dim=512, fusion_tokens_per_tap=49,
-            fusion_vision_taps=(0, 1, 2), fusion_hierarchy=hierarchy,
-        )  # fmt: skip
-        head = FusionHead(config).eval()
-        keys_values = head.encode_vision([torch.empty(3, width, 7, 7) for width in config.vision_widths])
-        states, mask = head.encode_text(torch.empty(3, 32, 768)), torch.ones(3, 32, dtype=torch.long)
-        assert keys_values[-1].shape[-2] == 147
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            head.match_logits(keys_values, states, mask)
-    assert 0.9e9 < counter.get_total_flops() / 3 <= 1.1e9
 
 
 # -- caption scores -----------------------------------------------------------------------------------------------------
@@ -179,12 +143,6 @@ def test_the_prior_of_a_caption_is_subtracted() -> None:
     )
     for direction, ranks_Q in zip(DIRECTIONS, expected, strict=True):
         assert measure.directions[direction].reranked_Q.tolist() == ranks_Q
-
-
-def test_weights_need_a_model_that_was_trained_for_them() -> None:
-    model: Any = TruthfulModel(5)
-    with pytest.raises(ValueError, match="--rerank_weights has caption; the model was not trained for it"):
-        evaluator(3, rerank_weights="match:1,caption:1")(model, model.batches(5), ACCELERATOR)
 
 
 # -- number of processes ------------------------------------------------------------------------------------------------

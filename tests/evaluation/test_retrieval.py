@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
 import mm_utils
-from mm_utils.data import pairs
 from mm_utils.data.scenes import load_scenes
 from mm_utils.evaluation import embeddings
-from mm_utils.evaluation.embeddings import Embeddings, Keyed, Places, Texts, embed_split
-from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, summarise_places, wilson_interval
+from mm_utils.evaluation.embeddings import Embeddings, Keyed, Texts, embed_split
+from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, wilson_interval
 from mm_utils.evaluation.probes import Probes, caption_probes
 from mm_utils.evaluation.reranking import rank_directions
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
@@ -87,15 +86,6 @@ def test_ranks_equal_the_definition(
         assert metrics_of(split) == pytest.approx(by_definition(split))
 
 
-@pytest.mark.parametrize("captions", [1, 5])
-def test_a_perfect_model_scores_one(captions: int) -> None:
-    image = normalize(torch.randn(30, 16, generator=torch.Generator().manual_seed(0)), dim=1)
-    owner = [place for place in range(30) for _ in range(captions)]
-    found = metrics_of(split_of(image, image[torch.tensor(owner)], owner))
-    for direction in DIRECTIONS:
-        assert [found[f"{direction}_{figure}"] for figure in FIGURES] == pytest.approx([1.0] * 7)
-
-
 def test_metrics_by_hand() -> None:
     scores = [[0.9, 0.1, 0.2], [0.8, 0.7, 0.6], [0.3, 0.2, 0.1], [0.1, 0.5, 0.4]]
     found = metrics_of(split_with_scores(scores, [0, 1, 2, 2]))
@@ -109,34 +99,12 @@ def test_metrics_by_hand() -> None:
     assert found["image_to_text_ndcg@10"] == pytest.approx((2 + (second + 1 / math.log2(5)) / (1 + second)) / 3)
 
 
-def test_ties_count_against_the_model() -> None:
-    constant = metrics_of(split_with_scores([[0.5] * 4] * 4, [0, 1, 2, 3]))
-    for direction in DIRECTIONS:
-        assert (constant[f"{direction}_recall@1"], constant[f"{direction}_mean_rank"]) == (0, 4)
-    one_tie = metrics_of(split_with_scores([[0.5, 0.5], [0.1, 0.9]], [0, 1]))
-    assert one_tie["text_to_image_recall@1"] == 0.5
-
-
 def test_nan_counts_against_the_model() -> None:
     for scores in ([[NAN] * 3] * 3, [[1.0, 0.0, 0.0], [0.0, NAN, 0.0], [0.0, 0.0, 1.0]]):
         found = metrics_of(split_with_scores(scores, [0, 1, 2]))
         assert found["text_to_image_recall@1"] < 1
         assert found["image_to_text_recall@1"] < 1
     assert metrics_of(split_with_scores([[NAN] * 3] * 3, [0, 1, 2]))["text_to_image_mean_rank"] == 3
-
-
-def test_equal_captions_of_other_images_are_right() -> None:
-    """Two images share a caption, by another letter case; one of them has another caption, which is its own."""
-    image = normalize(torch.tensor([[1.0, 0.1], [1.0, 0.0], [0.0, 1.0]]), dim=1)
-    split = split_of(image, image[[0, 0, 1, 2]], [0, 1, 1, 2])
-    found = metrics_of(split)
-    assert (found["text_to_image_recall@1"], found["image_to_text_recall@1"]) == (0.75, 2 / 3)
-    assert found["text_to_image_chance@1"] == pytest.approx(1 / 3)
-    split.text_key_T = torch.tensor([5, 5, 6, 7])
-    found = metrics_of(split)
-    assert found["text_to_image_recall@1"] == found["image_to_text_recall@1"] == found["image_to_text_ndcg@10"] == 1
-    assert (found["text_to_image_recall_own@1"], found["image_to_text_recall_own@1"]) == (0.75, 2 / 3)
-    assert found["text_to_image_chance@1"] == pytest.approx((2 + 2 + 1 + 1) / 4 / 3)
 
 
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 8), st.integers(0, 2**20), st.integers(1, 9))
@@ -184,16 +152,6 @@ def test_a_right_item_of_nan_leaves_no_gain() -> None:
     split.image_key_M[1] = split.image_key_M[0]
     found = metrics_of(split)
     assert found["text_to_image_ndcg@10"] == found["text_to_image_mrr@10"] == 0
-
-
-def test_summary_of_places() -> None:
-    rank_Q = torch.tensor([1, 2, 5, 6, 10, 11])
-    found = summarise_places(Places(rank_Q, rank_Q[:, None], torch.ones_like(rank_Q)), "x_")
-    assert found == pytest.approx({
-        **{"x_recall@1": 1 / 6, "x_recall@5": 0.5, "x_recall@10": 5 / 6, "x_mean_rank": 35 / 6, "x_median_rank": 5.5},
-        "x_mrr@10": (1 + 1 / 2 + 1 / 5 + 1 / 6 + 1 / 10) / 6,
-        "x_ndcg@10": sum(1 / math.log2(1 + place) for place in (1, 2, 5, 6, 10)) / 6,
-    })  # fmt: skip
 
 
 def test_the_evaluate_metric_agrees() -> None:
@@ -300,12 +258,6 @@ def test_accuracy_of_probes_equals_a_loop(unreadable: tuple[int, ...]) -> None:
                 assert (found[f"{key}_low"], found[f"{key}_high"]) == wilson_interval(sum(right), len(right))
 
 
-def test_without_a_head_the_towers_alone_are_measured() -> None:
-    names = {name for name in measured(top_k=0) if "order" in name}
-    ends = ("accuracy", "accuracy_low", "accuracy_high", "blind", "rows")
-    assert names == {f"order_{end}" for end in ends}
-
-
 def test_ties_and_nan_count_against_the_model() -> None:
     model: Any = TruthfulModel(IMAGES)
     evaluator = RetrievalEvaluator(EvaluationArguments(rerank_top_k=2), probes_of(model))
@@ -334,14 +286,6 @@ def test_scenes_have_probes(tmp_path: Any) -> None:
         assert len(caption_probes(others, tokenizer, 64).row_P) == 0
     # Captions cut to their common beginning are not a probe.
     assert len(caption_probes(rows, tokenizer, 3).row_P) == 0
-
-
-def test_loading_for_training_keeps_the_probes(monkeypatch: Any, tmp_path: Any) -> None:
-    scenes = load_scenes(num_train=20, num_eval=6, cache_dir=tmp_path)
-    monkeypatch.setattr(pairs, "load_scenes", lambda: scenes)
-    rows = pairs.load_pairs(pairs.DataArguments(max_eval_samples=5))["validation"]
-    assert list(rows["order_pair"]) == list(scenes["validation"]["order_pair"])[:5]
-    assert list(rows["captions"]) == list(scenes["validation"]["captions"])[:5]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation import train_recall
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
@@ -70,21 +69,6 @@ def test_the_number_of_processes_changes_nothing() -> None:
     alone, both = measured(3), run_on_ranks(2, measured, 3)
     assert both[0] == both[1] == pytest.approx(alone, rel=1e-4)
     assert 0 < alone["train_mean_recall"] != alone["mean_recall"]
-
-
-def test_a_stream_has_no_such_figure() -> None:
-    data = opened()
-    del data.splits["train"]
-    assert not train_recall.train_recall(data, 0)
-
-
-def test_a_signal_is_looked_for_before_every_batch() -> None:
-    checks: list[int] = []
-    data, nothing = opened(), Accelerator(cpu=True)
-    model = build_model(ModelArguments(image_size=16, fusion_layers=0), new_tokenizer()).eval()
-    loader = CheckedLoader(data.evaluation("validation"), lambda: checks.append(1))
-    in_turn(RetrievalEvaluator(), *train_recall.train_recall(data, 0))(model, loader, nothing)
-    assert len(checks) == 2 * len(loader) == 4
 
 
 def test_what_is_trained_is_the_same_without_it(

@@ -13,23 +13,12 @@ from mm_utils.launch.arguments import (
     split_words,
     trial_name,
 )
-from scripts import launch_ray
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_first_python_file_divides_the_words() -> None:
     words = ["--num_workers", "2", "scripts/pretrain.py", "--config", "a.yaml", "other.py"]
     assert split_words(words) == (words[:2], "scripts/pretrain.py", words[3:])
     assert split_words(["--help"]) == (["--help"], None, [])
-
-
-@pytest.mark.parametrize(
-    ("given", "workers"),
-    [({}, (1, 1)), ({"num_workers": 3}, (3, 3)), ({"min_workers": 2, "max_workers": 8}, (2, 8))],
-)
-def test_workers(given: dict, workers: tuple[int, int]) -> None:
-    assert LaunchArguments(**given).workers == workers
 
 
 @pytest.mark.parametrize(
@@ -106,19 +95,6 @@ def test_a_trial_has_its_values_and_a_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "folder"),
-    [
-        ([], None),
-        (["--output_dir"], None),
-        (["--output_dir", "a"], "a"),
-        (["--output_dir=a", "--seed", "1", "--output-dir", "b"], "b"),
-    ],
-)
-def test_the_output_folder_of_a_command(argv: list[str], folder: str | None) -> None:
-    assert Command("s.py", tuple(argv), "/", "").folder_of("output_dir") == folder
-
-
-@pytest.mark.parametrize(
     ("folder", "script", "argv", "sweep", "named"),
     [
         (".", None, [], False, "no script is given"),
@@ -138,12 +114,3 @@ def test_a_command_that_would_lose_its_run_is_refused(
         Path(name).touch()
     with pytest.raises(ValueError, match=named):
         read_command(LaunchArguments(tune="seed=1,2" if sweep else None, address="auto"), script, argv)
-
-
-def test_the_script_names_its_mistakes_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        launch_ray.main(["--tune", "seed=1,1", "scripts/pretrain.py"])
-    assert ended.value.code == 2
-    assert "--tune is seed=1,1; seed has a value twice" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no script is given"):
-        launch_ray.main(["--num_workers", "2"])

@@ -15,15 +15,11 @@ import torch
 from tqdm.auto import tqdm
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.arguments import LAUNCH_VARIABLE, launch_command
-from mm_utils.distributed import RunError
+from mm_utils.arguments import LAUNCH_VARIABLE
 from mm_utils.launch import worker
 from mm_utils.launch.worker import RayCallback, load_main, prepare
 from mm_utils.reliability.signals import Interruption
 from mm_utils.run import restarts
-from mm_utils.run.commands import again_command, own_command
-from mm_utils.training.arguments import TrainingArguments
-from scripts import launch_ray
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,20 +51,6 @@ def test_a_worker_is_where_the_command_was_given(tmp_path: Path, capsys: pytest.
     for _ in tqdm(range(3), disable=False):
         pass
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("restored")
-def test_commands_of_a_run_name_its_launcher(tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir="outputs/mine")
-    own = "train.py --config outputs/mine/config.yaml --resume_from_checkpoint latest"
-    prepare(task(tmp_path))
-    begin = "python scripts/launch_ray.py --num_workers 2"
-    assert args.resume_command == f"{begin} {own}"
-    assert own_command("pretrain", ["--seed", "1"]).startswith(f"{begin} ")
-    assert again_command("pretrain", Path("outputs/mine")).startswith(f"{begin} ")
-    assert launch_command("embed", []).startswith("python ")  # as it may run on less than what trained
-    os.environ[LAUNCH_VARIABLE] = ""
-    assert args.resume_command == f"python {own}"
 
 
 @pytest.mark.usefixtures("restored")
@@ -149,18 +131,6 @@ def test_evaluations_are_reported_at_once_and_training_rows_after_seconds(clock:
     assert [row["step"] for row in calls.rows] == [0, 2]
 
 
-def test_looks_for_a_preemption_are_seconds_apart(clock: Callable[[float], None]) -> None:
-    calls = Calls()
-    for _ in range(10):
-        clock(1.0)
-        calls.step()
-    assert calls.looks == list(range(1, 11))  # nothing is known of the steps' length
-    calls.event("on_log", logs={"step": 10, "loss": 1.0})
-    for _ in range(20):
-        calls.step()
-    assert calls.looks[10:] == [15, 20, 25, 30]
-
-
 def test_a_preemption_stops_the_run_as_a_signal_does(caplog: pytest.LogCaptureFixture) -> None:
     calls = Calls(preempted_at=2)
     with Interruption() as signals, caplog.at_level(logging.WARNING):
@@ -176,10 +146,3 @@ def test_a_line_of_progress() -> None:
     row = {"step": 40, "loss": 2.3125, "pairs_per_second": 812.4, "data_wait": 0.031}
     assert worker.progress_line(row, 800) == "step 40 of 800: loss 2.312, 812 pairs/s, 3% data wait"
     assert worker.progress_line({"step": 1, "loss": 2.0}, 8) == "step 1 of 8: loss 2.000"
-
-
-def test_a_machine_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "mm_utils.launch.cluster", raising=False)
-    with pytest.raises(RunError, match=r"pip install 'ray\[train,tune\]'"):
-        launch_ray.main([str(ROOT / "scripts/pretrain.py")])

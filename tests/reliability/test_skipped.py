@@ -47,14 +47,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / SKIPPED_FILE).read_text().splitlines()]
 
 
-def test_a_run_that_skips_nothing_writes_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for _ in range(3):
-        run.step()
-        assert "skipped_images" not in run.log()
-    assert not list(tmp_path.iterdir())
-
-
 def test_skipped_rows_are_written_once_and_the_first_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,27 +108,6 @@ def test_a_lost_disk_stops_the_run_long_before_its_share(tmp_path: Path) -> None
     again.step(*["read error"] * 60)
     with pytest.raises(ValueError, match="the training data is out of reach; 120 rows one after the other"):
         again.log()
-
-
-def test_a_step_without_a_skipped_row_ends_the_succession(tmp_path: Path) -> None:
-    run = Run(tmp_path, batch=60, step=20_000)
-    for number in range(8):
-        run.step(*["read error"] * (60 if number % 2 else 0))
-        run.log()
-    assert run.skipped.count == 240
-
-
-def test_the_error_names_the_most_frequent_reasons_the_file_and_the_remedy(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    kinds = {"truncated ({} bytes missing)": 9, "cannot identify image file": 6, "it has 0 bytes": 4, "odd": 2}
-    run.step(*[f"/data/{n}.jpg: {kind.format(n)}" for kind, times in kinds.items() for n in range(times)])
-    with pytest.raises(ValueError, match="max_corrupt_share") as caught:
-        run.log()
-    message = str(caught.value)
-    assert "9 x truncated (N bytes missing); 6 x cannot identify image file; 4 x it has N bytes. " in message
-    assert str(tmp_path / SKIPPED_FILE) in message
-    assert "scripts/prepare_data.py" in message
-    assert "\n" not in message
 
 
 def test_rows_that_validation_has_are_listed_but_not_counted(tmp_path: Path) -> None:

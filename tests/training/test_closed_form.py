@@ -68,14 +68,6 @@ def test_the_maps_are_those_of_a_plain_reference(shrinkage: float, width: int) -
     assert [tuple(side.shape) for side in maps] == [(12, width), (9, width)]
 
 
-def test_the_mean_is_mapped_to_nothing_and_directions_beyond_the_rank_are_zero() -> None:
-    features = pairs().unit()
-    image_AE, text_BE = Fold.of(features).maps(1.0, 0.0, 20)
-    assert (features.image_MA.mean(0) @ image_AE).abs().max() < 1e-12
-    assert (features.text_TB.mean(0) @ text_BE).abs().max() < 1e-12
-    assert image_AE[:, 9:].count_nonzero() == text_BE[:, 9:].count_nonzero() == 0
-
-
 @given(st.integers(0, 1000), st.integers(1, 59))
 def test_moments_without_a_part_are_those_of_the_rest(seed: int, cut: int) -> None:
     features = pairs(captions=2, seed=seed).unit()

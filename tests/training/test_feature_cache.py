@@ -46,7 +46,6 @@ from tests.kit.launches import losses, on_two_processes, weights
 from tests.kit.numbered_rows import new_tokenizer, png, rows_of
 from tests.kit.objectives import KINDS, SPLITS, TERMS, global_batch, share_of, step, step_in_parts, tiny_objective
 from tests.kit.ranks import run_on_ranks
-from tests.kit.small_media import small_media
 
 SIZE = 16
 TOWERS = {"vision": ["--freeze_vision"], "text": ["--freeze_text"], "both": ["--freeze_vision", "--freeze_text"]}
@@ -164,15 +163,6 @@ def test_a_batch_holds_what_the_towers_give(
 
 def close(stored: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(stored.float(), exact, rtol=1e-3, atol=1e-3)
-
-
-def test_images_that_cannot_be_decoded_are_counted_at_the_start(
-    rows: Dataset, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(2):
-        caplog.clear()
-        cached(rows, frozen(text=False))
-        assert "2 training images cannot be decoded: ['image id-2: " in caplog.text
 
 
 def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
@@ -542,23 +532,6 @@ def test_the_defaults_of_frozen_towers_yield_to_what_is_given(flags: str, cached
     assert all((given[name] == value) == cached for name, value in wanted.items())
 
 
-@pytest.mark.slow
-def test_sounds_are_trained_from_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = {"model_type": "convnext", "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
-    (tmp_path / "sound.json").write_text(json.dumps({**tower, "num_channels": 1, "image_size": [40, 16]}))
-    flags = [
-        *("--dataset_name", "sounds", "--vision_config", str(tmp_path / "sound.json"), "--freeze_vision"),
-        *("--global_batch_size", "8", "--max_steps", "2", "--logging_steps", "1", "--dataloader_num_workers", "0"),
-        *("--min_crop_area", "1", "--sound_jitter", "0", "--set", "adam_epsilon=1", "--output_dir"),
-    ]
-    with small_media():
-        pretrain.main([*flags, str(tmp_path / "live")])
-        calls = calls_in_training(monkeypatch, "vision_features")
-        pretrain.main([*flags, str(tmp_path / "cached"), "--cache_features"])
-    assert not calls
-    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=2e-3)
-
-
 def calls_in_training(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     """From now on, rows of every call of a tower in training mode."""
     run, calls = getattr(FusionDualEncoderModel, name), []
@@ -570,20 +543,6 @@ def calls_in_training(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
 
     monkeypatch.setattr(FusionDualEncoderModel, name, noted)
     return calls
-
-
-@pytest.mark.slow
-def test_parts_average_and_resumption(tiny_flags: list[str], tmp_path: Path) -> None:
-    flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--ema_decay", "0.5", "--save_steps", "2"]
-    straight = pretrain.main([*flags, "--output_dir", str(tmp_path / "straight")])
-    for name, others in {
-        "parts": ["--micro_batch_size", "3"],
-        "resumed": ["--resume_from_checkpoint", str(tmp_path / "straight/checkpoint-2")],
-    }.items():
-        again = pretrain.main([*flags, *others, "--output_dir", str(tmp_path / name)])
-        assert again == pytest.approx(straight, rel=1e-5), name
-        for key, value in weights(tmp_path / "straight").items():
-            torch.testing.assert_close(weights(tmp_path / name)[key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
 
 
 @pytest.mark.slow

@@ -18,8 +18,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.run.callbacks import attach, flags_of_callbacks
 from mm_utils.run.flags import PRETRAINING
-from mm_utils.training.starts.callbacks import InterpolationArguments
-from mm_utils.training.starts.interpolation import TENTHS, choose_between, copy_weights, interpolate, weights_of_start
+from mm_utils.training.starts.interpolation import TENTHS, choose_between, interpolate, weights_of_start
 from scripts import pretrain
 from tests.kit.launches import rows_of, weights
 from tests.kit.numbered_rows import new_tokenizer
@@ -83,14 +82,6 @@ def test_the_best_weights_are_saved_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "wise_ft.png").stat().st_size > 1000
 
 
-def test_a_given_alpha_is_saved_even_if_another_is_better(tmp_path: Path) -> None:
-    found, weights = chosen(tmp_path, 1.0, wise_ft_alpha=0.55)
-    assert found["wise_ft_alpha"] == 0.55
-    assert weights["vision.weight"].tolist() == pytest.approx([0.55, 0.55])
-    report = json.loads((tmp_path / "wise_ft.json").read_text())
-    assert (report["best_alpha"], report["saved_alpha"], len(report["measured"])) == (1.0, 0.55, 12)
-
-
 @pytest.mark.parametrize(
     ("measured", "greater_is_better", "alpha"),
     [
@@ -110,13 +101,6 @@ def test_what_chooses_alpha(
     assert found["wise_ft_alpha"] == alpha
 
 
-def test_errors_name_the_flag() -> None:
-    with pytest.raises(ValueError, match=r"--wise_ft_alpha is 2.0; give a number in \[0, 1\]"):
-        InterpolationArguments(wise_ft=True, wise_ft_alpha=2.0)
-    with pytest.raises(ValueError, match=r"--wise_ft_alpha is 0.5; it goes with --wise_ft"):
-        InterpolationArguments(wise_ft_alpha=0.5)
-
-
 def tiny(**fields: Any) -> FusionDualEncoderModel:
     return build_model(ModelArguments(image_size=16, **fields), new_tokenizer())
 
@@ -130,16 +114,6 @@ def test_a_head_that_was_never_trained_is_not_interpolated() -> None:
     assert {name.split(".")[0] for name in weights_of_start(new)} >= {"fusion", "caption_adapter"}
     again = build_objective(new, objectives, 0).added  # a model whose head was trained
     assert weights_of_start(new, again).keys() == weights_of_start(new).keys()
-
-
-def test_a_copy_does_not_follow_training() -> None:
-    model = tiny(fusion_layers=0)
-    start = copy_weights(model, {"logit_scale", "visual_projection.weight", "gone"})
-    before = model.visual_projection.weight.detach().clone()
-    with torch.no_grad():
-        model.visual_projection.weight += 1
-    assert start.keys() == {"logit_scale", "visual_projection.weight"}
-    assert torch.equal(start["visual_projection.weight"], before)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import mmap
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm_utils.training import memory
 from mm_utils.training import micro_batch as search
 from mm_utils.training.memory import peak_bytes, reset_peak
 from mm_utils.training.micro_batch import HEADROOM, find_micro_batch_size, largest_that_fits
@@ -59,30 +57,6 @@ def test_what_is_found_fits_and_little_more_would(fixed: int, per_pair: int, ava
     assert found in (1, largest) or found < 8 or found % 8 == 0
 
 
-@pytest.mark.parametrize("hidden", [20, 100, 400])
-def test_pairs_that_another_allocation_outweighs_do_not_bend_the_line(hidden: int) -> None:
-    def peak(pairs: int) -> int:
-        return 10**6 + 1000 * max(pairs, hidden)
-
-    found = largest_that_fits(peak, [8, 32], 10**7, 10**5)
-    assert peak(found) <= 9 * 10**6 < peak(found + 8)
-
-
-def test_a_third_trial_confirms_the_line() -> None:
-    asked: list[int] = []
-
-    def peak(pairs: int) -> int:
-        asked.append(pairs)
-        return 100 * pairs
-
-    assert largest_that_fits(peak, [8, 32], 10**6, 512) == 512
-    assert asked == [8, 32, 128]
-
-
-def test_memory_that_does_not_grow_sets_no_limit() -> None:
-    assert largest_that_fits(lambda pairs: 5, [8, 32], 4, 512) == 512
-
-
 CPU = torch.device("cpu")
 
 
@@ -112,10 +86,6 @@ def test_a_small_share_is_not_tried_at_all() -> None:
     assert find_micro_batch_size(accelerator(), torch.nn.Linear(1, 1), {}, 8, 64) == 8
 
 
-def test_this_machine_has_memory() -> None:
-    assert 2**20 < memory.peak_bytes(CPU) < memory.available_bytes(CPU)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is never reset")
 def test_peak_memory_begins_anew() -> None:
     """Measured on fresh pages, because an allocator may have some left from before."""
@@ -127,13 +97,3 @@ def test_peak_memory_begins_anew() -> None:
         assert peak_bytes(CPU) - before == pytest.approx(2**27, rel=0.2)
     reset_peak(CPU)
     assert peak_bytes(CPU) - before < 2**26
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_peak_memory_of_a_process():
-    def of(path: str, name: str) -> float:
-        [line] = [line for line in Path(path).read_text().splitlines() if line.startswith(f"{name}:")]
-        return int(line.split()[1]) / 2**20
-
-    most = of("/proc/self/status", "VmHWM")
-    assert 0.95 * most <= peak_bytes(CPU) / 2**30 <= of("/proc/meminfo", "MemTotal")

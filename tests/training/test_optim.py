@@ -10,18 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreTrainedConfig, ViTConfig, get_scheduler
+from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreTrainedConfig, ViTConfig
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.training.optim import (
     OPTIMIZERS,
-    SCHEDULES,
     OptimizerArguments,
     build_optimizer,
-    depths_below_the_top,
     schedule,
     scratch_rate,
-    warmup_steps,
 )
 
 CPU = torch.device("cpu")
@@ -98,49 +95,6 @@ def test_backbones_have_a_rate_of_their_own(
             expected if name.startswith(("vision_model.", "text_model.")) else 4e-4
         )
     assert groups["text_projection.weight"]["peak_lr"] == groups["logit_scale"]["peak_lr"] == 4e-4
-
-
-def test_projections_that_are_not_new_learn_as_the_backbones_do(model: FusionDualEncoderModel) -> None:
-    optimizer = build_optimizer(model, OptimizerArguments(), pretrained=True, device=CPU, has_baseline=True)
-    rates = {name: group["peak_lr"] for name, group in settings_by_name(model, optimizer).items()}
-    assert {rate for name, rate in rates.items() if not name.startswith("fusion.")} == {1e-4}
-    assert {rate for name, rate in rates.items() if name.startswith("fusion.")} == {1e-3}
-
-
-BACKBONES: dict[str, dict[str, Any]] = {
-    "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
-    "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
-    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2},
-    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2]},
-    "mobilenet_v2": {"depth_multiplier": 0.1},
-    "swin": {"embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2]},
-}
-BY_HAND = {  # the first words that fit a name, and its depth below the top
-    "bert": [("embeddings", 3), ("encoder.layer.0.", 2), ("encoder.layer.1.", 1), ("pooler", 0)],
-    "vit": [("embeddings", 3), ("layers.0.", 2), ("layers.1.", 1), ("layernorm", 0), ("pooler", 0)],
-    "convnext": [
-        *(("embeddings", 4), ("encoder.stages.0.", 3), ("encoder.stages.1.downsampling_layer.", 2)),
-        *(("encoder.stages.1.layers.0.", 2), ("encoder.stages.1.layers.1.", 1), ("layernorm", 0)),
-    ],
-    "resnet": [
-        *(("embedder", 4), ("encoder.stages.0.", 3), ("encoder.stages.1.layers.0.", 2)),
-        ("encoder.stages.1.layers.1.", 1),
-    ],
-    "mobilenet_v2": [("conv_stem", 17), *((f"layer.{block}.", 16 - block) for block in range(16)), ("conv_1x1", 0)],
-    "swin": [
-        *(("embeddings", 4), ("encoder.layers.0.", 3), ("encoder.layers.1.blocks.0.", 2)),
-        *(("encoder.layers.1.blocks.1.", 1), ("layernorm", 0)),
-    ],
-}
-
-
-@pytest.mark.parametrize("kind", BACKBONES)
-def test_depths_are_those_counted_by_hand(kind: str) -> None:
-    backbone = AutoModel.from_config(AutoConfig.for_model(kind, **BACKBONES[kind]))
-    found = depths_below_the_top(name for name, _ in backbone.named_parameters())
-    for name, depth in found.items():
-        assert depth == next(value for begin, value in BY_HAND[kind] if name.startswith(begin)), name
-    assert set(found.values()) == {depth for _, depth in BY_HAND[kind]}
 
 
 def test_lower_blocks_learn_slower_and_the_head_at_the_full_rate(model: FusionDualEncoderModel) -> None:
@@ -220,36 +174,6 @@ def test_wide_and_deep_transformers_from_scratch_have_lower_rates(config: PreTra
     assert scratch_rate(config) == pytest.approx(rate, rel=0.01)
 
 
-def test_a_given_rate_and_warm_up_win(model: FusionDualEncoderModel) -> None:
-    model = copy.deepcopy(model)
-    model.vision_model.config.hidden_size, model.vision_model.config.num_hidden_layers = 768, 12
-    for args, pretrained, backbone in (
-        (OptimizerArguments(), False, 1e-3 / 4 / 6),
-        (OptimizerArguments(learning_rate=1e-3), False, 1e-3),
-        (OptimizerArguments(backbone_learning_rate=2e-3), False, 2e-3),
-        (OptimizerArguments(), True, 1e-4),
-    ):
-        groups = build_optimizer(model, args, pretrained=pretrained, device=CPU).param_groups
-        rates = {id(each): group["lr"] for group in groups for each in group["params"]}
-        assert all(rates[id(each)] == pytest.approx(backbone) for each in model.vision_model.parameters())
-    steps = {steps: warmup_steps(steps, OptimizerArguments()) for steps in (10, 60, 1000)}
-    assert steps == {10: 4.0, 60: 20.0, 1000: 50.0}
-    assert warmup_steps(60, OptimizerArguments(warmup_ratio=0.0)) == 0
-
-
-@pytest.mark.parametrize("kind", sorted({*SCHEDULES} - {"cosine"}))
-def test_other_schedules_are_those_of_transformers(kind: str) -> None:
-    args = OptimizerArguments(lr_scheduler_type=kind, warmup_ratio=0.1)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    further = {"num_decay_steps": 20} if kind == "warmup_stable_decay" else SCHEDULES[kind]
-    theirs, rates = get_scheduler(kind, optimizer, 10, 100, further), []
-    for _ in range(100):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        theirs.step()
-    assert [schedule(step, 100, args) for step in range(100)] == rates
-
-
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizers_of_transformers_names_keep_the_rates_of_the_groups(
     kind: str, model: FusionDualEncoderModel
@@ -262,18 +186,3 @@ def test_optimizers_of_transformers_names_keep_the_rates_of_the_groups(
     before = copy.deepcopy(model.state_dict())
     optimizer.step()
     assert all(not torch.equal(before[name], weight) for name, weight in model.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("values", "flag"),
-    [
-        ({"lr_scheduler_type": "greedy"}, "--lr_scheduler_type is 'greedy'"),
-        ({"optim": "lion"}, "--optim is 'lion'"),
-        ({"warmup_ratio": -0.1}, "--warmup_ratio"),
-        ({"learning_rate": -1.0}, "--learning_rate is -1.0"),
-        ({"layerwise_lr_decay": 0.0}, "--layerwise_lr_decay is 0.0"),
-    ],
-)
-def test_errors_name_the_flag(values: dict, flag: str) -> None:
-    with pytest.raises(ValueError, match=flag):
-        OptimizerArguments(**values)

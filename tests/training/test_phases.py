@@ -114,13 +114,6 @@ def test_the_heads_part_begins_with_the_best_encoders(tmp_path: Path) -> None:
     assert not same(at[2], at[3])
 
 
-def test_without_a_figure_of_the_head_the_last_one_is_kept(tmp_path: Path) -> None:
-    run = run_of(tmp_path, BEST_EARLY)
-    run.figures = {step: {"mean_recall": row["mean_recall"]} for step, row in run.figures.items()}
-    assert alone(train, run)[0] == 0
-    assert (saved(tmp_path)["saved_step"], saved(tmp_path)["saved_by"]) == (10, None)
-
-
 STOPS: Recalls = {2: (0.9, 0.9), 4: (0.8, 0.8), 6: (0.5, 0.5), 8: (0.5, 0.4), 10: (0.5, 0.9)}
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,23 +162,6 @@ def test_a_projection_of_classes_has_the_scores_of_its_closed_form(
         model.to_dual_encoder()
 
 
-def test_a_projection_of_classes_asks_for_what_it_needs(
-    towers: dict[str, str], tiny_flags: list[str], tmp_path: Path
-) -> None:
-    Accelerator(cpu=True)
-    data, model = training_data(towers), joined(towers, projection="classes")
-    with pytest.raises(
-        ValueError, match=r"--projection is classes; the classifier of .* not a linear map .* Leave it"
-    ):
-        start_projections(100, towers["vision_model_name_or_path"], data, model, Accelerator())
-    flags = flags_of(towers, tiny_flags, tmp_path, "--projection", "classes")
-    for more in (["--closed_form_images", "0"], ["--streaming", "--max_steps", "2"]):
-        with pytest.raises(ValueError, match="--projection is classes; the closed form between two pretrained"):
-            pretrain.main([*flags, *more])
-    with pytest.raises(ValueError, match="is fitted to 8 training images or more"):
-        pretrain.main([*flags, "--closed_form_images", "4"])
-
-
 def start_on_rank(towers: dict[str, str]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     model, features = start(towers)
     weights = [
@@ -225,13 +207,6 @@ def test_a_start_that_cannot_be_computed_ends_on_all_processes(towers: dict[str,
     assert "at least 8 are needed. --closed_form_images 0 leaves it out." in found[0]
 
 
-def test_owners_follow_the_images_that_can_be_decoded(towers: dict[str, str]) -> None:
-    _, features = start(towers, batch_size=3)
-    data = training_data(towers)
-    captions = [len(row) for number, row in enumerate(data.splits["train"]["input_ids"]) if number not in (2, 7)]
-    assert features.owner_T.bincount().tolist() == captions
-
-
 def test_a_sample(towers: dict[str, str]) -> None:
     fresh, (half, _) = joined(towers), start(towers, 9)
     assert not torch.equal(half.visual_projection.weight, fresh.visual_projection.weight)
@@ -273,18 +248,6 @@ def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
     assert sentence in caplog.text
     assert sentence in (tmp_path / "run" / "README.md").read_text()
     assert ("--head_share 0.5 plays no part" in caplog.text) == frozen
-
-
-def test_a_dry_run_counts_the_closed_form_and_all_evaluations(
-    towers: dict[str, str], tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = pretrain.main([*flags_of(towers, tiny_flags, tmp_path / "run"), "--max_steps", "10", "--dry_run"])
-    assert (
-        found["dry_run_evaluations"] == 7 + 1
-    )  # before the first step, five times, where the encoders' part ends; the best
-    assert found["dry_run_checkpoints"] == 7  # each may be the best
-    assert found["dry_run_start_hours"] > 0
-    assert re.search(r"time .*: the closed form [\d.]+ \w+, training .* \(at most 8 times\), checkpoints", caplog.text)
 
 
 def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,15 +18,6 @@ from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
 
-_RUN_NAME = {
-    "wandb": "name",
-    "mlflow": "run_name",
-    "clearml": "task_name",
-    "swanlab": "experiment_name",
-    "trackio": "name",
-}
-"""What the trackers call the name of a run; TensorBoard has a folder of that name."""
-
 
 @dataclass
 class TrackerArguments:
@@ -39,18 +29,12 @@ class TrackerArguments:
         decides="report",
         usual=True,
     )
-    run_name: str | None = arg(None, "Name of the run in the trackers; by default they choose one.", decides="report")
 
     def __post_init__(self) -> None:
         installed = [tracker.value for tracker in get_available_trackers()]
         if set(self.names) - {"all", *installed}:
             raise ValueError(
                 f"--report_to is {self.report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
-            )
-        if self.run_name is not None and (self.run_name != Path(self.run_name).name or not self.names):
-            raise ValueError(
-                f"--run_name is {self.run_name!r}; the trackers of --report_to take a plain name, without folders, and there "
-                f"must be one. Give --report_to, and a plain name."
             )
 
     @property
@@ -85,10 +69,15 @@ class Tracking(RunCallback):
             for name, value in without_secrets(run.run.settings).items()
             if value is not None
         }
+        try:
+            words = shlex.split(redact(shlex.join(sys.argv)))
+        except ValueError:  # a quote has lost its partner
+            words = sys.argv[:1]
         folder = str(run.run.output_dir)
         for name in map(str, filter_trackers(self.args.names, folder)):
-            with self._surviving(name), mock.patch.object(sys, "argv", redacted(sys.argv)):  # some trackers publish it
-                tracker = self._make(name, run.run.name, folder)
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            with self._surviving(name), mock.patch.object(sys, "argv", words):  # some trackers publish it
+                tracker = kind(run.run.name, *[folder] if kind.requires_logging_directory else [])
                 tracker.start()
                 self._trackers.append(tracker)
                 tracker.store_init_configuration(config)
@@ -110,14 +99,6 @@ class Tracking(RunCallback):
             with self._surviving(tracker.name):
                 tracker.finish()
 
-    def _make(self, name: str, project: str, folder: str) -> GeneralTracker:
-        kind, run_name = LOGGER_TYPE_TO_CLASS[name], self.args.run_name
-        if name == "tensorboard":
-            project = f"{project}/{run_name}" if run_name else project
-            logger.info("TensorBoard's files: tensorboard --logdir %s", Path(folder, project))
-        named = {_RUN_NAME[name]: run_name} if run_name and name in _RUN_NAME else {}
-        return kind(project, *[folder] if kind.requires_logging_directory else [], **named)
-
     @contextmanager
     def _surviving(self, name: str) -> Iterator[None]:
         """Turn what a tracker raises into one warning."""
@@ -128,11 +109,3 @@ class Tracking(RunCallback):
                 self._failed.add(name)
                 text = "the tracker %s lacks metrics: %s. Training goes on; all metrics are in metrics.jsonl"
                 logger.warning(text, name, one_line(error))
-
-
-def redacted(words: list[str]) -> list[str]:
-    """Return a command line without secrets."""
-    try:
-        return shlex.split(redact(shlex.join(words)))
-    except ValueError:  # a quote has lost its partner
-        return words[:1]

@@ -24,10 +24,7 @@ Row = dict[str, float]
 
 SHARE, MAX_STEPS, MIN_ROWS = 0.1, 500, 5  # a finding must last this share of the run, and this many log rows
 NEAR = 0.02  # a loss within this share of chance is at chance, and a loss that falls by less does not fall
-RISE = 0.2  # share of chance by which a diverging run is above its best
-FEW_DIRECTIONS = 0.02  # effective rank as a share of what width and rows allow
-ONE_DIRECTION, ONE_POINT = 1.5, 0.01  # effective rank; spread, which is a mean cosine of 0.99
-MOST_DIRECTIONS = 0.5  # share from which on a low rank is that of few rows
+ONE_POINT = 0.01  # spread, which is a mean cosine of 0.99
 FORGOTTEN = (
     0.1  # share of the best mean recall by which a later one is lower; of 165 photographs it varies by half of it
 )
@@ -43,8 +40,8 @@ def chance_loss(pairs: int, sigmoid: bool) -> float:
 class CollapseWarning(RunCallback):
     """Read the log, and warn once for each cause: the finding, the likely reason and the remedy.
 
-    After warm-up, several rows in succession must agree that the contrastive loss is at chance or rising. A zero gradient and a
-    loss that is not finite count at once. Evaluations give rank and spread (`mm_utils.evaluation.metrics`).
+    After warm-up, several rows in succession must agree that the contrastive loss is at chance. A zero gradient and a loss that is
+    not finite count at once.
 
     Args:
         optimizer_args: the arguments of the schedule, in whose warm-up nothing is judged.
@@ -67,7 +64,6 @@ class CollapseWarning(RunCallback):
         self.still_since: float | None = None  # the first step of those at chance without a gradient
         self.evaluation: Row = {}
         self.best: Row = {}
-        self.lowest = math.inf
         self.said: set[str] = set()
         for row in state.log_history:
             list(self._read(row, args, state))
@@ -102,26 +98,27 @@ class CollapseWarning(RunCallback):
         if "eval_image_effective_rank" in row:
             yield from _of_recall(row, self.best, bool(args.keeps_best))
             self.best = max(self.best or row, row, key=lambda each: each.get("eval_mean_recall", 0.0))
-            if judged:
-                yield from _of_rank(row, self.evaluation, "image")
-                yield from _of_rank(row, self.evaluation, "text")
-                self.evaluation = row
+            self.evaluation = row if judged else self.evaluation
             return
         yield from _of_gradient(row)
         if not judged or not math.isfinite(row.get("contrastive_loss", math.nan)):
             return
         chance = chance_loss(args.batch_sizes.at(int(row["step"]) - 1), "logit_bias" in row)
         if self.rows and self.rows[-1]["chance"] != chance:  # losses of another batch size are of another kind
-            self.rows, self.lowest = [], math.inf
-        self.rows = [
-            *self.rows[1 - self.lines :],
-            {**row, "chance": chance, "ratio": row["contrastive_loss"] / chance},
-        ]
-        is_still = self.rows[-1]["ratio"] > 1 - COLLAPSED and 0 < row.get("grad_norm", math.inf) < STILL
+            self.rows = []
+        ratio = row["contrastive_loss"] / chance
+        self.rows = [*self.rows[1 - self.lines :], {**row, "chance": chance, "ratio": ratio}]
+        is_still = ratio > 1 - COLLAPSED and 0 < row.get("grad_norm", math.inf) < STILL
         self.still_since = (self.still_since or row["step"]) if is_still else None
-        if len(self.rows) == self.lines:
-            yield from _of_loss(self.rows, self.lowest, self.evaluation, state.max_steps)
-            self.lowest = min(self.lowest, _mean(self.rows, "ratio"))
+        half = self.lines // 2
+        if len(self.rows) < self.lines or min(row["ratio"] for row in self.rows) <= 1 - NEAR:
+            return
+        if _mean(self.rows[-half:], "ratio") > (1 - NEAR) * _mean(self.rows[:half], "ratio"):
+            yield (
+                "chance",
+                f"contrastive_loss is {_mean(self.rows, 'contrastive_loss'):.3g} over steps {self.rows[0]['step']} to "
+                f"{self.rows[-1]['step']}; chance is {chance:.3g}, and {_reason(self.rows, self.evaluation, state.max_steps)}",
+            )
 
 
 def _of_gradient(row: Row) -> Iterator[tuple[str, str]]:
@@ -149,21 +146,6 @@ def _collapse(last: Row) -> str:
     )
 
 
-def _of_loss(window: list[Row], lowest: float, evaluation: Row, max_steps: int) -> Iterator[tuple[str, str]]:
-    """Judge the losses of batches of one size."""
-    half, ratios = len(window) // 2, [row["ratio"] for row in window]
-    found = f"contrastive_loss is {_mean(window, 'contrastive_loss'):.3g} over {_steps(window)}"
-    if min(ratios) > lowest + RISE:
-        yield (
-            "divergence",
-            f"{found} and was {lowest * window[-1]['chance']:.3g} before; the run diverges. Go on from an earlier "
-            "checkpoint with a lower --learning_rate, or start anew with a higher --warmup_ratio.",
-        )
-    elif min(ratios) > 1 - NEAR and _mean(window[-half:], "ratio") > (1 - NEAR) * _mean(window[:half], "ratio"):
-        found = f"{found}; chance is {window[-1]['chance']:.3g}"
-        yield ("chance", f"{found}, and {_reason(window, evaluation, max_steps)}")
-
-
 def _reason(window: list[Row], evaluation: Row, max_steps: int) -> str:
     """Return the likely reason of a loss at chance."""
     if not any(row.get("learning_rate", 1.0) for row in window):
@@ -179,29 +161,6 @@ def _reason(window: list[Row], evaluation: Row, max_steps: int) -> str:
         "all pairs look alike. Lower --learning_rate tenfold, or raise it if the loss never moved; check that captions belong "
         "to their images, and what --freeze_vision and --freeze_text leave to be trained."
     )
-
-
-def _of_rank(row: Row, before: Row, modality: str) -> Iterator[tuple[str, str]]:
-    name, step = f"eval_{modality}_effective_rank", row["step"]
-    rank, share, spread = row[name], row[f"eval_{modality}_rank_share"], row[f"eval_{modality}_spread"]
-    if spread < ONE_POINT:
-        yield (
-            f"{modality} spread",
-            f"eval_{modality}_spread is {spread:.2g} at step {step}; all {modality}s are embedded alike, at a mean cosine of "
-            f"{1 - spread:.3f}. Lower --learning_rate, and check what the {modality} tower is given to read.",
-        )
-    elif share < FEW_DIRECTIONS or (rank < ONE_DIRECTION and share < MOST_DIRECTIONS):
-        yield (
-            f"{modality} rank",
-            f"{name} is {rank:.1f} at step {step}, {share:.1%} of what width and rows allow; {modality}s differ in few "
-            "directions. Lower --learning_rate, raise --global_batch_size, or train on more varied pairs.",
-        )
-    elif rank < 0.5 * before.get(name, 0.0):
-        yield (
-            f"{modality} rank halved",
-            f"{name} is {rank:.1f} at step {step} and was {before[name]:.1f} at step {before['step']}; the embeddings of "
-            f"{modality}s collapse. Go on from the earlier checkpoint with a lower --learning_rate.",
-        )
 
 
 def _of_recall(row: Row, best: Row, is_kept: bool) -> Iterator[tuple[str, str]]:
@@ -222,7 +181,3 @@ def _of_recall(row: Row, best: Row, is_kept: bool) -> Iterator[tuple[str, str]]:
 
 def _mean(rows: list[Row], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
-
-
-def _steps(rows: list[Row]) -> str:
-    return f"steps {rows[0]['step']} to {rows[-1]['step']}"

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -11,7 +10,6 @@ from huggingface_hub import ModelCard
 from scripts import eval_retrieval, eval_zero_shot, pretrain
 from tests.kit.corpora import draw
 from tests.kit.launches import ROOT, launch
-from tests.kit.reading import write_tar
 
 
 @pytest.fixture(scope="module")
@@ -86,34 +84,6 @@ def test_reranking_without_a_head_is_refused(tiny_flags: list[str], corpus: Path
 def test_memory_and_the_batch_size_change_nothing(flags: list[str]) -> None:
     others = ["--per_device_eval_batch_size", "3", "--set", "rerank_cache_gb=1e-9"]
     assert eval_retrieval.main([*flags, *others]) == pytest.approx(eval_retrieval.main(flags), rel=1e-4)
-
-
-def test_a_benchmark_of_clip_benchmarks_layout_gives_the_figures_of_its_pairs(
-    flags: list[str], corpus: Path, tmp_path: Path
-) -> None:
-    rows = [row for row in map(json.loads, corpus.read_text().splitlines()) if row["split"] == "validation"]
-    members = []
-    for at, row in enumerate(rows):
-        picture = (corpus.parent / row["image"]).read_bytes()
-        members += [(f"s{at:07d}.png", picture), (f"s{at:07d}.txt", "\n".join(row["captions"]).encode())]
-    (tmp_path / "test").mkdir()
-    write_tar(tmp_path / "test/0.tar", members)
-    (tmp_path / "dataset_type.txt").write_text("retrieval\n")
-    others = [word for word in flags if word not in ("--train_file", str(corpus))]
-    found = eval_retrieval.main([*others, "--benchmark", "flickr8k", "--dataset_name", str(tmp_path)])
-    assert found == pytest.approx(eval_retrieval.main(flags), rel=1e-4)
-
-
-@pytest.mark.parametrize("script", [eval_retrieval, eval_zero_shot])
-def test_an_output_that_is_a_file_is_refused_before_the_data_are_read(
-    script: Any, flags: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    model = flags[flags.index("--model_name_or_path") + 1]
-    with pytest.raises(FileExistsError, match="file"):
-        script.main(
-            ["--model_name_or_path", model, "--dataset_name", "nowhere", "--output_dir", str(tmp_path / "file")]
-        )
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from scripts import finetune
-from tests.kit.corpora import COLOURS, SHAPES, draw
+from tests.kit.corpora import COLOURS, SHAPES
 from tests.kit.finetuning import weights
 from tests.kit.hub import HubServer
 from tests.kit.launches import ROOT, launch, losses
@@ -43,12 +42,6 @@ def test_everything_is_left_behind(finished: tuple[Path, dict[str, float]]) -> N
     assert "It classifies into 2 classes" in card
     assert "The validation split also chose the checkpoint, so" in card
     assert not (folder / "dual_encoder").exists()
-
-
-def test_a_dry_run_counts_the_test_split(finetuning_flags: list[str], questions: Path, tmp_path: Path) -> None:
-    for more, counted in (([], 1), (["--test_file", str(questions / "test.jsonl")], 2)):
-        found = finetune.main([*finetuning_flags, *more, "--output_dir", str(tmp_path / "out"), "--dry_run"])
-        assert found["dry_run_evaluations"] == counted
 
 
 def test_the_saved_model_is_a_stock_artefact(finished: tuple[Path, dict[str, float]]) -> None:
@@ -104,17 +97,6 @@ def test_adapters_are_merged_when_saved_and_resumed_apart(
         assert torch.equal(value, again[name]), name
 
 
-def test_weights_in_between_are_measured_and_the_best_saved(finetuning_flags: list[str], tmp_path: Path) -> None:
-    metrics = finetune.main(
-        [*finetuning_flags, "--wise_ft", "--layerwise_lr_decay", "0.8", "--output_dir", str(tmp_path)]
-    )
-    report = json.loads((tmp_path / "wise_ft.json").read_text())
-    best = max(row["accuracy"] for row in report["measured"])
-    assert metrics["eval_accuracy"] == best
-    assert metrics["eval_wise_ft_alpha"] == report["saved_alpha"]
-    assert "wise_ft.png" in (tmp_path / "README.md").read_text()
-
-
 def test_what_is_pushed_is_what_was_saved(finetuning_flags: list[str], tmp_path: Path, server: HubServer) -> None:
     hub = ["--push_to_hub", "--hub_model_id", "tester/classes", "--wise_ft", "--wise_ft_alpha", "0.5"]
     finetune.main([*finetuning_flags, *hub, "--max_steps", "2", "--output_dir", str(tmp_path)])
@@ -145,23 +127,6 @@ def test_it_learns_what_it_is_shown(finetuning_flags: list[str], questions: Path
     assert metrics["eval_accuracy"] == max(row["eval_accuracy"] for row in evaluated if "eval_accuracy" in row)
 
 
-def test_images_in_a_folder_per_class(pretrained: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for colour in COLOURS:
-        for size in (40, 42, 44, 46, 48):
-            (tmp_path / "images" / colour).mkdir(parents=True, exist_ok=True)
-            draw(colour, "circle", size).save(tmp_path / "images" / colour / f"{size}.png")
-    short = ["--global_batch_size", "4", "--max_steps", "2", "--dataloader_num_workers", "0"]
-    data = ["--dataset_name", str(tmp_path / "images")]
-    caplog.set_level("INFO")
-    metrics = finetune.main(["--model_name_or_path", pretrained, *data, *short, "--output_dir", str(tmp_path / "out")])
-    assert 0 <= metrics["eval_accuracy"] <= 1
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "image"
-    [zero_shot] = re.findall(r"eval_zero_shot\.py (.*)", caplog.text)
-    assert zero_shot == f"--model_name_or_path {pretrained} {data[0]} {data[1]}", (
-        "what the start does without training"
-    )
-
-
 def test_texts_alone_in_parts_as_large_as_fit(pretrained: str, tmp_path: Path) -> None:
     rows = [{"text": f"a {colour} {shape}", "label": shape} for colour in COLOURS for shape in SHAPES] * 3
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -171,24 +136,6 @@ def test_texts_alone_in_parts_as_large_as_fit(pretrained: str, tmp_path: Path) -
     metrics = finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "out")])
     assert 0 <= metrics["eval_accuracy"] <= 1  # of the few rows held out
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "text"
-
-
-def test_mistakes_end_in_one_line(
-    finetuning_flags: list[str], pretrained: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit):
-        finetune.main([])
-    assert "--model_name_or_path is missing" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"--metric_for_best_model is recall; measured were accuracy"):
-        finetune.main([*finetuning_flags, "--metric_for_best_model", "recall", "--output_dir", str(tmp_path / "a")])
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": f"{n}", "label": n % 2}) + "\n" for n in range(9))
-    )
-    texts = ["--model_name_or_path", pretrained, "--train_file", str(tmp_path / "texts.jsonl")]
-    with pytest.raises(ValueError, match=r"--classifier_inputs is image; the data has no images"):
-        finetune.main(
-            [*texts, "--global_batch_size", "4", "--classifier_inputs", "image", "--output_dir", str(tmp_path / "b")]
-        )
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoProcessor
 
 from scripts import eval_zero_shot, finetune
-from tests.kit.launches import ROOT, launch, losses
 from tests.kit.media_files import clip, tone
 from tests.kit.models import save_model
 
@@ -101,22 +100,3 @@ def test_a_folder_per_class(medium: str, model: str, tmp_path: Path) -> None:
     before = eval_zero_shot.main([*data, "--dataloader_num_workers", "0"])
     assert before["accuracy@1"] in (0.0, 0.25, 0.5, 0.75, 1.0)
     assert before["chance@1"] == 0.5
-
-
-def test_flags_of_images_are_refused(questions: list[str], model: str, tmp_path: Path) -> None:
-    wrong = ["--model_name_or_path", model, *questions, *SHORT, "--horizontal_flip", "--output_dir", str(tmp_path)]
-    with pytest.raises(ValueError, match=r"--horizontal_flip is True; these are sounds. Drop it"):
-        finetune.main(wrong)
-
-
-@pytest.mark.slow
-def test_two_processes_learn_what_one_learns(
-    finished: tuple[Path, dict], model: str, questions: list[str], tmp_path: Path
-) -> None:
-    flags = ["--model_name_or_path", model, *questions, *SHORT, "--save_steps", "2", "--classifier_dropout", "0"]
-    finetune.main([*flags, "--output_dir", str(tmp_path / "one")])
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    script = [str(ROOT / "scripts/finetune.py"), *flags, "--output_dir", str(tmp_path / "two")]
-    two = launch(["--config_file", config, *script], tmp_path, ACCELERATE_USE_CPU="true")
-    assert two.returncode == 0, two.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

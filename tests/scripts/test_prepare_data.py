@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from datasets import load_from_disk
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare import arguments as preparing
-from mm_utils.data.prepare import on_disk, pipeline
+from mm_utils.data.prepare import pipeline
 from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
-from mm_utils.data.prepare.report import describe
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.processor import cached_tokenizer
 from mm_utils.objectives.grounding.regions import RegionReader
@@ -103,41 +101,6 @@ def test_the_end_says_what_was_found_and_what_comes_next(
         assert words in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("counts", "changes", "said", "unsaid"),
-    [
-        ((900, 100), {}, [r"Train on it: \S+ \S*scripts/pretrain.py --dataset_name a/b --output_dir outputs/b$"], "says nothing"),
-        ((900, 29), {}, [r"has 29 images; recall on fewer than 30 says nothing\. Add pairs"], "From scratch"),
-        ((100_001, 100), {}, [
-            r"Train on it: \S*accelerate launch \S*scripts/pretrain.py --config \S*recipes/clip.yaml --dataset_name a/b ",
-            r"Or from scratch: \S*accelerate launch \S* --vision_config base --text_config base --dataset_name a/b "],
-            "says nothing"),
-        ((100_001, 100), {"medium": "sound", "timed": {"seconds": 9, "longest": 9, "moments": 0, "rate": 8}}, [
-            r"Train on it: \S+ \S*scripts/pretrain.py --dataset_name a/b"], "recipes/clip"),
-    ],
-    ids=["few", "little validation", "many", "sounds"],
-)  # fmt: skip
-def test_the_next_command_fits_what_was_read(
-    counts: tuple[int, int], changes: dict[str, Any], said: list[str], unsaid: str, saved: Path
-) -> None:
-    splits = {
-        name: {"images": count, "captions": count} for name, count in zip(("train", "validation"), counts, strict=True)
-    }
-    text = describe({**report_of(saved), "splits": splits, **changes}, "a/b")
-    for words in said:
-        assert re.search(words, text, re.MULTILINE), text
-    assert unsaid not in text
-
-
-def test_load_pairs_takes_it_as_it_is(flags: list[str]) -> None:
-    main(flags)
-    pairs = load_pairs(DataArguments(dataset_name=flags[3]))
-    assert {name: len(rows) for name, rows in pairs.items()} == {
-        name: part["images"] for name, part in report_of(flags[3])["splits"].items()
-    }
-    assert "content_id" in pairs["train"].column_names
-
-
 def test_the_result_is_the_same_each_time(flags: list[str], tmp_path: Path) -> None:
     main(flags)
     first = report_of(flags[3])["fingerprint"]
@@ -145,24 +108,6 @@ def test_the_result_is_the_same_each_time(flags: list[str], tmp_path: Path) -> N
     assert report_of(flags[3])["fingerprint"] == first
     with pytest.raises(ValueError, match="is not empty"):
         main(flags)
-
-
-def _chunks_of_eight(items: Any) -> Any:
-    items = list(items)
-    for number, at in enumerate(range(0, len(items), 8)):
-        yield pipeline.Chunk(number, tuple(items[at : at + 8]))
-
-
-@pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])
-def test_two_runs_do_not_share_a_folder(flags: list[str], more: list[str]) -> None:
-    args = preparing.PrepareArguments(["x"], flags[3])
-    first = preparing.workspace(args)
-    kept = first.__enter__() / "rows of hours"
-    kept.touch()
-    with pytest.raises(ValueError, match="in use by another run"):
-        main([*flags, *more])
-    assert kept.exists()
-    first.__exit__(RuntimeError, RuntimeError(), None)
 
 
 def test_an_output_that_is_a_link_is_followed_and_a_mount_point_is_refused_before_the_work(
@@ -183,17 +128,6 @@ def test_an_output_that_is_a_link_is_followed_and_a_mount_point_is_refused_befor
     monkeypatch.setattr("os.path.ismount", lambda path: str(path) == str(tmp_path / "disk/there"))
     with pytest.raises(ValueError, match=r"^--output_dir is [^;]*/out; that is a mount point"):
         main([*flags, "--overwrite_output_dir"])
-
-
-def test_a_source_that_cannot_be_read_is_not_an_output_that_cannot_be_written(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> Any:
-        raise PermissionError(13, "Permission denied", flags[1])
-
-    monkeypatch.setattr(pipeline, "read_source", refuse)
-    with pytest.raises(ValueError, match=r"pairs.jsonl cannot be read: Permission denied. Check the path"):
-        main(flags)
 
 
 def test_no_secret_and_no_folder_of_the_machine_is_published(
@@ -269,35 +203,6 @@ def test_a_folder_whose_name_is_not_text(name: str, tmp_path: Path) -> None:
     assert verify(places["output_dir"]) == 40
 
 
-def test_planted_leaks_are_found(tmp_path: Path) -> None:
-    train = write_source(tmp_path / "train", 20, split="train")
-    test = write_source(tmp_path / "test", 8, 100, split="test")
-    (tmp_path / "test" / "100.jpg").write_bytes((tmp_path / "train" / "3.jpg").read_bytes())
-    picture(7).resize((80, 66)).save(tmp_path / "test" / "101.jpg", quality=60)
-    output = tmp_path / "out"
-    flags = ["--sources", str(train), str(test), "--output_dir", str(output), "--num_proc", "1", "--image_size", "48"]
-    with pytest.raises(ValueError, match="2 rows have an image that is in another split"):
-        main(flags)
-    counts = main([*flags, "--on_leakage", "drop"])
-    assert counts == {"train_images": 18.0, "test_images": 8.0}
-    leakage = report_of(output)["leakage"]
-    assert (leakage["exact"], leakage["near"], leakage["by_id"]) == (1, 1, 0)
-    ids = load_from_disk(str(output))["train"]["id"]
-    assert "train/pairs.jsonl/3.jpg" not in ids
-    assert "train/pairs.jsonl/7.jpg" not in ids
-
-
-def test_a_raw_store(flags: list[str]) -> None:
-    main([*flags, "--store", "raw"])
-    row = load_from_disk(flags[3])["train"][0]
-    assert len(row["image"]["bytes"]) == 3 * row["width"] * row["height"]
-    main(["--verify", flags[3]])
-
-
-def test_max_rows_tries_a_few(flags: list[str]) -> None:
-    assert sum(main([*flags, "--max_rows", "12"]).values()) == 12
-
-
 @pytest.mark.parametrize("damage", ["row", "order", "id"])
 def test_a_lost_row_and_another_order_are_found(damage: str, saved: Path, tmp_path: Path) -> None:
     output = str(shutil.copytree(saved, tmp_path / "out"))
@@ -313,16 +218,6 @@ def test_a_lost_row_and_another_order_are_found(damage: str, saved: Path, tmp_pa
     os.replace(output + "-copy", folder)
     with pytest.raises(ValueError, match="missing, changed or in another order"):
         main(["--verify", output])
-
-
-def test_many_shards(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "cut_into_chunks", _chunks_of_eight)
-    monkeypatch.setattr(on_disk, "SHARD_BYTES", 20_000)
-    main(flags)
-    files = sorted(path.name for path in Path(flags[3], "train").glob("*.arrow"))
-    assert len(files) > 2
-    assert files[0] == f"data-00000-of-{len(files):05d}.arrow"
-    main(["--verify", flags[3]])
 
 
 def test_other_images_and_other_ids_have_other_caches(flags: list[str], tmp_path: Path) -> None:

@@ -240,23 +240,6 @@ def test_a_stream_is_trained_on_and_gone_on_with(stream_flags, tmp_path):
     assert "train" in (straight / "README.md").read_text()
 
 
-def test_a_stream_is_rehearsed(stream_flags, tmp_path):
-    found = pretrain.main([*stream_flags, "--dry_run", "--output_dir", str(tmp_path / "out")])
-    assert found["dry_run_steps"] == 4
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--cache_features", "--freeze_vision"], "--cache_features is set; a stream"),
-    ],
-)
-def test_a_stream_has_not_all_rows_at_hand(flags, message, stream_flags, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        pretrain.main([*stream_flags, *flags, "--output_dir", str(tmp_path)])
-
-
 def test_regions_are_trained_measured_drawn_and_cut(tiny_flags, tmp_path):
     """Also in parts of the batch, from which nothing else is learnt; and a later run goes on with the head."""
     pairs, folder = write_corpus(tmp_path), tmp_path / "out"
@@ -312,29 +295,6 @@ def test_the_micro_batch_is_found_and_changes_nothing(finished, tiny_flags, tmp_
     pretrain.main([*tiny_flags, "--micro_batch_size", "auto", "--output_dir", str(tmp_path)])
     assert "--micro_batch_size auto: 8 of 8 pairs per process at a time" in caplog.text
     assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-6)
-
-
-def test_a_step_without_memory_is_repeated_in_halves(finished, tiny_flags, tmp_path, caplog, monkeypatch):
-    folder, _ = finished
-    encode, most = JointObjective.encode, 2
-
-    def full(self, batch, *given):
-        if torch.is_grad_enabled() and len(batch["ids"]) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return encode(self, batch, *given)
-
-    monkeypatch.setattr(JointObjective, "encode", full)
-    pretrain.main([*tiny_flags, "--micro_batch_size", "8", "--output_dir", str(tmp_path)])
-    assert "Step 1 ran out of memory with 8 pairs at a time; it is repeated with 4" in caplog.text
-    assert "Step 1 ran out of memory with 4 pairs at a time; it is repeated with 2" in caplog.text
-    assert "Step 2 ran" not in caplog.text
-    assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
-
-    most = 0
-    with pytest.raises(ValueError, match=r"memory ran out with 8 pairs on this process\. Set --micro_batch_size auto"):
-        pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "whole")])
-    with pytest.raises(ValueError, match=r"memory ran out with a single pair.* Set --gradient_checkpointing"):
-        pretrain.main([*tiny_flags, "--micro_batch_size", "1", "--output_dir", str(tmp_path / "none")])
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------
@@ -514,26 +474,6 @@ def test_two_processes_learn_what_one_learns(tiny_flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_and_parts_of_the_batch_learn_what_one_process_learns_at_once(tiny_flags, tmp_path):
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    flags = [
-        str(ROOT / "scripts/pretrain.py"),
-        *tiny_flags,
-        "--micro_batch_size",
-        "2",
-        "--output_dir",
-        str(tmp_path / "two"),
-    ]
-    two = launch(["--config_file", config, *flags], tmp_path, ACCELERATE_USE_CPU="true")
-    assert two.returncode == 0, two.stderr
-    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "one")])
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    both = weights(tmp_path / "two")
-    for name, value in weights(tmp_path / "one").items():
-        torch.testing.assert_close(both[name], value, rtol=1e-4, atol=ROUNDED)
-
-
-@pytest.mark.slow
 def test_processes_that_do_not_see_each_other_are_refused(tiny_flags, tmp_path):
     config = str(ROOT / "accelerate_configs/two_processes.yaml")
     found = launch(
@@ -543,10 +483,3 @@ def test_processes_that_do_not_see_each_other_are_refused(tiny_flags, tmp_path):
         pytest.skip("on GPUs they do see each other")
     assert found.returncode != 0
     assert "ACCELERATE_USE_CPU=true" in found.stderr
-
-
-@pytest.mark.slow
-def test_a_mistake_ends_with_one_line_and_a_status(tmp_path):
-    found = launch([str(ROOT / "scripts/pretrain.py"), "--train_file", "no_such.jsonl"], tmp_path)
-    assert found.returncode != 0
-    assert "no such file" in found.stderr

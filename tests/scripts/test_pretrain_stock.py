@@ -1,18 +1,15 @@
 """The main job from stock models: trained, resumed, evaluated, and opened again in the class it came from."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
-from mm_utils.data.scenes import load_scenes
-from mm_utils.finetuning import labels
 from mm_utils.model.adapters import attention_layers
 from mm_utils.model.build import load_model
-from scripts import eval_retrieval, finetune, pretrain
+from scripts import eval_retrieval, pretrain
 from tests.kit.corpora import draw
 from tests.kit.stock_folders import KINDS, TEXTS, close, our_logits, stock_logits, write_stock
 
@@ -72,23 +69,6 @@ def test_siglips_frozen_text_tower_which_reads_padding_runs_once_and_gives_the_s
     assert [loss for loss in cached if loss] == pytest.approx([loss for loss in plain if loss], rel=2e-3)
 
 
-def test_clip_is_finetuned_and_rehearsed(tiny_flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(labels, "load_scenes", partial(load_scenes, num_train=16, num_eval=8, cache_dir=tmp_path))
-    start = write_stock(tmp_path / "start", "clip")
-    found = pretrain.main(
-        [
-            *tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", start, "--dry_run", "--output_dir",
-            str(tmp_path / "a"),
-        ]
-    )  # fmt: skip
-    assert found["dry_run_steps"] > 0
-    short = ["--task", "scenes:colour", "--max_train_samples", "16", "--max_eval_samples", "8", "--max_steps", "2"]
-    metrics = finetune.main(
-        ["--model_name_or_path", start, *short, "--global_batch_size", "8", "--output_dir", str(tmp_path / "b")]
-    )
-    assert metrics
-
-
 @pytest.mark.parametrize(
     ("kind", "objective"),
     [pytest.param("clip", "contrastive,matching", marks=pytest.mark.slow), ("siglip", "sigmoid,matching")],
@@ -114,11 +94,3 @@ def test_adapters_of_a_stock_model_are_trained_resumed_and_merged(kind, objectiv
     ranks = [torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) for name in towers]
     assert max(ranks) <= 2
     close(our_logits(load_model(whole), whole), stock_logits(f"{whole}/dual_encoder"))
-
-
-def test_adapters_on_random_weights_are_refused(tiny_flags, tmp_path):
-    flags = [*tiny_flags, "--lora_rank", "2", "--output_dir", str(tmp_path)]
-    with pytest.raises(
-        ValueError, match=r"--lora_rank is 2; the vision backbone starts from scratch, .* Give --vision_"
-    ):
-        pretrain.main(flags)

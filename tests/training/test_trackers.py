@@ -38,8 +38,8 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         trackers, "get_available_trackers", lambda: [SimpleNamespace(value=n) for n in ("wandb", "tensorboard")]
     )
 
-    def run(run_name: str | None = None, **settings: Any) -> None:
-        tracking = Tracking(TrackerArguments("wandb,tensorboard", run_name))
+    def run(**settings: Any) -> None:
+        tracking = Tracking(TrackerArguments("wandb,tensorboard"))
         main = SimpleNamespace(is_main_process=True)
         context = SimpleNamespace(
             run=SimpleNamespace(accelerator=main, name="pretrain", settings=settings, output_dir=tmp_path)
@@ -87,12 +87,3 @@ def test_a_tracker_gets_no_secret(track: Callable[..., None], monkeypatch: pytes
     assert "S3cr3tValue" not in repr(FakeTracker.calls)
     assert ("start", "--train_file", "https://***@example.org/pairs.jsonl") in FakeTracker.calls
     assert sys.argv[-1] == url
-
-
-def test_a_run_has_the_name_that_it_was_given(track: Callable[..., None], tmp_path: Path) -> None:
-    track("first")
-    assert FakeTracker.calls[0] == ("init", "pretrain", {"name": "first"})
-    assert OtherTracker.calls[0] == ("init", "pretrain/first", {"folder": str(tmp_path)})
-    for report_to, name in ((None, "first"), ("wandb", "../first")):
-        with pytest.raises(ValueError, match=r"--run_name is .*; the trackers of --report_to take a plain name"):
-            TrackerArguments(report_to, name)

@@ -5,14 +5,10 @@ backward once. Recomputation, by gradient caching, by checkpointing or because a
 Matrix products and convolutions count, attention without regard to masks; a multiplication with its addition is two FLOPs.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerControl, TrainerState
@@ -39,51 +35,35 @@ class Quadratic(NamedTuple):
         return self.constant + self.linear * length + self.quadratic * length**2
 
 
-_ZERO = Quadratic(0, 0, 0)
-
-
-@dataclass(frozen=True)
-class FlopCounts:
-    """FLOPs of one row's forward pass, 0 for a missing head, and which towers are trained."""
+class FlopCounts(NamedTuple):
+    """FLOPs of one row's forward pass, 0 for a missing head, and how many passes a step is worth."""
 
     image: int  # media tower and projection, per image, clip or sound
     keys_values: int  # image side of the fusion head, per image
     text: Quadratic  # text tower and projection, per text
+    text_side: Quadratic  # text side of the fusion head, per text
     pair: Quadratic  # fusion head, per scored pair, by the length of its text
-    vision_trained: bool
-    text_trained: bool
-    frozen_towers_run: bool = True  # False if features of frozen towers are cached
-    text_side: Quadratic = _ZERO  # text side of the fusion head, per text
+    vision_passes: (
+        int  # 3 of a trained tower, as a backward pass counts as two; 1 of a frozen one; 0 where its output is stored
+    )
+    text_passes: int
 
-    def training_step(self, images: int, text_lengths: Iterable[int], pairs: int = 0, pair_length: int = 0) -> int:
-        """Return the FLOPs of one step.
-
-        A backward pass counts as two forward passes; a frozen tower has none.
-
-        Args:
-            images: number of images in the batch.
-            text_lengths: padded length of every text, or a `Counter` of them.
-            pairs: number of pairs of these images with as many texts that the fusion head scores.
-            pair_length: padded length of the texts of these pairs.
-        """
-        texts = sum(count * self.text.at(length) for length, count in Counter(text_lengths).items())
-        towers = images * self.image * self._passes(self.vision_trained) + texts * self._passes(self.text_trained)
+    def training_step(self, images: int, text_lengths: Sequence[int], pairs: int = 0, pair_length: int = 0) -> int:
+        """Return the FLOPs of a step with padded texts, in which the head scores pairs with texts of one length."""
+        texts = sum(map(self.text.at, text_lengths))
         sides = images * (self.keys_values + self.text_side.at(pair_length))
         head = sides + pairs * self.pair.at(pair_length) if pairs else 0
-        return towers + head * self._passes(True)
-
-    def _passes(self, trained: bool) -> int:
-        return 3 if trained else int(self.frozen_towers_run)
+        return images * self.image * self.vision_passes + texts * self.text_passes + 3 * head
 
 
-@torch.enable_grad()  # without, the counter fails where a module is given a slice of a trained parameter (DeBERTa)
+@torch.no_grad()
 def measure_flops(
     model: FusionDualEncoderModel,
     medium_size: int | Sequence[int],
     max_seq_length: int,
     frozen_towers_run: bool = True,
 ) -> FlopCounts:
-    """Count FLOPs on blank inputs, after freezing and before `accelerator.prepare`.
+    """Count the FLOPs of a model's parts in evaluation mode.
 
     Args:
         medium_size: side of an image, or the shape of one input of the media tower.
@@ -101,66 +81,54 @@ def measure_flops(
         medium_size = (input_shape(model.vision_model)[0], medium_size, medium_size)
     pixels = torch.zeros(2, *medium_size, dtype=model.dtype, device=device)
     shortest = max(1, min(8, max_seq_length // 3))
-    lengths = (shortest, 2 * shortest, 3 * shortest)
-    ones = torch.ones(2, lengths[-1], dtype=torch.long, device=device)
+    ones = torch.ones(2, 3 * shortest, dtype=torch.long, device=device)
 
-    # Compiled code cannot be counted: up to torch 2.11 it would even stay uncompiled for good.
-    uncompiled = torch.compiler.set_stance("force_eager")
-    with uncompiled, _evaluating(model), sdpa_kernel(SDPBackend.MATH):  # torch 2.6 counts fused attention on CPUs as 0
-        image = _per_row(lambda rows: model.encode_image(pixels[:rows], with_keys_values=False))
-        with_image_side = _per_row(lambda rows: model.encode_image(pixels[:rows]))
-        keys_values = model.encode_image(pixels)[1]
+    def per_row(run: Callable[[int], Any]) -> int:
+        """Return the FLOPs of one more row, without fixed costs (DeBERTa's relative positions)."""
+        counted = []
+        for rows in (1, 2):
+            with FlopCounterMode(display=False) as counter:
+                run(rows)
+            counted.append(counter.get_total_flops())
+        return counted[1] - counted[0]
 
-        def text_flops(length: int, with_states: bool = False) -> int:
-            ids = ones[:, :length]
-            return _per_row(lambda rows: model.encode_text(ids[:rows], ids[:rows], with_states))
+    def by_length(flops: Callable[[torch.Tensor], int]) -> Quadratic:
+        """Return the quadratic through three points whose lengths are 1, 2 and 3 times the first."""
+        first, second, third = (flops(ones[:, : times * shortest]) for times in (1, 2, 3))
+        quadratic = (third - 2 * second + first) // (2 * shortest**2)
+        linear = (second - first) // shortest - 3 * shortest * quadratic
+        return Quadratic(first - linear * shortest - quadratic * shortest**2, linear, quadratic)
 
-        def pair_flops(length: int) -> int:
-            if keys_values is None:
-                return 0
-            mask = ones[:, :length]
-            states = model.encode_text(mask, mask)[1]
-            return _per_row(
-                lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in keys_values), states[:rows], mask[:rows])
-            )
+    def text_flops(ids: torch.Tensor, with_states: bool = False) -> int:
+        return per_row(lambda rows: model.encode_text(ids[:rows], ids[:rows], with_states))
 
-        def text_side_flops(length: int) -> int:
-            return text_flops(length, with_states=True) - text_flops(length)
+    def pair_flops(mask: torch.Tensor) -> int:
+        if keys_values is None:
+            return 0
+        states = model.encode_text(mask, mask)[1]
+        return per_row(
+            lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in keys_values), states[:rows], mask[:rows])
+        )
 
-        counted = (text_flops, pair_flops, text_side_flops)
-        text, pair, text_side = (_fit(lengths, [flops(length) for length in lengths]) for flops in counted)
-    trained = is_trained(image_backbone(model.vision_model)), is_trained(model.text_model)
-    return FlopCounts(image, with_image_side - image, text, pair, *trained, frozen_towers_run, text_side)
-
-
-def _per_row(run: Callable[[int], Any]) -> int:
-    """Return the FLOPs of one more row, without fixed costs (DeBERTa's relative positions)."""
-    counted = []
-    for rows in (1, 2):
-        with FlopCounterMode(display=False) as counter:
-            run(rows)
-        counted.append(counter.get_total_flops())
-    return counted[1] - counted[0]
-
-
-def _fit(lengths: tuple[int, int, int], flops: list[int]) -> Quadratic:
-    """Return the quadratic through three points whose lengths are 1, 2 and 3 times the first."""
-    step, (first, second, third) = lengths[0], flops
-    quadratic = (third - 2 * second + first) // (2 * step**2)
-    linear = (second - first) // step - 3 * step * quadratic
-    return Quadratic(first - linear * step - quadratic * step**2, linear, quadratic)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode; then restore the mode of every single module."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    # Compiled code cannot be counted: up to torch 2.11 it would even stay uncompiled for good.
+    with (
+        torch.compiler.set_stance("force_eager"),
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch 2.6 counts fused attention on CPUs as 0
+        model.eval()
+        try:
+            image = per_row(lambda rows: model.encode_image(pixels[:rows], with_keys_values=False))
+            keys_values_flops = per_row(lambda rows: model.encode_image(pixels[:rows])) - image
+            keys_values = model.encode_image(pixels)[1]
+            text, pair = by_length(text_flops), by_length(pair_flops)
+            text_side = by_length(lambda ids: text_flops(ids, with_states=True) - text_flops(ids))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+    towers = (image_backbone(model.vision_model), model.text_model)
+    passes = [3 if is_trained(tower) else int(frozen_towers_run) for tower in towers]
+    return FlopCounts(image, keys_values_flops, text, text_side, pair, *passes)
 
 
 class FlopRates(RunCallback):

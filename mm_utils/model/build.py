@@ -37,7 +37,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
 )
 from mm_utils.model.open_clip import opened
 from mm_utils.model.patches import drop_patches
-from mm_utils.model.pretrained import OwnCodeError, explained, is_dual_encoder, load_config, load_tower
+from mm_utils.model.pretrained import OwnCodeError, check_words, explained, is_dual_encoder, load_config, load_tower
 from mm_utils.model.stock import load_stock
 from mm_utils.model.text_tower import with_text_tower
 
@@ -62,6 +62,10 @@ def build_model(
     """
     args = _with_pooling(args, medium, resume_from)
     model = (_whole_model if args.model_name_or_path else _joined)(args, tokenizer, medium)
+    if tokenizer is not None:
+        check_words(
+            "The text encoder reads other words", tokenizer, model.text_model.get_input_embeddings().num_embeddings
+        )
     if args.backbone_dropout == "off":
         switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):

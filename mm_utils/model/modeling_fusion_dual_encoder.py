@@ -17,6 +17,7 @@ V words of the vocabulary, D fusion width, E embedding width.
 import copy
 import importlib
 import itertools
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,6 +46,8 @@ from transformers.models.x_clip import modeling_x_clip as x_clip
 from transformers.utils import ModelOutput
 
 from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, token_ids
+
+logger = logging.getLogger(__name__)
 
 MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
@@ -164,6 +167,11 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         ):
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+        for name, weight in (rerank_weights or {}).items():
+            if name not in ("match", "caption") or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise ValueError(
+                    f"rerank_weights has {name}: {weight!r}; it holds a number for match, for caption, or both."
+                )
         fusion_dim = fusion_dim or max(32, min(512, text_width // 64 * 32))
         fusion_heads = fusion_heads or max(1, fusion_dim // 32)
         if fusion_layers and fusion_dim % (4 * fusion_heads):
@@ -1131,6 +1139,29 @@ class FusionDualEncoderModel(PreTrainedModel):
                         f"indices from {-len(states)} to {len(states) - 1}."
                     )
         return cls(resolved, vision_model, text_model)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load as `PreTrainedModel` does, and warn of weights that are too many.
+
+        Raises:
+            ValueError: if weights are missing, in whose place transformers would put random ones.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        # A classifier may start from a model without one.
+        new = () if cls.__name__ in (model.config.architectures or ()) else "classifier."
+        for kind in ("unexpected", "missing"):
+            names = sorted(name for name in info[f"{kind}_keys"] if not name.startswith(new))
+            if not names:
+                continue
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            if kind == "missing":
+                raise ValueError(
+                    f"{model.name_or_path} lacks {len(names)} weights that its config.json asks for ({shown}), and random ones "
+                    "would take their place. Copy the folder again, or choose another model."
+                )
+            logger.warning("%s has %d weights that are not of its model: %s", model.name_or_path, len(names), shown)
+        return (model, info) if output_loading_info else model
 
     def check_repeatable(self) -> None:
         """Raise ValueError if a tower returns other outputs for the same input each time."""

@@ -105,6 +105,21 @@ def _split_missing(model: PreTrainedModel, tower: str, missing: Sequence[str]) -
     return reached[0], [name for name in reached[1] if name not in reached[0]]
 
 
+def check_words(what: str, tokenizer: Any, words: int) -> None:
+    """Raise ValueError if a tokenizer gives ids that a text encoder of so many words lacks.
+
+    Special tokens that no text gets are left out: of some published models they lie beyond the embedding.
+    """
+    added = tokenizer.get_added_vocab()
+    ids = [place for word, place in tokenizer.get_vocab().items() if word not in added]
+    highest = max(*ids, *tokenizer("a")["input_ids"], tokenizer.pad_token_id or 0)
+    if highest >= words:
+        raise ValueError(
+            f"{what}; its tokenizer has ids up to {highest:,}, and its text encoder has {words:,} words. Take the tokenizer that "
+            "the encoder was trained with."
+        )
+
+
 class OwnCodeError(ValueError):
     """Error for a model that needs Python code of its own, which is not run."""
 

@@ -36,7 +36,7 @@ from transformers import (
 
 from mm_utils.model.arguments import ModelArguments, check_reads, vision_preset
 from mm_utils.model.open_clip import opened
-from mm_utils.model.pretrained import explained, load_config
+from mm_utils.model.pretrained import check_words, explained, load_config
 from mm_utils.stored import key_of, place_of, stored, version_of
 from mm_utils.text import one_line
 
@@ -105,15 +105,19 @@ def _own_frames(args: ModelArguments) -> int | None:
 def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixin:
     """Load the processor of a saved model; images become squares as in `load_processor`, by default of its own size."""
     name = opened(name)
+    what = f"the model is {name}"
     with explained(f"the processor of {name} is missing or damaged", name):
         kind: Any = ClapProcessor if _is_of_sounds(name) else VisionTextDualEncoderProcessor
         processor = kind.from_pretrained(name, trust_remote_code=False)
         complete(processor.tokenizer)
+    words = getattr(getattr(load_config(what, name), "text_config", None), "vocab_size", None)
+    if words is not None:
+        check_words(what, processor.tokenizer, words)
     if kind is ClapProcessor:
-        _set_window(processor.feature_extractor, None, f"the model is {name}")
+        _set_window(processor.feature_extractor, None, what)
         return processor
     own = processor.image_processor
-    squares: Any = _center_square_processor(own, image_size, f"the model is {name}")
+    squares: Any = _center_square_processor(own, image_size, what)
     if frames := getattr(own, "clip_frames", None) or _own_frames(ModelArguments(name)):
         squares.clip_frames, squares.window_seconds = frames, getattr(own, "window_seconds", None)
     processor.image_processor = squares
@@ -159,6 +163,8 @@ def _center_square_processor(
             images are not squares.
     """
     size = size or _own_side(own, what)
+    if size < 1:
+        raise ValueError(f"{what}; its images are {size} pixels a side. Give --image_size, or choose another model.")
     mean, std = _normalisation(own, what)
     return CLIPImageProcessor(
         size={"shortest_edge": size}, crop_size={"height": size, "width": size}, image_mean=mean, image_std=std
@@ -191,6 +197,13 @@ def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
     The values are measured, because classes differ in what they do: rescaling or not, by 1/255 or to [-1, 1], normalisation
     or not, or twice, other orders of the colours.
     """
+    for name, lowest in (("image_mean", -math.inf), ("image_std", 0)):
+        values = getattr(own, name, None)
+        if values is not None and not all(lowest < value < math.inf for value in np.ravel(values)):
+            raise ValueError(
+                f"{what}; its {name} is {values}, by which no image is normalised. Copy its preprocessor_config.json again, or choose "
+                "another model."
+            )
     black, white, *colours = (_value_of(own, colour, what) for colour in _COLOURS)
     scale = [high - low or 1.0 for low, high in zip(black, white, strict=True)]
     measured = [0.0 - low / gain for low, gain in zip(black, scale, strict=True)], [1 / gain for gain in scale]
@@ -315,6 +328,8 @@ def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ValueError("its tokenizer has no words")
+    if tokenizer.model_max_length < 1:
+        raise ValueError(f"its tokenizer reads texts of {tokenizer.model_max_length} tokens, its model_max_length")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if "attention_mask" not in tokenizer.model_input_names:

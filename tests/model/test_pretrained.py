@@ -1,10 +1,14 @@
 """Pretrained backbones: random encoders, missing poolers, missing weights."""
 
+import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -18,11 +22,12 @@ from transformers import (
 )
 
 from mm_utils.model import modeling_fusion_dual_encoder as modeling
+from mm_utils.model.adapt import load_weights
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.pretrained import load_tower
-from mm_utils.model.processor import train_tokenizer
+from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
 from tests.kit.models import CAPTIONS
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -128,3 +133,88 @@ def test_other_missing_weights_are_named_and_never_frozen(tmp_path: Path, caplog
     assert "it lacks 16 weights of a vit (layers.2." in line
     with pytest.raises(ValueError, match=r"frozen they would stay random. Drop --freeze_vision"):
         load_tower(str(tmp_path), "vision", frozen=True)
+
+
+# -- whole models that cannot be ----------------------------------------------------------------------------------------
+def edited(folder: Path, name: str, **entries: Any) -> None:
+    path = folder / name
+    content = json.loads(path.read_text())
+    for place, value in entries.items():
+        part, _, key = place.rpartition("__")
+        (content[part] if part else content)[key] = value
+    path.write_text(json.dumps(content))
+
+
+def without(folder: Path, start: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if not name.startswith(start)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def opened(name: str) -> None:
+    load_processor_of(name), load_model(name)
+
+
+def words_beyond(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {"far": 100_000}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "text_projection": (lambda folder: without(folder, "text_projection"), "lacks 1 weights .*text_projection.weight"),
+    "text tower": (lambda folder: without(folder, "text_model.encoder"), r"lacks \d+ weights .*text_model.encoder"),
+    "head": (lambda folder: without(folder, "fusion."), r"lacks \d+ weights .*fusion"),
+    "words": (words_beyond, "its tokenizer has ids up to 100,000, and its text encoder has 123 words"),
+    "no text": (lambda folder: edited(folder, "tokenizer_config.json", model_max_length=0), "reads texts of 0 tokens"),
+    "std": (
+        lambda folder: edited(folder, "processor_config.json", image_processor__image_std=[0, 0, 0]),
+        r"its image_std is .0, 0, 0., by which no image is normalised",
+    ),
+    "side": (
+        lambda folder: edited(folder, "processor_config.json", image_processor__crop_size={"height": -3, "width": -3}),
+        "its images are -3 pixels a side",
+    ),
+    "weight": (
+        lambda folder: edited(folder, "config.json", rerank_weights={"match": "2"}),
+        "rerank_weights has match",
+    ),
+    "medium": (lambda folder: edited(folder, "config.json", medium="smell"), "medium is 'smell'; choose one of"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_model_that_cannot_be_is_refused_in_one_line(
+    wrong: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """By every way in: without its own weights, transformers would go on with random ones."""
+    processor: Any = load_processor(ModelArguments(image_size=32), CAPTIONS)
+    build_model(ModelArguments(image_size=32), processor.tokenizer).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    damage, message = WRONG[wrong]
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        opened(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    if "lacks" in message:
+        with pytest.raises(ValueError, match=message):
+            AutoModel.from_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            load_weights(build_model(ModelArguments(image_size=32), tokenizer), tmp_path)
+
+
+def test_weights_that_are_too_many_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model(ModelArguments(image_size=32), tokenizer).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "odd.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    load_model(str(tmp_path))
+    assert "has 1 weights that are not of its model: odd.weight" in caplog.text
+
+
+def test_a_tokenizer_beyond_the_text_encoder_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    AutoModel.from_config(AutoConfig.for_model("bert", **TOWER, vocab_size=30)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"its tokenizer has ids up to \d+, and its text encoder has 30 words"):
+        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), tokenizer)

@@ -1,7 +1,6 @@
 """Negatives are what a plain loop over all captions finds; nothing of another split is among them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings, Texts
-from mm_utils.mining import REASONS, REPORT, Mined, MiningArguments, choose
+from mm_utils.mining import REASONS, Mined, MiningArguments, choose
 from scripts import mine_negatives, prepare_data, pretrain
-from tests.kit.launches import ROOT, launch
 from tests.kit.media_files import picture
 
 IMAGES, WIDTH = 40, 8
@@ -85,15 +83,6 @@ def test_negatives_are_those_of_plain_loops(seed: int, monkeypatch: pytest.Monke
     assert sum(map(len, found.negatives)) > IMAGES
     monkeypatch.setattr(embeddings, "TILE", 3 * len(split.text_TE))
     assert choose(split, rows, np.array(group), ARGS) == expected
-
-
-def test_without_a_margin_more_is_taken() -> None:
-    split, rows = drawn_split()
-    counts = [
-        sum(map(len, choose(split, rows, np.arange(IMAGES), replace(ARGS, relative_margin=margin)).negatives))
-        for margin in (0.0, 0.3, 0.6)
-    ]
-    assert counts[0] > counts[1] > counts[2] > 0
 
 
 @pytest.mark.parametrize(
@@ -168,17 +157,6 @@ def test_no_negative_is_true_or_of_another_split(mined: Path) -> None:
             assert not set(row["negatives"]) & {"picture 28", "picture 29"}
 
 
-def test_the_report_counts(mined: Path) -> None:
-    said, train = json.loads((mined / REPORT).read_text()), datasets.load_from_disk(str(mined))["train"]
-    assert said["images"] == 22
-    assert said["negatives"] == sum(map(len, train["negatives"]))
-    assert said["images_without"] == sum(not each for each in train["negatives"])
-    assert said["left_out"]["same_text"] > 0
-    assert said["left_out"]["same_image"] > 0
-    assert said["settings"]["num_candidates"] == 12
-    assert json.loads((mined / "report.json").read_text())["mined_from"].endswith("data")
-
-
 def test_the_column_may_be_mined_again(model: Path, mined: Path, tmp_path: Path) -> None:
     mine_negatives.main(flags(model, mined, tmp_path / "again"))
     old, new = (datasets.load_from_disk(str(folder))["train"] for folder in (mined, tmp_path / "again"))
@@ -186,30 +164,8 @@ def test_the_column_may_be_mined_again(model: Path, mined: Path, tmp_path: Path)
     assert new.column_names == old.column_names
 
 
-def test_a_dry_run_writes_nothing(
-    model: Path, prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "scripts.mine_negatives")
-    assert mine_negatives.main([*flags(model, prepared, tmp_path / "none"), "--dry_run"])["images"] == 22
-    assert "Nothing was written" in caplog.text
-    assert not list(tmp_path.iterdir())
-
-
 def test_folders_that_are_refused(model: Path, prepared: Path, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it was not prepared"):
         mine_negatives.main(flags(model, corpus.parent, tmp_path / "new"))
     with pytest.raises(ValueError, match="it exists"):
         mine_negatives.main(flags(model, prepared, tmp_path))
-
-
-@pytest.mark.slow
-def test_two_processes_find_the_same(model: Path, prepared: Path, mined: Path, tmp_path: Path) -> None:
-    words = [str(ROOT / "scripts/mine_negatives.py"), *flags(model, prepared, tmp_path / "two")]
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    done = launch(["--config_file", config, *words], tmp_path, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    assert "2 x cpu" in done.stderr + done.stdout
-    one, two = (json.loads((folder / REPORT).read_text()) for folder in (mined, tmp_path / "two"))
-    assert two["left_out"] == one["left_out"]
-    train = [datasets.load_from_disk(str(folder))["train"]["negatives"][:] for folder in (mined, tmp_path / "two")]
-    assert train[0] == train[1]

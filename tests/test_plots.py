@@ -8,7 +8,6 @@ from PIL import Image
 
 from mm_utils import plots
 from mm_utils.finetuning import confusion
-from mm_utils.finetuning.confusion import draw_confusion
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 
 TRAINING = {
@@ -125,38 +124,3 @@ def test_retrieval_grid_shows_any_caption(tmp_path: Path) -> None:
     draw_retrieval([example(caption, rank) for rank, caption in enumerate(captions)], tmp_path / "retrieval.png")
     with Image.open(tmp_path / "retrieval.png") as image:
         assert image.height > 1000
-
-
-def test_only_the_true_image_is_framed_in_green(tmp_path: Path) -> None:
-    def green(name: str, hit: int | None) -> list[int]:
-        draw_retrieval([example("a caption", hit)], tmp_path / name)
-        with Image.open(tmp_path / name) as image:
-            pixels = image.convert("RGB").load()
-            return [x for x in range(image.width) if pixels[x, 30] == (22, 163, 74)]
-
-    assert green("none.png", None) == []
-    first, third = green("first.png", 0), green("third.png", 2)
-    assert first
-    assert third
-    assert max(first) < min(third)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("classes", [2, 50, 60])
-def test_confusions_are_a_matrix_of_at_most_50_classes(classes: int, tmp_path: Path) -> None:
-    names = ["costs $5 or $10", "桌子 😀", "a" * 90, "line\nbreak"] * 15
-    counts = {(0, 0): 1, (0, 1): 3, (1, 0): 2}
-    draw_confusion(counts, names[:classes], tmp_path / "confusion.png")
-    with Image.open(tmp_path / "confusion.png") as image:
-        assert image.width == image.height == round(150 * max(4.0, 2.4 + 0.26 * min(classes, 50)))
-
-
-def test_the_most_frequent_mistakes_decide_which_classes_are_shown(tmp_path: Path, figures: list[Figure]) -> None:
-    counts = {**{(number, number): 4 for number in range(60)}, (59, 58): 3, (58, 58): 1}
-    draw_confusion(counts, [f"class {number}" for number in range(60)], tmp_path / "confusion.png")
-    [ax] = figures[0].axes
-    shown = [label.get_text() for label in ax.get_yticklabels()]
-    assert shown == [f"class {number}" for number in (*range(48), 58, 59)]
-    numbers = {text.get_position(): text.get_text() for text in ax.texts}
-    assert (numbers[48, 49], numbers[49, 49], numbers[48, 48]) == ("43", "57", "100")
-    assert "the 50 most confused of 60 classes" in ax.get_title(loc="left")

@@ -1,7 +1,6 @@
 """Models and processors from presets, pretrained backbones and saved models."""
 
 import copy
-import json
 from collections.abc import Callable
 
 import datasets
@@ -151,17 +150,6 @@ def test_a_checkpoint_without_weights_of_the_backbone_is_refused(folders, tokeni
         build_model(ModelArguments(vision_model_name_or_path=folders["stock"]), tokenizer)
 
 
-@pytest.mark.parametrize("frozen", ["vision", "text"])
-def test_freezing_and_checkpointing_flags(frozen, tokenizer, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(VIT))
-    args = ModelArguments(vision_config=str(path), gradient_checkpointing=True, **{f"freeze_{frozen}": True})
-    model = build_model(args, tokenizer)
-    for name, tower in (("vision", model.vision_model), ("text", model.text_model)):
-        assert any(parameter.requires_grad for parameter in tower.parameters()) == (name != frozen)
-        assert tower.is_gradient_checkpointing
-
-
 # Images
 SIZES = [(64, 64), (65, 64), (100, 75), (75, 100), (640, 480), (333, 500), (31, 47), (300, 70), (64, 256), (129, 131)]
 
@@ -244,26 +232,6 @@ def test_a_bfloat16_model_is_trained_in_float32(folders, tokenizer, tmp_path):
 
 
 # Mistakes
-@pytest.mark.parametrize("kind", ["empty", "missing", "broken", "backbone"])
-def test_a_folder_without_a_model_is_named(kind, folders, tmp_path):
-    folder = {"missing": str(tmp_path / "nowhere"), "backbone": folders["text"]}.get(kind, str(tmp_path))
-    if kind == "broken":
-        (tmp_path / "config.json").write_text("{")
-    with pytest.raises(
-        ValueError, match=r"holds no model(; | that can be taken as a whole; its type is bert,)"
-    ) as caught:
-        load_model(folder)
-    assert str(caught.value).startswith(folder)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["pe_video", "llava", "bert"])
-def test_a_model_of_another_type_is_refused_by_its_name(kind, tmp_path):
-    AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=rf"holds no model that can be taken as a whole; its type is {kind}, .* clip, "
-    ):
-        load_model(str(tmp_path))
 
 
 def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
@@ -278,32 +246,6 @@ def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
     }.items():
         with pytest.raises(ValueError, match=f"{field} is {value}; the head of .* and stays as it is"):
             build_model(ModelArguments(str(tmp_path), **{field: value}), tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"vision_pooling": "max"}, "--vision_pooling is 'max'; choose one of auto, pooler, mean, cls."),
-        ({"text_pooling": ""}, "--text_pooling is ''; choose one of"),
-        (
-            {"vision_config": "huge"},
-            "--vision_config is 'huge'; give tiny, small, base, sound-tiny, clip-tiny or the path of a config.json.",
-        ),
-        ({"text_config": "no/such.json"}, "--text_config is 'no/such.json'; give tiny, small, base or"),
-        (
-            {"fusion_direction": "image_to_text"},
-            "--set fusion_direction is 'image_to_text'; choose one of text_to_image, both",
-        ),
-        (
-            {"fusion_text_taps": "last"},
-            "--set fusion_text_taps is 'last'; give indices of the backbone's hidden states",
-        ),
-        ({"patch_dropout": 1}, "--patch_dropout is 1; give a share"),
-    ],
-)
-def test_arguments_are_checked(flags, message):
-    with pytest.raises(ValueError, match=message):
-        ModelArguments(**flags)
 
 
 @pytest.mark.parametrize("architecture", ["test_vit", "test_convnext"])

@@ -15,7 +15,7 @@ from mm_utils.model.build import build_model, load_model
 from mm_utils.model.image_size import resize
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.model.stock import stock_processor
-from tests.kit.stock_folders import KINDS, TEXTS, TOWER, close, write_clap, write_stock, write_xclip
+from tests.kit.stock_folders import KINDS, TEXTS, TOWER, close, write_stock, write_xclip
 
 SIDE = 56
 NO_TOKENIZER: Any = None
@@ -32,13 +32,6 @@ OF_TOWERS: dict[str, dict[str, Any]] = {
     "swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 4},
 }
 OWN = {"vit", "deit", "dinov2", "ijepa", "siglip_vision_model"}  # what their classes interpolate themselves
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "beit": ({**TOWER, "patch_size": 8, "use_relative_position_bias": True}, "relative_position_bias_table depends"),
-    "levit": (
-        {"hidden_sizes": [16, 16, 16], "depths": [1, 1, 1], "num_attention_heads": [2, 2, 2], "key_dim": [8] * 3},
-        "depends on the size in another way",
-    ),
-}
 
 
 def tower_of(kind: str, fields: dict[str, Any], size: int = 32) -> Any:
@@ -62,14 +55,6 @@ def test_a_tower_reads_another_size_as_its_own_class_interpolates(kind: str) -> 
             torch.testing.assert_close(found, tower(pixels, **own)["last_hidden_state"], rtol=0, atol=1e-5)
     assert getattr(made.config, "image_size", SIDE) == SIDE
     assert made.training == tower.training is False
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_other_towers_are_refused_in_one_line(kind: str) -> None:
-    fields, reason = REFUSED[kind]
-    with pytest.raises(ValueError, match=f"--image_size is {SIDE}; the image tower is a {kind}.*{reason}") as caught:
-        resize(tower_of(kind, fields, 64), SIDE)
-    assert "\n" not in str(caught.value)
 
 
 def images() -> list[Image.Image]:
@@ -134,11 +119,3 @@ def test_frames_of_a_clip_and_a_tower_of_a_name_have_the_size_too(tmp_path: Path
     processor: Any = load_processor(args, ["a red circle"])
     model = build_model(args, processor.tokenizer)
     assert (image_geometry(processor)[0], model.vision_model.config.image_size) == (48, 48)
-
-
-def test_sounds_have_no_image_size(tmp_path: Path) -> None:
-    args = ModelArguments(model_name_or_path=write_clap(tmp_path), image_size=64)
-    with pytest.raises(ValueError, match="--image_size is 64; the data are sounds"):
-        load_processor(args, [], "sound")
-    with pytest.raises(ValueError, match="reads no pixels"):
-        build_model(args, NO_TOKENIZER, medium="sound")

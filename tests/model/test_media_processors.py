@@ -179,18 +179,3 @@ def test_video_towers_have_their_own_colours(kind: str, own: Any, tmp_path: Path
     assert images.clip_frames == 8
     assert (tuple(images.image_mean), images.crop_size["height"]) == ((0.4, 0.5, 0.6), 16)
     assert model.encode(clips=[[Image.new("RGB", (20, 16))] * 9]).shape[0] == 1
-
-
-def test_towers_of_another_medium_are_refused(tmp_path: Path, tiny: Any) -> None:
-    tokenizer = tiny[1].tokenizer
-    for medium, name, reads in (
-        ("image", config_file(tmp_path, "whisper"), "sounds"),
-        ("image", "sound-tiny", "sounds"),
-        ("clip", config_file(tmp_path, "convnext"), "sounds"),
-        ("sound", "small", "images or clips"),
-        ("image", config_file(tmp_path, "videomae"), "clips"),
-    ):
-        with pytest.raises(ValueError, match=f"--vision_config is .* reads {reads}, and the data are {medium}s"):
-            build_model(ModelArguments(vision_config=name), tokenizer, medium=medium)
-    with pytest.raises(ValueError, match="--patch_dropout"):
-        build_model(ModelArguments(patch_dropout=0.5), tokenizer, medium="sound")

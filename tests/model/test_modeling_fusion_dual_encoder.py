@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
-    MPNetConfig,
-    RobertaPreLayerNormConfig,
     VisionTextDualEncoderConfig,
     VisionTextDualEncoderModel,
 )
@@ -24,7 +22,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 from mm_utils.model import modeling_fusion_dual_encoder as modeling
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
 from mm_utils.model.stock import from_dual_encoder
-from tests.kit.models import BERT, TEXT, VISION, Batch, backbone, batch_for, build
+from tests.kit.models import TEXT, VISION, Batch, backbone, batch_for, build
 
 PAIRS = [
     *((vision, "bert") for vision in VISION),
@@ -87,18 +85,6 @@ def test_saved_and_loaded_bit_for_bit(vision, text, tmp_path):
         assert_same_output(name, expected[name], actual[name], vision)
 
 
-def test_bfloat16_weights_are_saved_and_loaded(tmp_path):
-    model = build()
-    expected = outputs(model, batch_for(model))
-    model.bfloat16()
-    actual = outputs(model, batch_for(model))
-    for name, tolerance in zip(OUTPUTS, (0.03, 0.03, 0.2), strict=True):
-        assert actual[name].dtype == torch.bfloat16
-        assert (actual[name] - expected[name]).abs().max() < tolerance, name
-    model.save_pretrained(tmp_path)
-    assert_same_state(model, AutoModel.from_pretrained(tmp_path))
-
-
 def test_saved_folder_has_the_code_that_loads_it(tmp_path):
     """`tests/run/test_commands.py` loads one where this project is not installed."""
     model = build("convnext", "roberta")
@@ -158,39 +144,6 @@ def test_the_exported_mean_does_not_depend_on_the_other_weights(tmp_path):
     batch = batch_for(model, (1, 16, 2, 30))
     stock = outputs(export(model, tmp_path), batch, EMBEDS)
     torch.testing.assert_close(stock["text_embeds"], model(**batch).text_embeds.detach(), rtol=0, atol=1e-4)
-
-
-def test_export_of_bfloat16_weights_has_one_dtype():
-    model = build().bfloat16()
-    batch = batch_for(model)
-    stock = model.to_dual_encoder()
-    assert {value.dtype for value in stock.state_dict().values()} == {torch.bfloat16}
-    assert (stock(**batch).text_embeds - model(**batch).text_embeds).abs().max() < 0.03
-
-
-@pytest.mark.parametrize(
-    ("vision", "text", "config", "reason"),
-    [
-        ("resnet", "bert", {}, "one pooled vector per image"),
-        ("vit", "bert", {"vision_pooling": "mean"}, "one pooled vector per image"),
-        ("vit", "distilbert", {}, "pools texts by a pooler"),
-        ("vit", "modernbert", {}, "pools texts by a pooler"),
-        ("vit", "electra", {}, "pools texts by a pooler"),
-        ("vit", "bert", {"text_pooling": "cls"}, "pools texts by a pooler"),
-        ("vit", "bert", {"projection_dim": 32}, "narrower than the text tower"),
-    ],
-)
-def test_models_beyond_the_stock_class_are_refused(vision, text, config, reason):
-    with pytest.raises(ValueError, match=reason):
-        build(vision, text, **config).to_dual_encoder()
-
-
-@pytest.mark.parametrize("config", [MPNetConfig(**BERT), RobertaPreLayerNormConfig(**BERT)])
-def test_a_mean_is_refused_if_the_layers_are_not_berts(config):
-    """They have a pooler and `encoder.layer`; one more layer with BERT's names made NaN or another embedding."""
-    model = FusionDualEncoderModel.from_backbones(backbone(VISION["vit"]), backbone(config), projection_dim=16)
-    with pytest.raises(ValueError, match="not BERT's"):
-        model.to_dual_encoder()
 
 
 @pytest.mark.parametrize("pooling", ["mean", "pooler"])
@@ -425,21 +378,6 @@ def test_config_leaves_the_towers_configs_alone():
     assert text._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(
-    ("text", "config", "message"),
-    [
-        ("bert", {"text_pooling": "max"}, "text_pooling is 'max'; choose one of"),
-        ("distilbert", {"text_pooling": "pooler"}, "text_pooling is 'pooler'; this backbone has none"),
-        ("bert", {"fusion_vision_taps": (-1, 3)}, "fusion_vision_taps holds 3; .* from -3 to 2"),
-        ("bert", {"fusion_dim": 64, "fusion_heads": 3}, "fusion_dim is 64 with 3 heads"),
-        ("bert", {"fusion_dim": 12, "fusion_heads": 2}, "fusion_dim is 12 with 2 heads"),
-    ],
-)
-def test_impossible_settings_are_refused(text, config, message):
-    with pytest.raises(ValueError, match=message):
-        build("vit", text, **config)
-
-
 def test_model_without_measured_widths_is_refused():
     with pytest.raises(ValueError, match="from_backbones"):
         FusionDualEncoderModel(FusionDualEncoderConfig(VISION["vit"], TEXT["bert"]))
@@ -450,15 +388,6 @@ def test_model_without_a_head_cannot_score_pairs():
     assert model(**batch_for(model)).match_logits is None
     with pytest.raises(ValueError, match="fusion_layers=0"):
         model.match_pairs((), torch.zeros(1, 2, 32), torch.ones(1, 2))
-
-
-def test_measuring_leaves_the_backbones_in_their_mode():
-    vision, text = backbone(VISION["resnet"]).train(), backbone(TEXT["bert"]).eval()
-    statistics = {name: value.clone() for name, value in vision.named_buffers()}
-    model = FusionDualEncoderModel.from_backbones(vision, text)
-    assert model.vision_model.training
-    assert not model.text_model.training
-    assert all(torch.equal(value, statistics[name]) for name, value in vision.named_buffers())
 
 
 # Training

@@ -1,14 +1,12 @@
 """CLIP, SigLIP, Siglip2 and Chinese CLIP folders as starts: the stock class is the reference, before and after."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
@@ -16,7 +14,7 @@ from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.encoding import encode_in_groups
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, _pad_unmasked
+from mm_utils.model.modeling_fusion_dual_encoder import _pad_unmasked
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.stock import stock_processor
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
@@ -160,53 +158,3 @@ def test_siglip_reads_padding_on_the_side_of_its_tokenizer(folder, tmp_path, sid
     siglip_tokenizer(side).save_pretrained(tmp_path)
     close(our_logits(load_model(str(tmp_path)), tmp_path), stock_logits(tmp_path))
     assert torch.allclose(stock_logits(folder("siglip")), stock_logits(tmp_path)) == (side == "right")
-
-
-def edit_config(source: Path, target: Path, **entries: Any) -> str:
-    target.mkdir(exist_ok=True)
-    for path in source.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | entries))
-    return str(target)
-
-
-def test_further_entries_of_a_config_are_no_harm(folder, tmp_path):
-    """Configs of early CLIP folders hold each tower's twice, and every default of their time."""
-    config = json.loads((folder("clip") / "config.json").read_text())
-    old = {
-        "text_config_dict": config["text_config"],
-        "vision_config_dict": None,
-        "torchscript": False,
-        "my_note": {"a": 1},
-    }
-    name = edit_config(folder("clip"), tmp_path, **old)
-    model = load_model(name)
-    close(our_logits(model, name), stock_logits(folder("clip")))
-    model.save_pretrained(tmp_path / "run")
-    assert type(FusionDualEncoderModel.from_pretrained(tmp_path / "run").to_dual_encoder()).__name__ == "CLIPModel"
-
-
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_a_folder_without_tokenizer_is_named(folder, kind, tmp_path):
-    name = edit_config(folder(kind), tmp_path)
-    for path in tmp_path.glob("token*"):
-        path.unlink()
-    with pytest.raises(ValueError, match=f"^the processor of {name} is missing or damaged; ") as caught:
-        load_processor_of(name)
-    assert "\n" not in str(caught.value)
-    if kind == "siglip":
-        with pytest.raises(ValueError, match=f"^the tokenizer of {name} is missing or damaged; "):
-            load_model(name)
-
-
-def test_a_folder_without_some_weights_is_named(folder, tmp_path):
-    name = edit_config(folder("clip"), tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["text_projection.weight"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"^{name} holds no whole clip; it lacks 1 weights, such as text_projection"):
-        load_model(name)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"^{name} holds no model; "):
-        load_model(name)

@@ -109,15 +109,6 @@ def test_rerank_adds_what_the_head_says(
     assert [score for _, score in sorted(found)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_model_that_was_not_loaded_asks_for_a_processor(folder: Path) -> None:
-    processor = AutoProcessor.from_pretrained(folder)
-    built = build_model(ModelArguments(), processor.tokenizer)
-    with pytest.raises(ValueError, match=r"Set model\.processor"):
-        built.encode(texts="a star")
-    built.processor = processor
-    assert built.encode(texts="a star").shape == (1, built.config.projection_dim)
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_features_of_stock_classes(folder: Path, model: FusionDualEncoderModel, place: str) -> None:
     stock, given = AutoModel.from_pretrained(folder / place, trust_remote_code=True).eval(), inputs(folder)

@@ -19,9 +19,9 @@ from mm_utils.data.media.riff import write_wav
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import XCLIPTower, input_shape
-from mm_utils.model.processor import load_processor, load_processor_of
+from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from tests.kit.stock_folders import SIDE, TEXTS, write_clap, write_stock, write_xclip
+from tests.kit.stock_folders import SIDE, TEXTS, write_clap, write_xclip
 
 Folder = Callable[[str], str]
 RATE = 16000
@@ -154,25 +154,6 @@ def test_frozen_xclip_trains_what_looks_over_time(folder: Folder) -> None:
     assert isinstance(tower, XCLIPTower)
     assert not tower.backbone.training
     assert all(parameter.requires_grad for part in (tower.projection, tower.mit) for parameter in part.parameters())
-
-
-def test_what_cannot_work_is_named(folder: Folder, tmp_path: Path) -> None:
-    for kind, medium in (("clap", "image"), ("xclip", "sound")):
-        with pytest.raises(ValueError, match=f"it reads {MEDIUM[kind]}s, and the data are {medium}s"):
-            build_model(ModelArguments(model_name_or_path=folder(kind)), None, medium=medium)
-    with pytest.raises(ValueError, match="it reads images or clips, and the data are sounds"):
-        load_processor(ModelArguments(model_name_or_path=folder("xclip")), (), "sound")
-    images = write_stock(tmp_path / "clip", "clip")
-    with pytest.raises(ValueError, match="it reads images or clips, and the data are sounds"):
-        build_model(ModelArguments(model_name_or_path=images), None, medium="sound")
-    wide = write_xclip(tmp_path / "wide", projection_dim=16)
-    with pytest.raises(ValueError, match="its projections are 16 wide and the layers over them 24"):
-        load_model(wide)
-    four = write_clap(tmp_path / "four", fused=True, fusion_type="channel_map")
-    with pytest.raises(ValueError, match=r"its fusion_type is channel_map, .* Choose another model"):
-        load_model(four)
-    with pytest.raises(ValueError, match="the stock class makes a text depend on the clip"):
-        load_model(folder("xclip")).to_dual_encoder()
 
 
 def test_a_tower_of_a_fused_clap_is_taken(folder: Folder) -> None:

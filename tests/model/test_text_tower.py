@@ -7,14 +7,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoProcessor
 
-from mm_utils.arguments import parse_args
 from mm_utils.data.media.medium import read_by
 from mm_utils.distributed import RunError
 from mm_utils.model.adapt import multiply_patches, use_channels_last
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
-from mm_utils.run import flags
 from mm_utils.search.index import IndexInfo, check_same_model, model_fingerprint
 from scripts import pretrain
 from tests.kit.stock_folders import KINDS, chinese_tokenizer, noise, write_clap, write_stock, write_xclip
@@ -89,13 +87,3 @@ def test_sounds_and_clips_get_another_text_tower_too(medium: str, words: str, tm
     if medium == "sound":
         with pytest.raises(ValueError, match="CLAP's own text tower, and this model another"):
             model.to_dual_encoder()
-
-
-def test_flags_of_the_text_tower_are_read_and_others_refused(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "check_model", lambda *_: None)
-    given = ["--model_name_or_path", "whole", "--text_model_name_or_path", words]
-    for more in (["--text_pooling", "cls"], ["--tokenizer_name_or_path", words], ["--image_size", "64"]):
-        flags.check_flags(parse_args(*flags.PRETRAINING, argv=[*given, *more]))
-    with pytest.raises(ValueError, match="--projection_dim is 48, and --model_name_or_path is whole"):
-        flags.check_flags(parse_args(*flags.PRETRAINING, argv=[*given, "--projection_dim", "48"]))
-    assert ModelArguments(model_name_or_path="whole", text_model_name_or_path=words).freeze_vision

@@ -16,7 +16,6 @@ from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image
-from mm_utils.data.media.medium import read_by
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
@@ -27,11 +26,9 @@ from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.feature_cache import Source, cache_features
 from mm_utils.training.teacher import CacheTeacher
 from scripts import pretrain
-from tests.kit.launches import losses, on_two_processes, weights
+from tests.kit.launches import losses, weights
 from tests.kit.numbered_rows import new_tokenizer, rows_of
-from tests.kit.small_media import split_of
-from tests.kit.stock_folders import write_clap, write_stock
-from tests.model.letters import write_bert
+from tests.kit.stock_folders import write_stock
 
 SIZE, BROKEN = 16, (2, 7)
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -110,22 +107,6 @@ def test_the_term_gets_the_teachers_own_scale(teacher: str) -> None:
     assert set(data.identity) == {"teacher"}
 
 
-def test_a_teacher_of_sounds_has_its_own_window(tmp_path: Path) -> None:
-    """CLAP takes a second, in loops."""
-    folder, rows = write_clap(tmp_path / "clap"), split_of("sound", range(4))
-    data, objective = student(folder)
-    data.splits["train"] = tokenize_captions(rows, new_tokenizer(), 16)
-    data.loaders.medium = read_by(load_processor_of(folder))
-    teach(folder, data, objective)
-    model, timed = load_model(folder).eval(), read_by(load_processor_of(folder), 1.0)
-    assert isinstance(timed, media.Sound)
-    with torch.no_grad():
-        heard = timed.features(torch.stack([timed.read(value, None)[0] for value in rows["image"]]))
-        right = model.encode_image(heard)[0]
-    found = torch.tensor(data.features["train"]["teacher_image"][:]).view_as(right)
-    torch.testing.assert_close(found, right, rtol=0, atol=1e-3)
-
-
 def test_a_second_run_does_not_run_the_teacher(teacher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, moved = opened(teacher), shutil.copytree(teacher, tmp_path / "moved")
     with monkeypatch.context() as patch:
@@ -140,20 +121,6 @@ def test_a_second_run_does_not_run_the_teacher(teacher: str, monkeypatch: pytest
     other = opened(write_stock(tmp_path / "other", "siglip"))
     assert other.identity["teacher"] != first.identity["teacher"]
     assert not other.rows("train").select_columns(columns).with_format("arrow")[:].equals(one)
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_work_and_learn_what_one_learns(
-    teacher: str, tiny_flags: list[str], tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    towers = ["--objectives", "contrastive:1", "--fusion_layers", "0", "--rerank_top_k", "0"]
-    run = [*tiny_flags, *towers, "--teacher_name_or_path", teacher]
-    flags = [*run, "--max_train_samples", "15", "--global_batch_size", "7"]
-    on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
-    assert sorted(path.name for path in own_cache.glob("tandem_features/*/*.arrow")) == ["00000.arrow", "00001.arrow"]
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other")
-    pretrain.main([*flags, "--output_dir", str(tmp_path / "alone")])
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
 
 
 def test_a_run_learns_from_its_teacher_and_goes_on_with_no_other(
@@ -211,12 +178,3 @@ def test_a_sentence_transformer_of_images_and_texts_teaches(
     run = [*tiny_flags, "--objectives", "contrastive:1", "--fusion_layers", "0", "--rerank_top_k", "0"]
     pretrain.main([*run, "--teacher_name_or_path", name, "--output_dir", str(tmp_path / "out")])
     assert (tmp_path / "out/metrics.jsonl").read_text().count("distillation_loss") == 4
-
-
-def test_what_is_no_sentence_transformer_of_images_is_named(tiny_flags: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("sentence_transformers")
-    with pytest.raises(ValueError, match=r"--teacher_name_or_path is st:.*; it does not embed images and texts"):
-        pretrain.main([*tiny_flags, "--teacher_name_or_path", f"st:{tmp_path / 'none'}"])
-    text = write_bert(tmp_path / "text")
-    with pytest.raises(ValueError, match=r"it does not embed images and texts: .*Give the folder"):
-        pretrain.main([*tiny_flags, "--teacher_name_or_path", f"st:{text}"])

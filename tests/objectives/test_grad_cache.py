@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
 from mm_utils.objectives import grad_cache
-from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry, is_out_of_memory
-from mm_utils.objectives.joint import JointObjective, Objective
+from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry
+from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.ranks import GradientAverage
 from tests.kit.objectives import (
     ALONE,
@@ -91,17 +91,6 @@ def test_no_activation_outlives_its_part():
     assert sum(sizes) == PAIRS
 
 
-def test_an_objective_with_a_forward_alone_cannot_be_cut():
-    class Plain(Objective):
-        def forward(self, batch, step):
-            return {"loss": self.model.encode_image(batch["pixel_values"])[0].sum()}
-
-    plain = Plain(tiny_objective("contrastive").model)
-    assert backward(ALONE, plain, global_batch(), 0, None)["loss"].isfinite()
-    with pytest.raises(ValueError, match="Plain cannot be cut"):
-        backward(ALONE, plain, global_batch(), 0, 2)
-
-
 def test_a_part_is_padded_to_its_own_longest_caption():
     objective, widths = tiny_objective("contrastive"), []
     objective.model.text_model.register_forward_hook(
@@ -169,25 +158,6 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
     found = until_it_fits(objective, global_batch(), 4)
     assert found["size"] == 2
     assert_same(found, step_in_parts(tiny_objective(kind), global_batch(), None))
-
-
-def one_rank_is_full(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    low, found = sum(sizes[: distributed.rank()]), []
-    for fails in (0, 1):
-        objective = tiny_objective("contrastive_matching")
-        if distributed.rank() == 1:
-            Full(objective, 1, fails)
-        batch = share_of(global_batch(), low, low + sizes[distributed.rank()])
-        found.append(until_it_fits(objective, batch, 2))
-    return found
-
-
-def test_one_rank_without_memory_makes_all_repeat_the_step():
-    expected = step_in_parts(tiny_objective("contrastive_matching"), global_batch(), None)
-    for size, cases in zip((2, 1), run_on_ranks(2, one_rank_is_full, (5, 4)), strict=True):
-        assert [case["size"] for case in cases] == [size, size]
-        for case in cases:
-            assert_same(case, expected)
 
 
 WRAPPED = SimpleNamespace(**vars(ALONE))  # the accelerator of an objective that DDP wraps
@@ -260,31 +230,6 @@ def test_gradients_are_averaged_while_the_last_part_is_computed():
             assert case["found"]["report"] == case["plain"]["report"]
             for name, gradient in case["plain"]["gradients"].items():
                 assert torch.equal(case["found"]["gradients"][name], gradient)
-
-
-@pytest.mark.parametrize(
-    ("error", "ran_out"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
-        (torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory. (out of memory)"), True),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (
-            RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:114] . DefaultCPUAllocator: can't allocate memory: you tried"
-            ),
-            True,
-        ),
-        (
-            RuntimeError("NCCL error: ncclUnhandledCudaError: Failed to CUDA malloc 12 bytes"),
-            False,
-        ),  # others wait in it
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-    ],
-)
-def test_memory_that_a_library_could_not_get_counts(error, ran_out):
-    assert is_out_of_memory(error) == ran_out
 
 
 def test_other_errors_stay_what_they_are():

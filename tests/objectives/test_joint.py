@@ -39,8 +39,6 @@ from tests.kit.objectives import (
 )
 from tests.kit.ranks import run_on_ranks
 
-WEIGHTS = {"contrastive": 1.0, "matching": 0.7}
-
 
 def steps_on_this_rank(splits: list[tuple[int, ...]]) -> list[dict[str, Any]]:
     found = []
@@ -77,19 +75,6 @@ def test_padding_changes_nothing() -> None:
     same_gradients(long["gradients"], expected)
 
 
-def test_report_adds_up() -> None:
-    report = step(tiny_objective("contrastive_matching"), global_batch(), 0)["report"]
-    total = WEIGHTS["contrastive"] * report["contrastive_loss"] + WEIGHTS["matching"] * report["matching_loss"]
-    assert report["loss"] == pytest.approx(total, rel=1e-6)
-    assert report["temperature"] == pytest.approx(math.exp(-float(tiny_model().logit_scale.detach())))
-    assert report["matching_lift"] == pytest.approx(0.6365 - report["matching_loss"], abs=1e-6)
-    assert 0 <= report["matching_accuracy"] <= 1
-    alone = step(tiny_objective("contrastive"), global_batch(), 0)["report"]
-    assert set(alone) == {"loss", "contrastive_loss", "temperature"}
-    sigmoid = step(tiny_objective("sigmoid"), global_batch(), 0)["report"]
-    assert (set(sigmoid) - set(alone), sigmoid["logit_bias"]) == ({"logit_bias"}, -2.0)
-
-
 @pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])
 def test_every_width_is_an_embedding(kind: str) -> None:
     """The loss and its gradient are the mean of those of cut embeddings, renormalised, at one temperature."""
@@ -106,19 +91,6 @@ def test_every_width_is_an_embedding(kind: str) -> None:
     assert value.item() == pytest.approx(dense.item(), rel=1e-12)
     for one, other in zip(*(torch.autograd.grad(each, [*leaves, *scalars]) for each in (value, dense)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-
-
-def test_widths_are_checked() -> None:
-    for wrong in ("0", "64,", "64,x", "8,8", "-4", "1.5"):
-        with pytest.raises(ValueError, match=f"--matryoshka_dims is {wrong}; give different numbers"):
-            ObjectiveArguments(matryoshka_dims=wrong)
-    model = tiny_model()
-    for kind in ("contrastive", "sigmoid"):
-        with pytest.raises(
-            ValueError, match=r"--matryoshka_dims has 12; the embeddings have 12 numbers.*raise --proj"
-        ):
-            build_objective(model, ObjectiveArguments(kind, matryoshka_dims="4,12"), 0)
-    assert ObjectiveArguments().widths == []
 
 
 def test_negatives_do_not_depend_on_the_order_of_the_batch() -> None:
@@ -211,14 +183,6 @@ def test_an_image_without_a_wrong_text_in_the_batch_has_its_negative() -> None:
     assert math.isfinite(found["report"]["matching_loss"])
 
 
-def test_texts_and_images_are_drawn_apart() -> None:
-    """With one noise for both directions, image i would get text j exactly where text i gets image j."""
-    same = torch.full((100, 4), 0.5)
-    shared = gather_batch(same, same, torch.arange(200).view(100, 2))
-    text_N, image_N = Matching().draw(shared, torch.tensor(1.0), 0)
-    assert (text_N == image_N).sum() < 8  # one in expectation
-
-
 def test_negatives_look_alike() -> None:
     """At a scale of 40, a neighbour on the circle is drawn, where it is not excluded; uniformly, hardly ever."""
     angle = torch.arange(64) / 64 * 2 * math.pi
@@ -230,15 +194,6 @@ def test_negatives_look_alike() -> None:
     pairs = Pairs(*map(torch.from_numpy, plan.pairs))
     away = (pairs.image_P - pairs.text_P)[~pairs.is_match_P].abs()
     assert torch.minimum(away, 64 - away).float().mean().item() < 4  # 16 in expectation if drawn uniformly
-
-
-def test_matching_without_any_negative() -> None:
-    batch = global_batch()
-    batch["ids"][:, 0] = 5
-    found = step(tiny_objective("contrastive_matching"), batch, 0)
-    assert found["report"]["contrastive_loss"] == 0
-    assert math.isfinite(found["report"]["matching_loss"])
-    assert all(values.isfinite().all() for values in found["gradients"].values())
 
 
 def test_a_batch_without_a_readable_image() -> None:
@@ -454,17 +409,6 @@ def test_the_head_waits_for_its_part_of_the_run_in_which_the_towers_are_frozen()
     same_gradients(found["gradients"], {name: value for name, value in expected.items() if name.startswith(parts)})
 
 
-def test_captions_end() -> None:
-    model = tiny_objective("captioning").model.eval()
-    pixels = global_batch()["pixel_values"]
-    captions = model.caption(pixels, first=2, last=3, max_length=6)
-    assert captions.shape[1] <= 6
-    assert (captions[:, 0] == 2).all()
-    ended = (captions[:, 1:] == 3).cumsum(1) > 0
-    assert (captions[:, 1:][ended] == 3).all()
-    torch.testing.assert_close(captions[:3], model.caption(pixels[:3], 2, 3, 6)[:, : captions.shape[1]])
-
-
 def test_distillation_is_a_cross_entropy_with_the_teachers_softmax() -> None:
     objective, batch = tiny_objective("distillation"), global_batch()
     report = objective(batch, 0)
@@ -480,19 +424,6 @@ def test_distillation_is_a_cross_entropy_with_the_teachers_softmax() -> None:
         total = total - (q * log_p.masked_fill(same, 0.0)).sum(1).mean() / 2
     assert report["distillation_loss"].item() == pytest.approx(total.item(), rel=1e-6)
     assert report["loss"].item() == pytest.approx((report["contrastive_loss"] + 0.5 * total).item(), rel=1e-6)
-
-
-def test_a_teacher_adds_its_term_unless_it_is_named() -> None:
-    def weights(objectives: str, teacher: str | None) -> dict[str, float]:
-        return ObjectiveArguments(objectives, teacher).weights
-
-    assert weights("contrastive:2", "larger") == {"contrastive": 2, "distillation": 1}
-    assert weights("contrastive:1,distillation:0.3", "larger")["distillation"] == 0.3
-    assert weights("contrastive:1,distillation:0", None) == {"contrastive": 1}
-    with pytest.raises(ValueError, match=r"distillation learns from a teacher.*Give --teacher_name_or_path"):
-        weights("contrastive:1,distillation:1", None)
-    with pytest.raises(ValueError, match=r"--objectives has distillation, and --streaming never has all rows"):
-        ObjectiveArguments("contrastive", "larger").check({"streaming": True})
 
 
 def test_terms_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,59 +442,11 @@ def test_terms_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
             build_objective(tiny_model(), ObjectiveArguments(f"contrastive,{path}"), 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "weights"),
-    [
-        ("contrastive", {"contrastive": 1}),
-        ("contrastive:2", {"contrastive": 2}),
-        ("sigmoid:1,matching", {"sigmoid": 1, "matching": 1}),
-        ("contrastive:1,matching:0", {"contrastive": 1}),
-        (" contrastive:1e-1 , matching:.5", {"contrastive": 0.1, "matching": 0.5}),
-    ],
-)
-def test_objective_arguments(text: str, weights: dict[str, float]) -> None:
-    assert ObjectiveArguments(text).weights == weights
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "matching", "contrastive:one", "contrastive:1,matchin:1", "contrastive:1,", "contrastive=1"),
-        *(
-            "contrastive,sigmoid",
-            "contrastive:0",
-            "contrastive:0,matching:1",
-            "contrastive:1,matching:-1",
-            "contrastive:1,masked:1",
-            "contrastive:nan",
-        ),
-    ],
-)
-def test_objective_arguments_errors_name_the_flag(text: str) -> None:
-    with pytest.raises(ValueError, match="--objectives"):
-        ObjectiveArguments(text)
-
-
 class OwnInfoNCE(EmbeddingTerm):
     """InfoNCE by its definition, as a user would write it."""
 
     def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
         return dense_info_nce(image_NE, text_NE, scale, batch.ids_N2)
-
-
-@pytest.mark.parametrize(
-    ("objectives", "message"),
-    [
-        ("captioning:1", "no term of it compares images and texts"),
-        ("contrastive:0,matching:1", "no term of it compares"),
-        ("contrastive:1,sigmoid:1", "share one temperature"),
-        ("contrastive:-1", "a weight is a finite number"),
-        ("contrast:1", "there is no such term. Choose of contrastive, sigmoid, captioning, matching, .*regions"),
-    ],
-)
-def test_objectives_that_are_refused(objectives: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ObjectiveArguments(objectives)
 
 
 @pytest.mark.parametrize(

@@ -71,15 +71,6 @@ def test_equals_the_definition(batch: Batch, scale: Tensor, tile: Tile | None) -
     assert_equal(found, with_gradients(dense_info_nce, image, text, scale, ids))
 
 
-def test_upstream_gradient_multiplies() -> None:
-    image, text, ids = make_batch(6, 4)
-    scale = torch.tensor(5.0, dtype=torch.double)
-    assert_equal(
-        with_gradients(lambda *values: -3 * tiled_info_nce(*values), image, text, scale, ids),
-        with_gradients(lambda *values: -3 * dense_info_nce(*values), image, text, scale, ids),
-    )
-
-
 @pytest.mark.parametrize("scale", [1.0, 14.3, 100.0])
 def test_fp32_is_as_good_as_it_can_be(scale: float) -> None:
     image, text, ids = make_batch(64, 32, images=60)

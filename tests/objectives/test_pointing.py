@@ -1,18 +1,12 @@
 """Pointing and choice against loops, on any number of processes; the picture, and the loss of regions."""
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
-from mm_utils.data.batches.tokens import caption_key
-from mm_utils.data.scenes import load_scenes
 from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.objectives.grounding.pointing import (
-    Pointed,
     PointingEvaluator,
     chosen,
     hits,
@@ -20,7 +14,7 @@ from mm_utils.objectives.grounding.pointing import (
 from mm_utils.objectives.grounding.regions import Regions
 from mm_utils.objectives.grounding.terms import RegionPointing
 from mm_utils.objectives.terms import EncodedBatch
-from tests.kit.truthful_model import ACCELERATOR, MAIN_PROCESS
+from tests.kit.truthful_model import ACCELERATOR
 from tests.objectives.grid_model import CELLS, IMAGES, SLOTS, GridModel, batches, measured, whole_batch
 
 
@@ -130,21 +124,3 @@ def test_a_metric_is_a_number_and_has_one_source(value: dict[str, Any]) -> None:
     measure = in_turn(lambda *_: {"recall": 0.5}, lambda *_: value)
     with pytest.raises(ValueError, match=next(iter(value))):
         measure(GridModel(), [], ACCELERATOR)  # type: ignore[arg-type]
-
-
-def test_the_main_process_draws_examples(tmp_path: Path) -> None:
-    rows = load_scenes(64, 4, 1, cache_dir=tmp_path)["train"]
-    examples = []
-    for row in range(4):
-        for region in rows[row]["regions"]:
-            x, y, width, height = (side / 64 for side in region["box"])
-            box, key = [x, y, x + width, y + height], caption_key(region["phrase"])
-            examples.append(Pointed(row, key, box, row % 2 == 0, torch.rand(4, 4)))
-    pointing, loaders = PointingEvaluator(), SimpleNamespace()
-    pointing.report(MAIN_PROCESS, rows, loaders, tmp_path)  # type: ignore[arg-type]
-    assert not (tmp_path / "regions.png").exists()
-    pointing.examples = examples
-    pointing.report(ACCELERATOR, rows, loaders, tmp_path)  # type: ignore[arg-type]
-    assert not (tmp_path / "regions.png").exists()  # that is another process's to write
-    pointing.report(MAIN_PROCESS, rows, loaders, tmp_path)  # type: ignore[arg-type]
-    assert Image.open(tmp_path / "regions.png").width > 900

@@ -60,14 +60,6 @@ def tokenized(rows: Dataset, tokenizer: PreTrainedTokenizerFast) -> Dataset:
 # -- geometry -----------------------------------------------------------------------------------------------------------
 
 
-def test_boxes_in_a_window() -> None:
-    boxes = np.array([[0.25, 0.5, 0.25, 0.25], [0, 0.5, 0.5, 0.5], [0.7, 0, 0.2, 1], [0.75, 0.5, 0.25, 0.25]])
-    found, shown = boxes_in(Window(0.25, 0.5, 0.75, 1.0), boxes)
-    assert found.dtype == np.float32
-    assert found[:2].tolist() == [[0, 0, 0.5, 0.5], [0, 0, 0.5, 1]]
-    assert shown.tolist() == [True, True, False, False]
-
-
 shares = st.floats(0, 0.7), st.floats(0, 0.7), st.floats(0.05, 0.3), st.floats(0.05, 0.3)
 
 
@@ -209,30 +201,6 @@ def test_moments_are_regions_on_the_time_axis(tokenizer: PreTrainedTokenizerFast
     assert found["region_boxes"][0] == [1.5, 0, 0.5, 1, 3, 0, 5, 1]  # the second ends with the sound
     assert found["region_input_ids"][0] == encode_captions(tokenizer, ["picture one", "picture two"], 16)
     assert list(map(len, found["region_keys"])) == [2, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("moment", "problem"),
-    [
-        (a_moment(2, 2), "is a span"),
-        (a_moment(-1, 2), "is a span"),
-        (a_moment(1, float("nan")), "is a span"),
-        (a_moment(1, 2, " "), "is a span"),
-        ({"span": [1.0], "phrase": "x"}, "is a span"),
-        (a_moment(1, 8.2), "ends after the medium, which lasts 8 seconds"),
-        (a_moment(8.01, 8.05), "ends after the medium"),
-    ],
-)
-def test_an_invalid_moment_is_named(moment: dict[str, Any], problem: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=rf"s1 has the moment \{{'span'.*phrase'.*{problem}.*Correct it, or let"):
-        tokenized(rows_with_moments([[a_moment(1, 2)], [moment]]), tokenizer)
-
-
-def test_rows_without_moments_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"no row of the train split has moments\. Take moments out"):
-        tokenized(rows_with_moments([[], None]), tokenizer)
-    with pytest.raises(ValueError, match=r"no column moments; it has .* list of span"):
-        tokenized(rows_with_moments([None]).remove_columns(["moments"]), tokenizer)
 
 
 @given(st.floats(0.5, 20), st.floats(0, 1), st.floats(0.02, 1), st.floats(0, 1), st.floats(0.1, 3))

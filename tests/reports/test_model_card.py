@@ -8,7 +8,6 @@ from huggingface_hub import ModelCard
 from mm_utils.reports.model_card import (
     CardInfo,
     EvaluatedData,
-    model_title,
     retrieval_results,
     write_model_card,
 )
@@ -92,21 +91,6 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
         assert not {"image", "images", "pictures"} & set(re.findall(r"[a-z]+", text.partition("## Results")[0]))
 
 
-@pytest.mark.parametrize(
-    ("folder", "title"),
-    [
-        ("runs/shoes", "shoes"),
-        ("encoders/all-MiniLM-L6-v2/model", "all-MiniLM-L6-v2/model"),
-        ("runs/shoes/checkpoint-200", "shoes/checkpoint-200"),
-        (f"hub/models--google--vit-base/snapshots/{'0a' * 20}", "google/vit-base"),
-    ],
-)
-def test_a_model_in_a_folder_has_a_name(folder: str, title: str, tmp_path: Path) -> None:
-    (tmp_path / folder).mkdir(parents=True)
-    assert model_title(str(tmp_path / folder)) == title
-    assert model_title("google/vit-base") == "google/vit-base"
-
-
 DATA = EvaluatedData("photos/captions.jsonl", "local-photos", "validation", {"images": 164, "captions": 166})
 FIGURES = {"text_to_image_recall@1": 0.43217, "image_to_text_ndcg@10": 0.5, "rerank_image_to_text_mrr@10": 0.75}
 
@@ -134,29 +118,6 @@ def test_the_hub_reads_what_the_model_is_and_what_was_measured(tmp_path: Path) -
         "| licence | cc-by-4.0 |",
     ):
         assert part in glance
-
-
-def test_figures_of_another_split_join_those_that_are_there(tmp_path: Path) -> None:
-    write_model_card(tmp_path, card(results=retrieval_results(FIGURES, DATA)))
-    before = (tmp_path / "README.md").read_text(encoding="utf-8").split("---\n", 2)[2]
-    test = retrieval_results({name: value / 2 for name, value in FIGURES.items()}, DATA._replace(split="test"))
-    assert update_results(tmp_path, test)
-    again = retrieval_results({name: value / 4 for name, value in FIGURES.items()}, DATA._replace(split="test"))
-    assert update_results(tmp_path, again)
-    assert update_results(
-        tmp_path, retrieval_results(FIGURES, DATA._replace(name="others", repository="me/others", split="test"))
-    )
-    loaded = ModelCard.load(tmp_path / "README.md")
-    found = {
-        (each.dataset_name, each.dataset_split, each.metric_name): each.metric_value
-        for each in loaded.data.eval_results
-    }
-    assert len(found) == len(loaded.data.eval_results) == 9
-    recall = "recall@1, text to image, the two encoders"
-    assert found[DATA.name, "validation", recall] == 0.4322
-    assert found[DATA.name, "test", recall] == 0.108
-    assert found["others", "test", recall] == 0.4322
-    assert (tmp_path / "README.md").read_text(encoding="utf-8").split("---\n", 2)[2] == before
 
 
 @pytest.mark.parametrize(

@@ -200,22 +200,6 @@ def test_unreadable_images_are_left_out_with_their_captions() -> None:
         embed_split(model, model.batches(4, unreadable=tuple(range(23))), ACCELERATOR)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("rerank_top_k", -1),
-        ("rerank_weights", "match:-0.5"),
-        ("rerank_weights", "match:nan"),
-        ("rerank_weights", "match"),
-        ("rerank_cache_gb", 0.0),
-        ("rerank_weights", "likelihood:1"),
-    ],
-)
-def test_impossible_flags_are_refused(flag: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"--(set )?{flag} is {value}; "):
-        EvaluationArguments(**{flag: value})
-
-
 # -- word order ---------------------------------------------------------------------------------------------------------
 IMAGES = 23
 

@@ -248,24 +248,3 @@ def test_what_is_corrected_and_prepared_again_is_trained_on(tmp_path: Path) -> N
         row = rows.select([0]).remove_columns("image")
         read.append(json.dumps({name: row[name][:] for name in row.column_names if name not in given}, default=str))
     assert len(set(read)) == len(changes)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "--sources is empty"),
-        (["--sources", "x"], "--output_dir is empty"),
-        (
-            ["--sources", "x", "--output_dir", "s3://b/set"],
-            "--output_dir is s3://b/set; a folder of this machine is written",
-        ),
-        (["--sources", "x", "--output_dir", "y", "--image_size", "3"], "--image_size is 3"),
-        (["--sources", "x", "--output_dir", "y", "--max_bad_fraction", "2"], "--max_bad_fraction is 2"),
-        (["--sources", "x", "--output_dir", "y", "--num_proc", "0"], "--num_proc is 0"),
-        (["--sources", "x", "--output_dir", "y", "--store", "webp"], "--store"),
-    ],
-)
-def test_arguments_that_cannot_be(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(argv)
-    assert message in capsys.readouterr().err

@@ -46,36 +46,39 @@ class LaunchArguments:
     )
 
     def __post_init__(self) -> None:
-        least, most = self.min_workers, self.max_workers
-        if (least is None) != (most is None):
-            raise ValueError(
-                f"--min_workers is {least}, --max_workers {most}; elastic training needs both. Give both."
-            )
-        if least is not None and self.num_workers is not None:
-            raise ValueError(
-                f"--num_workers is {self.num_workers}; with --min_workers and --max_workers, Ray chooses the number. Leave it out."
-            )
-        if least is not None and most is not None and not 1 <= least <= most:
-            raise ValueError(
-                f"--min_workers is {least}, --max_workers {most}; give at least 1, and not more than the most."
-            )
-        if self.num_workers is not None and self.num_workers < 1:
-            raise ValueError(f"--num_workers is {self.num_workers}; give at least 1.")
-        if self.cpus_per_worker < 1:
-            raise ValueError(f"--cpus_per_worker is {self.cpus_per_worker}; give at least 1.")
-        if self.gpus_per_worker is not None and self.gpus_per_worker < 0:
-            raise ValueError(f"--gpus_per_worker is {self.gpus_per_worker:g}; give 0 (CPU) or more.")
-        if self.mixed_precision not in PRECISIONS:
-            raise ValueError(f"--mixed_precision is {self.mixed_precision}; choose from {', '.join(PRECISIONS)}.")
-        if self.max_failures < -1:
-            raise ValueError(f"--max_failures is {self.max_failures}; give -1 (any number), 0 or more.")
-        if self.tune is not None and least is not None:
-            raise ValueError(
+        least, most, number, place = self.min_workers, self.max_workers, self.num_workers, Path(self.storage_path)
+        elastic = f"--min_workers is {least}, --max_workers {most}"
+        for is_wrong, message in (
+            ((least is None) != (most is None), f"{elastic}; elastic training needs both. Give both."),
+            (
+                least is not None and number is not None,
+                f"--num_workers is {number}; with --min_workers and --max_workers, Ray chooses the number. Leave it out.",
+            ),
+            (
+                least is not None and most is not None and not 1 <= least <= most,
+                f"{elastic}; give at least 1, and not more than the most.",
+            ),
+            (number is not None and number < 1, f"--num_workers is {number}; give at least 1."),
+            (self.cpus_per_worker < 1, f"--cpus_per_worker is {self.cpus_per_worker}; give at least 1."),
+            ((self.gpus_per_worker or 0) < 0, f"--gpus_per_worker is {self.gpus_per_worker}; give 0 (CPU) or more."),
+            (
+                self.mixed_precision not in PRECISIONS,
+                f"--mixed_precision is {self.mixed_precision}; choose from {', '.join(PRECISIONS)}.",
+            ),
+            (self.max_failures < -1, f"--max_failures is {self.max_failures}; give -1 (any number), 0 or more."),
+            (
+                self.tune is not None and least is not None,
                 f"--tune is {self.tune}; elastic trials would take each other's machines. Give --num_workers instead of "
-                "--min_workers and --max_workers."
-            )
+                "--min_workers and --max_workers.",
+            ),
+            (
+                "://" not in self.storage_path and any(each.is_file() for each in (place, *place.parents)),
+                f"--storage_path is {place}; it is a file, or lies in one. Give a folder, or the name of a new one.",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
         parse_grid(self.tune)
-        _check_place(self.storage_path)
 
     @property
     def workers(self) -> tuple[int, int]:
@@ -83,13 +86,6 @@ class LaunchArguments:
         if self.min_workers is not None and self.max_workers is not None:
             return self.min_workers, self.max_workers
         return self.num_workers or 1, self.num_workers or 1
-
-
-def _check_place(path: str) -> None:
-    if "://" not in path and any(each.is_file() for each in (Path(path), *Path(path).parents)):
-        raise ValueError(
-            f"--storage_path is {path}; it is a file, or lies in one. Give a folder, or the name of a new one."
-        )
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,11 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
         problem = str(result.error or "").strip().rpartition("\n")[2]
         trials.append(Trial(result.config, top / trial_name(result.config), metrics, problem))
     trials, metric = ranked(trials)
-    logger.info("\n%s", table(trials, metric))
+    for trial in trials:
+        values = ", ".join(f"{name} {value}" for name, value in trial.values.items())
+        logger.info(
+            "%s: %s", values, trial.problem or f"{metric} {trial.metrics.get(metric, math.nan):.4f}, {trial.folder}"
+        )
     top.mkdir(parents=True, exist_ok=True)
     write_atomic(top / TABLE_FILE, as_csv(trials))
     if not any(trial.metrics for trial in trials):
@@ -103,25 +107,13 @@ def ranked(trials: Sequence[Trial]) -> tuple[list[Trial], str]:
     return sorted(trials, key=place), metric
 
 
-def table(trials: Sequence[Trial], metric: str) -> str:
-    """Return lines of columns: the swept flags, the metric, the folder."""
-    rows = [[*trials[0].values, metric, "folder"]]
-    for trial in trials:
-        value = f"{trial.metrics[metric]:.4f}" if metric in trial.metrics else "-" if trial.metrics else "failed"
-        rows.append([*trial.values.values(), value, str(trial.folder) if trial.metrics else trial.problem])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
 def as_csv(trials: Sequence[Trial]) -> str:
     """Return a CSV file: swept flags, metrics, folder, problem; best trial first."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.metrics))
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*trials[0].values, *names, "folder", "problem"])
+    writer = csv.DictWriter(file, [*trials[0].values, *names, "folder", "problem"], restval="", lineterminator="\n")
+    writer.writeheader()
     for trial in trials:
-        cells = [*trial.values.values(), *(trial.metrics.get(name, "") for name in names), trial.folder, trial.problem]
-        writer.writerow([no_formula(cell) for cell in cells])
+        row = {**trial.values, **trial.metrics, "folder": trial.folder, "problem": trial.problem}
+        writer.writerow({name: no_formula(cell) for name, cell in row.items()})
     return file.getvalue()

@@ -143,6 +143,7 @@ def test_clip_tiny_encodes_frames(tmp_path: Path) -> None:
     read = [0, 1, 3, 4, 5, 6, 8, 9, 10, 11, 13, 14, 15, 16, 18, 19]  # of 20, the middles of 16 parts
     pixels = processor.image_processor(images=[frames[at] for at in read], return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(found[:1], model.encode_image(pixels[None], with_keys_values=False)[0])
+    model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     again = load_processor_of(str(tmp_path)).image_processor
     assert (again.clip_frames, again.window_seconds) == (16, None)

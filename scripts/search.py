@@ -22,12 +22,10 @@ if __name__ == "__main__":
 # isort: split
 import errno
 import json
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from mm_utils.arguments import arg, parse_args, required
-from mm_utils.files import read_regular_file
 from mm_utils.run.script import run_script, set_up_logging
 from mm_utils.search.narrowed import Filter, table_of_copies, table_of_hits
 from mm_utils.search.searcher import Searcher
@@ -58,25 +56,11 @@ class SearchArguments:
     model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
     json: bool = arg(False, "Print one JSON object per hit.")
     serve: bool = arg(False, "Serve a page and a JSON API instead.")
-    host: str = arg("127.0.0.1", "The address to serve on; beyond this machine, --token is needed.")
-    port: int = arg(8000, "The port to serve on.")
-    token: str | None = arg(
-        None,
-        "A secret of 16 or more letters that the page and the API ask for; @FILE reads it from a file. Other users of the machine "
-        "see the command line, so that a file or the variable TANDEM_SEARCH_TOKEN is better.",
-    )
+    port: int = arg(8000, "The port of this machine to serve on.")
 
     def __post_init__(self) -> None:
         if self.index_dir is None:
             raise ValueError("--index_dir is missing; give the folder that scripts/embed.py wrote.")
-        self.token = self.token or os.environ.get("TANDEM_SEARCH_TOKEN") or None
-        if self.token and self.token.startswith("@"):
-            try:
-                self.token = read_regular_file(self.token[1:], 1 << 16).decode().strip()
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"--token is {self.token}; the file cannot be read: {error}. Check the path."
-                ) from error
         if self.top_k < 1 or self.rerank_top_k < 0:
             raise ValueError(
                 f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
@@ -100,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.serve:
         parsed.refuse("top_k json folder since until", "the page and its API have their own")
     else:
-        parsed.refuse("host port" + " token" * parsed.is_given("token"), "--serve is not given")
+        parsed.refuse("port", "--serve is not given")
     if args.copies:
         parsed.refuse("top_k rerank_top_k index_factory", "--copies compares the thumbnails of all images")
 
@@ -113,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.serve:
         from mm_utils.search.server import serve  # its packages are optional
 
-        serve(searcher, args.host, args.port, args.token)
+        serve(searcher, args.port)
         return
     searcher = searcher.within(within)
     if not searcher.searched:

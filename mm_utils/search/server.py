@@ -20,7 +20,7 @@ with a ROW take `id`, too: then the row is wherever that id is by now, or the an
 An index that is updated is taken up within seconds.
 
 Other web pages, open in the same browser, may send requests here. They are refused by the names in Host (DNS rebinding),
-Origin and Sec-Fetch-Site. Beyond this machine a token is needed, which `/?token=...` turns into a cookie.
+Origin and Sec-Fetch-Site. For another machine, forward the port with ssh.
 """
 
 import asyncio
@@ -29,7 +29,6 @@ import functools
 import hashlib
 import logging
 import re
-import secrets
 import socket
 import threading
 import time
@@ -55,7 +54,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+    from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -66,12 +65,10 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names by which this machine is asked
 MOST_BYTES = 20 << 20  # of a file in a request
 MOST_HITS = 1000  # of an answer, over all its pages
 MOST_LETTERS = 1000  # of a text
-LEAST_TOKEN = 16
-_COOKIE = "tandem_search"
 _CONNECTIONS = 2000  # beyond these, one that sends no request is closed; up to then requests wait for their turn
 _SILENT = 30  # seconds in which the head of a request has to arrive
 _UPLOADS = 4  # files that are received and decoded at a time
@@ -84,31 +81,26 @@ _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="
 <circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
 
 
-def serve(searcher: Searcher, host: str, port: int, token: str | None) -> None:
-    """Serve until interrupted.
+def serve(searcher: Searcher, port: int) -> None:
+    """Serve this machine until interrupted.
 
     Raises:
-        ValueError: if `host` is not this machine and there is no token, or it is short.
-        RunError: if the address cannot be taken.
+        RunError: if the port cannot be taken.
     """
-    check_access(host, token)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError, ValueError, TypeError) as error:  # the last of a NUL
-        raise RunError(f"--port is {port}; {host!a} cannot be served there ({error}). Give another port.") from error
+        listener = socket.create_server(("127.0.0.1", port))
+    except (OSError, OverflowError) as error:
+        raise RunError(f"--port is {port}; it cannot be served there ({error}). Give another port.") from error
     allow_open_files()
-    name = f"[{host}]" if family == socket.AF_INET6 else host
-    secret = "?token=..., with your token" if token else ""
     count = f"{len(searcher):,} {searcher.info.medium}s"
-    logger.info("%s at http://%s:%d/%s", count, name, listener.getsockname()[1], secret)
-    uvicorn.Server(make_config(searcher, token)).run(sockets=[listener])
+    logger.info("%s at http://127.0.0.1:%d/", count, listener.getsockname()[1])
+    uvicorn.Server(make_config(searcher)).run(sockets=[listener])
 
 
-def make_config(searcher: Searcher, token: str | None = None) -> uvicorn.Config:
+def make_config(searcher: Searcher) -> uvicorn.Config:
     """Return the settings of the server of `make_app`."""
     return uvicorn.Config(
-        make_app(searcher, token),
+        make_app(searcher),
         http=_Connection,
         ws="none",
         log_level="warning",
@@ -150,21 +142,8 @@ class _Connection(H11Protocol):
             self.loop.call_later(left, self._close_if_silent)
 
 
-def check_access(host: str, token: str | None) -> None:
-    """Raise ValueError if others could search without a secret."""
-    if token is not None and (len(token) < LEAST_TOKEN or not re.fullmatch(r"[\w.~-]+", token, re.ASCII)):
-        raise ValueError(
-            f"--token has {len(token)} letters; give {LEAST_TOKEN} or more of A-Z, a-z, 0-9, '_', '-', '.' and '~', such as "
-            f"{secrets.token_urlsafe(16)}."
-        )
-    if host not in LOOPBACK and token is None:
-        raise ValueError(
-            f"--host is {host}; others could see the images. Give --token, or serve on 127.0.0.1 and forward the port with ssh."
-        )
-
-
-def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
-    """Return the application; without a token, for requests to this machine's own names."""
+def make_app(searcher: Searcher) -> Starlette:
+    """Return the application, for requests to this machine's own names."""
     medium = searcher.info.medium
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     page = page.replace('data-medium="image"', f'data-medium="{medium}"')
@@ -190,7 +169,7 @@ def make_app(searcher: Searcher, token: str | None = None) -> Starlette:
         Route("/content/{row}", api.content),
     ]
     mistakes: dict[Any, Any] = dict.fromkeys((HTTPException, IndexError, ValueError), _as_json)
-    guard = Middleware(_Guard, token=token, headers=_headers(page, plays=medium == "sound"))
+    guard = Middleware(_Guard, headers=_headers(page, plays=medium == "sound"))
     return Starlette(routes=routes, middleware=[guard], exception_handlers=mistakes)
 
 
@@ -343,8 +322,8 @@ def _page(request: Request, searcher: Searcher, hits: list[Hit], floor: float = 
 class _Guard:
     """Refuse requests that other pages or machines make, and set the headers of every answer."""
 
-    def __init__(self, app: ASGIApp, token: str | None, headers: dict[str, str]):
-        self.app, self.token = app, token
+    def __init__(self, app: ASGIApp, headers: dict[str, str]):
+        self.app = app
         self.headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -363,26 +342,14 @@ class _Guard:
     def refusal(self, request: Request) -> Response | None:
         """Return the answer to a request that is not of the page or its user; None lets it pass."""
         hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
-        if len(hosts) != 1 or (self.token is None and _hostname(hosts[0]) not in LOOPBACK):
+        if len(hosts) != 1 or _hostname(hosts[0]) not in LOOPBACK:
             return _error(403, "This name is not served. Open http://127.0.0.1 with the port.")
         if any(origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}") for origin in origins):
             return _error(403, "Requests of other pages are not answered.")
         is_visit = request.url.path == "/" and request.method == "GET"
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_visit:
             return _error(403, "Requests of other pages are not answered.")
-        return None if self.token is None else self._without_token(request, self.token)
-
-    def _without_token(self, request: Request, token: str) -> Response | None:
-        given = request.query_params.get("token") if request.url.path == "/" else None
-        if given is not None and secrets.compare_digest(given.encode(), token.encode()):
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
-            return answer
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        known = (request.cookies.get(_COOKIE, ""), secret.strip() if scheme.lower() == "bearer" else "")
-        if any(secrets.compare_digest(each.encode(), token.encode()) for each in known):
-            return None
-        return _error(401, "The token is missing or wrong. Open /?token=... once, or send it as a Bearer token.")
+        return None
 
 
 async def _body(request: Request) -> bytes:

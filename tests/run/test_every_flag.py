@@ -103,7 +103,7 @@ OF_OTHER_SCRIPTS = [
         "--model_name_or_path m --index_dir i --images d",
         "caption_column=a image_root=r max_eval_samples=2",
     ),
-    (search, "--index_dir i words", f"host=0.0.0.0 port=9000 token={'x' * 16}"),
+    (search, "--index_dir i words", "port=9000"),
     (search, "--index_dir i --serve", "top_k=3 json=true"),
 ]
 

@@ -15,7 +15,6 @@ from mm_utils.search import server
 
 EVIL_CAPTION = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 EVIL_NAME = "<img src=x onerror=document.title='hacked'>.png"
-TOKEN = "a-token-of-sixteen-letters"
 
 
 class Answer(NamedTuple):
@@ -52,9 +51,9 @@ class Served(NamedTuple):
         return found
 
 
-def served(searcher: Any, token: str | None = None) -> Iterator[Served]:
+def served(searcher: Any) -> Iterator[Served]:
     listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(server.make_config(searcher, token))
+    running = uvicorn.Server(server.make_config(searcher))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     late = time.monotonic() + 60

@@ -15,7 +15,7 @@ from mm_utils.data.images import open_image
 from mm_utils.search.narrowed import Filter
 from mm_utils.search.searcher import Hit
 from tests.kit.corpora import COLOURS, SHAPES, draw
-from tests.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, served
+from tests.search.serving import EVIL_CAPTION, EVIL_NAME, Served, served
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -360,13 +360,3 @@ def test_an_injected_script_would_not_run(visit: Visit) -> None:
     assert visit.tab.title() == "Search images"
     assert any("Content Security Policy" in complaint for complaint in visit.complaints)
     visit.complaints.clear()
-
-
-def test_a_token_opens_the_page_once(context: Any, site: Served) -> None:
-    for guarded in served(site.searcher, TOKEN):
-        visit = Visit(context, guarded)
-        assert visit.tab.locator("#hits").count() == 0
-        visit.tab.goto(f"{visit.home}/?token={TOKEN}")
-        assert TOKEN not in visit.tab.url
-        visit.find("a green square")
-        expect(visit.tab.locator("#hits img").first).to_have_js_property("naturalWidth", 48)

@@ -19,7 +19,7 @@ from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import search
 from tests.search.conftest import make_embedder, update, write_photos
-from tests.search.serving import EVIL_CAPTION, EVIL_NAME, TOKEN, Served, bomb, served
+from tests.search.serving import EVIL_CAPTION, EVIL_NAME, Served, bomb, served
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,6 @@ def searcher(reranking_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def page(searcher: Searcher) -> Iterator[Served]:
     yield from served(searcher)
-
-
-@pytest.fixture(scope="module")
-def guarded(searcher: Searcher) -> Iterator[Served]:
-    yield from served(searcher, TOKEN)
 
 
 # -- answers ------------------------------------------------------------------------------------------------------------
@@ -298,52 +293,6 @@ def test_texts_stay_data(page: Served) -> None:
     assert {hit["captions"][0] for hit in hits} == {EVIL_CAPTION}
     assert page.ask("/search?q=x").headers["content-type"] == "application/json"
     assert b"<script>document" not in page.ask("/?q=<script>document.title=1</script>").body
-
-
-# -- beyond this machine ------------------------------------------------------------------------------------------------
-
-
-def test_a_token_is_asked_for(guarded: Served) -> None:
-    assert guarded.ask("/").status == 401
-    assert guarded.ask("/search?q=x").status == 401
-    assert guarded.ask(f"/search?q=x&token={TOKEN}").status == 401
-    assert guarded.ask("/?token=wrong").status == 401
-    assert guarded.ask("/", authorization="Bearer é").status == 401
-    for scheme in ("Bearer", "bearer", "BEARER"):
-        assert guarded.ask("/search?q=x", authorization=f"{scheme} {TOKEN}").status == 200
-    answer = guarded.ask(f"/?token={TOKEN}", host="box.example:8000")
-    assert (answer.status, answer.headers["location"]) == (303, "/")
-    cookie = answer.headers["set-cookie"]
-    assert "HttpOnly" in cookie
-    assert "samesite=strict" in cookie.lower()
-    assert guarded.ask("/search?q=x", host="box.example:8000", cookie=cookie.split(";")[0]).status == 200
-    assert guarded.ask("/search?q=x", cookie=cookie.split(";")[0], origin="http://evil.example").status == 403
-
-
-@pytest.mark.parametrize(
-    ("host", "token", "message"),
-    [
-        ("0.0.0.0", None, "--host is 0.0.0.0; others could see"),
-        ("box.example", None, "--host is box.example"),
-        ("127.0.0.1", "short", "--token has 5 letters"),
-        ("0.0.0.0", "letters and blanks; more", "--token has"),
-    ],
-)
-def test_serving_others_needs_a_token(searcher: Searcher, host: str, token: str | None, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        server.serve(searcher, host, 0, token)
-
-
-def test_a_token_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other users of a machine see the command line."""
-    (tmp_path / "token").write_text(f"{TOKEN}\n")
-    assert search.SearchArguments("index", token=f"@{tmp_path}/token").token == TOKEN
-    monkeypatch.setenv("TANDEM_SEARCH_TOKEN", "another-token-of-letters")
-    assert search.SearchArguments("index").token == "another-token-of-letters"
-    assert search.SearchArguments("index", token=TOKEN).token == TOKEN
-    for wrong in ("@/nowhere", f"@{tmp_path}"):
-        with pytest.raises(ValueError, match=f"--token is {wrong}; the file cannot be read"):
-            search.SearchArguments("index", token=wrong)
 
 
 def test_the_script_serves_this_machine_alone(

@@ -109,41 +109,32 @@ def font_families() -> list[str]:
 def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
     """Draw the values of `metrics_path`, JSON lines, as panels; return the titles of the panels.
 
-    A panel without values is left out, and one of single points where there are others; without any panel nothing is written. Lines that are not JSON are skipped. A step
-    that occurs twice, as after a resume, has its later value.
+    A panel without values is left out, and one of single points where there are others; without any panel nothing is
+    written. Lines that are not JSON are skipped. A step that occurs twice, as after a resume, has its later value.
     """
     series = _read_series(metrics_path)
-    panels = []
-    for title, pattern in _PANELS.items():
-        if shown := {name: points for name, points in series.items() if re.fullmatch(pattern, name)}:
-            panels.append((title, shown))
-    # A short run's single points say nothing; recalls of one evaluation are drawn side by side.
-    panels = [
-        each for each in panels if each[0] == "Recall" or max(len(steps) for steps, _ in each[1].values()) > 1
-    ] or panels
+    shown = {title: {name for name in series if re.fullmatch(pattern, name)} for title, pattern in _PANELS.items()}
+    # A short run's single points say nothing, but for the recalls of one evaluation.
+    several = {name for name, (steps, _) in series.items() if len(steps) > 1}
+    panels = [title for title, names in shown.items() if names & several or (names and title == "Recall")]
+    panels = panels or [title for title, names in shown.items() if names]
     if not panels:
         logger.warning("%s has no values to plot; %s is not written", metrics_path, out_path)
         return []
-    large = panels[0][0] == "Recall" and len(panels) > 1  # it takes two rows and two columns
-    columns = (3 if len(panels) < 4 else 4) if large else min(3, len(panels))
-    cells = [(row, column) for row in range(len(panels)) for column in range(columns)]
-    cells = [cell for cell in cells if not large or max(cell) > 1][: len(panels) - large]
-    rows = max(2 * large, 1 + cells[-1][0])
-    places: list[Any] = [(slice(0, 2), slice(0, 2))] * large + cells
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
     figure = new_figure(4.2 * columns, 3.1 * rows)
-    grid = figure.add_gridspec(rows, columns)
-    for (title, shown), place in zip(panels, places, strict=True):
-        ax = figure.add_subplot(grid[place])
+    for place, title in enumerate(panels, start=1):
+        ax = figure.add_subplot(rows, columns, place)
         style_axes(ax)
-        (_draw_recall if title == "Recall" else _draw_lines)(ax, shown)
+        _draw_lines(ax, {name: series[name] for name in shown[title]})
         low, high = ax.get_ylim()
         margin = 0.05 * max(abs(low), abs(high))  # a constant has round labels, and not the digits of its noise
         ax.set_ylim(min(low, high - 2 * margin), max(high, low + 2 * margin))
         set_title(ax, title)
-        if len(ax.get_xticks()):
-            ax.set_xlabel("step", fontsize=8, color=MUTED)
+        ax.set_xlabel("step", fontsize=8, color=MUTED)
     save_figure(figure, out_path)
-    return [title for title, _ in panels]
+    return panels
 
 
 def _read_series(path: Path) -> dict[str, Points]:
@@ -162,61 +153,26 @@ def _read_series(path: Path) -> dict[str, Points]:
     return {name: (sorted(points), [points[step] for step in sorted(points)]) for name, points in values.items()}
 
 
-def _plot(ax: Axes, points: Points, color: str, label: str = "", width: float = 1.6) -> None:
-    """Draw a line; from 100 values on their running mean, over the values drawn faintly."""
-    steps, values = points
-    half = len(values) // 50
-    if half >= 2:
-        ax.plot(steps, values, color=color, linewidth=0.7, alpha=0.25)
-        total = np.concatenate([[0.0], np.cumsum(values)])
-        at = np.arange(len(values))
-        low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-        values = ((total[high] - total[low]) / (high - low)).tolist()
-    ax.plot(steps, values, color=color, linewidth=width, label=label, marker="o" * (len(steps) < 30), markersize=3)
-
-
-def _legend_above(ax: Axes, columns: int = 3, height: float = 0.98) -> None:
-    """Add a legend above the axes, right of the title, where it covers no curve."""
-    small_legend(ax, loc="lower right", bbox_to_anchor=(1.02, height), ncols=columns, columnspacing=1.2)
-
-
 def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
-    """Draw a line for each name; shorter names come first and are broader. The only term of a loss is the total."""
+    """Draw a line for each name, in one style per cut-off; shorter names come first. The only term of a loss is the total."""
     terms = [name for name in series if name.endswith("_loss") and not name.startswith("eval_")]
-    series = {name: points for name, points in series.items() if name != "loss" or len(terms) != 1}
-    for rank, name in enumerate(sorted(series, key=lambda name: (len(name), name))):
-        label = _LABELS.get(name) or name.removesuffix("_loss").removeprefix("eval_").replace("_", " ")
-        _plot(ax, series[name], COLORS[rank % len(COLORS)], label, 1.3 if rank else 2.0)
-    if len(series) > 1:
-        _legend_above(ax)
-
-
-def _draw_recall(ax: Axes, series: dict[str, Points]) -> None:
-    """Draw one colour per direction and one line style per cut-off."""
-    found = {name: match for name in series if (match := re.fullmatch(r"eval_(?:(.+)_)?recall@(\d+)", name))}
-    directions = sorted({match[1] or "all" for match in found.values()}, key=lambda word: ("rerank" in word, word))
-    cutoffs = sorted({int(match[2]) for match in found.values()})
-    color_of = dict(zip(directions, COLORS * len(directions), strict=False))
-    points = all(len(series[name][0]) == 1 for name in found)  # one evaluation has no lines that could differ
-    styles = ("o", "s", "^") if points else ("-", "--", ":")
-    style_of = {cutoff: styles[min(rank, 2)] for rank, cutoff in enumerate(cutoffs)}
-    for name, match in found.items():
-        direction, style = match[1] or "all", style_of[int(match[2])]
-        (steps, values), color = series[name], color_of[direction]
-        if points:
-            ax.plot([directions.index(direction)], values, color=color, marker=style, markersize=6)
-        else:
-            ax.plot(steps, values, color=color, linestyle=style, linewidth=1.5, marker="o", markersize=2.5)
-    if points:
-        ax.set_xlim(-0.5, len(directions) - 0.5)
-        ax.set_xticks([])
-    for direction, color in color_of.items():
-        label = direction.replace("_to_", " → ").replace("rerank_", "re-ranked ").replace("_", " ")
-        ax.plot([], [], color=color, linewidth=2, label=label)
-    for cutoff, style in style_of.items():
-        look: dict[str, Any] = {"marker": style, "linestyle": ""} if points else {"linestyle": style}
-        ax.plot([], [], color=MUTED, linewidth=1.5, markersize=5, label=f"@{cutoff}", **look)
-    _legend_above(ax, len(color_of) + len(style_of) * (len(color_of) < 3), height=0.99)  # of a panel twice as high
+    names = sorted(series.keys() - ({"loss"} if len(terms) == 1 else set()), key=lambda name: (len(name), name))
+    kinds, cutoffs = (list(dict.fromkeys(name.partition("@")[at] for name in names)) for at in (0, 2))
+    for rank, name in enumerate(names):
+        kind, _, cutoff = name.partition("@")
+        label = _LABELS.get(name) or name.removesuffix("_loss").removeprefix("eval_").replace("_recall@", " @")
+        label = label.replace("_to_", " → ").replace("rerank_", "re-ranked ").replace("_", " ")
+        steps, values = series[name]
+        look: dict[str, Any] = {"color": COLORS[kinds.index(kind) % len(COLORS)]}
+        if (half := len(values) // 50) >= 2:  # from 100 values on their running mean, over the values drawn faintly
+            ax.plot(steps, values, linewidth=0.7, alpha=0.25, **look)
+            total, at = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
+            low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+            values = ((total[high] - total[low]) / (high - low)).tolist()
+        look |= {"linewidth": 1.3 if rank else 2.0, "linestyle": ("-", "--", ":")[min(cutoffs.index(cutoff), 2)]}
+        ax.plot(steps, values, label=label, marker="o" * (len(steps) < 30), markersize=3, **look)
+    if len(names) > 1:  # above the axes, right of the title, where it covers no curve
+        small_legend(ax, loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=3, columnspacing=1.2)
 
 
 @dataclass
@@ -243,14 +199,10 @@ def draw_retrieval(queries: list[RetrievalExample], out_path: Path) -> None:
         draw_text(ax, 0, 0.0, query.note, va="bottom", fontsize=8, color=MUTED)
         found = list(zip(query.images, query.scores, query.correct, strict=True))
         for rank, (image, score, hit) in enumerate(found[:5]):
-            _draw_image(figure.add_subplot(grid[row, rank + 1]), image, score, hit)
+            ax = figure.add_subplot(grid[row, rank + 1])
+            ax.imshow(np.asarray(ImageOps.pad(image.convert("RGB"), (256, 256), color="#f8fafc")))
+            ax.set(xticks=[], yticks=[])
+            ax.spines[:].set(color="#16a34a" if hit else "#d1d5db", linewidth=3.5 if hit else 1.0)
+            label, weight = f"{score:.3f}" + "  ✓" * hit, "bold" if hit else "normal"
+            ax.set_xlabel(label, fontsize=8.5, color="#15803d" if hit else MUTED, fontweight=weight)
     save_figure(figure, out_path)
-
-
-def _draw_image(ax: Axes, image: Image.Image, score: float, hit: bool) -> None:
-    ax.imshow(np.asarray(ImageOps.pad(image.convert("RGB"), (256, 256), color="#f8fafc")))
-    ax.set_xticks([])
-    ax.set_yticks([])
-    ax.spines[:].set(color="#16a34a" if hit else "#d1d5db", linewidth=3.5 if hit else 1.0)
-    label = f"{score:.3f}" + "  ✓" * hit
-    ax.set_xlabel(label, fontsize=8.5, color="#15803d" if hit else MUTED, fontweight="bold" if hit else "normal")

@@ -1,3 +1,5 @@
+"""Curves of a run, pictures of what it finds, confusions: every panel, any caption, no global state."""
+
 import json
 from pathlib import Path
 
@@ -42,32 +44,22 @@ def test_a_picture_has_every_panel_and_leaves_global_state_alone(tmp_path: Path)
     rows = [{"step": step, **TRAINING, **(EVALUATION if step % 50 == 0 else {})} for step in range(1, 201)]
     rows.append({"step": 200, "eval_rerank_text_to_image_recall@1": 0.9})
     panels = plot_training(write_lines(tmp_path / "metrics.jsonl", *rows), tmp_path / "training.png")
-    assert panels == [
-        "Recall",
-        "Loss",
-        "Learning rate",
-        "Temperature",
-        "Pairs per second",
-        "Waiting for data",
-        "Gradient norm",
-    ]
+    assert ", ".join(panels) == (
+        "Recall, Loss, Learning rate, Temperature, Pairs per second, Waiting for data, Gradient norm"
+    )
     assert dict(matplotlib.rcParams) == before
     with Image.open(tmp_path / "training.png") as image:
         assert image.width > image.height > 800
         assert len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
+NAN = '{"step": 1, "loss": NaN, "grad_norm": Infinity, "pairs_per_second": 0.0, "learning_rate": 0.0}'
+POINTS = [{"step": 10, **TRAINING, **EVALUATION}, *({"step": step, "eval_mean_recall": 0.4} for step in (0, 10))]
 PANELS: list[tuple[list[object], list[str]]] = [
     ([{"step": 1, "loss": 1.0, "logit_scale": 14.3, "grad_norm": None}], ["Loss", "Logit scale"]),  # without values
     ([{"step": 1, "epoch": 0.5}], []),
-    (
-        ['{"step": 1, "loss": NaN, "grad_norm": Infinity, "pairs_per_second": 0.0, "learning_rate": 0.0}'],
-        ["Learning rate", "Pairs per second"],
-    ),
-    (  # single points, beside others
-        [{"step": 10, **TRAINING, **EVALUATION}, *({"step": step, "eval_mean_recall": 0.4} for step in (0, 10))],
-        ["Recall", "Mean recall"],
-    ),
+    ([NAN], ["Learning rate", "Pairs per second"]),
+    (POINTS, ["Recall", "Mean recall"]),  # single points, beside others
 ]
 
 

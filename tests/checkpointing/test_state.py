@@ -30,10 +30,9 @@ from mm_utils.model.adapt import LoraArguments, WeightAverage, load_weights
 from mm_utils.model.adapters import add_adapters
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
-from tests.kit.objectives import tiny_objective
+from tests.kit.objectives import sharded, tiny_objective
 from tests.kit.ranks import run_on_ranks
 from tests.kit.tiny_run import Processor
-from tests.kit.training_runs import sharded
 
 KIND = "sigmoid_matching"  # temperature and bias: two vectors of one, of which one rank holds both
 Parts = tuple[JointObjective, torch.optim.AdamW, WeightAverage]

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from mm_utils import distributed
 from mm_utils.distributed import full_tensor
 from mm_utils.objectives.grad_cache import backward
-from tests.kit.objectives import assert_same, global_batch, share_of, step_in_parts, tiny_objective
+from tests.kit.objectives import assert_same, global_batch, sharded, share_of, step_in_parts, tiny_objective
 from tests.kit.ranks import run_on_ranks
-from tests.kit.training_runs import sharded
 
 KINDS = ("contrastive", "sigmoid_matching")
 

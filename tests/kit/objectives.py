@@ -9,9 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
+from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, TokenHead
 from mm_utils.objectives import EmbeddingTerm
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
@@ -22,6 +25,7 @@ from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.phases import Phases
+from mm_utils.training.sharded import initialise_fsdp_root, make_shardable
 
 
 def other_positives_of(ids: Tensor) -> Tensor:
@@ -240,3 +244,15 @@ class Uniformity(EmbeddingTerm):
 
     def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
         return torch.pdist(image_NE).square().mul(-2).exp().mean().log() + 0.1 * scale.log()
+
+
+def sharded(objective: JointObjective) -> JointObjective:
+    make_shardable(objective)
+    objective.is_wrapped, objective.groups_texts = False, False
+    mesh = init_device_mesh("cpu", (distributed.world_size(),))
+    model = objective.model
+    layers = model.fusion.layers if model.fusion is not None else ()
+    for part in (model.vision_model, model.text_model, *layers, objective):
+        fully_shard(part, mesh=mesh)
+    initialise_fsdp_root(objective)
+    return objective

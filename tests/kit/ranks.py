@@ -20,7 +20,7 @@ PRELOADED = [
     "hypothesis",
     "tests.faults.rank_runs",
     "tests.kit.tiny_run",
-    "tests.kit.training_runs",
+    "tests.distributed.test_signature",
     "mm_utils.evaluation.retrieval",
     "mm_utils.objectives.matching",
     "transformers.models.bert.modeling_bert",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoProcessor
+from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
 from mm_utils.data.media.medium import read_by
 from mm_utils.distributed import RunError
@@ -16,7 +16,18 @@ from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.search.index import IndexInfo, check_same_model, model_fingerprint
 from scripts import pretrain
 from tests.kit.stock_folders import KINDS, chinese_tokenizer, noise, write_clap, write_stock, write_xclip
-from tests.model.letters import write_bert
+
+
+def write_bert(folder: Path) -> str:
+    """Write a random BERT, 40 channels wide, with its tokenizer."""
+    torch.manual_seed(1)
+    tokenizer = chinese_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=40, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

@@ -45,26 +45,6 @@ EVALUATED = {
 }
 
 # What `accelerate launch scripts/pretrain.py --eval_steps 75` logged, every 10 steps and at the last one, 375.
-DEFAULT_RUN: dict[str, list[float]] = {
-    "contrastive_loss": [
-        4.14, 4.23, 3.81, 3.24, 2.90, 2.51, 2.26, 2.15, 1.68, 1.90, 1.40, 1.38, 1.36, 1.20, 1.14, 1.04,
-        0.88, 1.40, 0.94, 0.85, 0.67, 0.82, 0.79, 0.58, 0.64, 0.63, 0.63, 0.71, 0.63, 0.55, 0.56, 0.48,
-        0.50, 0.50, 0.46, 0.49, 0.45, 0.42,
-    ],
-    "grad_norm": [
-        4.7, 14.9, 11.0, 11.9, 7.0, 21.6, 19.2, 42.2, 20.4, 21.5, 15.3, 18.0, 17.2, 31.5, 22.9, 14.1,
-        10.3, 46.2, 13.6, 7.8, 12.9, 15.0, 5.0, 13.7, 6.9, 11.1, 11.2, 9.7, 6.6, 18.0, 10.0, 5.3, 4.4,
-        8.8, 6.2, 6.5, 7.2, 5.2,
-    ],
-}  # fmt: skip
-DEFAULT_EVALUATIONS: dict[str, list[float]] = {
-    "image_effective_rank": [46.0, 46.9, 43.6, 43.0, 43.2],
-    "image_rank_share": [0.32, 0.33, 0.30, 0.30, 0.30],
-    "image_spread": [0.68, 0.91, 0.96, 0.97, 0.97],
-    "text_effective_rank": [47.0, 42.1, 37.3, 36.5, 36.0],
-    "text_rank_share": [0.33, 0.29, 0.26, 0.25, 0.25],
-    "text_spread": [0.67, 0.88, 0.96, 0.97, 0.97],
-}
 
 
 class Run:
@@ -103,21 +83,6 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
     """Warnings so far."""
     caplog.set_level(logging.WARNING, logger="mm_utils")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "mm_utils.training.warnings"]
-
-
-def test_silent_on_the_default_run(said: Said) -> None:
-    run, steps = Run(max_steps=375), [*range(10, 371, 10), 375]
-    evaluations = dict(zip(range(75, 376, 75), zip(*DEFAULT_EVALUATIONS.values(), strict=True), strict=True))
-    logged = dict(zip(steps, zip(*DEFAULT_RUN.values(), strict=True), strict=True))
-    for step in sorted({*steps, *evaluations}):
-        if step in logged:
-            run.step = step - 10
-            run.log(1, **dict(zip(DEFAULT_RUN, logged[step], strict=True)))
-        if step in evaluations:
-            run.step = step
-            run.evaluate(**dict(zip(DEFAULT_EVALUATIONS, evaluations[step], strict=True)))
-    assert len(run.state.log_history) == 38 + 5
-    assert said() == []
 
 
 COLLAPSED = {"contrastive_loss": CHANCE - 0.001, "grad_norm": 6e-5}

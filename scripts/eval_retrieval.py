@@ -114,9 +114,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 5. Report.
     report_retrieval(accelerator, evaluator, metrics, loaders.medium.kind, split, args.output_dir)
-    for each in others:
-        if args.output_dir:
-            each.report(accelerator, rows, loaders, Path(args.output_dir))
     named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
     record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium.kind)
     accelerator.end_training()

@@ -100,9 +100,12 @@ def main(
     )
 
     # 4. Train.
-    of_terms = objective.evaluators(data.medium)
     retrieval = validation_evaluator(given[flags.EvaluationArguments], data)
-    others: list[Evaluate] = [*of_terms, *given[flags.EvaluationArguments].own_evaluators(), *evaluators]
+    others: list[Evaluate] = [
+        *objective.evaluators(data.medium),
+        *given[flags.EvaluationArguments].own_evaluators(),
+        *evaluators,
+    ]
     measures: list[Evaluate] = [retrieval, *others, *train_recall(data, args.seed)]
     context = RunContext(
         *(run, given, data, model, objective, optimizer, measures, resume_from, is_model),
@@ -128,8 +131,6 @@ def main(
 
     # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
     context.finish()
-    for evaluator in of_terms:
-        evaluator.report(run.accelerator, data.splits["validation"], data.loaders, run.output_dir)
     finish_run(context, argv)
     return context.metrics
 

@@ -199,7 +199,7 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
         "training.png": "curves",
         "confusion.png": "which classes are mistaken for which",
         "classes.csv": "recall and precision of every class",
-        "wise_ft.png": "weights between the start and the end",
+        "wise_ft.json": "figures of the weights between the start and the end",
         "results.json": "the metrics above",
         "config.yaml": "the arguments, to run it again",
     }

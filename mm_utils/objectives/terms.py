@@ -10,7 +10,6 @@ Shape letters: n this rank's pairs (or those of a part of the batch), N the glob
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
@@ -112,9 +111,6 @@ class Evaluator:
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics by name."""
         raise NotImplementedError
-
-    def report(self, accelerator: Accelerator, rows: datasets.Dataset, loaders: Any, folder: Path) -> None:
-        """Draw pictures of the last evaluation, which was on `rows` by these `Loaders`; called on all ranks."""
 
 
 class Term:

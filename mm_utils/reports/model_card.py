@@ -132,9 +132,7 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 _PICTURES = {
     "Training curves": "training.png",
     "Retrieved {}s": "retrieval.png",
-    "Moments": "moments.png",
     "Confusions": "confusion.png",
-    "Between the start and the end of training": "wise_ft.png",
 }
 
 

@@ -356,9 +356,7 @@ def _retrieval_summary(context: RunContext) -> list[str]:
         "README.md": "the model card, with code to use the model",
         "training.png": "curves",
         "retrieval.png": "what some captions find",
-        "regions.png": "where some phrases point",
-        "moments.png": "when some phrases happen, as predicted",
-        "wise_ft.png": "weights between the start and the end",
+        "wise_ft.json": "figures of the weights between the start and the end",
         "metrics.jsonl": "every figure that was logged",
         "config.yaml": "the arguments, to run it again",
     }

@@ -39,9 +39,7 @@ _OWN = (
     *(
         "training.png",
         "retrieval.png",
-        "regions.png",
-        "moments.png",
-        "embedding_sizes.*",  # of earlier versions
+        *("regions.png", "moments.png", "embedding_sizes.*"),  # of earlier versions
         "confusion.png",
         "classes.csv",
         "results.json",

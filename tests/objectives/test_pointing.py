@@ -1,4 +1,4 @@
-"""Pointing and choice against loops, on any number of processes; the picture, and the loss of regions."""
+"""Pointing and choice against loops, on any number of processes; the loss of regions."""
 
 from typing import Any
 
@@ -46,8 +46,6 @@ def test_pointing_equals_a_loop(size: int) -> None:
     assert metrics["pointing_accuracy"] == pytest.approx(accuracy)
     assert metrics["pointing_chance"] == pytest.approx(chance)
     assert 0 <= metrics["pointing_accuracy_low"] < accuracy < metrics["pointing_accuracy_high"] <= 1
-    assert [(one.row, one.key, one.is_hit) for one in evaluator.examples] == expected[: len(evaluator.examples)]
-    assert evaluator.examples[0].heat.shape == (CELLS, CELLS)
 
 
 def test_choice_equals_a_loop() -> None:

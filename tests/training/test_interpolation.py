@@ -79,7 +79,6 @@ def test_the_best_weights_are_saved_and_reported(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "wise_ft.json").read_text())
     assert (report["metric"], report["best_alpha"], report["saved_alpha"]) == ("accuracy", 0.3, 0.3)
     assert [row["alpha"] for row in report["measured"]] == [step / 10 for step in range(11)]
-    assert (tmp_path / "wise_ft.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,6 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
     assert recalls[int(4 * report["best_alpha"])] == max(recalls)
     stock = VisionTextDualEncoderModel.from_pretrained(tmp_path / "wise/dual_encoder").state_dict()
     assert torch.equal(stock["visual_projection.weight"], found["visual_projection.weight"])
-    assert "wise_ft.png" in (tmp_path / "wise/README.md").read_text()
     resume = ["--resume_from_checkpoint", str(tmp_path / "wise/checkpoint-2")]
     assert pretrain.main([*flags, *resume, "--output_dir", str(tmp_path / "again")]) == metrics
 

@@ -14,26 +14,19 @@ Shape letters: R phrases of a batch, N of the split, O other spans, T cells alon
 """
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import NamedTuple
 
 import datasets
 import torch
 from accelerate import Accelerator
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from mm_utils import distributed
-from mm_utils.data.batches.loaders import Loaders
-from mm_utils.data.batches.tokens import caption_key
-from mm_utils.data.media.medium import Medium, kind_of
+from mm_utils.data.media.medium import kind_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.grounding.pointing import grounded, hits, mean_with_interval
 from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.terms import Evaluator
-from mm_utils.plots import BLUE, GREEN, MUTED, ORANGE, draw_text, new_figure, save_figure, style_axes, wrap
 
-SHOWN, COLUMNS = 12, 3  # phrases in moments.png, and of a row
 MOST_OTHERS = 500  # spans of other phrases that each one is compared with
 GRID = 40  # steps of the best fixed span
 
@@ -45,32 +38,15 @@ MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
 """What is averaged over the phrases, as a function of their IoU."""
 
 
-class Found(NamedTuple):
-    """A phrase of a medium, and where the model found it, in shares of the window."""
-
-    row: int  # the medium's row in the data set
-    key: int  # the phrase's key, see `mm_utils.objectives.grounding.regions`
-    true: list[float]  # start and end
-    found: list[float]
-    profile: Tensor  # `[T]` probabilities
-
-
 class MomentEvaluator(Evaluator):
-    """Measure moments; all ranks get the same metrics.
-
-    Attributes:
-        examples: some phrases of the last evaluation, different ones on each rank.
-    """
+    """Measure moments; all ranks get the same metrics."""
 
     readers = (RegionReader(),)
-
-    def __init__(self) -> None:
-        self.examples: list[Found] = []
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics of `moment_metrics` for batches with moments."""
-        self.examples, device = [], accelerator.device
+        device = accelerator.device
         if model.region_head is None:  # it was not trained to find moments
             return {}
         rows = [torch.empty(0, dtype=torch.long, device=device)]
@@ -83,27 +59,10 @@ class MomentEvaluator(Evaluator):
             is_hit_R, row_R = hits(cosine_R1T, moments.boxes), batch["rows"][moments.image]
             rows.append(row_R[:count])
             columns.append(torch.cat([true_R2, found_R2, is_hit_R[:, None]], 1)[:count])
-            shown = slice(min(count, SHOWN - len(self.examples)))
-            lists = [column[shown].tolist() for column in (row_R, moments.keys, true_R2, found_R2)]
-            self.examples += map(Found, *lists, profile_RT[shown].cpu())
         sizes = distributed.gather_sizes(sum(map(len, rows)), device)
         return moment_metrics(
             distributed.gather(torch.cat(rows), sizes), distributed.gather(torch.cat(columns), sizes)
         )
-
-    def report(self, accelerator: Accelerator, rows: datasets.Dataset, loaders: Loaders, folder: Path) -> None:
-        """Draw `moments.png`: the profile of some phrases over time, in seconds of their medium.
-
-        It shows the true span and the one that was found, which is green where their IoU is at least 0.5, else orange.
-        """
-        if not accelerator.is_main_process or not self.examples:
-            return
-        columns = min(COLUMNS, len(self.examples))
-        lines = -(-len(self.examples) // columns)
-        figure = new_figure(4.2 * columns, 1.7 * lines)
-        for number, example in enumerate(self.examples, 1):
-            _draw_profile(figure.add_subplot(lines, columns, number), example, rows[example.row], loaders.medium)
-        save_figure(figure, Path(folder, "moments.png"))
 
 
 def of_split(rows: datasets.Dataset) -> MomentEvaluator | None:
@@ -185,20 +144,3 @@ def _by_fixed_span(true_N2: Tensor) -> dict[str, float]:
         for name, measure in MEASURES.items():
             best[name] = max(best[name], measure(overlap).mean(0).max().item())
     return best
-
-
-def _draw_profile(ax: Axes, example: Found, row: dict, medium: Medium) -> None:
-    phrases = {caption_key(moment["phrase"]): moment["phrase"] for moment in row["moments"]}
-    _, (seconds, _), window = medium.read(row["image"])
-    begin, length = window.left * seconds, (window.right - window.left) * seconds
-    true, found = ([begin + length * edge for edge in span] for span in (example.true, example.found))
-    overlap = overlaps(torch.tensor(example.found), torch.tensor(example.true)).item()
-    style_axes(ax)
-    edges = [begin + length * place / len(example.profile) for place in range(len(example.profile) + 1)]
-    ax.stairs(example.profile.numpy(), edges, fill=True, color=BLUE, alpha=0.5)
-    top = 1.15 * example.profile.nan_to_num().max().item() + 1e-6
-    ax.axvspan(*true, color=MUTED, alpha=0.25, linewidth=0)
-    ax.hlines(top, found[0], found[1], color=GREEN if overlap >= 0.5 else ORANGE, linewidth=4)
-    ax.set(xlim=(begin, begin + length), ylim=(0, 1.1 * top), yticks=[])
-    title = f"{wrap(phrases[example.key], 44, 1)}\n{true[0]:.1f} to {true[1]:.1f} s; found {found[0]:.1f} to {found[1]:.1f} s"
-    draw_text(ax, begin, 1.14 * top, title, va="bottom", fontsize=6.5)

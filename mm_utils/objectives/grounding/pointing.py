@@ -9,57 +9,29 @@ Shape letters: R regions of a batch, N of the split, h x w cells, E embedding wi
 """
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import datasets
 import torch
 from accelerate import Accelerator
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.data.batches.loaders import Loaders
-from mm_utils.data.batches.tokens import caption_key
-from mm_utils.data.images import open_image
 from mm_utils.evaluation.metrics import mean_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.reading import center_square
 from mm_utils.objectives.grounding.regions import RegionReader, Regions, regions_of
 from mm_utils.objectives.terms import Evaluator
-from mm_utils.plots import GREEN, INK, ORANGE, draw_text, new_figure, save_figure, wrap
-
-TILES, COLUMNS, SIDE = 18, 6, 160  # of regions.png: phrases, phrases per row, pixels of an image
-
-
-class Pointed(NamedTuple):
-    """A phrase of an image, and where the model located it."""
-
-    row: int  # the image's row in the data set
-    key: int  # the phrase's key, see `mm_utils.objectives.grounding.regions`
-    box: list[float]  # left, top, right, bottom as shares of the centre square
-    is_hit: bool  # whether the highest cell lies in the box
-    heat: Tensor  # `[h, w]` cosines of the cells with the phrase
 
 
 class PointingEvaluator(Evaluator):
-    """Measure pointing and choice; all ranks get the same metrics.
-
-    Attributes:
-        examples: some phrases of the last evaluation, different ones on each rank.
-    """
+    """Measure pointing and choice; all ranks get the same metrics."""
 
     readers = (RegionReader(),)
-
-    def __init__(self) -> None:
-        self.examples: list[Pointed] = []
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics of `region_metrics` for batches with regions."""
-        self.examples, device = [], accelerator.device
+        device = accelerator.device
         found = [torch.empty(0, 4, dtype=torch.long, device=device)]
         areas = [torch.empty(0, dtype=torch.double, device=device)]
         for batch, regions, count, taps, cells_bhwE, phrase_RE in grounded(model, loader, accelerator, "Pointing"):
@@ -70,25 +42,8 @@ class PointingEvaluator(Evaluator):
             columns = (row_R, is_hit_R, *chosen(box_RE @ phrase_RE.T, regions))
             found.append(torch.stack([column.long() for column in columns], 1)[:count])
             areas.append((regions.boxes[:, 2:] - regions.boxes[:, :2]).prod(1).double()[:count])
-            shown = slice(min(count, TILES - len(self.examples)))
-            lists = [column[shown].tolist() for column in (row_R, regions.keys, regions.boxes, is_hit_R)]
-            self.examples += map(Pointed, *lists, heat_Rhw[shown].cpu())
         sizes = distributed.gather_sizes(sum(map(len, found)), device)
         return region_metrics(distributed.gather(torch.cat(found), sizes), distributed.gather(torch.cat(areas), sizes))
-
-    def report(self, accelerator: Accelerator, rows: datasets.Dataset, loaders: Loaders, folder: Path) -> None:
-        """Draw `regions.png`: the image of some phrases with the box, the cosines, and the highest cell.
-
-        Box and title are green for a hit, else orange.
-        """
-        if not accelerator.is_main_process or not self.examples:
-            return
-        columns = min(COLUMNS, len(self.examples))
-        lines = -(-len(self.examples) // columns)
-        figure = new_figure(1.7 * columns, 1.9 * lines)
-        for number, example in enumerate(self.examples, 1):
-            _draw_tile(figure.add_subplot(lines, columns, number), example, rows[example.row])
-        save_figure(figure, Path(folder, "regions.png"))
 
 
 def grounded(
@@ -146,24 +101,6 @@ def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
     heat_Rn = heat_Rhw.flatten(1)
     best, rival = (heat_Rn.masked_fill(~mask, -torch.inf).amax(1) for mask in (inside_Rn, ~inside_Rn))
     return best > rival
-
-
-def _draw_tile(ax: Axes, example: Pointed, row: dict) -> None:
-    phrases = {caption_key(region["phrase"]): region["phrase"] for region in row["regions"]}
-    square = center_square(open_image(row["image"]), SIDE).permute(1, 2, 0).numpy()
-    heat = (example.heat - example.heat.min()) / (example.heat.max() - example.heat.min()).clamp(min=1e-6)
-    extent = (0, 1, 1, 0)
-    ax.imshow(square, extent=extent)
-    ax.imshow(heat.numpy(), cmap="magma", extent=extent, alpha=0.45, interpolation="bilinear", vmin=0, vmax=1)
-    left, top, right, bottom = example.box
-    color = GREEN if example.is_hit else ORANGE
-    ax.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=color, linewidth=2))
-    height, width = heat.shape
-    down, across = divmod(int(heat.argmax()), width)
-    ax.plot((across + 0.5) / width, (down + 0.5) / height, "o", color="white", markeredgecolor=INK, markersize=6)
-    ax.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
-    ax.spines[:].set_visible(False)
-    draw_text(ax, 0, -0.03, wrap(phrases[example.key], 30, 2), va="bottom", fontsize=6.5, color=color)
 
 
 def mean_with_interval(name: str, value_N: Tensor, group_N: Tensor) -> dict[str, float]:

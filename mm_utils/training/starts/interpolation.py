@@ -19,7 +19,6 @@ from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.files import write_atomic
 from mm_utils.model.adapt import merged
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.plots import BLUE, MUTED, ORANGE, new_figure, save_figure, set_title, small_legend, style_axes
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def choose_between(
 ) -> dict[str, float]:
     """Measure weights between `start` and those in `model`; load and save the chosen ones.
 
-    Writes the model, `wise_ft.json` and `wise_ft.png`. Called on all ranks, which all get the metrics of the chosen weights,
+    Writes the model and `wise_ft.json`. Called on all ranks, which all get the metrics of the chosen weights,
     with `wise_ft_alpha`.
 
     Args:
@@ -96,21 +95,6 @@ def choose_between(
         rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
         report = {"metric": metric, "best_alpha": best, "saved_alpha": chosen, "measured": rows}
         write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
-        _draw({alpha: metrics[metric] for alpha, metrics in measured.items()}, chosen, metric, folder / "wise_ft.png")
 
     distributed.on_first(write)
     return {**measured[chosen], "wise_ft_alpha": chosen}
-
-
-def _draw(values: Mapping[float, float], chosen: float, metric: str, out_path: Path) -> None:
-    figure = new_figure(5.2, 3.4)
-    ax = figure.add_subplot()
-    style_axes(ax)
-    ax.plot(list(values), list(values.values()), color=BLUE, linewidth=1.8, marker="o", markersize=3.5)
-    ax.plot([chosen], [values[chosen]], color=ORANGE, marker="o", markersize=8, linestyle="", label="saved")
-    ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0, the start", "0.25", "0.5", "0.75", "1, the end"])
-    ax.set_xlabel("alpha", fontsize=8, color=MUTED)
-    title = metric.replace("_", " ").capitalize()
-    set_title(ax, f"{title} between start and end")
-    small_legend(ax, loc="best")
-    save_figure(figure, out_path)

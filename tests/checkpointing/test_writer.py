@@ -176,27 +176,11 @@ def add_checkpoint(folder: Path, step: int, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("free", "there", "kept", "outcome"),
-    [
-        (30, 0, 2, ""),
-        (29, 0, 2, "warning"),
-        (10, 0, 2, "warning"),
-        (9, 0, 2, "error"),
-        (20, 1, 2, ""),
-        (10, 2, 2, ""),
-        (10, 5, 2, ""),
-        (9, 2, 2, "error"),
-        (20, 0, None, ""),
-        (19, 0, None, "warning"),
-    ],
-)
+    [(30, 0, 2, ""), (29, 0, 2, "warning"), (10, 0, 2, "warning"), (9, 0, 2, "error"), (20, 1, 2, ""), (10, 2, 2, ""),
+     (10, 5, 2, ""), (9, 2, 2, "error"), (20, 0, None, ""), (19, 0, None, "warning")],
+)  # fmt: skip
 def test_room_for_checkpoints(
-    free: int,
-    there: int,
-    kept: int | None,
-    outcome: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    free: int, there: int, kept: int | None, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """`free` in MiB; a checkpoint takes 10."""
     for step in range(there):

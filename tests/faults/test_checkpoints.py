@@ -5,10 +5,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -243,43 +242,6 @@ def test_what_else_lies_about_is_neither_read_nor_removed(straight: Path, tmp_pa
     assert not (tmp_path / "canary").exists()
     assert (tmp_path / "precious/file").exists()
     assert not list(run.glob(".*"))
-
-
-# -- disks --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize(("limit", "room"), [(1, 2), (2, 3)])
-def test_a_disk_that_fills_up(limit: int, room: int, small_disk: Path) -> None:
-    """A checkpoint takes 1 MiB, and there is none to spare but for `room` of them."""
-    writer, other = CheckpointWriter(small_disk, limit), small_disk / "of another"
-    for step in (2, 3):
-        assert save(writer, step, 2**17) == step
-    kept = [step_of(path) for path in checkpoint_folders(small_disk)]
-    assert kept == [2, 3][-limit:]
-    other.write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**18))
-    if limit == 1:
-        assert save(writer, 4, 2**17) == 0
-        assert str(small_disk) in writer.problem
-        assert "MiB" in writer.problem
-        assert newest_checkpoint(small_disk)[0] == small_disk / "checkpoint-3"
-        other.unlink()
-        assert save(writer, 5, 2**17) == 5
-    else:
-        assert save(writer, 4, 2**17) == 4  # in the room of the oldest
-    assert writer.failures == 0
-    assert not [path for path in checkpoint_folders(small_disk) if verify(path)]
 
 
 # -- resumed ------------------------------------------------------------------------------------------------------------

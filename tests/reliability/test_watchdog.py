@@ -99,26 +99,3 @@ def test_a_slow_rank_is_named_once_after_two_log_rows(wait: float, computing: fl
     assert "process 2 (host" in warned[2][0]
     assert reason in warned[2][0]
     assert others == [[[]] * 4] * 2
-
-
-def test_a_compiled_tower_is_measured_from_outside_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks would be traced: a break of the graph and a new one in every step."""
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    towers = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2)]
-    for tower in towers:
-        tower.compile(backend="eager", dynamic=True)
-    model = SimpleNamespace(vision_model=towers[0], text_model=towers[1], device=torch.device("cpu"))
-    detection = StragglerDetection()
-    nothing = SimpleNamespace()
-    detection.on_train_begin(nothing, nothing, nothing, model=model)
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    for rows in range(2, 12):
-        detection.on_step_begin(nothing, nothing, nothing)
-        for tower in towers:
-            tower(torch.ones(rows, 4)).sum().backward()
-        detection.on_step_end(nothing, nothing, nothing, data_wait=0.0)
-    assert len(detection._passes) == 20
-    assert sum(counters["graph_break"].values()) == 0
-    assert counters["stats"]["unique_graphs"] <= 2

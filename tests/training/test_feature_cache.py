@@ -246,19 +246,16 @@ MODELS: dict[str, tuple[Callable[[Objective], Any], bool, bool]] = {
     "tokens per tap": (set_config("fusion_tokens_per_tap", 1), True, False),
     "objective": (lambda objective: setattr(objective, "pairs_per_image", 0), True, True),
 }
-OPTIONS: dict[str, tuple[dict[str, Any], bool, bool]] = {
-    "batch size": ({"batch_size": 7}, False, False),
-    "workers": ({"workers": 2}, False, False),
-    "image size": ({"size": 32}, True, False),
-    "mean": ({"mean": 0.25}, True, False),
-    "std": ({"std": 0.25}, True, False),
-}
-DATA: dict[str, tuple[Callable[[], Dataset], bool, bool]] = {
-    "the same": (other_rows, False, False),
-    "fewer rows": (lambda: other_rows(11), True, True),
-    "order": (lambda: other_rows().select([1, 0, *range(2, 12)]), True, True),
-    "captions are cut": (lambda: other_rows(length=4), False, True),
-    "an image has other bytes": (lambda: other_rows(broken=[2]), True, False),
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[], Dataset] | None, bool, bool]] = {
+    "batch size": ({"batch_size": 7}, None, False, False),
+    "workers": ({"workers": 2}, None, False, False),
+    "image size": ({"size": 32}, None, True, False),
+    "mean": ({"mean": 0.25}, None, True, False),
+    "std": ({"std": 0.25}, None, True, False),
+    "fewer rows": ({}, lambda: other_rows(11), True, True),
+    "order": ({}, lambda: other_rows().select([1, 0, *range(2, 12)]), True, True),
+    "captions are cut": ({}, lambda: other_rows(length=4), False, True),
+    "an image has other bytes": ({}, lambda: other_rows(broken=[2]), True, False),
 }
 
 
@@ -272,18 +269,11 @@ def test_a_store_is_for_one_model(name: str, rows: Dataset, own_cache: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_store_is_for_one_preprocessing(name: str, rows: Dataset, own_cache: Path) -> None:
-    options, vision, text = OPTIONS[name]
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_store_is_for_one_preprocessing_and_one_data_set(name: str, rows: Dataset, own_cache: Path) -> None:
+    options, other, vision, text = OTHERS[name]
     cached(rows, frozen())
-    assert added(own_cache, lambda: cached(rows, frozen(), **options)) == vision + text
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_a_store_is_for_one_data_set(name: str, rows: Dataset, own_cache: Path) -> None:
-    other, vision, text = DATA[name]
-    cached(rows, frozen())
-    assert added(own_cache, lambda: cached(other(), frozen())) == vision + text
+    assert added(own_cache, lambda: cached(other() if other else rows, frozen(), **options)) == vision + text
 
 
 def test_a_store_is_for_one_precision(rows: Dataset, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

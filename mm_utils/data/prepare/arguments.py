@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import DatasetDict, load_from_disk
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
@@ -176,9 +176,20 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "lock", blocking=False):
             _refuse_taken(output, args)  # again, as the last holder of the lock may be done
-            _empty(work, everything=args.overwrite_output_dir)
-            with _left_with_a_word(work):
+            for (
+                path
+            ) in work.iterdir():  # the half result of a run that was killed while writing, or everything but the lock
+                if path.name == "result" or (args.overwrite_output_dir and path.name != "lock"):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            try:
                 yield work
+            except BaseException:
+                if any(path.is_file() and path.name != "lock" for path in work.rglob("*")):
+                    text = "%s keeps the rows that were read: the same command resumes there. Delete it if you do not need it"
+                    logger.warning(text, work)
+                else:
+                    shutil.rmtree(work, ignore_errors=True)
+                raise
             flush(work / "result")
             replace_folder(work / "result", output)
         shutil.rmtree(work)
@@ -189,29 +200,6 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
             f"--output_dir is {args.output_dir}; {error.filename or 'it'} cannot be written: {error.strerror}. Free some "
             "space or give another folder; the same command resumes where this stopped."
         ) from error
-
-
-def _empty(work: Path, everything: bool) -> None:
-    """Remove the half result of a run that was killed while writing, or everything but the lock."""
-    for path in work.iterdir():
-        if path.name == "result" or (everything and path.name != "lock"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-@contextmanager
-def _left_with_a_word(work: Path) -> Iterator[None]:
-    """When the block fails, remove an untouched folder, and name one with something in it."""
-    try:
-        yield
-    except BaseException:
-        if any(path.is_file() and path.name != "lock" for path in work.rglob("*")):
-            logger.warning(
-                "%s keeps the rows that were read: the same command resumes there. Delete it if you do not need it",
-                work,
-            )
-        else:
-            shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 def _refuse_taken(output: Path, args: PrepareArguments) -> None:
@@ -252,11 +240,11 @@ def verify(folder: str) -> int:
     try:
         check_saved(Path(folder), Jail(folder))
         pairs = with_image(load_from_disk(folder))
-        total = sum(map(len, pairs.values()))
-        damaged = _damaged(pairs, total)
+        damaged = list(_damaged(pairs))
         counts = {name: part["images"] for name, part in report["splits"].items()}
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
+    total = sum(map(len, pairs.values()))
     if damaged:
         raise ValueError(
             f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
@@ -267,19 +255,16 @@ def verify(folder: str) -> int:
     return total
 
 
-def _damaged(pairs: DatasetDict, total: int) -> list[str]:
+def _damaged(pairs: DatasetDict) -> Iterator[str]:
     """Name the rows that differ from what was written."""
-    found = (
-        (f"row {at} of {split}", good) for split, rows in pairs.items() for at, good in enumerate(_verified(rows))
-    )
-    return [row for row, good in tqdm(found, total=total, desc="Verifying", unit=" rows") if not good]
-
-
-def _verified(rows: Dataset) -> Iterator[bool]:
-    columns = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow")
-    for batch in columns.iter(100):
-        contents = pc.struct_field(batch["image"], "bytes")
-        for content, captions, wanted in zip(
-            contents, batch["captions"].to_pylist(), batch["content_id"].to_pylist(), strict=True
-        ):
-            yield content.is_valid and content_id(stored_hash(content.as_buffer()), captions) == wanted
+    with tqdm(total=sum(map(len, pairs.values())), desc="Verifying", unit=" rows") as bar:
+        for split, rows in pairs.items():
+            columns, at = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow"), 0
+            for batch in columns.iter(100):
+                contents = pc.struct_field(batch["image"], "bytes")
+                given = (batch[name].to_pylist() for name in ("captions", "content_id"))
+                for content, captions, wanted in zip(contents, *given, strict=True):
+                    if not content.is_valid or content_id(stored_hash(content.as_buffer()), captions) != wanted:
+                        yield f"row {at} of {split}"
+                    at += 1
+                bar.update(len(batch))

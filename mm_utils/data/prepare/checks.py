@@ -105,8 +105,7 @@ def check_image(
     end = _end_of_image(data)
     if end == -1:
         raise Fault("image_truncated", f"{_kind_of(data)} without its end mark")
-    header = _header(data)
-    _check_size(*header.size, limits)
+    header = _header(data, limits)
     try:
         image, (width, height), notes = decode(header, data, min_side, strict=True, most_pixels=most_pixels)
     except TooManyPixelsError as error:
@@ -122,23 +121,21 @@ def check_image(
     return CheckedImage(image, width, height, form, tuple(found))
 
 
-def _header(data: bytes) -> Image.Image:
+def _header(data: bytes, limits: CheckArguments) -> Image.Image:
     try:
-        return read_header(data)
+        header = read_header(data)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise Fault("too_many_pixels", decoder_message(error)) from error
     except Exception as error:  # damaged headers raise OSError, ValueError, SyntaxError, struct.error, KeyError ...
         raise _header_fault(data, error) from error
-
-
-def _check_size(width: int, height: int, limits: CheckArguments) -> None:
-    shape = f"{width} x {height} pixels"
+    (width, height), shape = header.size, "{} x {} pixels".format(*header.size)
     if width * height > limits.max_image_pixels:
         raise Fault("too_many_pixels", shape)
     if min(width, height) < limits.min_image_side:
         raise Fault("too_small", shape)
     if max(width, height) > limits.max_aspect_ratio * min(width, height):
         raise Fault("extreme_aspect", shape)
+    return header
 
 
 def _header_fault(data: bytes, error: Exception) -> Fault:

@@ -1,6 +1,6 @@
 """What a row says about places and times in its medium, moved onto what is stored of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mm_utils.data.faults import Fault
@@ -25,15 +25,17 @@ def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArgume
         return None, [], []
     across = image["width"] / image["original_width"]
     down = image["height"] / image["original_height"]
+    boxes = []
     try:
-        boxes = [
-            {
-                "box": [x * across, y * down, w * across, h * down],
-                "phrase": check_caption(region["phrase"], checks)[0],
-            }
-            for region in record.regions
-            for x, y, w, h in [_inside(region["box"], image["original_width"], image["original_height"])]
-        ]
+        for region in record.regions:
+            x, y, w, h = map(float, region["box"])
+            # In its image, up to a pixel of rounding.
+            inside = min(x, y) >= -1 and x + w <= image["original_width"] + 1 and y + h <= image["original_height"] + 1
+            if not (w > 0 and h > 0 and inside):
+                size = f"{image['original_width']} x {image['original_height']} pixels"
+                raise ValueError(f"box {[x, y, w, h]} of an image of {size}")
+            phrase = check_caption(region["phrase"], checks)[0]
+            boxes.append({"box": [x * across, y * down, w * across, h * down], "phrase": phrase})
     except (TypeError, ValueError, KeyError) as error:
         if isinstance(error, Fault):
             raise
@@ -57,34 +59,21 @@ def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArgum
     good, faults, notes = [], list[Fault](), list[str]()
     for moment in moments:
         try:
-            start, end, phrase = _parts(moment)
+            span = moment.get("span") if isinstance(moment, Mapping) else None
+            if not isinstance(span, (list, tuple)) or len(span) != 2 or "phrase" not in moment:
+                raise Fault("bad_moments", f"{str(moment)[:200]} has no span of two times, or no phrase")
+            start, end = map(seconds_of, span)
             check_cut(start, end, None if is_cut else max(seconds, TOLERANCE))
             low, high = max(0.0, start - begin), min(seconds, end - begin)
             if is_cut and (low, high) != (start - begin, end - begin):
                 notes.append("moment_cut")
             if low < high:
-                text, found = check_caption(phrase, checks)
+                text, found = check_caption(moment["phrase"], checks)
                 good.append({"span": [low, high], "phrase": text})
                 notes += found
         except Fault as fault:
             faults.append(fault)
     return good, faults, notes
-
-
-def _parts(moment: Any) -> tuple[float, float, Any]:
-    """Return start, end and phrase of a moment; raises bad_moments or bad_times."""
-    span = moment.get("span") if isinstance(moment, Mapping) else None
-    if not isinstance(span, (list, tuple)) or len(span) != 2 or "phrase" not in moment:
-        raise Fault("bad_moments", f"{str(moment)[:200]} has no span of two times, or no phrase")
-    return seconds_of(span[0]), seconds_of(span[1]), moment["phrase"]
-
-
-def _inside(box: Sequence[Any], width: int, height: int) -> tuple[float, float, float, float]:
-    """Return a box that lies in its image, up to a pixel of rounding; raises a ValueError."""
-    x, y, w, h = map(float, box)
-    if not (w > 0 and h > 0 and min(x, y) >= -1 and x + w <= width + 1 and y + h <= height + 1):
-        raise ValueError(f"box {[x, y, w, h]} of an image of {width} x {height} pixels")
-    return x, y, w, h
 
 
 STORED = {"regions": stored_regions, "moments": stored_moments}

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, DatasetInfo, Features
 from datasets.features.features import require_decoding
 from tqdm.auto import tqdm
@@ -239,7 +240,10 @@ class _Columns:
             {
                 "id": own["name"],
                 "captions": text["captions"],
-                **{name: _no_nulls(text, name) for name in self.optional},
+                **{
+                    name: pc.coalesce(text[name], pa.scalar([], text.schema.field(name).type))
+                    for name in self.optional
+                },
                 "source": own["source"],
                 "image_hash": own["image_hash"],
                 "content_id": [content_id(*pair) for pair in zip(hashes, captions, strict=True)],
@@ -249,26 +253,5 @@ class _Columns:
 
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the captions, regions, negatives and moments of rows of one image, each once."""
-    captions: dict[str, None] = {}
-    regions: dict[str, Any] = {}
-    negatives: dict[str, None] = {}
-    moments: dict[str, Any] = {}
-    for row in rows:
-        captions |= dict.fromkeys(row["captions"])
-        regions |= {repr(region): region for region in row["regions"] or []}
-        negatives |= dict.fromkeys(row[NEGATIVES] or [])
-        moments |= {repr(moment): moment for moment in row["moments"] or []}
-    return {
-        "captions": list(captions),
-        "regions": list(regions.values()),
-        NEGATIVES: list(negatives),
-        "moments": list(moments.values()),
-    }
-
-
-def _no_nulls(text: pa.Table, name: str) -> pa.ChunkedArray:
-    """Return a column of lists, with an empty one in place of null."""
-    if not text[name].null_count:
-        return text[name]
-    filled = [[] if value is None else value for value in text[name].to_pylist()]
-    return pa.chunked_array([filled], text.schema.field(name).type)
+    values = {name: {repr(each): each for row in rows for each in row[name] or []} for name in _TEXT}
+    return {name: list(joined.values()) for name, joined in values.items()}

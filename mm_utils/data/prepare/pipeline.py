@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from mm_utils.data.faults import REASONS, is_hopeless
 from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, known
+from mm_utils.data.prepare.ingest import ChunkResult, Storage, cut_into_chunks, ingest, known
 from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
@@ -175,10 +175,18 @@ def ingest_rows(
     parts.mkdir(exist_ok=True)
     with tqdm(desc=title, unit=" rows", smoothing=0.05) as bar, plan.pool(plan.workers) as pool:
         try:
-            arguments = (parts, plan.checks, plan.storage)
-            for number, result in _in_order(pool, cut_into_chunks(rows), arguments, 2 * plan.workers):
-                bar.update(sum(result.rows.values()))
-                yield parts / f"part-{number:06d}.arrow", result
+            under_way: deque[tuple[int, Future[ChunkResult]]] = deque()
+            chunks = iter(cut_into_chunks(rows))
+            chunk = next(chunks, None)
+            while under_way or chunk is not None:
+                if chunk is not None:
+                    under_way.append((chunk.number, pool.submit(ingest, chunk, parts, plan.checks, plan.storage)))
+                    chunk = next(chunks, None)
+                if chunk is None or len(under_way) >= 2 * plan.workers:
+                    number, future = under_way.popleft()
+                    result = future.result()
+                    bar.update(sum(result.rows.values()))
+                    yield parts / f"part-{number:06d}.arrow", result
         except BrokenProcessPool as error:
             raise ValueError(
                 "a process that decodes images was killed, probably for lack of memory. Give fewer with --num_proc; the "
@@ -243,21 +251,6 @@ def _named(sources: list[Source]) -> list[Source]:
     if twice:
         raise ValueError(f"--sources has several items named {twice[0]}. Give each its own name=...")
     return sources
-
-
-def _in_order(
-    pool: Executor, chunks: Iterable[Chunk], arguments: tuple[Any, ...], ahead: int
-) -> Iterator[tuple[int, ChunkResult]]:
-    """Yield the results in the order of the chunks, with at most `ahead` of them under way."""
-    under_way: deque[tuple[int, Future[ChunkResult]]] = deque()
-    for chunk in chunks:
-        under_way.append((chunk.number, pool.submit(ingest, chunk, *arguments)))
-        while len(under_way) >= ahead:
-            number, future = under_way.popleft()
-            yield number, future.result()
-    while under_way:
-        number, future = under_way.popleft()
-        yield number, future.result()
 
 
 def _count(found: Ingested, result: ChunkResult) -> None:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from PIL import Image
-
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.clip_files import clip_of_frames, read_clip, strip
@@ -65,7 +63,7 @@ def store_medium(
         row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate}
     else:
         if isinstance(record.image, FramesImage):
-            pictures = [partial(_checked, content, checks) for content in contents]
+            pictures = [partial(lambda content: check_image(content, checks).image, content) for content in contents]
             clip = clip_of_frames(pictures, times, args.clip_fps, short_side, **options)
         else:
             most = checks.max_image_pixels
@@ -96,10 +94,6 @@ def _contents(ref: ImageRef, checks: CheckArguments) -> list[bytes]:
         return ref.contents(limits) if isinstance(ref, FramesImage) else [ref.read(limits)]
     except Fault as fault:
         raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
-
-
-def _checked(content: bytes, checks: CheckArguments) -> Image.Image:
-    return check_image(content, checks).image
 
 
 def _hash_of(contents: list[bytes], times: Any) -> str:

@@ -159,7 +159,7 @@ def make_step(
     args = TrainingArguments(
         output_dir="unused", max_steps=10**6, global_batch_size=setting["pairs"], micro_batch_size=micro_batch_size
     )
-    train_step = TrainStep(args, optimizer_args, accelerator, objective, optimizer, 10**6, 40)
+    train_step = TrainStep(args, optimizer_args, accelerator, objective, optimizer, 10**6)
 
     def step(number: int) -> Tensor:
         report = train_step.run(batch, number)

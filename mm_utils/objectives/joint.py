@@ -14,7 +14,6 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from mm_utils import distributed
-from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.encoding import encode_in_groups, stored_text, vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection
@@ -48,7 +47,6 @@ class Objective(nn.Module):
         seed: the seed of dropout by row (`mm_utils.model.row_noise`); the trainer sets it.
         row_ids: the name of the ids of a batch's rows, from which that dropout draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
-        readers: what the terms read of rows besides media and captions.
         begin: called with (objective, step) at the beginning of a step, it sets the next two (`mm_utils.training.phases`).
         scores_pairs: whether this step has the terms that score pairs.
         idle: parameters that this step does not train.
@@ -60,7 +58,6 @@ class Objective(nn.Module):
     row_ids = "ids"
     average: WeightAverage | None = None
     pairs_per_image = 0
-    readers: Sequence[ColumnReader] = ()
     begin: Callable[["Objective", int], None] | None = None
     scores_pairs = True
     idle: Sequence[nn.Parameter] = ()
@@ -161,7 +158,6 @@ class JointObjective(Objective):
         self.weights = weights
         self.most_rows = 0  # that a rank had in a step so far
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
-        self.readers = tuple(dict.fromkeys(reader for term in weights for reader in term.readers))
         self.embeds_taps = any(term.reads_taps for term in weights)
         self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length
 

@@ -78,10 +78,6 @@ class Negatives(ColumnReader):
         padded = pad_captions([example["negative"] for example in examples], pad_token_id)
         return dict(zip((NEGATIVE_IDS, "negative_attention_mask"), padded, strict=True))
 
-    def blank(self, batch: dict[str, Any], count: int, length: int) -> dict[str, Tensor]:
-        """Return a negative of `length` tokens for each row, where the batch has any."""
-        return {name: batch[name].new_ones(count, length) for name in batch if name.startswith("negative_")}
-
 
 def _tokenize(
     rows: Columns,

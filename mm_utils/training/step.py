@@ -24,7 +24,6 @@ from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
 from mm_utils.reliability.skipped import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import restored_buffers
-from mm_utils.training.micro_batch import find_micro_batch_size
 from mm_utils.training.optim import BATCH_EXPONENT, OptimizerArguments
 from mm_utils.training.phases import Phases
 
@@ -41,7 +40,6 @@ class TrainStep:
         accelerator: the accelerator that prepared objective and optimizer.
         objective, optimizer: the prepared objective and optimizer; the optimizer's groups have a `peak_lr`.
         max_steps: the number of steps of the whole run.
-        max_seq_length: the longest possible caption in tokens, for `--micro_batch_size auto`.
 
     Attributes:
         average: the moving average of the weights, with `--ema_decay`.
@@ -59,7 +57,6 @@ class TrainStep:
         objective: nn.Module,
         optimizer: torch.optim.Optimizer,
         max_steps: int,
-        max_seq_length: int,
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
@@ -67,9 +64,10 @@ class TrainStep:
         unwrapped.is_wrapped = unwrapped is not objective
         self.phases = Phases(unwrapped, args, optimizer_args, max_steps)
         self.average = WeightAverage(unwrapped.model, args.ema_decay) if args.ema_decay else None
-        self.max_seq_length, self.sizes = max_seq_length, args.batch_sizes
-        size = args.micro_batch_size
-        self.micro_batch = MicroBatch(None if size in (None, "auto") else int(size))
+        self.sizes, size = args.batch_sizes, args.micro_batch_size
+        if size == "auto":  # all pairs of this process, halved when memory runs out
+            size = -(-max(self.sizes.sizes) // distributed.world_size())
+        self.micro_batch = MicroBatch(None if size is None else int(size))
         path, scaler = Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler
         self.nonfinite = NonfiniteSteps(path, args.max_nonfinite_steps, scaler is not None)
         self._moved, self._is_first = False, True
@@ -95,7 +93,7 @@ class TrainStep:
         self.phases.set_rates(self.optimizer.param_groups, step, growth)
         if self._is_first:
             self._is_first = False
-            self._prepare(batch, step)
+            self._settle_order(batch)
         report = self._backward(batch, step)
         self.settle()  # the step before, while the device computes this one
         for weight in self.unwrapped.idle_weights():
@@ -133,21 +131,8 @@ class TrainStep:
             self.average.update()
         self._moved = False
 
-    def _prepare(self, batch: dict[str, Any], step: int) -> None:
-        """Find the micro-batch size, or settle DDP's order, before this start's first step."""
-        if self.args.micro_batch_size == "auto":
-            largest = -(-self.sizes.sizes[-1] // distributed.world_size())
-            self.micro_batch.size = find_micro_batch_size(
-                self.accelerator,
-                self.objective,
-                batch,
-                largest,
-                self.max_seq_length,
-                {0, self.phases.head_from} if self.phases.is_split else {0},
-            )
-            logger.info(
-                "--micro_batch_size auto: %d of %d pairs per process at a time", self.micro_batch.size, largest
-            )
+    def _settle_order(self, batch: dict[str, Any]) -> None:
+        """Settle DDP's order, before this start's first step."""
         # DDP packs gradients anew after the first step of every start. Three and more numbers are added up in an order that
         # depends on where they lie, so the step after a resumption would differ in the last digits: run it once for nothing.
         wrapped = isinstance(self.objective, DistributedDataParallel)

@@ -90,7 +90,6 @@ class Trainer:
             self.objective,
             self.optimizer,
             self.state.max_steps,
-            data.max_seq_length,
         )
         if args.logging_steps < 0:
             args.logging_steps = min(10, -(-self.state.max_steps // 10))

@@ -166,7 +166,7 @@ QUICK = ["on both, one again"]
 @pytest.mark.parametrize("where", [*QUICK, *(slow(name) for name in SHORTAGES if name not in QUICK)])
 def test_a_step_that_runs_out_of_memory(exact: Path, tmp_path: Path, where: str) -> None:
     """It is taken again in smaller parts, and what is learnt is the same."""
-    run = exact_run(tmp_path / "run", micro_batch_size="3")
+    run = exact_run(tmp_path / "run", micro_batch_size="auto")  # three pairs, of which less fit
     ended = start(2, run, *SHORTAGES[where])
     if "resume" in where:
         assert sorted(ended.statuses, key=str) == [-9, 1], ended.text

@@ -73,7 +73,3 @@ class ColumnReader:
     def collate(self, examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
         """Return tensors of a batch, the first dimension being the example; there may be no example."""
         raise NotImplementedError
-
-    def blank(self, batch: dict[str, Any], count: int, length: int) -> dict[str, Tensor]:
-        """Return the tensors of `count` rows that take the most memory, with texts of `length` tokens."""
-        raise NotImplementedError

@@ -126,14 +126,6 @@ class RegionReader(ColumnReader):
             "region_keys": spread(np.array([key for row in examples for key in row["region_keys"]], np.int64), 0),
         }
 
-    def blank(self, batch: dict[str, Any], count: int, length: int) -> dict[str, Tensor]:
-        """Return as many regions as an example of the batch has, each of them the whole square."""
-        names = [name for name in batch if name.startswith("region_")]
-        found = {name: batch[name].new_ones(count, *batch[name].shape[1:]) for name in names}
-        if found:
-            found["region_boxes"][..., :2] = 0
-        return found
-
 
 def _tokenize(
     rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int

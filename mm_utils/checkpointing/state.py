@@ -23,8 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, TrainerState
 
-from mm_utils.arguments import read_flat_yaml
-from mm_utils.checkpointing.files import CONFIG_FILE, STATE_FILE
+from mm_utils.checkpointing.files import STATE_FILE
 from mm_utils.distributed import full_tensor, on_first, raise_everywhere, shard_like
 from mm_utils.files import readable
 from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
@@ -150,7 +149,7 @@ class TrainingState:
         """
         run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
         model = (settings(type(self.model.config).from_pretrained(path)), settings(self.model.config))
-        recorded = run.get("flags") or flags_of_run(path.resolve().parent)
+        recorded = run.get("flags") or {}
         old, new = ({name: each[name] for name in flags if name in recorded} for each in (recorded, flags))
         changed = changes({**old, **model[0], **run["identity"]}, {**new, **model[1], **identity})
         if changed and not allow_changes:
@@ -360,14 +359,6 @@ def comparable(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return flags as a checkpoint has them: without secrets; of a model's place, its last part, as folders are moved."""
     places = {name: Path(value).name for name, value in flags.items() if value and name.endswith("_name_or_path")}
     return without_secrets({**flags, **places})
-
-
-def flags_of_run(folder: Path) -> dict[str, Any]:
-    """Return the flags in a run's `config.yaml`; empty if it cannot be read."""
-    try:
-        return comparable({name: entry.value for name, entry in read_flat_yaml(str(folder / CONFIG_FILE)).items()})
-    except (OSError, ValueError):
-        return {}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -103,12 +103,11 @@ def measure_flops(
         return per_row(lambda rows: model.encode_text(ids[:rows], ids[:rows], with_states))
 
     def pair_flops(mask: torch.Tensor) -> int:
-        if keys_values is None:
+        held = keys_values
+        if held is None:
             return 0
         states = model.encode_text(mask, mask)[1]
-        return per_row(
-            lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in keys_values), states[:rows], mask[:rows])
-        )
+        return per_row(lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in held), states[:rows], mask[:rows]))
 
     modes = [(module, module.training) for module in model.modules()]
     # Compiled code cannot be counted: up to torch 2.11 it would even stay uncompiled for good.

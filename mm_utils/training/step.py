@@ -65,9 +65,9 @@ class TrainStep:
         self.phases = Phases(unwrapped, args, optimizer_args, max_steps)
         self.average = WeightAverage(unwrapped.model, args.ema_decay) if args.ema_decay else None
         self.sizes, size = args.batch_sizes, args.micro_batch_size
-        if size == "auto":  # all pairs of this process, halved when memory runs out
-            size = -(-max(self.sizes.sizes) // distributed.world_size())
-        self.micro_batch = MicroBatch(None if size is None else int(size))
+        share = -(-max(self.sizes.sizes) // distributed.world_size())
+        # "auto" is all pairs of this process, halved when memory runs out.
+        self.micro_batch = MicroBatch(None if size is None else share if size == "auto" else int(size))
         path, scaler = Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler
         self.nonfinite = NonfiniteSteps(path, args.max_nonfinite_steps, scaler is not None)
         self._moved, self._is_first = False, True

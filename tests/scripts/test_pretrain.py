@@ -1,6 +1,5 @@
 """The main job, in process, on a tiny corpus; and what it says to bad input."""
 
-import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -340,7 +339,6 @@ def test_a_run_is_not_resumed_as_another(flags, message, finished, tiny_flags, t
 
 
 def test_what_is_learnt_stays_or_is_logged_and_the_best_is_sought_anew(tiny_flags, tmp_path, caplog):
-    """A checkpoint of an earlier version has no flags: then those in config.yaml count, which a refused resume leaves alone."""
     ones, twos = iter([0.9, 0.1, 0.5, 0.0, 0.5]), iter([0.1, 0.2, 0.3, 0.1, 0.3])  # the best is measured again
     measure = [lambda *_: {"one": next(ones), "two": next(twos)}]
     flags = [
@@ -348,17 +346,6 @@ def test_what_is_learnt_stays_or_is_logged_and_the_best_is_sought_anew(tiny_flag
         str(tmp_path),
     ]  # fmt: skip
     pretrain.main([*flags, "--max_steps", "2", "--metric_for_best_model", "one"], evaluators=measure)
-    stored = tmp_path / "checkpoint-2/run.json"
-    run = json.loads(stored.read_text())
-    assert run.pop("flags")["metric_for_best_model"] == "one"
-    stored.write_text(json.dumps(run))
-    manifest = tmp_path / "checkpoint-2/manifest.json"
-    files = json.loads(manifest.read_text())
-    files["files"]["run.json"] = {
-        "size": stored.stat().st_size,
-        "sha256": hashlib.sha256(stored.read_bytes()).hexdigest(),
-    }
-    manifest.write_text(json.dumps(files))
     again = [*flags, "--max_steps", "4", "--metric_for_best_model", "two", "--resume_from_checkpoint", "latest"]
     for _ in range(2):
         with pytest.raises(ValueError, match="metric_for_best_model was one and is two, so it would"):

@@ -1,8 +1,8 @@
 """A path that leads nowhere is named in one line before any library is loaded; a Hub id is not taken for one."""
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -58,12 +58,15 @@ def test_only_what_can_be_a_hub_id_may_be_missing(
 )
 def test_a_script_looks_before_it_loads_libraries(script: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    start = time.perf_counter()
+    for library in ("torch", "transformers", "datasets"):
+        (tmp_path / f"{library}.py").write_text("raise SystemExit('a library was loaded')")
+    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *words]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60
+    )
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert "; there is no such f" in ended.stderr
-    assert time.perf_counter() - start < 5  # the libraries take 8
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

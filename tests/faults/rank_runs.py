@@ -73,13 +73,11 @@ class Ended:
         statuses: exit status of every rank, -9 = killed; None where it had to be ended from here.
         texts: what every rank wrote to stderr.
         begun: number of this start of the run, from 0.
-        over: seconds from the fault to the end of the last rank that ended by itself.
     """
 
     statuses: list[int | None]
     texts: list[str]
     begun: int
-    over: float | None
 
     @property
     def text(self) -> str:
@@ -105,7 +103,6 @@ class Striker:
         for fault in self.faults:
             if fault.place == place and fault.step in (0, step) and fault.times and self.trainer is not None:
                 fault.times -= 1
-                self._write("faults", {"time": time.time() + fault.delay})
                 act = partial(fault.action, self.trainer, self.batch)
                 threading.Timer(fault.delay, act).start() if fault.delay else act()
 
@@ -265,30 +262,24 @@ def start(
     try:
         if disturb is not None:
             disturb(processes)
-        over = _wait(processes, LONGEST)
+        _wait(processes)
     finally:
         statuses = [process.exitcode for process in processes]
         for process in processes:
             _end(process.pid or 0)
             process.join()
     texts = [file.read_text(errors="replace") if file.exists() else "" for file in files]
-    times = [note["time"] for note in notes_in(run.folder, "faults") if note["begun"] == begun]
-    return Ended(statuses, texts, begun, over - min(times) if times and over is not None else None)
+    return Ended(statuses, texts, begun)
 
 
-def _wait(processes: Sequence[Any], seconds: float) -> float | None:
-    """Wait until all processes but stopped ones have ended; return the time of the last end."""
-    over, late = None, time.monotonic() + seconds
-    left = list(processes)
+def _wait(processes: Sequence[Any]) -> None:
+    """Wait until all processes but stopped ones have ended, or for too long."""
+    late = time.monotonic() + LONGEST
     while time.monotonic() < late:
         time.sleep(0.02)
-        now = [process for process in left if process.exitcode is None]
-        if len(now) < len(left):
-            over = time.time()
-        left = now
+        left = [process for process in processes if process.exitcode is None]
         if all(_is_stopped(process.pid) for process in left) and len(left) < len(processes):
-            break
-    return over
+            return
 
 
 def _is_stopped(pid: int) -> bool:

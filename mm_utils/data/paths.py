@@ -38,10 +38,7 @@ class Limits:
 
 
 SQLITE_SUFFIXES = (".sqlite", ".sqlite3", ".db")
-SHARDS = {
-    **{".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".tar.gz": "tar"},
-    **dict.fromkeys(SQLITE_SUFFIXES, "sqlite"),
-}
+SHARDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".tar.gz": "tar"}
 MEDIA_LIMITS = Limits(max_bytes=512 << 20)
 """The limits of a file of sound or video."""
 
@@ -52,7 +49,7 @@ def is_url(name: str) -> bool:
 
 
 def shard_kind(url: str) -> str | None:
-    """Return `parquet`, `arrow`, `tar` or `sqlite` by the path or address of a shard, or None."""
+    """Return `parquet`, `arrow` or `tar` by the path or address of a shard, or None."""
     name = url.split("?")[0].lower()
     return next((kind for suffix, kind in SHARDS.items() if name.endswith(suffix)), None)
 

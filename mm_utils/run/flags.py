@@ -9,7 +9,7 @@ from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import COLUMNS, DataArguments, is_embedded
-from mm_utils.data.streams.flags import StreamingArguments
+from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.arguments import ModelArguments

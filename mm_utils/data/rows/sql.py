@@ -36,17 +36,11 @@ class SqliteImage(ImageRef):
         return checked_bytes(row and row[0], self.name, limits)
 
 
-def read_sqlite(source: Source, safety: PathArguments, first: int = 0) -> Iterator[Record | BadRow]:
-    """Read the only table of a database, or the one that `config` names, from a row on."""
+def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read the only table of a database, or the one that `config` names."""
     builder = RecordBuilder(source, safety, Path(source.path).parent)
     with _opened(source) as (database, table):
-        yield from records_of(_table(database, table, builder, first), builder)
-
-
-def count_rows(source: Source) -> int:
-    """Count the rows of the table."""
-    with _opened(source) as (database, table):
-        return int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+        yield from records_of(_table(database, table, builder), builder)
 
 
 @contextmanager
@@ -69,7 +63,7 @@ def _opened(source: Source) -> Iterator[tuple[sqlite3.Connection, str]]:
         ) from error
 
 
-def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder, first: int) -> Table:
+def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder) -> Table:
     path, names = (
         os.path.abspath(builder.source.path),
         [row[1] for row in database.execute(f"PRAGMA table_xinfo({table})") if row[6] != 1],  # generated ones, too
@@ -83,8 +77,7 @@ def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder, fir
 
     def rows() -> Rows:
         for key, is_file, *found in database.execute(
-            f"SELECT {key_name}, typeof({image}), {', '.join(cells)} FROM {table} ORDER BY {key_name} LIMIT -1 OFFSET ?",
-            (first,),
+            f"SELECT {key_name}, typeof({image}), {', '.join(cells)} FROM {table} ORDER BY {key_name}"
         ):
             values = dict(zip(names, found, strict=True))
             if is_file == "blob":

@@ -126,7 +126,7 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
         for sample in read_shard(path, MEDIA[medium].holders):
             where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
             try:
-                yield _record(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)
+                yield record_of_sample(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)
             except Fault as fault:
                 yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"))
 
@@ -336,7 +336,7 @@ def _unsafe(member: tarfile.TarInfo, extension: str) -> str | None:
     return None
 
 
-def _record(
+def record_of_sample(
     builder: RecordBuilder,
     sample: Sample,
     where: str,

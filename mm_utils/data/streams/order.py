@@ -1,29 +1,22 @@
 """The order of a stream: the rows of step s where rows can only be read one after the other.
 
-Shards are files, or runs of rows in a file. Each epoch assigns them at random to a fixed number of groups, so that groups
-hold about as many rows. Of each group, one shard after the other is read, each in blocks of consecutive rows, which are
-shuffled inside the block. The rows of all groups are then interleaved in proportion to the groups' sizes: every group yields
-its rows evenly over the whole epoch, all groups end together, and a batch holds rows of as many places of the source as
-there are groups.
+Shards are files, or runs of rows in a file. Each epoch assigns them at random to a fixed number of groups of about as many rows.
+A group reads one shard after the other, in blocks of consecutive rows that are shuffled inside the block. The rows of all groups
+are interleaved in proportion to the groups' sizes: every group yields its rows evenly over the whole epoch.
 
-What is guaranteed:
-  - The batch of step s is a pure function of (rows of the shards, batch sizes, seed, groups, block size, s). Ranks, workers
-    and restarts change nothing, and any step is found without walking through those before it.
-  - Every row is drawn exactly once an epoch, and every batch has exactly its size.
-What is weaker than in `mm_utils.data.batches.order`:
-  - The order is not a uniform permutation. Rows of one block meet in neighbouring steps; two rows of a shard that are more than
-    a block apart never change their order. Shards that were sorted when they were written stay so to that extent.
-  - A batch that reaches over the end of an epoch may hold an image twice. The loss takes neither for a negative of the other.
+The batch of step s is a pure function of (rows of the shards, batch sizes, seed, groups, block size, s): ranks, workers and
+restarts change nothing, and any step is found without walking through those before it. Every row is drawn exactly once an
+epoch, and every batch has exactly its size. Weaker than in `mm_utils.data.batches.order`: two rows of a shard that are more
+than a block apart never change their order, and a batch that reaches over the end of an epoch may hold an image twice.
 
-A reader, one of the workers of one of the ranks, reads whole groups. Its groups are chosen per epoch so that readers have
-about the same to read. Until the end of an epoch no two readers open the same shard.
+A reader, one of the workers of one of the ranks, reads whole groups, chosen per epoch so that readers have about the same to
+read. Until the end of an epoch no two readers open the same shard.
 
 Shape letters: G groups, B rows of a step.
 """
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,17 +26,13 @@ from mm_utils.data.batches.order import BatchSizes
 
 
 class Slot(NamedTuple):
-    """One row of a step: a shard's `row`-th, `place`-th of its shuffled `block`.
-
-    `position` counts all rows of the stream from 0; `group` is the shard's group in `epoch`.
-    """
+    """One row of a step: a shard's `row`-th, in its `block`. `position` counts all rows of the stream from 0."""
 
     position: int
     epoch: int
     group: int
     shard: int
     block: int
-    place: int
     row: int
 
 
@@ -54,15 +43,6 @@ class Reader(NamedTuple):
     world_size: int = 1
     worker: int = 0
     workers: int = 1
-
-
-@dataclass(frozen=True)
-class _Epoch:
-    """Each group's shards in an epoch, in order, the rows before each, and the group's rows."""
-
-    shards: list[np.ndarray]
-    before: list[np.ndarray]
-    rows_G: np.ndarray
 
 
 class InterleavedOrder:
@@ -94,7 +74,7 @@ class InterleavedOrder:
             )
         self._epoch = lru_cache(maxsize=2)(self._deal_epoch)
         self._owners = lru_cache(maxsize=4)(self._find_owners)
-        self._block = lru_cache(maxsize=4 * groups)(self._make_block)
+        self._block = lru_cache(maxsize=4 * groups)(self._shuffle_block)
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Leave the caches here when the order is sent to workers."""
@@ -106,49 +86,42 @@ class InterleavedOrder:
         Raises:
             ValueError: if there are fewer groups than ranks, so that some would have nothing to read.
         """
-        first, size = self.sizes.before(step), self.sizes.at(step)
+        first, stop = self.sizes.before(step), self.sizes.before(step) + self.sizes.at(step)
         slots: list[Slot] = []
-        while size:
+        while first < stop:
             epoch, low = divmod(first, self.num_rows)
-            high = min(low + size, self.num_rows)
-            slots += self._slots(epoch, low, high, reader)
-            first, size = first + high - low, size - (high - low)
+            high = min(low + stop - first, self.num_rows)
+            shards, before, rows_G = self._epoch(epoch)
+            group_B, turn_B = interleave(rows_G, low, high)
+            mine_B = np.ones(high - low, bool) if reader is None else self._owners(epoch, reader)[group_B]
+            positions = (np.flatnonzero(mine_B) + first).tolist()
+            for position, group, turn in zip(
+                positions, group_B[mine_B].tolist(), turn_B[mine_B].tolist(), strict=True
+            ):
+                at = int(np.searchsorted(before[group], turn, side="right")) - 1
+                shard = int(shards[group][at])
+                block, place = divmod(turn - int(before[group][at]), self.block_size)
+                row = int(self._block(epoch, shard, block)[place])
+                slots.append(Slot(position, epoch, group, shard, block, row))
+            first += high - low
         return slots
 
-    def _slots(self, epoch: int, low: int, high: int, reader: Reader | None) -> list[Slot]:
-        dealt = self._epoch(epoch)
-        group_B, turn_B = interleave(dealt.rows_G, low, high)
-        position_B = np.arange(low, high) + epoch * self.num_rows
-        if reader is not None:
-            mine_B = self._owners(epoch, reader)[group_B]
-            group_B, turn_B, position_B = group_B[mine_B], turn_B[mine_B], position_B[mine_B]
-        return [
-            self._slot(dealt, epoch, *where)
-            for where in zip(position_B.tolist(), group_B.tolist(), turn_B.tolist(), strict=True)
-        ]
+    def span_of(self, shard: int, block: int) -> tuple[int, int]:
+        """Return the first row of a block, and that behind its last one."""
+        first = block * self.block_size
+        return first, min(first + self.block_size, int(self.rows[shard]))
 
-    def _slot(self, dealt: _Epoch, epoch: int, position: int, group: int, turn: int) -> Slot:
-        before = dealt.before[group]
-        at = int(np.searchsorted(before, turn, side="right")) - 1
-        shard = int(dealt.shards[group][at])
-        block, place = divmod(turn - int(before[at]), self.block_size)
-        row = int(self.block_rows(epoch, shard, block)[place])
-        return Slot(position, epoch, group, shard, block, place, row)
+    def _shuffle_block(self, epoch: int, shard: int, block: int) -> np.ndarray:
+        first, last = self.span_of(shard, block)
+        return first + np.random.default_rng([self.seed, epoch, shard, block]).permutation(last - first)
 
-    def block_rows(self, epoch: int, shard: int, block: int) -> np.ndarray:
-        """Return the rows of a block of `shard` in the order of `epoch`; `Slot.place` counts here."""
-        return self._block(epoch, shard, block)
-
-    def _make_block(self, epoch: int, shard: int, block: int) -> np.ndarray:
-        size = min(self.block_size, int(self.rows[shard]) - block * self.block_size)
-        return block * self.block_size + np.random.default_rng([self.seed, epoch, shard, block]).permutation(size)
-
-    def _deal_epoch(self, epoch: int) -> _Epoch:
+    def _deal_epoch(self, epoch: int) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+        """Return each group's shards in an epoch, in order, the rows before each, and the group's rows `[G]`."""
         shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         group_of = deal(self.rows[shuffled], self.groups)
         shards = [shuffled[group_of == group] for group in range(self.groups)]
         before = [np.cumsum(self.rows[mine]) - self.rows[mine] for mine in shards]
-        return _Epoch(shards, before, np.array([self.rows[mine].sum() for mine in shards]))
+        return shards, before, np.array([self.rows[mine].sum() for mine in shards])
 
     def _find_owners(self, epoch: int, reader: Reader) -> np.ndarray:
         """Return a mask `[G]` of the groups that `reader` reads."""
@@ -157,7 +130,7 @@ class InterleavedOrder:
                 f"--set stream_interleave is {self.groups}, and {reader.world_size} processes train; each reads groups of its "
                 "own. Write more shards, or start fewer processes."
             )
-        rows_G = self._epoch(epoch).rows_G
+        rows_G = self._epoch(epoch)[2]
         largest = np.argsort(-rows_G, kind="stable")
         of_rank = largest[deal(rows_G[largest], reader.world_size) == reader.rank]
         mine = of_rank[deal(rows_G[of_rank], reader.workers) == reader.worker]

@@ -1,6 +1,9 @@
-"""A stream's shards: find them, count their rows, read runs of rows, damaged ones too.
+"""A stream's shards: find them, count their rows, read runs of rows from any row on, damaged ones too.
 
-Counts are kept in the datasets cache, under the file's address, size and date.
+A reader that starts at row r reads again the rows before r in their row group of Parquet, the headers before r of a tar, and
+nothing of Arrow; from a server, tars and Arrow from the beginning. Files of a server are read by ranges through `fsspec`.
+Columns, captions and archives follow the rules of `mm_utils.data.rows`; images must be embedded. Sounds and clips must be as
+prepared sets keep them, WAV and AVI of JPEG frames: training has no codec, and cuts nothing out at `start` and `end`.
 """
 
 import errno
@@ -10,40 +13,68 @@ import logging
 import sys
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import aiohttp
+import fsspec
 import pyarrow as pa
+from datasets import Features, Image, Value
+from datasets import Sequence as ListOf
 
-from mm_utils.data.faults import is_hopeless
+from mm_utils.data import media
+from mm_utils.data.faults import Fault, is_hopeless
+from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.media.riff import read_avi, read_wav
+from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import shard_kind
-from mm_utils.data.rows.source import Source
+from mm_utils.data.prepare.checks import CheckArguments, check_captions
+from mm_utils.data.prepare.ingest import stored_hash
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_column, id_of, is_null
+from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.tables import Table, find_table_columns, records_of
 from mm_utils.data.rows.tar_patterns import files_of_pattern
-from mm_utils.data.streams.rows import Row, count_rows, read_rows, store_of
+from mm_utils.data.rows.tars import BoundedHeader, medium_of_samples, read_samples, record_of_sample
+from mm_utils.data.rows.text_files import BadLine, Rows
 from mm_utils.files import is_passing, regular_file, retry
 from mm_utils.stored import key_of, stored_value
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
+Row = dict[str, Any] | str
+"""A training row with `features_of` its kind; or, of a row that cannot be used, the reason."""
 
-DAMAGE = (OSError, EOFError, ValueError, pa.ArrowException, tarfile.TarError, zlib.error, aiohttp.ClientError)
-"""The errors of libraries on a shard that is cut off, damaged or out of reach; see `damage`."""
-_OF_STORES = (
-    *(("botocore.exceptions", name) for name in ("BotoCoreError", "ClientError")),
-    ("gcsfs.retry", "HttpError"),
-    ("azure.core.exceptions", "AzureError"),
+FEATURES = Features({"id": Value("string"), "image": Image(decode=False), "captions": ListOf(Value("string"))})
+_STORED: dict[str, Callable[[bytes], tuple[Any, float]]] = {"clip": read_avi, "sound": read_wav}
+_PREPARE = (
+    "A stream reads sounds and clips as prepared sets keep them, without a codec. Run scripts/prepare_data.py, and stream its "
+    "folder by --dataset_name."
 )
-_UNREACHABLE = (("botocore.exceptions", "ConnectionError"), ("botocore.exceptions", "HTTPClientError"))
-_BUSY = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO))  # what an answer of 5xx becomes
-
-_VERSION = 4  # of what is kept of a shard
+_BATCH = 64  # rows read at a time, with their images
+_LOOKED_AT = 20  # rows that decide whether a tar, or sounds or clips, can be used
+_READ_AHEAD, _BUFFER = (
+    8 << 20,
+    1 << 20,
+)  # bytes per request to a server; of a column of a local file, else whole row groups
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
+_VERSION = 5  # of what is kept of a shard
 _PAUSES = (1, 4, 16)  # seconds between attempts to reach a server, or a network file system in a bad moment
+_BUSY = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO))  # what an answer of 5xx becomes
+_DAMAGE = (
+    OSError, EOFError, ValueError, ImportError, pa.ArrowException, tarfile.TarError, zlib.error, aiohttp.ClientError,
+)  # fmt: skip
+_OF_STORES = {
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "gcsfs.retry": ("HttpError",),
+    "azure.core.exceptions": ("AzureError",),
+}
 
 
 @dataclass(frozen=True)
@@ -58,16 +89,25 @@ class Shard:
     @property
     def divisible(self) -> bool:
         """Whether a reader can begin in the middle at little cost."""
-        return shard_kind(self.url) != "tar"
+        return shard_kind(self.url) == "parquet" or (shard_kind(self.url) == "arrow" and "://" not in self.url)
 
 
 def damage(*more: type[BaseException]) -> tuple[type[BaseException], ...]:
-    """Return `DAMAGE`, the own errors of those stores' libraries that are loaded, and `more`."""
-    return (*DAMAGE, *_loaded(_OF_STORES), *more)
+    """Return what libraries raise of a shard that is cut off, damaged or out of reach, and `more`."""
+    loaded = ((sys.modules[name], kinds) for name, kinds in _OF_STORES.items() if name in sys.modules)
+    return (*_DAMAGE, *(getattr(module, kind) for module, kinds in loaded for kind in kinds), *more)
 
 
-def _loaded(names: Iterable[tuple[str, str]]) -> tuple[type[BaseException], ...]:
-    return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
+def _may_pass(error: BaseException) -> bool:
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # Python's own, and botocore's of the same names
+    unreachable = kinds & {"ConnectionError", "TimeoutError", "HTTPClientError"}
+    is_busy = isinstance(error, OSError) and error.errno in _BUSY
+    return bool(unreachable) or is_busy or is_passing(error) or isinstance(error, aiohttp.ClientError)
+
+
+def _patiently(ask: Callable[[str], _Answer], url: str) -> _Answer:
+    """Return what a store answers about an address; errors that may pass are tried again for 21 s."""
+    return retry(lambda: ask(url), _may_pass, _PAUSES)
 
 
 def expand(pattern: str) -> list[str]:
@@ -76,10 +116,8 @@ def expand(pattern: str) -> list[str]:
     Raises:
         ValueError: if its server cannot be reached.
     """
-    if "://" in pattern:
-        store_of(pattern)
     try:
-        return sorted(patiently(files_of_pattern, pattern))
+        return sorted(_patiently(files_of_pattern, pattern))
     except damage() as error:
         raise ValueError(
             f"shards {pattern} cannot be listed ({one_line(error)}). Check the address, the credentials and the connection."
@@ -101,29 +139,22 @@ def count_shards(urls: Sequence[str]) -> list[Shard]:
 
 
 def _cached_count(url: str) -> tuple[int, str] | None:
-    """Return the number of rows, and a hash of the content; None for a damaged file."""
-    key = key_of(_VERSION, pa.__version__, stamp_of(url))
+    """Return the number of rows, and a hash of size, first and last 64 KiB (pairs, a footer); None for a damaged file."""
+
+    def look(url: str) -> tuple[int, str]:
+        rows, (files, path) = count_rows(url), fsspec.url_to_fs(url)
+        size = int(files.info(path).get("size") or 0)
+        content = files.cat_file(path, 0, min(size, _SAMPLE))
+        if size > _SAMPLE:
+            content += files.cat_file(path, max(_SAMPLE, size - _SAMPLE), size)
+        return rows, hashlib.blake2b(f"{size} ".encode() + content, digest_size=8).hexdigest()
+
     try:
-        count, content = stored_value("shards", key, lambda: [patiently(count_rows, url), patiently(content_of, url)])
+        return stored_value("shards", key_of(_VERSION, pa.__version__, stamp_of(url)), lambda: _patiently(look, url))
     except damage() as error:
         stamp_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
         return None
-    return count, content
-
-
-def content_of(url: str) -> str:
-    """Hash a file's size, first and last 64 KiB: pairs there, and others' lengths in a footer."""
-    size = int(_info(url).get("size") or 0)
-    digest = hashlib.blake2b(f"{size} ".encode(), digest_size=8)
-    files, path = store_of(url)
-    is_remote = "file" not in files.protocol
-    with files.open(path, "rb", cache_type="none") if is_remote else regular_file(path) as file:  # not megabytes ahead
-        digest.update(file.read(_SAMPLE))
-        if size > 2 * _SAMPLE:
-            file.seek(size - _SAMPLE)
-        digest.update(file.read(_SAMPLE))
-    return digest.hexdigest()
 
 
 def stamp_of(url: str) -> str:
@@ -133,7 +164,7 @@ def stamp_of(url: str) -> str:
         ValueError: if the server cannot be reached, or does not have the file.
     """
     try:
-        about = patiently(_info, url)
+        about = _patiently(lambda url: fsspec.url_to_fs(url)[0].info(fsspec.url_to_fs(url)[1]), url)
     except damage() as error:
         raise ValueError(
             f"shard {url} cannot be opened ({one_line(error)}). Check its address, the credentials and the connection."
@@ -142,24 +173,160 @@ def stamp_of(url: str) -> str:
     return json.dumps([url, about.get("size"), *(str(about.get(date)) for date in dates)])
 
 
-def _info(url: str) -> dict[str, Any]:
-    files, path = store_of(url)
-    return files.info(path)
+def open_shard(url: str) -> BinaryIO:
+    """Open a file for reading with seeks; remote files by ranges of some megabytes."""
+    files, path = fsspec.url_to_fs(url)
+    if "file" in files.protocol:
+        return regular_file(path)
+    ahead = "none" if shard_kind(url) == "parquet" else "readahead"  # pyarrow reads whole buffers of Parquet
+    file: BinaryIO = files.open(path, "rb", block_size=_READ_AHEAD, cache_type=ahead)
+    if not file.seekable():
+        raise ValueError(f"shard {url} comes from a server that does not serve ranges. Download it first.")
+    return file
 
 
-def patiently(ask: Callable[[str], _Answer], url: str) -> _Answer:
-    """Return what a store answers about an address; errors that may pass are tried again for 21 s."""
-    return retry(lambda: ask(url), _may_pass, _PAUSES)
+@contextmanager
+def _opened(url: str) -> Iterator[ParquetRows | pa.RecordBatchStreamReader | tarfile.TarFile]:
+    with open_shard(url) as file:
+        if shard_kind(url) == "parquet":
+            yield ParquetRows(file, url, _READ_AHEAD if "://" in url else _BUFFER)
+        elif shard_kind(url) == "arrow":
+            path = fsspec.url_to_fs(url)[1]
+            yield pa.ipc.open_stream(pa.PythonFile(file, "r") if "://" in url else pa.memory_map(path))
+        else:
+            with tarfile.open(fileobj=file, mode="r:*", tarinfo=BoundedHeader) as archive:
+                yield archive
 
 
-def _may_pass(error: BaseException) -> bool:
-    unreachable = isinstance(error, (aiohttp.ClientError, ConnectionError, TimeoutError, *_loaded(_UNREACHABLE)))
-    is_busy = isinstance(error, OSError) and error.errno in _BUSY
-    return is_passing(error) or ((unreachable or is_busy) and not isinstance(error, FileNotFoundError))
+def count_rows(url: str) -> int:
+    """Count the rows of a file; of a tar on a server, img2dataset's `NAME_stats.json` beside it is believed."""
+    if shard_kind(url) == "tar" and "://" in url and "?" not in url:
+        files, path = fsspec.url_to_fs(f"{url.removesuffix('.tar')}_stats.json")
+        with suppress(FileNotFoundError, PermissionError, ValueError, KeyError, TypeError):
+            return int(json.loads(files.cat_file(path))["successes"])
+    with _opened(url) as shard:
+        if isinstance(shard, tarfile.TarFile):
+            return sum(1 for _ in read_samples(shard, url, first=sys.maxsize))
+        return int(shard.file.metadata.num_rows) if isinstance(shard, ParquetRows) else sum(map(len, shard))
+
+
+def features_of(medium: str) -> Features:
+    """Return the columns of a medium's rows; clips and sounds have their `seconds`, too."""
+    timed = {"image": media.FEATURES[medium], "seconds": Value("float64")} if medium in _STORED else {}
+    return Features({**FEATURES, **timed})
+
+
+def find_medium(url: str, source: Source) -> str:
+    """Return the kind of the media of a file.
+
+    Raises:
+        ValueError: if a table has no column of media or captions, or no early row of a tar, or of clips or sounds, can be used.
+    """
+    with _opened(url) as shard:
+        if is_tar := isinstance(shard, tarfile.TarFile):
+            medium = medium_of_samples(read_samples(shard, url), source)
+        else:
+            schema = shard.file.schema_arrow if isinstance(shard, ParquetRows) else shard.schema
+            medium = find_table_columns(schema, source.title, source.columns).medium
+            if "split" in schema.names:
+                said = (
+                    "its column split is not read, so rows of all splits are trained on. Write a file for each split"
+                )
+                logger.warning("%s; %s, or prepare the set", source.title, said)
+    if is_tar or medium in _STORED:
+        rows = list(islice(read_rows(url, 0, replace(source, medium=medium)), _LOOKED_AT))
+        if all(isinstance(row, str) for row in rows):
+            remedy = _PREPARE if medium in _STORED else "Check the shards."
+            raise ValueError(f"{source.title}; none of its first samples can be used ({rows[0]}). {remedy}")
+    return medium
+
+
+def read_rows(url: str, first: int, source: Source) -> Iterator[Row]:
+    """Read the rows of a file from `first` on, a few at a time; `source` names the columns and the medium."""
+    for number, item in enumerate(_read_records(url, first, source), first):
+        try:
+            if isinstance(item, BadRow):
+                raise item.fault
+            yield _training_row(item, source.medium)
+        except Fault as fault:
+            yield f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell(BytesImage):
+    """An embedded medium with its path, where raw pixels have their size."""
+
+    path: str | None
+
+
+def _read_records(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:
+    builder = RecordBuilder(source, PathArguments(), ".")
+    with _opened(url) as shard:
+        if isinstance(shard, tarfile.TarFile):
+            for sample in islice(read_samples(shard, url, kinds=(source.medium,), first=first), first, None):
+                try:
+                    record = record_of_sample(builder, sample, sample.key, sample.key, {}, None, False)
+                    values = sample.values()
+                    column = find_column("--id_column", list(values), source.title, None, USUAL_NAMES["id"])
+                    # By .json alone: two keys may have the same image.
+                    record.id = id_of(values, Columns(id=source.id_column or column))
+                    yield record
+                except Fault as fault:
+                    yield builder.bad(sample.key, fault)
+            return
+        schema = shard.file.schema_arrow if isinstance(shard, ParquetRows) else shard.schema
+        columns = find_table_columns(schema, source.title, source.columns)
+        image, cut = str(columns.image), ("start", "end") if columns.medium in _STORED else ()
+        names = [name for name in schema.names if name in (image, columns.caption, columns.id, *cut)]
+
+        def rows() -> Rows:
+            if isinstance(shard, ParquetRows):
+                cells = (values for _, _, values in shard.cells(names, _BATCH, first))
+            else:
+                cells = _arrow_cells(shard, names, first)
+            for number, values in enumerate(cells, first):
+                if isinstance(values, Fault):
+                    yield number, BadLine(values, "")
+                    continue
+                cell = values[image] if isinstance(values[image], dict) else {"bytes": values[image]}
+                yield number, {**values, image: _Cell("", cell.get("bytes"), cell.get("path"))}
+
+        yield from records_of(Table("row", columns, rows(), builder.jail), builder)
+
+
+def _arrow_cells(
+    batches: pa.RecordBatchStreamReader, names: list[str], first: int
+) -> Iterator[dict[str, Any] | Fault]:
+    for batch in batches:
+        for start in range(first, len(batch), _BATCH):
+            yield from cells_of(batch.select(names).slice(start, _BATCH))
+        first = max(0, first - len(batch))
+
+
+def _training_row(record: Record, medium: str) -> dict[str, Any]:
+    """Return a row that can be trained on; raises the fault of one that cannot, such as a part of a clip."""
+    image = record.image
+    if not all(map(is_null, record.cut)):
+        raise Fault("span_outside", f"it is a part of its {medium}, by start and end, and not cut out")
+    content = image.data if isinstance(image, BytesImage) else None
+    if not isinstance(content, bytes) or not content:
+        raise Fault("image_missing", f"the {medium} is not in the shard")
+    captions, faults, _ = check_captions(record.captions, CheckArguments())
+    if not captions:
+        raise faults[-1]
+    path = image.path if isinstance(image, _Cell) else None
+    row = {"id": record.id or stored_hash(content), "image": {"bytes": content, "path": path}, "captions": captions}
+    if medium in _STORED:
+        try:
+            shown, rate = _STORED[medium](content)
+        except UnreadableImageError as error:
+            raise Fault("medium_unknown_format", str(error)) from error
+        row["seconds"] = len(shown) / rate
+    return row
 
 
 class ShardReader:
-    """Read runs of rows; one run after the other in a shard is read without opening it again.
+    """Read runs of rows; one run after the other in a shard is read without opening it again, and the last one is kept.
 
     A run's rows depend on the shard alone, not on what was read before. Where a shard is damaged, the rest of the run is
     lost, of a tar also all rows behind it, and so are the further rows of a damaged row group. A file that is no longer
@@ -167,13 +334,14 @@ class ShardReader:
 
     Args:
         shards: the shards to read.
-        source: names the columns to read.
+        source: names the columns to read, and the medium.
     """
 
     def __init__(self, shards: Sequence[Shard], source: Source):
         self.shards, self.source = shards, source
         self._rows: Iterator[Row] = iter(())
         self._next: tuple[int, int] | None = None
+        self._last: tuple[tuple[int, int, int], list[Row]] = (-1, -1, -1), []
         self._damaged: dict[int, str] = {}
 
     def read(self, shard: int, start: int, stop: int) -> list[Row]:
@@ -182,42 +350,41 @@ class ShardReader:
         Raises:
             ValueError: if the server or the folder of the shard can no longer be reached.
         """
-        rows: list[Row] = []
+        if self._last[0] == (shard, start, stop):
+            return self._last[1]
         if shard in self._damaged:
             return [self._damaged[shard]] * (stop - start)
-        url = self.shards[shard].url
-
-        def passing(error: BaseException) -> bool:
-            return isinstance(error, damage()) and not _is_gone(url, error) and ("://" in url or _may_pass(error))
-
+        rows: list[Row] = []
+        self._last = (-1, -1, -1), []  # given up before the next run is read
+        url, first = self.shards[shard].url, self.shards[shard].first
         try:
-            retry(lambda: self._extend(rows, shard, start, stop), passing, _PAUSES)
+            retry(lambda: self._extend(rows, shard, start, stop), lambda error: _is_worth_a_try(url, error), _PAUSES)
         except damage() as error:
             if not _is_gone(url, error):
                 stamp_of(url)  # raises if it is the connection that fails
-            self._lose(rows, shard, start, stop, error)
+            reason = f"shard {url} cannot be read from row {first + start + len(rows)} on: {one_line(error)}"
+            logger.warning("%s", reason)
+            rows += [reason] * (stop - start - len(rows))
+            if not self.shards[shard].divisible or isinstance(error, FileNotFoundError):  # nor will it come back
+                self._damaged[shard] = reason
+        self._last = (shard, start, stop), rows
         return rows
 
     def _extend(self, rows: list[Row], shard: int, start: int, stop: int) -> None:
         """Read the rows that are still missing."""
-        at, source = start + len(rows), self.shards[shard]
+        source, at = self.shards[shard], start + len(rows)
         if self._next != (shard, at):
             self._rows = read_rows(source.url, source.first + at, self.source)
         self._next = None  # until all are read
-        for number in range(at, stop):
-            row = next(self._rows, None)
-            if row is None:
-                raise EOFError(f"it ends at row {source.first + number}")
+        for row in islice(self._rows, stop - at):
             rows.append(row)
+        if len(rows) < stop - start:
+            raise EOFError(f"it ends at row {source.first + start + len(rows)}")
         self._next = (shard, stop)
 
-    def _lose(self, rows: list[Row], shard: int, start: int, stop: int, error: BaseException) -> None:
-        source = self.shards[shard]
-        reason = f"shard {source.url} cannot be read from row {source.first + start + len(rows)} on: {one_line(error)}"
-        logger.warning("%s", reason)
-        rows += [reason] * (stop - start - len(rows))
-        if not source.divisible or isinstance(error, FileNotFoundError):  # nor will it come back
-            self._damaged[shard] = reason
+
+def _is_worth_a_try(url: str, error: BaseException) -> bool:
+    return isinstance(error, damage()) and not _is_gone(url, error) and ("://" in url or _may_pass(error))
 
 
 def _is_gone(url: str, error: BaseException) -> bool:

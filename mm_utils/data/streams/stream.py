@@ -1,20 +1,14 @@
-"""Stream training pairs: sets larger than the disk are read shard by shard.
+"""Stream training pairs: sets larger than the disk are read shard by shard, Parquet, tars and prepared folders.
 
-A stream reads Parquet and WebDataset tar shards, on disk or on a server, a data set on the Hub that is made of them, and
-folders that `prepare_data` wrote. Images are embedded in the shards, and so are clips and sounds, as `prepare_data` keeps them;
-paths are not followed.
-
-`mm_utils.data.streams.order` decides the order and states its guarantees, which are weaker than those of a data set on
-disk: step s always has the same rows, and every row comes once an epoch, but rows are shuffled in blocks alone. Besides:
+`mm_utils.data.streams.order` decides the order and states its guarantees. Besides:
   - Rows are known by their place. A row that turns out unusable (no caption, a broken image, a damaged shard) is counted as
-    skipped, and another one of its block takes its place; the batch is smaller by it only where most of the block is
-    unusable.
-  - Rows of the same image are not merged. The loss sees by their ids, or their bytes where there are none, that they are
-    the same image.
-  - Without a validation split, the first rows of some shards are held out, 5 % of all and at most 1000. Wherever their
-    images come again, by id or by bytes, they are left out of training too, and counted. The same is done, by bytes, with the
-    images of a given validation split.
+    skipped, and another one of its block takes its place, as long as the block has any.
+  - Rows of the same image are not merged. The loss sees by their ids, or bytes where there are none, that they are the same.
+  - Without a validation split, the first rows of some shards are held out. Wherever their images come again, by id or by
+    bytes, they are left out of training too, and counted; so are, by bytes, the images of a given validation split.
   - A shard that grows, shrinks, is added or written anew makes another stream: `Stream.fingerprint` changes.
+  - Batches do not depend on the number of workers: each collates the rows of its shard groups, and `merge_parts` puts the
+    parts of a step together as one process would have.
 
 Each of the interleaved shard groups keeps the encoded images of a block in memory: `--set stream_interleave` *
 `--set shuffle_block_size` images, over all processes. With 64 * 256 images of 100 kB that is 1.6 GB.
@@ -23,33 +17,80 @@ Each of the interleaved shard groups keeps the encoded images of a block in memo
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from mm_utils import distributed
-from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes
+from mm_utils.arguments import Parsed, arg
+from mm_utils.data.batches.column_reader import ColumnReader
+from mm_utils.data.batches.dataset import Batch, Collator, TrainingTransform
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
+from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes, choose_captions, replacement_rows
+from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key, tokenize_splits
+from mm_utils.data.batches.workers import WorkerLoader, worker_options
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import cached_rows
+from mm_utils.data.pairs import load_pairs
 from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
-from mm_utils.data.streams.flags import GROUPS, StreamingArguments
-from mm_utils.data.streams.order import InterleavedOrder
-from mm_utils.data.streams.rows import Row, check_columns, features_of
-from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, damage, expand, stamp_of
+from mm_utils.data.streams.order import InterleavedOrder, Reader, Slot
+from mm_utils.data.streams.shards import (
+    FEATURES,
+    Row,
+    Shard,
+    ShardReader,
+    count_shards,
+    damage,
+    expand,
+    features_of,
+    find_medium,
+    stamp_of,
+)
+from mm_utils.data.training_data import Schedule, TrainingData, open_loaders, processor_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-SHARDS_PER_GROUP = 4  # a group of several shards reads them in another order in every epoch
+GROUPS, SHARDS_PER_GROUP = 64, 4  # a group of several shards reads them in another order in every epoch
 HELD_OUT, HELD_OUT_SHARE, HELD_OUT_SHARDS = 1000, 0.05, 50  # rows; share of all rows; from how many files
+_SHOWN = 4  # files of a step that a message names
+
+
+@dataclass
+class StreamingArguments:
+    """Reading of a source larger than the disk."""
+
+    streaming: bool = arg(False, "Read shards while training instead of loading the data set first.")
+    stream_interleave: int = arg(
+        0,
+        f"Groups of shards whose rows are interleaved, over all processes; 0 takes {GROUPS}, or one per shard if there are "
+        "fewer. It decides the order.",
+        rare=True,
+    )
+    shuffle_block_size: int = arg(
+        256,
+        "Rows of a shard that are shuffled among themselves; each group holds as many encoded images in memory.",
+        rare=True,
+    )
+
+    def __post_init__(self) -> None:
+        for name, least in (("stream_interleave", 0), ("shuffle_block_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--set {name} is {getattr(self, name)}; give at least {least}.")
 
 
 @dataclass
@@ -59,7 +100,7 @@ class Stream:
     Attributes:
         shards: the files, or runs of rows in a file, that `order` counts.
         order: the rows of every step.
-        source: names the columns of the shards.
+        source: names the columns of the shards, and the medium.
         validation: rows with `features_of` their kind, on disk in the datasets cache.
         held_out: images of `validation`, which training must not show.
         fingerprint: 16 hexadecimal digits that depend on the shards' names, numbers of rows, sizes and 128 KiB of content.
@@ -77,10 +118,6 @@ class Stream:
         """Rows of an epoch."""
         return self.order.num_rows
 
-    def reader(self) -> ShardReader:
-        """Return a new reader of the shards."""
-        return ShardReader(self.shards, self.source)
-
     def check(self, row: Row, shard: int, number: int) -> Row:
         """Return a row of a shard unless its image is one of validation's, else the reason."""
         if isinstance(row, dict) and not self.held_out.isdisjoint((_by_id(row), _by_bytes(row))):
@@ -91,105 +128,94 @@ class Stream:
         """Name a row without an id: its file, and its number there, from 0."""
         return f"shard {self.shards[shard].url}, row {self.shards[shard].first + number}"
 
-    def rows(self, most: int) -> Iterator[dict[str, Any]]:
-        """Read the first training rows of every shard, at most `most` in all."""
-        reader = self.reader()
-        each = -(-most // len(self.shards))
-        for shard, cut in enumerate(self.shards):
-            for number, read in enumerate(reader.read(shard, 0, min(each, most, cut.rows))):
-                row = self.check(read, shard, number)
-                if isinstance(row, dict):
-                    most -= 1
-                    yield row
-
     def captions(self, most: int = 20_000) -> Iterator[str]:
         """Read the first training captions of every shard, at most `most`, to train a tokenizer on."""
-        return islice((caption for row in self.rows(most) for caption in row["captions"]), most)
+        reader, each = ShardReader(self.shards, self.source), -(-most // len(self.shards))
+        rows = (
+            self.check(row, shard, number)
+            for shard, cut in enumerate(self.shards)
+            for number, row in enumerate(reader.read(shard, 0, min(each, cut.rows)))
+        )
+        return islice((caption for row in rows if isinstance(row, dict) for caption in row["captions"]), most)
 
 
-def open_stream(
-    data: DataArguments, args: StreamingArguments, sizes: BatchSizes, seed: int, validation: Dataset | None = None
-) -> Stream:
+def open_stream(data: DataArguments, args: StreamingArguments, sizes: BatchSizes, seed: int) -> Stream:
     """Open the source that `data` names, without reading more of it than its validation split.
-
-    Args:
-        data: names the shards and their columns.
-        args: the flags of streaming.
-        sizes: the global batch size as a function of the step.
-        seed: the run's random seed.
-        validation: the rows of `--validation_file` where that is not a shard.
 
     Raises:
         ValueError: in one line, if there are no shards, they cannot be reached or have no column of images or captions, or
             there are too few rows or shards for `sizes` or `args`.
     """
-    title, urls = _find_urls(data, need_validation=validation is None)
-    source = Source(urls["train"][0], title=title, **data.columns)
+    title, urls = _find_urls(data)
     files = count_shards(urls["train"])
     if sum(file.rows for file in files) < 2:
         raise ValueError(
             f"{title}; its shards hold fewer than 2 rows. Give shards with one image and its caption per row."
         )
-    medium = check_columns(files[0].url, source)
-    if medium != "image":
-        source = replace(source, medium=medium)
-    if validation is not None and validation.features["image"] != features_of(medium)["image"]:
-        raise ValueError(
-            f"--validation_file is {data.validation_file}; it holds no {medium}s, and the stream does. Give one of the same kind."
-        )
-    held_out: set[str] = set()
-    if validation is None and urls.get("validation"):
-        heads = _first_rows(count_shards(urls["validation"]), data.max_eval_samples or HELD_OUT)
-        validation = _read_all(heads, source)
-    elif validation is None:
+    source = Source(urls["train"][0], title=title, split="train", **data.columns)
+    source = replace(source, medium=find_medium(files[0].url, source))
+    most, held_out = data.max_eval_samples, set[str]()
+    if urls.get("validation"):
+        validation = _read_all(_first_rows(count_shards(urls["validation"]), most or HELD_OUT), source)
+    elif data.validation_file is not None:
+        others: dict[str, Any] = dict.fromkeys(("dataset_config_name", "validation_file", "test_file"))
+        others |= {"train_file": data.validation_file, "max_train_samples": most or HELD_OUT}
+        validation = load_pairs(replace(data, **others), need_train=False)["train"]
+    else:
         heads, files = _hold_out(files)
         validation = _read_all(heads, source)
-        held_out |= {_by_id(row) for row in validation}
+        held_out = {_by_id(row) for row in validation}
+    if validation.features["image"] != features_of(source.medium)["image"]:
+        raise ValueError(
+            f"--validation_file is {data.validation_file}; it holds no {source.medium}s. Give one that does."
+        )
     held_out |= {_by_bytes(row) for row in validation}
-    if data.max_eval_samples is not None:
-        validation = validation.select(range(min(data.max_eval_samples, len(validation))))
-    files = _first_rows(files, data.max_train_samples)
-    total = sum(file.rows for file in files)
-    wanted = args.stream_interleave or GROUPS
-    shards = _cut(files, max(args.shuffle_block_size, total // (wanted * SHARDS_PER_GROUP)))
-    groups = args.stream_interleave or min(GROUPS, len(shards))
-    order = InterleavedOrder([shard.rows for shard in shards], sizes, seed, groups, args.shuffle_block_size)
-    names = json.dumps([[shard.url.rpartition("/")[2], shard.first, shard.rows, shard.content] for shard in shards])
+    validation = validation.take(min(most or len(validation), len(validation)))
+    files, groups, block = _first_rows(files, data.max_train_samples), args.stream_interleave, args.shuffle_block_size
+    size, shards = max(block, sum(file.rows for file in files) // ((groups or GROUPS) * SHARDS_PER_GROUP)), []
+    for file in files:  # one that can be read from the middle is cut, so that distant rows meet
+        parts = -(-file.rows // size) if file.divisible else 1
+        cuts = (distributed.share(file.rows, part, parts) for part in range(parts))
+        shards += [replace(file, first=file.first + rows.start, rows=len(rows)) for rows in cuts]
+    order = InterleavedOrder([cut.rows for cut in shards], sizes, seed, groups or min(GROUPS, len(shards)), block)
+    names = json.dumps([[cut.url.rpartition("/")[2], cut.first, cut.rows, cut.content] for cut in shards])
     fingerprint = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
     logger.info(
-        "Stream %s: %s rows, %d shards, %d interleaved", fingerprint, f"{order.num_rows:,}", len(shards), groups
+        "Stream %s: %d rows, %d shards, %d interleaved", fingerprint, order.num_rows, len(shards), order.groups
     )
     return Stream(shards, order, source, validation, frozenset(held_out), fingerprint)
 
 
-def _find_urls(data: DataArguments, need_validation: bool) -> tuple[str, dict[str, list[str]]]:
+def _find_urls(data: DataArguments) -> tuple[str, dict[str, list[str]]]:
     """Return the beginning of error messages, and the files of each split."""
+    name, title = data.dataset_name, f"--dataset_name is {data.dataset_name}"
     if data.test_file is not None:
         raise ValueError(
             f"--test_file is {data.test_file}; a stream has no test split. Evaluate on it by eval_retrieval."
         )
-    if is_embedded(data.dataset_name):
-        raise ValueError(
-            f"--streaming is set; {data.dataset_name} is made on this machine and has no shards. Drop --streaming."
-        )
-    if data.dataset_name is not None:
-        title = f"--dataset_name is {data.dataset_name}"
-        found = _urls_of_dataset(data, data.dataset_name, title)
-    elif data.train_file is not None:
-        title = f"--train_file is {data.train_file}"
-        found = {"train": expand(data.train_file)}
+    if data.train_file is not None:
+        title, named = f"--train_file is {data.train_file}", {"train": expand(data.train_file)}
+    elif name is None or is_embedded(name):
+        made = data.dataset_dir or name or "the embedded set"
+        raise ValueError(f"--streaming is set; {made} has no shards. Name some by --train_file or --dataset_name.")
     else:
-        raise ValueError("--streaming is set; it needs shards. Name them by --train_file or --dataset_name.")
-    if data.validation_file is not None and need_validation:
-        found["validation"] = expand(data.validation_file)
-    if not found.get("train"):
+        named = _urls_of_dataset(data, name, title)
+    if data.validation_file is not None and shard_kind(data.validation_file) is not None:
+        named["validation"] = expand(data.validation_file)
+    urls: dict[str, list[str]] = {}
+    for split, part in named.items():  # train and restval are one split, and so are val and dev
+        urls.setdefault(SPLIT_NAMES.get(split.lower(), split), []).extend(part)
+    if not urls.get("train"):
         raise ValueError(f"{title}; there are no such training shards. Check the path.")
-    for url in (url for split in ("train", "validation") for url in found.get(split, ())):
+    for split in urls.keys() - {*SPLITS}:
+        logger.warning("%s; its split %s is none of %s, and is not read", title, split, ", ".join(SPLITS))
+    for url in (*urls["train"], *urls.get("validation", ())):
         if shard_kind(url) is None:
+            known = ", ".join(SHARDS)
             raise ValueError(
-                f"{title}; {url} cannot be streamed, only {', '.join(SHARDS)}. Run prepare_data, or drop --streaming."
+                f"{title}; {url} cannot be streamed, only {known}. Run prepare_data, or drop --streaming."
             )
-    return title, found
+    return title, urls
 
 
 def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, list[str]]:
@@ -198,20 +224,15 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         return {split: expand(f"{name}/{split}/*.arrow") for split in SPLITS}
     if is_saved(Path(name)):
         splits = load_splits(name, data.dataset_config_name, None, title, data.allow_outside_root)
-        return {
-            SPLIT_NAMES.get(split, split): [file["filename"] for file in splits[split].cache_files] for split in splits
-        }
+        return {split: [file["filename"] for file in splits[split].cache_files] for split in splits}
     try:
         data_files = open_builder(name, data.dataset_config_name, data.allow_outside_root).config.data_files
     except Fault as fault:
         raise ValueError(f"{title}; {fault.detail}. {remedy(fault, data.allow_outside_root)}") from fault
     except damage(RuntimeError) as error:
-        raise ValueError(
-            f"{title}; it could not be found ({one_line(error)}). Check its spelling, its configuration and the connection."
-        ) from error
-    return {
-        SPLIT_NAMES.get(str(split).lower(), str(split)): list(files) for split, files in (data_files or {}).items()
-    }
+        advice = "Check its spelling, its configuration and the connection."
+        raise ValueError(f"{title}; it could not be found ({one_line(error)}). {advice}") from error
+    return {str(split): list(files) for split, files in (data_files or {}).items()}
 
 
 def _hold_out(files: list[Shard]) -> tuple[list[Shard], list[Shard]]:
@@ -242,23 +263,11 @@ def _first_rows(files: list[Shard], most: int | None) -> list[Shard]:
     return kept
 
 
-def _cut(files: list[Shard], rows: int) -> list[Shard]:
-    """Cut files that can be read from the middle into shards of about `rows` rows."""
-    shards = []
-    for file in files:
-        parts = -(-file.rows // rows) if file.divisible else 1
-        for part in range(parts):
-            mine = distributed.share(file.rows, part, parts)
-            shards.append(replace(file, first=file.first + mine.start, rows=len(mine)))
-    return shards
-
-
 def _read_all(shards: list[Shard], source: Source) -> Dataset:
     """Read whole shards once, into the datasets cache."""
     if next(_usable_rows((shards, source)), None) is None:
-        raise ValueError(
-            f"shard {shards[0].url}; no row of validation can be used. Check --image_column and --caption_column."
-        )
+        advice = "Check --image_column and --caption_column."
+        raise ValueError(f"shard {shards[0].url}; no row of validation can be used. {advice}")
     # As a tuple, for a list would be shared out among processes.
     return cached_rows(_usable_rows, features_of(source.medium), {"whole": (shards, source)})
 
@@ -278,3 +287,188 @@ def _by_id(row: dict[str, Any]) -> str:
 def _by_bytes(row: dict[str, Any]) -> str:
     image = row["image"]
     return f"bytes {stored_hash(image['bytes'] or Path(image['path']).read_bytes())}"
+
+
+@dataclass
+class StreamedData(TrainingData):
+    """The data of a run whose training rows come from a stream, which is its `order`; `splits` has no `train`."""
+
+    order: Stream  # type: ignore[assignment]
+
+    def train_batches(self, start: int, stop: int) -> DeviceLoader:
+        """Return this rank's share of the global batches of steps `start` to `stop`."""
+        return train_stream(self.loaders, self.order, self.processor.tokenizer, start, stop)
+
+
+def open_streamed(
+    accelerator: Accelerator,
+    given: Parsed,
+    schedule: Schedule,
+    make_processor: Callable[..., ProcessorMixin],
+    readers: Sequence[ColumnReader] = (),
+) -> StreamedData:
+    """Open the stream that the flags name; the arguments are those of `mm_utils.data.training_data.open_data`."""
+    data_args, args = given[DataArguments], given[LoaderArguments]
+    with distributed.first_then_others():
+        stream = open_stream(data_args, given[StreamingArguments], schedule.batch_sizes, schedule.seed)
+        processor = processor_of(make_processor, stream.captions(), stream.validation, args)
+        total, splits = {"train": stream.num_rows}, DatasetDict(validation=stream.validation)
+        workers = data_args.preprocessing_num_workers
+        splits = tokenize_splits(splits, processor.tokenizer, args.max_seq_length, workers, readers)
+    loaders = open_loaders(accelerator, splits, processor, args, schedule, readers, streaming=True)
+    identity = {"data": stream.fingerprint, **loaders.content(None, processor.tokenizer)}
+    total["validation"] = len(stream.validation)
+    data = StreamedData(splits, processor, loaders, stream, identity, schedule.per_device_eval_batch_size, total)
+    logger.info("%s", data)
+    return data
+
+
+def train_stream(
+    loaders: Loaders, stream: Stream, tokenizer: PreTrainedTokenizerBase, start: int, stop: int
+) -> DeviceLoader:
+    """Return this rank's share of the global batches of steps `start` to `stop` of a stream."""
+    transform = loaders.training_transform(stream.order.seed)
+    collate = Collator(loaders.pad_token_id, loaders.medium, longest_first=True)
+    steps = StreamSteps(stream, tokenizer, loaders.arguments.max_seq_length, transform, collate, start, stop)
+    return loaders.on_device(StreamLoader(steps, loaders.arguments.num_workers, loaders.device.type == "cuda"))
+
+
+@dataclass
+class StreamSteps(IterableDataset[Batch]):
+    """Turns steps of a stream into collated batches; iterated, in a data worker, into this worker's part of every step.
+
+    An example is a pure function of (seed, epoch, image id); its `row` is the row's position in the stream.
+
+    Attributes:
+        tokenizer, max_seq_length: how captions become tokens, by the rules of `mm_utils.data.batches.tokens`.
+        transform, collate: make training examples of rows, and stack them.
+        start, stop: the steps.
+    """
+
+    stream: Stream
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_length: int
+    transform: TrainingTransform
+    collate: Collator
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        self.rank = distributed.rank(), distributed.world_size()  # which a worker process does not know
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        part = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        return self.batches(self.start, self.stop, Reader(*self.rank, *part))
+
+    def batches(self, start: int, stop: int, reader: Reader) -> Iterator[Batch]:
+        """Yield the part of steps `start` to `stop` that `reader` reads.
+
+        An unusable row is named in `skipped`, and another one of its block takes its place, if any of those that
+        `replacement_rows` names can be used.
+        """
+        order, readers = self.stream.order, dict[tuple[int, int], ShardReader]()
+        for step in range(start, stop):
+            slots, blocks = order.batch(step, reader), dict[tuple[int, ...], list[int]]()
+            for place, slot in enumerate(slots):
+                blocks.setdefault((slot.epoch, slot.group, slot.shard, slot.block), []).append(place)
+            readers = {key: opened for key, opened in readers.items() if not slots or key[0] >= slots[0].epoch}
+            examples: list[dict[str, Any]] = [{}] * len(slots)
+            for (epoch, group, shard, block), places in blocks.items():
+                opened = readers.setdefault((epoch, group), ShardReader(self.stream.shards, self.stream.source))
+                first, last = order.span_of(shard, block)
+                rows, mine = opened.read(shard, first, last), [slots[place] for place in places]
+                made = self._examples(mine, [slot.row for slot in mine], [rows[slot.row - first] for slot in mine])
+                for place, slot, example in zip(places, mine, made, strict=True):
+                    examples[place] = example
+                    for other in replacement_rows(order.seed, epoch, slot.position, len(rows)):
+                        if "row" in examples[place]:
+                            break
+                        [found] = self._examples([slot], [first + other], [rows[other]])
+                        examples[place] = {**example, **found} if "row" in found else example
+            yield self.collate(examples)
+
+    def _examples(self, slots: list[Slot], numbers: list[int], read: list[Row]) -> list[dict[str, Any]]:
+        """Return each slot's example from its row of the shard, or why there is none."""
+        checked = [
+            self.stream.check(row, slot.shard, number) for slot, number, row in zip(slots, numbers, read, strict=True)
+        ]
+        examples: list[dict[str, Any]] = [
+            {"skipped": row, "skipped_id": self.stream.place_of(slot.shard, number)}
+            for slot, number, row in zip(slots, numbers, checked, strict=True)
+        ]
+        good = [at for at, row in enumerate(checked) if isinstance(row, dict)]
+        if not good:
+            return examples
+        rows: list[Any] = [checked[at] for at in good]
+        keys, epochs = [image_key(row["id"]) for row in rows], [slots[at].epoch for at in good]
+        counts = np.array([len(row["captions"]) for row in rows])
+        shown = choose_captions(self.stream.order.seed, np.array(epochs), np.array(keys), counts).tolist()
+        captions = [row["captions"][place] for row, place in zip(rows, shown, strict=True)]
+        batch: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in FEATURES}
+        batch |= {"epoch": epochs, "image_key": keys}
+        batch["caption_keys"] = [[caption_key(caption) for caption in row["captions"]] for row in rows]
+        batch["input_ids"] = [[[]] * count for count in counts.tolist()]
+        for ids, place, tokens in zip(
+            batch["input_ids"], shown, encode_captions(self.tokenizer, captions, self.max_seq_length), strict=True
+        ):
+            ids[place] = tokens  # of the shown caption alone, at 45 us each
+        for at, example in zip(good, self.transform.examples(batch), strict=True):
+            examples[at] = example if "skipped" in example else {**example, "row": slots[at].position}
+        return examples
+
+
+class StreamLoader:
+    """This rank's share of the global batches of the steps.
+
+    Args:
+        steps: reads and collates.
+        workers: processes that read and decode; no more than this rank has shard groups are started.
+        pin_memory: whether batches go to a GPU.
+    """
+
+    def __init__(self, steps: StreamSteps, workers: int, pin_memory: bool = False):
+        self.steps, self.pin_memory = steps, pin_memory
+        self.num_workers = min(workers, steps.stream.order.groups // steps.rank[1])
+
+    def __len__(self) -> int:
+        return self.steps.stop - self.steps.start
+
+    def __iter__(self) -> Iterator[Batch]:
+        parts = max(1, self.num_workers)
+
+        def name(number: int) -> str:
+            """Name a step, and the files that its rows are in."""
+            step, stream = self.steps.start + number // parts, self.steps.stream
+            urls = sorted(
+                {stream.shards[slot.shard].url for slot in stream.order.batch(step, Reader(*self.steps.rank))}
+            )
+            return f"step {step + 1} ({len(urls)} shards: {', '.join(urls[:_SHOWN])}{', ...' * (len(urls) > _SHOWN)})"
+
+        loader = DataLoader(self.steps, batch_size=None, **worker_options(self.num_workers))
+        batches = iter(WorkerLoader(loader, len(self) * parts, name, self.num_workers))
+        while of_step := list(islice(batches, parts)):  # workers take turns, and each yields one part per step
+            yield merge_parts(of_step, self.steps.collate.pad_token_id, self.pin_memory)
+
+
+def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False) -> Batch:
+    """Merge parts as `Collator` would: longest caption first, then the stream's order; each row is copied once."""
+    lengths = [length for part in parts for length in part["lengths"]]
+    positions = [position for part in parts for position in part["rows"].tolist()]
+    order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], positions[place]))
+    place_of = torch.tensor(order, dtype=torch.long).argsort()
+    merged: Batch = {}
+    for name, value in parts[0].items():
+        values = [part[name] for part in parts]
+        if not isinstance(value, Tensor):
+            items = [item for each in values for item in each]
+            merged[name] = [items[place] for place in order] if name in ("image_ids", "lengths") else items
+            continue
+        inner = tuple(map(max, zip(*(each.shape[1:] for each in values), strict=True)))
+        whole = merged[name] = torch.empty((len(order), *inner), dtype=value.dtype, pin_memory=pin_memory)
+        if any(each.shape[1:] != inner for each in values):
+            whole.fill_(pad_token_id if name.endswith("input_ids") else 0)
+        for each, places in zip(values, place_of.split(list(map(len, values))), strict=True):
+            whole[(places, *map(slice, each.shape[1:]))] = each
+    merged["caption_image"] = torch.arange(len(order))
+    return merged

@@ -27,9 +27,7 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.flags import StreamingArguments
-from mm_utils.data.streams.loader import train_stream
-from mm_utils.data.streams.stream import open_stream
+from mm_utils.data.streams.stream import StreamingArguments, open_stream, train_stream
 from mm_utils.model.processor import train_tokenizer
 from scripts import prepare_data
 

@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments, Source
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.rows.sql import SqliteImage
-from mm_utils.data.streams.flags import StreamingArguments
-from mm_utils.data.streams.rows import read_rows
-from mm_utils.data.streams.stream import open_stream
 from tests.kit.fault_images import grey
 from tests.kit.reading import content, lines, read, reasons, write
 
@@ -125,17 +121,3 @@ def test_a_function_of_ones_own_reads_a_source(pictures: Path, monkeypatch: pyte
             read(file, format=name)
     with pytest.raises(ValueError, match=r"known are .*sqlite.*, and a function of your own as module.function"):
         read(file, format="diary")
-
-
-def test_a_stream_reads_a_table_from_any_row(pictures: Path, own_cache: Path) -> None:
-    rows = [(f"k{at}", grey(10 * at) if at % 2 else f"{at}.png", f"caption {at}", None) for at in range(6)]
-    path = str(database(pictures / "a.db", values=rows, kind="BLOB"))
-    source, whole = Source(path), [(row[0], [row[2]], grey(10 * at)) for at, row in enumerate(rows)]
-    for first in (0, 4, 6):
-        read_on = [row if isinstance(row, dict) else {} for row in read_rows(path, first, source)]
-        assert [(row["id"], row["captions"], row["image"]["bytes"]) for row in read_on] == whole[first:]
-    stream = open_stream(
-        DataArguments(train_file=path), StreamingArguments(True, 1, 2), BatchSizes((0,), (2,)), seed=0
-    )
-    assert (stream.num_rows, len(stream.validation)) == (5, 1)
-    assert {row["id"] for row in stream.rows(9)} | set(stream.validation["id"]) == {row[0] for row in rows}

@@ -172,7 +172,7 @@ def test_a_data_set_asks_no_server(
     if door == "a stream" or outside:
         args = DataArguments(dataset_name=name, allow_outside_root=outside)
         with pytest.raises(ValueError, match="an address"):
-            _find_urls(args, need_validation=False) if door == "a stream" else load_pairs(args)
+            _find_urls(args) if door == "a stream" else load_pairs(args)
     else:
         with pytest.raises(ValueError, match=r"README\.md names the data_files http.*an address\. Download the file"):
             DOORS[door](name)

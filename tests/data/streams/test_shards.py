@@ -1,224 +1,250 @@
-"""Find shards on disk and on a server, count their rows, and read runs of them, damaged files included."""
+"""Shards on disk and on a server: found, counted, read from any row on, damaged or not; their rows, or why there is none."""
 
+import errno
+import json
 import os
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import disable_progress_bars
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mm_utils.data.paths import shard_kind
-from mm_utils.data.rows import tars as webdataset
+from mm_utils.data.rows import tars
 from mm_utils.data.rows.source import Source
-from mm_utils.data.streams import shards as stream_shards
-from mm_utils.data.streams.rows import read_rows
-from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, expand
-from tests.kit.numbered_shards import (
-    Server,
-    caption_of,
-    image_of,
-    rows_of,
-    serve,
-    write_parquet,
-    write_shards,
-    write_tar,
-)
+from mm_utils.data.streams import shards
+from mm_utils.data.streams.shards import FEATURES, Shard, ShardReader, count_shards, expand, find_medium, read_rows
+from tests.kit import numbered_shards as kit
+from tests.kit.reading import write_tar
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
-KINDS = ["parquet", "arrow", "tar"]
-SOURCE = Source("shards")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One shard of 30 rows of each kind."""
-    folder = tmp_path_factory.mktemp("shards")
-    urls = {kind: write_shards(folder / kind, kind, [30]).replace("*", "000") for kind in KINDS}
-    return {**urls, "arrow": str(next(Path(urls["arrow"]).glob("train/*.arrow")))}
+SOURCE = Source("shards", medium="image")
+GOOD = {"image": b"bytes", "caption": "a picture", "id": 7, "languages": "en"}  # the last one is not read
 
 
 def numbers_in(rows: list[Any]) -> list[int]:
     """Return the numbers that the images show, each checked against its caption; -1 for a row that is lost."""
-    found = []
-    for row in rows:
-        if isinstance(row, str):
-            found.append(-1)
-            continue
-        number = next(number for number in range(60) if image_of(number) == row["image"]["bytes"])
-        assert row["captions"][0] == caption_of(number)
-        found.append(number)
+    known = {kit.image_of(number): number for number in range(60)}
+    found = [known[row["image"]["bytes"]] if isinstance(row, dict) else -1 for row in rows]
+    assert all(
+        number < 0 or row["captions"][0] == kit.caption_of(number) for number, row in zip(found, rows, strict=True)
+    )
     return found
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    with serve(tmp_path) as address:
-        yield address
+@pytest.mark.parametrize("place", ["disk", "server", "memory"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "tar"])
+def test_rows_are_counted_and_read_from_any_row_on_in_any_order(kind: str, place: str, tmp_path: Path) -> None:
+    source = kit.write_shards(tmp_path, kind, [30])
+    path = next(Path(source).glob("train/*.arrow")) if kind == "arrow" else tmp_path / f"000.{kind}"
+    with kit.serve(path.parent) as address:
+        url = {"disk": str(path), "server": f"{address}/{path.name}", "memory": f"memory://streams/{path.name}"}[place]
+        if place == "memory":
+            fsspec.filesystem("memory").put(str(path), f"/streams/{path.name}")
+        assert count_shards([url]) == [Shard(url, 0, 30)]
+        assert find_medium(url, Source("shards")) == "image"
+        for first in (0, 1, 4, 17, 29, 30):
+            assert numbers_in(list(read_rows(url, first, SOURCE))) == list(range(first, 30))
+        reader = ShardReader([Shard(url, 0, 10), Shard(url, 10, 20)], SOURCE)
+        for shard, start, stop in ((0, 3, 7), (0, 7, 10), (1, 0, 20), (0, 3, 7), (0, 3, 7), (1, 5, 5), (1, 19, 20)):
+            assert numbers_in(reader.read(shard, start, stop)) == list(range(10 * shard + start, 10 * shard + stop))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_counted_and_read_from_any_row_on(kind: str, shards: dict[str, str]) -> None:
-    assert count_shards([shards[kind]]) == [Shard(shards[kind], 0, 30)]
-    for first in (0, 1, 4, 17, 29, 30):
-        assert numbers_in(list(read_rows(shards[kind], first, SOURCE))) == list(range(first, 30))
+def test_a_remote_tar_is_counted_by_the_file_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe(
+        {"/counted/a.tar": b"never opened", "/counted/a_stats.json": b'{"successes": 12}', "/counted/b.tar": b"none"}
+    )
+    assert [shard.rows for shard in count_shards(["memory://counted/a.tar", "memory://counted/b.tar"])] == [12]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "tar"])
-def test_a_server_that_gives_ranges_is_read_like_the_disk(kind: str, tmp_path: Path, server: str) -> None:
-    write_shards(tmp_path, kind, [30])
-    url = f"{server}/000.{kind}"
-    assert count_shards([url]) == [Shard(url, 0, 30)]
-    assert numbers_in(ShardReader([Shard(url, 5, 20)], SOURCE).read(0, 3, 13)) == list(range(8, 18))
-
-
-def test_a_server_without_ranges_and_a_missing_file_are_named(
-    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_shards(tmp_path, "parquet", [3])
-    with pytest.raises(
-        ValueError, match=r"nothing.parquet cannot be opened .* Check its address, the credentials and the connection"
-    ):
-        count_shards([f"{server}/nothing.parquet"])
-    monkeypatch.setattr(Server, "ranges", False)
-    with pytest.raises(ValueError, match="1 of 1 shards cannot be read"):
-        count_shards([f"{server}/000.parquet"])
+def test_a_server_without_ranges_and_a_missing_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit.write_shards(tmp_path, "parquet", [3])
+    monkeypatch.setattr(kit.Server, "ranges", False)
+    with kit.serve(tmp_path) as address:
+        with pytest.raises(
+            ValueError, match=r"nothing.parquet cannot be opened .* Check its address, the credentials"
+        ):
+            count_shards([f"{address}/nothing.parquet"])
+        with pytest.raises(ValueError, match="1 of 1 shards cannot be read"):
+            count_shards([f"{address}/000.parquet"])
 
 
 def test_counts_are_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(write_tar(tmp_path / "a.tar", range(5)))
+    path = str(kit.write_tar(tmp_path / "a.tar", range(5)))
     assert count_shards([path])[0].rows == 5
     with monkeypatch.context() as patch:
-        patch.setattr(stream_shards, "count_rows", None)
+        patch.setattr(shards, "count_rows", None)
         assert count_shards([path])[0].rows == 5
-    write_tar(tmp_path / "a.tar", range(7))
+    kit.write_tar(tmp_path / "a.tar", range(7))
     assert count_shards([path])[0].rows == 7
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        ("s-{008..011}.tar", ["s-008.tar", "s-009.tar", "s-010.tar", "s-011.tar"]),
-        ("{a,b}/{0..1}.tar", ["a/0.tar", "a/1.tar", "b/0.tar", "b/1.tar"]),
-        ("https://host/x.parquet?download=true", ["https://host/x.parquet?download=true"]),
-    ],
-)
-def test_braces_are_expanded_without_asking_anyone(pattern: str, names: list[str]) -> None:
-    assert expand(pattern) == names
-    assert shard_kind(names[0]) in ("tar", "parquet")
-
-
-def test_stars_find_files(tmp_path: Path) -> None:
-    write_shards(tmp_path, "tar", [1, 1])
-    assert expand(str(tmp_path / "*.tar")) == [str(tmp_path / "000.tar"), str(tmp_path / "001.tar")]
-    assert expand(f"file://{tmp_path}/*.tar") == [f"file://{tmp_path}/000.tar", f"file://{tmp_path}/001.tar"]
+def test_patterns_are_expanded(tmp_path: Path) -> None:
+    assert expand("{a,b}/{08..09}.tar") == ["a/08.tar", "a/09.tar", "b/08.tar", "b/09.tar"]
+    assert expand("https://host/x.parquet?download=true") == ["https://host/x.parquet?download=true"]
+    kit.write_shards(tmp_path, "tar", [1, 1])
+    for place in (str(tmp_path), f"file://{tmp_path}"):
+        assert expand(f"{place}/*.tar") == [f"{place}/000.tar", f"{place}/001.tar"]
     assert expand(str(tmp_path / "*.zip")) == [str(tmp_path / "*.zip")]  # to be named by whoever opens it
 
 
-@given(st.data())
-def test_runs_give_the_same_rows_in_any_order_of_reading(shards: dict[str, str], data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(KINDS))
-    reader = ShardReader([Shard(shards[kind], 0, 10), Shard(shards[kind], 10, 20)], SOURCE)
-    for _ in range(3):
-        shard = data.draw(st.integers(0, 1))
-        start = data.draw(st.integers(0, 9))
-        stop = data.draw(st.integers(start, 10))
-        expected = [10 * shard + row for row in range(start, stop)]
-        assert numbers_in(reader.read(shard, start, stop)) == expected
-
-
-def damage(path: Path) -> None:
-    """A tar of 30 samples is cut off in the middle; of a Parquet file, the images of rows 16 to 19 are overwritten."""
-    content = bytearray(path.read_bytes())
-    if path.suffix == ".tar":
-        path.write_bytes(content[: len(content) // 2])
-    else:
-        start = pq.read_metadata(path).row_group(4).column(0).data_page_offset
-        content[start : start + 40] = bytes(40)
-        path.write_bytes(content)
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tar"])
-def test_the_rows_lost_to_damage_do_not_depend_on_the_first_row_read(kind: str, tmp_path: Path) -> None:
-    rows = rows_of(range(30))
-    path = tmp_path / f"a.{kind}"
-    write_parquet(path, rows) if kind == "parquet" else write_tar(path, range(30))
-    damage(path)
+def test_the_rows_lost_to_damage_do_not_depend_on_the_first_row_read(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tar of 30 samples is cut off in the middle; of a Parquet file, the images of rows 16 to 19 are overwritten."""
+    kit.write_shards(tmp_path, kind, [30])
+    path = tmp_path / f"000.{kind}"
+    content = bytearray(path.read_bytes())
+    start = pq.read_metadata(path).row_group(4).column(0).data_page_offset if kind == "parquet" else 0
+    content[start : start + 40] = bytes(40)
+    path.write_bytes(content if start else path.read_bytes()[: len(content) // 2])
     shard = [Shard(str(path), 0, 30)]
     straight = ShardReader(shard, SOURCE)
-    whole = [numbers_in(straight.read(0, start, start + 5)) for start in range(0, 30, 5)]
-    fresh = [numbers_in(ShardReader(shard, SOURCE).read(0, start, start + 5)) for start in range(0, 30, 5)]
-    assert whole == fresh
-    found = [number for numbers in whole for number in numbers]
-    assert found[:10] == list(range(10))
-    assert -1 in found
-    assert all(number in (row, -1) for row, number in enumerate(found))
-    if kind == "parquet":
-        assert [row for row in range(30) if found[row] == -1] == [16, 17, 18, 19]
-    else:
-        assert found == sorted(found[: found.index(-1)]) + [-1] * (30 - found.index(-1))
-
-
-def test_a_lost_row_names_its_shard_and_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_tar(tmp_path / "a.tar", range(30))
-    damage(path)
-    lost = ShardReader([Shard(str(path), 0, 30)], SOURCE).read(0, 20, 22)
-    assert len(lost) == 2
-    assert str(lost[0]).startswith(f"shard {path} cannot be read from row 20 on: ReadError")
-    assert str(lost[0]) in caplog.text
+    whole = [straight.read(0, start, start + 5) for start in range(0, 30, 5)]
+    assert (
+        whole == [ShardReader(shard, SOURCE).read(0, start, start + 5) for start in range(0, 30, 5)] or kind == "tar"
+    )
+    fresh = [ShardReader(shard, SOURCE).read(0, start, start + 5) for start in range(0, 30, 5)]
+    assert list(map(numbers_in, whole)) == list(map(numbers_in, fresh))
+    found = [number for rows in whole for number in numbers_in(rows)]
+    first = found.index(-1)
+    assert found == [*range(first), *([-1] * 4 + [*range(20, 30)] if kind == "parquet" else [-1] * (30 - first))]
+    assert 10 <= first <= 16
+    reason = str(whole[first // 5][first % 5])
+    assert reason.startswith(f"shard {path} cannot be read from row {first} on: ")
+    assert reason in caplog.text
 
 
 def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The standard library takes it for one, in silence."""
-    path = write_tar(tmp_path / "a.tar", range(30))
+    path = kit.write_tar(tmp_path / "a.tar", range(30))
     content = bytearray(path.read_bytes())
-    header = len(content) // 2 // 512 * 512
-    header = content.index(b"samples/", header)
+    header = content.index(b"samples/", len(content) // 2 // 512 * 512)
     content[header : header + 100] = b"\xff" * 100
     path.write_bytes(content)
-    good = write_tar(tmp_path / "b.tar", range(30, 33))
+    good = kit.write_tar(tmp_path / "b.tar", range(30, 33))
     assert count_shards([str(path), str(good)]) == [Shard(str(good), 0, 3)]
     assert "a.tar cannot be read and is left out" in caplog.text
     lost = ShardReader([Shard(str(path), 0, 30)], SOURCE).read(0, 25, 30)
     assert all(isinstance(row, str) and "the end marker is missing" in row for row in lost)
+    with pytest.raises(ValueError, match="1 of 1 shards cannot be read"):
+        count_shards([str(path)])
 
 
-def test_mostly_damaged_shards_are_refused(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / f"{name}.parquet").write_bytes(b"not at all")
-    with pytest.raises(ValueError, match="3 of 3 shards cannot be read"):
-        count_shards(expand(str(tmp_path / "*.parquet")))
-
-
-@pytest.mark.parametrize("suffix", ["tar", "parquet"])
+@pytest.mark.parametrize("suffix", ["tar", "parquet", "arrow"])
 def test_a_pipe_is_no_shard(suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It would be waited for without end, at the start and where it takes the place of a shard during the run."""
-    good = [write_tar(tmp_path / f"{name}.tar", range(3)) for name in "ab"]
+    good = [kit.write_tar(tmp_path / f"{name}.tar", range(3)) for name in "ab"]
     os.mkfifo(tmp_path / f"c.{suffix}")
-    shards = count_shards([*map(str, good), str(tmp_path / f"c.{suffix}")])
-    assert [shard.rows for shard in shards] == [3, 3]
+    found = count_shards([*map(str, good), str(tmp_path / f"c.{suffix}")])
+    assert [shard.rows for shard in found] == [3, 3]
     assert "it is not a regular file" in caplog.text
     good[0].unlink()
     os.mkfifo(good[0])
-    [lost, *_] = ShardReader(shards, SOURCE).read(0, 0, 3)
-    assert "it is not a regular file" in str(lost)
+    assert "it is not a regular file" in str(ShardReader(found, SOURCE).read(0, 0, 3)[0])
 
 
-def test_a_shard_that_vanishes_stops_the_run(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", range(3))
-    reader = ShardReader([Shard(str(path), 0, 3)], SOURCE)
+def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, usual, pauses = kit.write_tar(tmp_path / "a.tar", range(3)), shards.open_shard, list[float]()
+    reader, errors = ShardReader([Shard(str(path), 0, 3)], SOURCE), [errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
+
+    def faltering(url: str) -> Any:
+        if errors:
+            raise OSError(errors.pop(), "in a bad moment", url)
+        return usual(url)
+
+    monkeypatch.setattr(shards, "open_shard", faltering)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert numbers_in(reader.read(0, 0, 3)) == [0, 1, 2]
+    assert pauses == [1, 4, 16]
     path.unlink()
     with pytest.raises(ValueError, match=r"a\.tar cannot be opened"):
-        reader.read(0, 0, 3)
+        reader.read(0, 1, 3)
 
 
-def test_a_sample_too_large_for_memory_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_tar(tmp_path / "a.tar", range(3))
-    monkeypatch.setattr(webdataset, "MOST_BYTES", 40)
-    rows = list(read_rows(str(path), 0, SOURCE))
-    assert all(isinstance(row, str) and "too_many_bytes" in row for row in rows)
-    assert len(rows) == 3
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(folder: Path, *records: dict[str, Any], **columns: str) -> list[Any]:
+    pq.write_table(pa.Table.from_pylist(list(records)), folder / "s.parquet")
+    return list(read_rows(str(folder / "s.parquet"), 0, Source("shards", medium="image", **columns)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "captions"),
+    [
+        ({}, ["a picture"]),
+        ({"caption": ["a", None, " ", "b", "a"]}, ["a", "b"]),
+        ({"caption": ["two  spaces", "cat.jpg"]}, ["two spaces"]),
+        ({"image": {"bytes": b"bytes", "path": "raw:1x1"}}, ["a picture"]),  # which says the size of stored pixels
+    ],
+)
+def test_usable_captions_are_kept(changed: dict[str, Any], captions: list[str], tmp_path: Path) -> None:
+    [row] = rows_of(tmp_path, {**GOOD, **changed})
+    assert row == {"id": "7", "image": changed.get("image", {"bytes": b"bytes", "path": None}), "captions": captions}
+    pa.Table.from_pylist([row], FEATURES.arrow_schema)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"image": None}, "image_missing: the image is not in the shard"),
+        ({"image": "photo.jpg"}, "the image is not in the shard"),
+        ({"image": {"bytes": None, "path": "/etc/passwd"}}, "the image is not in the shard"),
+        ({"caption": None}, "caption_null"),
+        ({"caption": [3, 4]}, "caption_not_text"),
+        ({"id": None}, "id, the id, is empty"),
+    ],
+)
+def test_an_unusable_row_gives_its_place_and_the_reason(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    [found] = rows_of(tmp_path, {**GOOD, **changed})
+    assert found.startswith(f"shard {tmp_path / 's.parquet'}, row 0: ")
+    assert reason in found
+
+
+def test_columns_and_ids(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = {"pixels": b"x", "words": "a", "caption": "b", "split": "test"}
+    first, same, other = rows_of(tmp_path, record, record, {**record, "pixels": b"y"})
+    assert first["id"] == same["id"] != other["id"]  # of the bytes
+    assert first["captions"] == ["b"]
+    assert rows_of(tmp_path, record, caption_column="words")[0]["captions"] == ["a"]
+    assert find_medium(str(tmp_path / "s.parquet"), Source("shards")) == "image"
+    assert "rows of all splits are trained on" in caplog.text
+    with pytest.raises(ValueError, match="caption_column is word; there is no such column"):
+        find_medium(str(tmp_path / "s.parquet"), Source("shards", caption_column="word"))
+
+
+def test_a_sample_of_a_tar_is_read_by_the_rules_of_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = {"image_id": 5, "caption": ["of json", "zweite"]}
+    members = {
+        "0": {"png": b"x", "json": json.dumps(described).encode(), "txt": b"of txt"},
+        "1": {"png": b"x", "json": json.dumps({**described, "split": "odd"}).encode()},
+        "2": {"png": b"x", "txt": b"\xff"},
+        "3": {"png": b"x", "txt": b"a", "pkl": b"."},
+        "4": {"txt": b"alone"},
+        "5": {"png": b"x", "json": b"[" * 10_000, "txt": b"a"},
+        "6": {"png": bytes(50), "txt": b"a"},
+    }
+    monkeypatch.setattr(tars, "MOST_BYTES", 40)
+    flat = [(f"{key}.{suffix}", content) for key, sample in members.items() for suffix, content in sample.items()]
+    path = write_tar(tmp_path / "s.tar", flat)
+    source = Source("shards", medium="image", split="train")
+    plain, both, *bad = read_rows(path, 0, source)
+    assert isinstance(plain, dict)
+    assert isinstance(both, dict)
+    assert (plain["id"], plain["captions"], both["captions"]) == ("5", ["of txt"], ["of json", "zweite"])
+    reasons = ("bad_encoding", "unsafe_member", "image_missing", "too_nested", "too_many_bytes")
+    for number, (row, reason) in enumerate(zip(bad, reasons, strict=True), 2):
+        assert str(row).startswith(f"shard {path}, row {number}: {reason}")
+    assert list(read_rows(path, 1, source)) == [both, *bad]

@@ -1,6 +1,5 @@
 """Workers that are killed or hang, files that turn out broken, and disks that fail for a while, amid an epoch."""
 
-import errno
 import json
 import os
 import re
@@ -14,21 +13,16 @@ import pytest
 from datasets import disable_progress_bars
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.data import media
 from mm_utils.data.batches import workers as loader_workers
-from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
+from mm_utils.data.batches.dataset import Pairs
 from mm_utils.data.batches.loaders import DeviceLoader
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments, Source
-from mm_utils.data.streams import rows as stream_rows
-from mm_utils.data.streams.flags import StreamingArguments
-from mm_utils.data.streams.loader import StreamBatches, StreamSteps
-from mm_utils.data.streams.shards import Shard, ShardReader, count_shards
-from mm_utils.data.streams.stream import open_stream
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.streams.stream import StreamingArguments, open_stream, train_stream
 from tests.kit.fault_images import BROKEN, draw, jpeg
-from tests.kit.numbered_rows import CPU, SIZE, loaders, new_tokenizer, rows_of
+from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of
 from tests.kit.numbered_shards import write_shards
 
 disable_progress_bars()
@@ -54,12 +48,7 @@ def make(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast, tmp
     if request.param == "a stream":
         source = DataArguments(train_file=write_shards(tmp_path, "parquet", [30, 30, 30]))
         stream = open_stream(source, StreamingArguments(True, 3, 8), BatchSizes((0,), (6,)), 3)
-        transform = TrainingTransform(media.Image(SIZE, min_crop_area=0.5), seed=3)
-        steps = StreamSteps(stream, tokenizer, 16, transform, Collator(0, media.Image(SIZE), longest_first=True))
-        ones = (1.0, 1.0, 1.0)
-        return lambda workers: DeviceLoader(
-            StreamBatches(steps, 2, 2 + STEPS, workers), CPU, media.Image(SIZE, ones, ones)
-        )
+        return lambda workers: train_stream(loaders(workers), stream, tokenizer, 2, 2 + STEPS)
     rows = tokenize_captions(rows_of(13, broken=[3]), tokenizer, 16)
     if request.param == "training":
         order = GlobalOrder(13, BatchSizes((0,), (5,)), seed=3)
@@ -170,61 +159,3 @@ def test_broken_files_of_unprepared_data_are_replaced(tokenizer: PreTrainedToken
     shown = {*one["image_ids"], *other["image_ids"]}
     assert not shown & bad
     assert all("\n" not in reason for reason in one["skipped"] + other["skipped"])
-
-
-class Faltering:
-    """Opens files; the first attempts fail as if the disk did not answer."""
-
-    def __init__(self, usual: Callable[[str], Any], code: int, failures: int):
-        self.usual, self.code, self.failures = usual, code, failures
-
-    def __call__(self, url: str) -> Any:
-        if self.failures > 0:
-            self.failures -= 1
-            raise OSError(self.code, os.strerror(self.code), url)
-        return self.usual(url)
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET])
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_a_shard_is_read_again_after_a_disk_error(
-    kind: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_shards(tmp_path, kind, [8])
-    path, pauses = str(tmp_path / f"000.{kind}"), []  # type: tuple[str, list[float]]
-    expected = ShardReader([Shard(path, 0, 8)], Source("shards")).read(0, 0, 8)
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setattr(stream_rows, "open_shard", Faltering(stream_rows.open_shard, code, 3))
-    assert ShardReader([Shard(path, 0, 8)], Source("shards")).read(0, 0, 8) == expected
-    assert pauses == [1, 4, 16]
-    monkeypatch.setattr(stream_rows, "open_shard", Faltering(stream_rows.open_shard, code, 3))
-    assert count_shards([path]) == [Shard(path, 0, 8)]
-
-
-def test_a_shard_that_stays_unreadable_is_skipped_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_shards(tmp_path, "parquet", [8])
-    path = str(tmp_path / "000.parquet")
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(stream_rows, "open_shard", Faltering(stream_rows.open_shard, errno.EIO, 1000))
-    lost = ShardReader([Shard(path, 0, 8)], Source("shards")).read(0, 0, 8)
-    assert lost == [f"shard {path} cannot be read from row 0 on: OSError: [Errno 5] Input/output error: '{path}'"] * 8
-    with pytest.raises(ValueError, match=r"000\.parquet; 1 of 1 shards cannot be read"):
-        count_shards([path])
-
-
-def test_a_shard_deleted_amid_an_epoch_loses_only_its_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    source = DataArguments(train_file=write_shards(tmp_path, "tar", [30, 30, 30]))
-    stream = open_stream(source, StreamingArguments(True, 3, 8), BatchSizes((0,), (6,)), 3)
-    transform = TrainingTransform(media.Image(SIZE), seed=3)
-    steps = StreamSteps(stream, tokenizer, 16, transform, Collator(0, media.Image(SIZE), longest_first=True))
-    gone = stream.shards[stream.order.batch(9)[0].shard].url
-    whole = list(StreamBatches(steps, 0, 10, 0))
-    Path(gone).unlink()
-    for batch, expected in zip(StreamBatches(steps, 0, 10, 2), whole, strict=True):
-        assert len(batch["rows"]) + len(batch["skipped"]) == 6
-        assert all(gone in reason for reason in batch["skipped"])
-        kept = {*zip(batch["rows"].tolist(), batch["image_ids"], strict=True)}
-        assert kept <= {*zip(expected["rows"].tolist(), expected["image_ids"], strict=True)}
-        assert batch["skipped"]

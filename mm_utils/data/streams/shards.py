@@ -280,6 +280,7 @@ def _read_records(url: str, first: int, source: Source) -> Iterator[Record | Bad
         names = [name for name in schema.names if name in (image, columns.caption, columns.id, *cut)]
 
         def rows() -> Rows:
+            cells: Iterator[dict[str, Any] | Fault]
             if isinstance(shard, ParquetRows):
                 cells = (values for _, _, values in shard.cells(names, _BATCH, first))
             else:
@@ -315,7 +316,11 @@ def _training_row(record: Record, medium: str) -> dict[str, Any]:
     if not captions:
         raise faults[-1]
     path = image.path if isinstance(image, _Cell) else None
-    row = {"id": record.id or stored_hash(content), "image": {"bytes": content, "path": path}, "captions": captions}
+    row: dict[str, Any] = {
+        "id": record.id or stored_hash(content),
+        "image": {"bytes": content, "path": path},
+        "captions": captions,
+    }
     if medium in _STORED:
         try:
             shown, rate = _STORED[medium](content)

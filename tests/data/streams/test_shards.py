@@ -168,6 +168,10 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
     monkeypatch.setattr(time, "sleep", pauses.append)
     assert numbers_in(reader.read(0, 0, 3)) == [0, 1, 2]
     assert pauses == [1, 4, 16]
+    errors += [errno.EIO] * 9
+    again = ShardReader([Shard(str(path), 0, 3)], SOURCE).read(0, 0, 3)
+    assert again == [f"shard {path} cannot be read from row 0 on: OSError: [Errno 5] in a bad moment: '{path}'"] * 3
+    errors.clear()
     path.unlink()
     with pytest.raises(ValueError, match=r"a\.tar cannot be opened"):
         reader.read(0, 1, 3)
@@ -176,7 +180,7 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(folder: Path, *records: dict[str, Any], **columns: str) -> list[Any]:
+def rows_of(folder: Path, *records: dict[str, Any], **columns: Any) -> list[Any]:
     pq.write_table(pa.Table.from_pylist(list(records)), folder / "s.parquet")
     return list(read_rows(str(folder / "s.parquet"), 0, Source("shards", medium="image", **columns)))
 

@@ -235,7 +235,8 @@ def test_another_row_of_its_block_takes_the_place_of_a_bad_one_the_same_for_any_
     rows = shards.rows_of(range(80))
     for number in bad:
         broken = rows[number]["image"]["bytes"][:40]
-        rows[number] |= [{"captions": [" "]}, {"image": {"bytes": None}}, {"image": {"bytes": broken}}][number % 3]  # type: ignore[arg-type]
+        faults: list[dict[str, Any]] = [{"captions": [" "]}, {"image": {"bytes": None}}, {"image": {"bytes": broken}}]
+        rows[number] |= faults[number % 3]
     for place in range(4):
         shards.write_parquet(folder / f"{place}.parquet", rows[20 * place : 20 * place + 20])
     (folder / "validation").mkdir()

@@ -74,12 +74,11 @@ def add_columns(
 
     def make(folder: Path) -> None:
         whole.select_columns(list(columns)).map(
-            _compute,
+            lambda batch, places: compute(batch, None if is_wanted is None else is_wanted[places]),
             batched=True,
             with_indices=True,
             num_proc=num_proc,
             remove_columns=list(columns),
-            fn_kwargs={"compute": compute, "is_wanted": is_wanted},
             cache_file_name=str(folder / "columns.arrow"),
             new_fingerprint=name,
             features=features,
@@ -89,15 +88,6 @@ def add_columns(
     added = open_rows(stored("tokens", name, make))
     both = datasets.concatenate_datasets([whole, added], axis=1)
     return _pick_same(rows, both, name)
-
-
-def _compute(
-    rows: Columns,
-    indices: list[int],
-    compute: Callable[[Columns, np.ndarray | None], Columns],
-    is_wanted: np.ndarray | None,
-) -> Columns:
-    return compute(rows, None if is_wanted is None else is_wanted[indices])
 
 
 # -- features of a frozen tower -----------------------------------------------------------------------------------------
@@ -146,19 +136,15 @@ def feature_tensors(row: dict[str, Any], captions: Sequence[int]) -> dict[str, l
 
 def empty_features(rows: datasets.Dataset) -> dict[str, Tensor]:
     """Return the features of no rows, `[0, ...]`, by column; captions are one token long."""
-    return {
-        column.name: _no_rows(column.type.value_type if column.name.startswith(_PER_CAPTION) else column.type)
-        for column in rows.features.arrow_schema
-        if column.name.startswith(FEATURES)
-    }
-
-
-def _no_rows(kind: pa.DataType) -> Tensor:
-    shape = [0]
-    while pa.types.is_nested(kind):
-        shape.append(kind.list_size if pa.types.is_fixed_size_list(kind) else 1)
-        kind = kind.value_type
-    return torch.from_numpy(np.empty(shape, kind.to_pandas_dtype()))
+    found = {}
+    for column in rows.features.arrow_schema:
+        if column.name.startswith(FEATURES):
+            kind, shape = column.type.value_type if column.name.startswith(_PER_CAPTION) else column.type, [0]
+            while pa.types.is_nested(kind):
+                shape.append(kind.list_size if pa.types.is_fixed_size_list(kind) else 1)
+                kind = kind.value_type
+            found[column.name] = torch.from_numpy(np.empty(shape, kind.to_pandas_dtype()))
+    return found
 
 
 def image_digest(rows: datasets.Dataset) -> str:
@@ -200,13 +186,14 @@ def _sample(image: dict[str, Any]) -> str:
 
 def python_columns(table: pa.Table) -> Columns:
     """Convert Arrow columns to lists; images and features stay views of the memory-mapped file."""
-    return {name: _python_values(name, table[name]) for name in table.column_names}
-
-
-def _python_values(name: str, column: pa.ChunkedArray) -> list[Any]:
-    if name == "image":
-        return _image_views(column)
-    return list(column) if name.startswith(FEATURES) else column.to_pylist()
+    return {
+        name: _image_views(column)
+        if name == "image"
+        else list(column)
+        if name.startswith(FEATURES)
+        else column.to_pylist()
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
 
 
 def _image_views(images: pa.ChunkedArray) -> list[dict[str, Any]]:

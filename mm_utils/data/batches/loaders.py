@@ -27,10 +27,7 @@ from mm_utils.data.batches.dataset import (
 )
 from mm_utils.data.batches.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import tokenizer_digest
-from mm_utils.data.batches.workers import (
-    WorkerLoader,
-    worker_options,
-)
+from mm_utils.data.batches.workers import WorkerLoader, worker_options
 from mm_utils.data.media.medium import SOUND_JITTER, Medium, check_window, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.files import MAX_OPEN_FILES, allow_open_files
@@ -39,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_WORKERS = 16
 _SHOWN = 8  # images of a batch in a message
-MOST_WINDOW, MOST_FRAMES = 600, 512  # seconds and frames of an example
-MOST_JITTER = 30  # decibels
+_MOST_WINDOW, _MOST_FRAMES = 600, 512  # seconds and frames of an example
+_MOST_JITTER = 30  # decibels
 _FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
@@ -90,17 +87,17 @@ class LoaderArguments:
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:
             raise ValueError(f"--max_seq_length is {self.max_seq_length}; give at least 3, two are special tokens.")
-        if self.medium_seconds is not None and not 0 < self.medium_seconds <= MOST_WINDOW:
-            raise ValueError(f"--medium_seconds is {self.medium_seconds}; give a time above 0, up to {MOST_WINDOW}.")
-        if self.clip_frames is not None and not 1 <= self.clip_frames <= MOST_FRAMES:
-            raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {MOST_FRAMES}.")
+        if self.medium_seconds is not None and not 0 < self.medium_seconds <= _MOST_WINDOW:
+            raise ValueError(f"--medium_seconds is {self.medium_seconds}; give a time above 0, up to {_MOST_WINDOW}.")
+        if self.clip_frames is not None and not 1 <= self.clip_frames <= _MOST_FRAMES:
+            raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {_MOST_FRAMES}.")
         if not 0 < self.min_crop_area <= 1:
             raise ValueError(f"--min_crop_area is {self.min_crop_area}; give a share of the image in (0, 1].")
         workers = str(self.dataloader_num_workers)
         if workers != "auto" and not workers.isdecimal():
             raise ValueError(f"--dataloader_num_workers is {workers}; give a number of processes from 0 on, or auto.")
-        if self.sound_jitter is not None and not 0 <= self.sound_jitter <= MOST_JITTER:
-            raise ValueError(f"--sound_jitter is {self.sound_jitter}; give decibels from 0 to {MOST_JITTER}.")
+        if self.sound_jitter is not None and not 0 <= self.sound_jitter <= _MOST_JITTER:
+            raise ValueError(f"--sound_jitter is {self.sound_jitter}; give decibels from 0 to {_MOST_JITTER}.")
         if not 0 <= self.color_jitter <= 1:
             raise ValueError(f"--color_jitter is {self.color_jitter}; give a share in [0, 1].")
 
@@ -138,13 +135,10 @@ class DeviceLoader:
             self.wait = time.perf_counter() - start
             if batch is None:
                 return
-            yield self._to_device(batch)
-
-    def _to_device(self, batch: Batch) -> Batch:
-        moved = self.copies.of(batch)
-        if "pixel_values" in moved:
-            moved["pixel_values"] = self.medium.features(moved["pixel_values"])
-        return moved
+            moved = self.copies.of(batch)
+            if "pixel_values" in moved:
+                moved["pixel_values"] = self.medium.features(moved["pixel_values"])
+            yield moved
 
 
 @dataclass

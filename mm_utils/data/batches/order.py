@@ -14,7 +14,6 @@ so that memory does not grow with the data set: 100 million rows would be 800 MB
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -280,10 +279,6 @@ class RankBatches(Sampler[list[Draw]]):
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def after(self, number: int) -> "RankBatches":
-        """Return the batches from the `number`-th on."""
-        return RankBatches(self.order, self.start + number, self.stop, self.division)
-
     def name(self, number: int) -> str:
         """Return the name of the `number`-th batch in messages."""
         return f"step {self.start + number + 1}"
@@ -307,12 +302,6 @@ class EvaluationBatches(Sampler[list[Draw]]):
 
     def __len__(self) -> int:
         return len(self.batches)
-
-    def after(self, number: int) -> "EvaluationBatches":
-        """Return the batches from the `number`-th on."""
-        rest = copy(self)
-        rest.batches = self.batches[number:]
-        return rest
 
     def name(self, number: int) -> str:
         """Return the name of the `number`-th batch in messages."""

@@ -76,12 +76,12 @@ def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: in
 
 def image_key(image_id: str) -> int:
     """Return a hash of 63 bits, the same for the same id."""
-    return _key(image_id)
+    return int.from_bytes(hashlib.blake2b(image_id.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def caption_key(caption: str) -> int:
     """Return a hash of 63 bits, the same for captions that differ only in case and spacing."""
-    return _key(" ".join(caption.lower().split()))
+    return image_key(" ".join(caption.lower().split()))
 
 
 def fingerprint(rows: datasets.Dataset) -> str:
@@ -156,7 +156,3 @@ def _tokenize(
         "image_key": [image_key(image_id) for image_id in rows["id"]],
         "caption_keys": [[caption_key(caption) for caption in row] for row in all_captions],
     }
-
-
-def _key(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

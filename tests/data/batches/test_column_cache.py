@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, disable_progres
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
-from mm_utils.data.batches import tokens as tokens_module
 from mm_utils.data.batches.column_cache import python_columns
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs
 from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key, tokenize_captions, tokenize_splits
@@ -34,7 +32,7 @@ def test_tokens_are_made_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) 
     written = cached(own_cache)
     assert len(written) == 2
     with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.data.batches.tokens._key", lambda _: pytest.fail("tokenised again"))
+        patch.setattr("mm_utils.data.batches.tokens.caption_key", lambda _: pytest.fail("tokenised again"))
         fresh, used = new_tokenizer(), new_tokenizer()
         used(["one two"], truncation=True, max_length=5, padding=True)  # a tokenizer keeps its last settings
         for tokenizer in (fresh, used, fresh):
@@ -77,23 +75,6 @@ def test_only_the_new_columns_are_written(
     [stored] = own_cache.glob("tandem_tokens/*/")
     assert {Path(file["filename"]).parent for file in tokens.cache_files} == {tmp_path / "pairs", stored}
     assert tokens.features == {**FEATURES, **{name: tokens.features[name] for name in NEW}}
-
-
-def test_many_rows_are_tokenised_on_all_cores(
-    tmp_path: Path, own_cache: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = Dataset.from_list(rows_of(12), features=FEATURES)
-    alone = tokenize_captions(rows, tokenizer, 16)
-    shutil.rmtree(own_cache)
-    asked, plain = [], Dataset.map
-    monkeypatch.setattr(
-        Dataset, "map", lambda *args, **named: asked.append(named["num_proc"]) or plain(*args, **named)
-    )
-    monkeypatch.setattr(tokens_module, "_MANY", 12)
-    monkeypatch.setattr(tokens_module, "available_cores", lambda: 3)
-    together = tokenize_captions(rows, tokenizer, 16)
-    assert asked[0] == 3
-    assert together.to_dict() == alone.to_dict()
 
 
 NEW = ["input_ids", "image_key", "caption_keys"]

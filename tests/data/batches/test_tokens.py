@@ -23,7 +23,7 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-from mm_utils.data.batches.tokens import caption_key, encode_captions, fingerprint, image_key, tokenize_captions
+from mm_utils.data.batches.tokens import encode_captions, fingerprint, tokenize_captions
 from tests.kit import awkward
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, png, rows_of
 
@@ -136,15 +136,6 @@ def test_fingerprint_follows_images_and_captions(tokenizer: PreTrainedTokenizerF
     prints = {print_of(rows) for rows in different.values()}
     assert len(prints) == len(different)
     assert base not in prints
-
-
-def test_single_keys_and_tokens_equal_those_of_the_columns(tokenizer: PreTrainedTokenizerFast) -> None:
-    captions = ["One  two", "three [SEP]", "ÄÖ " * 999]
-    row = tokenize_captions(one_row(*captions, image_id="é"), tokenizer, 16)[0]
-    assert row["input_ids"] == encode_captions(tokenizer, captions, 16)
-    assert row["caption_keys"] == list(map(caption_key, captions))
-    assert row["image_key"] == image_key("é")
-    assert encode_captions(tokenizer, [], 16) == []
 
 
 # -- the fingerprint ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -83,14 +82,6 @@ def test_negatives_are_those_of_plain_loops(seed: int, monkeypatch: pytest.Monke
     assert sum(map(len, found.negatives)) > IMAGES
     monkeypatch.setattr(embeddings, "TILE", 3 * len(split.text_TE))
     assert choose(split, rows, np.array(group), ARGS) == expected
-
-
-@pytest.mark.parametrize(
-    "given", [{"num_negatives": 0}, {"num_negatives": 9, "num_candidates": 8}, {"relative_margin": 1.0}]
-)
-def test_mistakes_in_the_flags(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"--{next(iter(given))} is"):
-        MiningArguments(**given)
 
 
 # -- the script ---------------------------------------------------------------------------------------------------------

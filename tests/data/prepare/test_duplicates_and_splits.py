@@ -185,19 +185,6 @@ def test_too_little_is_said(tmp_path: Path) -> None:
         decide([row(0), row(0)], tmp_path)
 
 
-IMPOSSIBLE = [
-    {"validation_fraction": 1.0},
-    {"validation_fraction": 0.5, "test_fraction": 0.5},
-    {"near_duplicate_distance": 40},
-]
-
-
-@pytest.mark.parametrize("values", IMPOSSIBLE)
-def test_arguments_that_cannot_be(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="--"):
-        ReconcileArguments(**values)
-
-
 NAMED_SPLITS, NAMES = st.sampled_from([None, *SPLITS]), st.sampled_from([None, "p", "q"])
 DRAWN = st.lists(st.tuples(st.integers(0, 9), st.booleans(), NAMED_SPLITS, NAMES), min_size=2, max_size=24)
 

@@ -218,12 +218,3 @@ def test_a_push_that_fails_names_the_command_for_later(
     subprocess.run(client, check=True, capture_output=True, timeout=60)
     assert "train/data-00000-of-00001.arrow" in server.repos["tester/pairs"]
     assert "quarantine.jsonl" not in server.repos["tester/pairs"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [({"hub_dataset_id": "a/b/c"}, "--hub_dataset_id is 'a/b/c'"), ({"license": "CC BY"}, "--license is 'CC BY'; ")],
-)
-def test_wrong_arguments_are_refused(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DatasetHubArguments(**flags)

@@ -78,13 +78,6 @@ def regular_file(path: str) -> BinaryIO:
     return file
 
 
-@contextmanager
-def open_regular_file(path: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file as `regular_file`, and yield it with its size in bytes."""
-    with regular_file(path) as file:
-        yield file, os.fstat(file.fileno()).st_size
-
-
 def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | None = None) -> bytes:
     """Read `size` bytes from `offset`, by default the whole file.
 
@@ -92,7 +85,8 @@ def read_regular_file(path: str, max_bytes: int, offset: int = 0, size: int | No
         OSError: errno EINVAL if it is not a regular file, EFBIG above `max_bytes`, ENODATA if it is empty, ERANGE if it
             ends too early; otherwise as the system says.
     """
-    with open_regular_file(path) as (file, length):
+    with regular_file(path) as file:
+        length = os.fstat(file.fileno()).st_size
         wanted = length if size is None else size
         if wanted > max_bytes:
             raise OSError(errno.EFBIG, f"it has {wanted:,} bytes; {max_bytes:,} is the most", path)

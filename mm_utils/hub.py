@@ -143,29 +143,34 @@ class Repository:
         """
         # Not by `run_as_future`, whose thread keeps a finished process for as long as the Hub does not answer.
         push: Future[str | None] = Future()
-        threading.Thread(target=lambda: push.set_result(self._push(folder, options)), daemon=True).start()
+
+        def run() -> None:
+            with self._lock:
+                try:
+                    # None, not False: an organisation whose default is private keeps it.
+                    private = self.private or None
+                    url = self.api.create_repo(self.name, private=private, exist_ok=True, repo_type=self.kind)
+                    self.name = url.repo_id
+                    if folder is not None:
+                        self.api.upload_folder(repo_id=self.name, folder_path=folder, repo_type=self.kind, **options)
+                    push.set_result(None)
+                except Exception as error:  # the run goes on, whatever the client raises
+                    push.set_result(one_line(error))
+
+        threading.Thread(target=run, daemon=True).start()
         return push
 
-    def _push(self, folder: Path | None, options: dict[str, Any]) -> str | None:
-        with self._lock:
-            return self._push_now(folder, options)
-
-    def _push_now(self, folder: Path | None, options: dict[str, Any]) -> str | None:
-        try:
-            # None, not False: an organisation whose default is private keeps it.
-            url = self.api.create_repo(self.name, private=self.private or None, exist_ok=True, repo_type=self.kind)
-            self.name = url.repo_id
-            if folder is not None:
-                self.api.upload_folder(repo_id=self.name, folder_path=folder, repo_type=self.kind, **options)
-        except Exception as error:  # the run goes on, whatever the client raises
-            return one_line(error)
-        return None
-
-    def command(self, folder: str | Path, left_out: Sequence[str]) -> str:
-        """Return the shell command that pushes a folder by hand."""
-        excluded = "".join(f' --exclude "{name}"' for name in left_out)
-        kind = "" if self.kind == "model" else f" --repo-type {self.kind}"
-        return f"hf upload {self.name} {shlex.quote(str(folder))} .{kind}{excluded}{' --private' * self.private}"
+    def succeeded(self, push: Future[str | None], folder: Path, left_out: Sequence[str]) -> bool:
+        """Wait for the push of a folder; return whether it is on the Hub. A failure is a warning, with the command for later."""
+        if error := outcome(push, _TIMEOUT, folder):
+            excluded = "".join(f' --exclude "{name}"' for name in left_out)
+            kind = "" if self.kind == "model" else f" --repo-type {self.kind}"
+            command = (
+                f"hf upload {self.name} {shlex.quote(str(folder))} .{kind}{excluded}{' --private' * self.private}"
+            )
+            text = "the push to %s failed; %s. It is safe in %s; push it later with: %s"
+            logger.warning(text, self.name, error, folder, command)
+        return not error
 
 
 class HubPusher(RunCallback):
@@ -231,13 +236,9 @@ class HubPusher(RunCallback):
         )
         for checkpoint in checkpoint_folders(self.output_dir)[-1:]:
             self._push_state(checkpoint)
-        error = outcome(model, _TIMEOUT, self.output_dir)
+        is_there = self.repository.succeeded(model, self.output_dir, left_out)
         self._settle(_TIMEOUT)
-        if error:
-            text = "the push to %s failed; %s. The model is safe in %s; push it later with: %s"
-            command = self.repository.command(self.output_dir, left_out)
-            logger.warning(text, self.repository.name, error, self.output_dir, command)
-        return not error
+        return is_there
 
     def _push_state(self, checkpoint: Path) -> None:
         """Push all of a checkpoint, if `--hub_strategy` asks for it, in the place of what it replaces."""
@@ -265,10 +266,6 @@ def push_data_set(folder: str, args: DatasetHubArguments) -> bool:
     logger.info("Pushing %s to %s, %s", folder, repository.name, "private" if repository.private else "public")
     left_out = list(_SET_ASIDE)
     push = repository.push(Path(folder), commit_message="Prepared data set", ignore_patterns=left_out)
-    error = outcome(push, _TIMEOUT, Path(folder))
-    if error:
-        text = "the push to %s failed; %s. It is safe in %s; push it later with: %s"
-        logger.warning(text, repository.name, error, folder, repository.command(folder, left_out))
-        return False
-    logger.info("Pushed to %s: load_dataset(%r)", repository.name, repository.name)
-    return True
+    if is_there := repository.succeeded(push, Path(folder), left_out):
+        logger.info("Pushed to %s: load_dataset(%r)", repository.name, repository.name)
+    return is_there

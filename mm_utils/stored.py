@@ -157,11 +157,8 @@ def _checksum(path: Path) -> int:
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(".*"):
         with suppress(OSError):  # its run may be renaming it
-            if folder.is_dir() and time.time() - max(_dates(folder)) > ABANDONED:
+            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+            if folder.is_dir() and time.time() - newest > ABANDONED:
                 with folder_lock(folder) as is_left:  # the clock may have jumped
                     if is_left is not False:
                         shutil.rmtree(folder)
-
-
-def _dates(folder: Path) -> Iterator[float]:
-    return (path.stat().st_mtime for path in (folder, *folder.rglob("*")))

@@ -264,8 +264,7 @@ def push_data_set(folder: str, args: DatasetHubArguments) -> bool:
         return False
     repository = Repository(args.repository(folder), "dataset", args.hub_private_repo)
     logger.info("Pushing %s to %s, %s", folder, repository.name, "private" if repository.private else "public")
-    left_out = list(_SET_ASIDE)
-    push = repository.push(Path(folder), commit_message="Prepared data set", ignore_patterns=left_out)
-    if is_there := repository.succeeded(push, Path(folder), left_out):
+    push = repository.push(Path(folder), commit_message="Prepared data set", ignore_patterns=[*_SET_ASIDE])
+    if is_there := repository.succeeded(push, Path(folder), _SET_ASIDE):
         logger.info("Pushed to %s: load_dataset(%r)", repository.name, repository.name)
     return is_there

@@ -164,7 +164,7 @@ def make_step(
     def step(number: int) -> Tensor:
         report = train_step.run(batch, number)
         train_step.finish()
-        setting["held"] = train_step.micro_batch.size
+        setting["held"] = train_step.micro_batch_size
         return report["loss"]
 
     return step, operations

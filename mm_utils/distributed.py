@@ -165,20 +165,34 @@ def any_rank(here: bool, device: torch.device) -> bool:
     return here if world_size() == 1 else any(max_over_ranks([int(here)], device))
 
 
-def any_host(here: bool, device: torch.device) -> bool:
-    """Return whether `here` is true on any rank; hosts wait for each other, not for what their devices still compute."""
+def gather_on_hosts(numbers: list[int], device: torch.device) -> list[list[int]]:
+    """Return the numbers of every rank; hosts wait for each other, not for what their devices still compute."""
     if world_size() == 1:
-        return here
+        return [numbers]
     if device.type != "cpu" and not _host_groups:  # NCCL knows of devices alone
         _host_groups.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)))
-    flag = torch.tensor([int(here)])
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=_host_groups[0] if device.type != "cpu" else None)
-    return bool(flag.numpy()[0])
+    everyone = [torch.empty(len(numbers), dtype=torch.long) for _ in range(world_size())]
+    dist.all_gather(everyone, torch.tensor(numbers), group=_host_groups[0] if device.type != "cpu" else None)
+    return [each.numpy().tolist() for each in everyone]
 
 
-def start_sum(values: Tensor) -> Any:
-    """Begin to add up over the ranks, in place; the returned work's `wait` ends it."""
-    return dist.all_reduce(values, async_op=True)
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace gradients by their means over the ranks; a missing one counts as zero. Called on all ranks.
+
+    Args:
+        parameters: in one order on all ranks.
+    """
+    if world_size() == 1:
+        return
+    for bucket in buckets(parameter for parameter in parameters if parameter.requires_grad):
+        for parameter in bucket:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        total = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(total)
+        total /= world_size()
+        means = total.split([parameter.numel() for parameter in bucket])
+        torch._foreach_copy_(gradients, [mean.view_as(to) for mean, to in zip(means, bucket, strict=True)])
 
 
 def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:

@@ -91,7 +91,7 @@ def main(
     )
     labels = torch.tensor(rows["label"][:])
     weights = weigh_classes(labels, classes, classifier_args.class_weights)
-    objective = ClassificationObjective(model, labels, weights)
+    objective = ClassificationObjective(model, labels, weights, args.seed)
     optimizer_args = given[OptimizerArguments]
     optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
 

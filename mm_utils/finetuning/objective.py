@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.row_noise import set_row_keys
-from mm_utils.objectives.joint import Objective, blank_pair
-from mm_utils.objectives.terms import Batch, Encoded, Plan, Report
+from mm_utils.objectives.joint import Objective, Plan, blank_pair
+from mm_utils.objectives.terms import Batch, Encoded, Report
 
 
 def weigh_classes(label_M: Tensor, classes: int, kind: str) -> Tensor:
@@ -46,8 +46,8 @@ class ClassificationObjective(Objective):
     label_M: Tensor  # class of each row of the training split
     weight_C: Tensor  # weight of each class
 
-    def __init__(self, model: FusionDualEncoderForClassification, label_M: Tensor, weight_C: Tensor):
-        super().__init__(model)
+    def __init__(self, model: FusionDualEncoderForClassification, label_M: Tensor, weight_C: Tensor, seed: int = 0):
+        super().__init__(model, seed)
         self.register_buffer("label_M", label_M, persistent=False)
         self.register_buffer("weight_C", weight_C, persistent=False)
 
@@ -62,13 +62,7 @@ class ClassificationObjective(Objective):
         return ClassificationPlan(total=total.clamp(min=torch.finfo(total.dtype).tiny))
 
     def part(
-        self,
-        encoded: Encoded,
-        batch: Batch,
-        plan: ClassificationPlan,
-        gradients: dict[str, Tensor | None],
-        start_row: int,
-        share: float,
+        self, encoded: Encoded, batch: Batch, plan: ClassificationPlan, gradients: dict, start: int, share: float
     ) -> tuple[Tensor, Tensor]:
         """Return the part's loss, and its loss and number of correct rows as sums, `[2]`."""
         own = len(batch["rows"])

@@ -170,8 +170,7 @@ def build_objective(
         term.prepare(model)
         if rows is not None:
             term.read_captions(model, rows)
-    objective = JointObjective(model, weights)
-    objective.added = frozenset(model.state_dict()) - before
+    objective = JointObjective(model, weights, seed, frozenset(model.state_dict()) - before)
     if model.fusion is not None:
         model.fusion.requires_grad_(objective.pairs_per_image > 0)
     trained = {head for term in weights for head in term.heads}

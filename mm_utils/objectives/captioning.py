@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils import distributed
-from mm_utils.copies import HostCopy, to_device
+from mm_utils.copies import to_device
 from mm_utils.data.batches.tokens import occurring_tokens
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues, rows_of
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
+from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm
 
 logger = logging.getLogger(__name__)
 
@@ -67,29 +67,17 @@ class Captioning(RowTerm):
         logger.info("Captioning predicts the %s words that occur, of %s", f"{occurs.sum():,}", f"{len(known):,}")
         head.predict(occurs)
 
-    def ask(self, batch: Batch) -> dict[str, HostCopy]:
-        """Ask how long the captions are."""
-        return {"caption_lengths": HostCopy(_all_captions(batch)[1].sum(2))}
-
-    def plan(
-        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
-    ) -> CaptionPlan:
+    def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> CaptionPlan:
         """Count the tokens of all ranks."""
-        targets = _all_captions(batch)[1][..., 1:].sum()
-        return CaptionPlan(distributed.sum_over_ranks(targets).clamp(min=1), batch["caption_lengths"].numpy())
+        _, mask, lengths = _all_captions(batch)
+        return CaptionPlan(distributed.sum_over_ranks(mask[..., 1:].sum()).clamp(min=1), lengths)
 
     def part(
-        self,
-        model: FusionDualEncoderModel,
-        encoded: EncodedBatch,
-        batch: Batch,
-        plan: CaptionPlan,
-        shared: GlobalBatch,
-        start_row: int,
+        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: CaptionPlan, start: int
     ) -> tuple[Tensor, Tensor]:
         """Predict all tokens but the first of the captions of this part's images."""
-        input_ids, mask = _all_captions(batch)
-        lengths = plan.lengths[start_row : start_row + len(input_ids)]
+        input_ids, mask, _ = _all_captions(batch)
+        lengths = plan.lengths[start : start + len(input_ids)]
         given, places = (model, encoded.keys_values, input_ids, mask, lengths), np.nonzero(lengths)
         if len(places[0]) * sum(layer[:, :1].numel() for layer in encoded.keys_values) <= _MOST_COPIED:
             return _predict(*given, *places)
@@ -121,11 +109,12 @@ def _predict(
     return token_cross_entropy(*model.target_logits(keys_values, input_ids, mask, (row, column)))
 
 
-def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return ids and mask of all captions, `[n, k, L]`; of the shown ones if alone."""
-    name = "all_" if "all_input_ids" in batch else ""
-    input_ids, mask = (batch[name + column] for column in ("input_ids", "attention_mask"))
-    return (input_ids, mask) if name else (input_ids[:, None], mask[:, None])
+def _all_captions(batch: Batch) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Return ids and mask of all captions, `[n, k, L]`, and their tokens, `[n, k]`; of the shown ones if alone."""
+    if "all_input_ids" in batch:
+        input_ids, mask, lengths = batch["all_input_ids"], batch["all_attention_mask"], batch["all_lengths"]
+        return input_ids, mask, np.array(lengths, int).reshape(input_ids.shape[:2])
+    return batch["input_ids"][:, None], batch["attention_mask"][:, None], np.array(batch["lengths"], int)[:, None]
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.losses import GlobalBatch, info_nce
-from mm_utils.objectives.terms import EmbeddingTerm, LossInputs, Report
+from mm_utils.objectives.terms import EmbeddingTerm, Encoded, Report
 
 
 class Contrastive(EmbeddingTerm):
@@ -42,17 +42,17 @@ class Contrastive(EmbeddingTerm):
                 "smaller ones, or raise --projection_dim."
             )
 
-    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+    def loss(self, own: Encoded, batch: GlobalBatch) -> Tensor:
         """Compute the loss in tiles; each rank computes its own rows."""
         losses = [self.of_width(own, batch), *(self.of_width(*first_numbers(own, batch, d)) for d in self.widths)]
         return torch.stack(losses).mean()
 
-    def of_width(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+    def of_width(self, own: Encoded, batch: GlobalBatch) -> Tensor:
         """Return the loss of embeddings of one width."""
         raise NotImplementedError
 
 
-def first_numbers(own: LossInputs, batch: GlobalBatch, width: int) -> tuple[LossInputs, GlobalBatch]:
+def first_numbers(own: Encoded, batch: GlobalBatch, width: int) -> tuple[Encoded, GlobalBatch]:
     """Return a loss's inputs, each embedding cut to `width` numbers, at unit length."""
 
     def cut(embeds: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ class InfoNCE(Contrastive):
 
     name = "contrastive"
 
-    def of_width(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+    def of_width(self, own: Encoded, batch: GlobalBatch) -> Tensor:
         """Return the loss of embeddings of one width."""
         return info_nce(own.embeds["image"], own.embeds["text"], own.scale, batch)
 
-    def metrics(self, value: Tensor, own: LossInputs) -> Report:
+    def metrics(self, value: Tensor, own: Encoded) -> Report:
         """Log the loss and the temperature."""
         return {"contrastive_loss": value, "temperature": 1 / own.scale.detach()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.losses import GlobalBatch, full_precision, same_pair
-from mm_utils.objectives.terms import Batch, EmbeddingTerm, EncodedBatch, LossInputs
+from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded
 
 
 class Distillation(EmbeddingTerm):
@@ -22,11 +22,11 @@ class Distillation(EmbeddingTerm):
     refuses: ClassVar[Mapping[str, str]] = {"streaming": "never has all rows at hand, over which a teacher runs"}
     scale: float | None = None
 
-    def embed(self, model: FusionDualEncoderModel, encoded: EncodedBatch, batch: Batch) -> dict[str, Tensor]:
+    def embed(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch) -> dict[str, Tensor]:
         """Return the teacher's embeddings."""
         return {f"distillation_{side}": batch[f"teacher_{side}"] for side in ("image", "text")}
 
-    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+    def loss(self, own: Encoded, batch: GlobalBatch) -> Tensor:
         """Gather the teacher's embeddings; every process then computes all N x N similarities."""
         teacher_n2E = torch.stack([own.embeds["distillation_image"], own.embeds["distillation_text"]], 1).detach()
         return SoftTargets(distributed.gather(teacher_n2E, batch.sizes), self.scale).loss(own, batch)

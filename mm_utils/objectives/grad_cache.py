@@ -8,9 +8,8 @@ equals the single pass.
 The last part, which is the largest, is embedded with gradient at once and never again, so K parts cost at most (K-1)/K of
 one more forward pass, and a share that fits costs nothing. Rows come sorted by the length of their caption
 (`mm_utils.data.batches.dataset.Collator`), so every part is padded to its own longest only. Whatever the number of parts,
-which may differ between ranks, ranks share the embeddings once and average the gradients once, with DDP while they
-backpropagate their last part; nothing of a step is final before that, so a step that ran out of memory on any rank can be
-repeated in smaller parts on all.
+which may differ between ranks, ranks share the embeddings once and average the gradients once, at the end; nothing of a step is
+final before that, so a step that ran out of memory on any rank can be repeated in smaller parts on all.
 
 Batch norms in training mode see one part at a time, which is another function; their running statistics are updated
 once. Pretrained ones are frozen by default (`FusionDualEncoderConfig.freeze_batch_norm`).
@@ -19,7 +18,7 @@ once. Pretrained ones are frozen by default (`FusionDualEncoderConfig.freeze_bat
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.objectives.joint import Objective
-from mm_utils.objectives.ranks import GradientAverage
-from mm_utils.objectives.terms import Batch, Encoded, Plan, Report
+from mm_utils.objectives.terms import Batch, Encoded, Report
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +49,10 @@ class OutOfMemoryError(RuntimeError):
         self.here = here
 
 
+class TooManyPairsError(ValueError):
+    """A batch, or a single pair of it, does not fit into memory."""
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether memory ran out: in torch's allocator, or in a library that allocates by itself."""
     libraries = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -62,57 +63,27 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     )
 
 
-class TooManyPairsError(ValueError):
-    """A batch, or a single pair of it, does not fit into memory."""
-
-
-@dataclass
-class MicroBatch:
-    """How many pairs' activations this rank holds, None for all; less if memory runs out."""
-
-    size: int | None = None
-
-    def halve(self, rows: int, step: int) -> None:
-        """Halve the size after step `step`, of `rows` pairs on this rank, ran out of memory.
-
-        Raises:
-            TooManyPairsError: if a single pair does not fit.
-        """
-        held = rows if self.size is None else min(self.size, rows)
-        if held < 2:
-            raise TooManyPairsError(
-                "memory ran out with a single pair, the smallest part. Set --gradient_checkpointing, a smaller "
-                "--image_size or --max_seq_length, or take a smaller model."
-            )
-        self.size = held // 2
-        logger.warning(
-            "Step %d ran out of memory with %d pairs at a time; it is repeated with %d, which changes nothing that is learnt, but "
-            "for masks of --backbone_dropout keep",
-            step + 1, held, self.size,
-        )  # fmt: skip
-
-
-def backward_with_retry(
+def backward_that_fits(
     accelerator: Accelerator,
     objective: nn.Module,
     batch: Batch,
     step: int,
-    micro_batch: MicroBatch,
+    micro_batch_size: int | None,
     restart: Callable[[], None],
-) -> Report:
-    """Call `backward`, and again in smaller parts where memory runs out on any rank.
+) -> tuple[Report, int | None]:
+    """Call `backward`, and again in smaller parts where memory runs out on any rank; return also the size that fits here.
 
     Args:
-        micro_batch: the size of the parts, which is halved on the ranks that ran out of memory.
         restart: called before each try; it clears gradients and seeds the random numbers of the step.
 
     Raises:
         TooManyPairsError: if the batch, or a single pair where there is a micro-batch size, does not fit into memory.
     """
+    size = micro_batch_size
     while True:
         restart()
         try:
-            return backward(accelerator, objective, batch, step, micro_batch.size)
+            return backward(accelerator, objective, batch, step, size), size
         except OutOfMemoryError as error:
             here = error.here
         except RuntimeError as error:
@@ -124,8 +95,19 @@ def backward_with_retry(
             ) from error
         restart()  # frees the gradients
         clear_device_cache(garbage_collection=True)
-        if here:
-            micro_batch.halve(len(batch["lengths"]), step)
+        if here and size is not None:
+            held = min(size, len(batch["lengths"]))
+            if held < 2:
+                raise TooManyPairsError(
+                    "memory ran out with a single pair, the smallest part. Set --gradient_checkpointing, a smaller "
+                    "--image_size or --max_seq_length, or take a smaller model."
+                )
+            size = held // 2
+            logger.warning(
+                "Step %d ran out of memory with %d pairs at a time; it is repeated with %d, which changes nothing that is learnt, "
+                "but for masks of --backbone_dropout keep",
+                step + 1, held, size,
+            )  # fmt: skip
 
 
 def backward(
@@ -142,7 +124,7 @@ def backward(
 
     Raises:
         ValueError: if the batch has to be cut and the backend cannot do it.
-        OutOfMemoryError: with a `micro_batch_size`, on all ranks if one runs out of memory.
+        OutOfMemoryError: with a `micro_batch_size`, on all ranks if one runs out of memory; not with FSDP2.
     """
     if micro_batch_size is None:
         with accelerator.autocast():  # DDP would enter autocast by itself, FSDP2 does not
@@ -167,84 +149,77 @@ class _CachedStep:
     """One gradient-cached step over micro-batches."""
 
     def __init__(self, accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int):
-        self.accelerator, self.objective, self.step = accelerator, objective, step
-        unwrapped: Any = objective.module if isinstance(objective, DistributedDataParallel) else objective
-        self.unwrapped: Objective = unwrapped
+        self.accelerator, self.wrapped, self.step = accelerator, objective, step
+        self.objective: Any = objective.module if isinstance(objective, DistributedDataParallel) else objective
+        self.cuts, rows = cuts(len(batch["lengths"]), micro_batch_size), len(batch["lengths"])
         # FSDP gathers weights in every pass and averages gradients in the last: its ranks run in lockstep.
         self.sharded = accelerator.distributed_type == DistributedType.FSDP
-        self.cuts = cuts(len(batch["lengths"]), micro_batch_size)
         if self.sharded:
-            parts = max(distributed.gather_sizes(len(self.cuts), accelerator.device))
-            self.cuts = [distributed.share(len(batch["lengths"]), part, parts) for part in range(parts)]
-        self.batch = self.unwrapped.with_keys(batch, step)
-        self.parts = [_take(self.batch, cut) for cut in self.cuts]
+            count = max(distributed.gather_sizes(len(self.cuts), accelerator.device))
+            self.cuts = [distributed.share(rows, place, count) for place in range(count)]
+        self.batch = self.objective.with_keys(batch, step)
+        self.parts = [_take(self.batch, rows) for rows in self.cuts]
         self.states: list[_RandomState] = []
-        devices = {accelerator.device, *(weight.device for weight in objective.parameters())}
-        self.devices = [device for device in devices if device.type == "cuda"]
-        self.gradients: list[dict[str, Tensor | None]] = [{} for _ in self.cuts]
-        self.average = GradientAverage()
 
     def run(self) -> Report:
         """Embed all parts, plan, and backpropagate part by part."""
         embeds, kept = self._on_all_ranks(self._embed)
         everyone = {name: torch.cat([part[name] for part in embeds]) for name in kept.embeds}
-        plan = self.unwrapped.plan(replace(kept, embeds=everyone), self.batch, self.step)
-        for name, gradient in plan.gradients.items():
-            rows = [len(part[name]) for part in embeds]
-            for mine, part in zip(self.gradients, gradient.split(rows) if gradient is not None else (), strict=False):
-                mine[name] = part
-        sums = self._on_all_ranks(lambda: self._backward_all(kept, plan), sends=True)
-        self.average.receive()
-        return self.unwrapped.report(plan, sums)
+        plan = self.objective.plan(replace(kept, embeds=everyone), self.batch, self.step)
+        gradients = [dict(plan.gradients) for _ in embeds]
+        for name in everyone:
+            if (whole := plan.gradients[name]) is not None:
+                for mine, part in zip(gradients, whole.split([len(part[name]) for part in embeds]), strict=True):
+                    mine[name] = part
+        sums = self._on_all_ranks(lambda: self._replay(kept, plan, gradients))
+        if not self.sharded:
+            distributed.average_gradients(self.objective.parameters())
+        return self.objective.report(plan, sums)
 
     def _embed(self) -> tuple[list[dict[str, Tensor]], Encoded]:
         """Return the embeddings of every part, and the last part as it was encoded, with gradient."""
+        devices = {self.accelerator.device, *(weight.device for weight in self.objective.parameters())}
         embeds = []
-        if not self.sharded:
-            self.average = GradientAverage(self.unwrapped.parameters())
         for place in range(len(self.cuts) - 1):
-            self.states.append(_RandomState(self.devices))
-            with torch.no_grad(), _frozen_statistics(self.unwrapped):
+            self.states.append(_RandomState([device for device in devices if device.type == "cuda"]))
+            with torch.no_grad(), _frozen_statistics(self.objective):
                 embeds.append(self._encode(place, for_backward=False).embeds)
         kept = self._encode(len(self.cuts) - 1)
         return [*embeds, {name: value.detach() for name, value in kept.embeds.items()}], kept
 
-    def _backward_all(self, kept: Encoded, plan: Plan) -> Tensor:
-        """Backpropagate every part; the kept part first, to free its memory."""
-        sums = self._backward(kept, plan, len(self.cuts) - 1, is_last=len(self.cuts) == 1)
-        for place, state in enumerate(self.states):
-            with state.replayed():
-                encoded = self._encode(place)
-            sums = sums + self._backward(encoded, plan, place, is_last=place == len(self.states) - 1)
-        return sums
+    def _replay(self, kept: Encoded, plan: Any, gradients: list[dict[str, Tensor | None]]) -> Tensor:
+        """Backpropagate every part, the kept part first, to free its memory; return their sums."""
+        last, total = len(self.cuts) - 1, torch.zeros(())
+        for place in (last, *range(last)):
+            encoded = kept
+            if place < last:
+                with self.states[place].replayed():
+                    encoded = self._encode(place)
+            with self.accelerator.autocast():
+                loss, sums = self.objective.part(
+                    encoded, self.parts[place], plan, gradients[place], self.cuts[place].start, 1 / len(self.cuts)
+                )
+            # Sharded gradients are averaged by the very last backward pass.
+            is_final = place == max(0, last - 1)
+            with nullcontext() if self.sharded and is_final else self.accelerator.no_sync(self.wrapped):
+                self.accelerator.backward(loss)
+            total = total + sums
+        return total
 
-    def _encode(self, place: int, for_backward: bool = True) -> Any:
+    def _encode(self, place: int, for_backward: bool = True) -> Encoded:
         # One autocast per part: weights that it casts under no_grad would be reused where a gradient is needed.
         with self.accelerator.autocast():
-            return self.unwrapped.encode(self.parts[place], for_backward)
+            return self.objective.encode(self.parts[place], for_backward)
 
-    def _backward(self, encoded: Encoded, plan: Plan, place: int, is_last: bool) -> Tensor:
-        with self.accelerator.autocast():
-            loss, sums = self.unwrapped.part(
-                encoded, self.parts[place], plan, self.gradients[place], self.cuts[place].start, 1 / len(self.cuts)
-            )
-        sending = self.average.sent_while_computed() if is_last else nullcontext()
-        # Sharded gradients are averaged by the very last backward pass.
-        with sending, nullcontext() if self.sharded and is_last else self.accelerator.no_sync(self.objective):
-            self.accelerator.backward(loss)
-        return sums
-
-    def _on_all_ranks(self, work: Callable[[], Result], sends: bool = False) -> Result:
-        """Run `work`, which `sends` gradients, on every rank; one out of memory raises on all."""
+    def _on_all_ranks(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on every rank; one out of memory raises on all."""
         result = None
         try:
             result = work()
         except RuntimeError as error:
             if self.sharded or not is_out_of_memory(error):
                 raise
-        if sends:
-            self.average.send_rest(complete=result is not None)
-        if distributed.any_host(result is None, self.accelerator.device):
+        if any(is_lost for [is_lost] in distributed.gather_on_hosts([int(result is None)], self.accelerator.device)):
             raise OutOfMemoryError(here=result is None)
         assert result is not None
         return result

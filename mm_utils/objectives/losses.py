@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils import distributed
-from mm_utils.objectives.ranks import RollCall
+from mm_utils.copies import HostCopy
 
 Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
@@ -61,13 +61,31 @@ class GlobalBatch:
     longest: int = 0
 
 
+class RollCall:
+    """Which rows the ranks have, asked before the towers run; called on all ranks.
+
+    The host waits for other hosts, and only at `shared_ids` for its own device, which has answered by then.
+
+    Args:
+        ids_n2: the ids of this rank's rows.
+        longest: tokens of its longest text.
+    """
+
+    def __init__(self, ids_n2: Tensor, longest: int = 0):
+        sizes, widths = zip(*distributed.gather_on_hosts([len(ids_n2), longest], ids_n2.device), strict=True)
+        self.sizes, self.longest = list(sizes), max(widths)
+        self.ids_N2 = distributed.gather(ids_n2, self.sizes)
+        ordered_N2 = self.ids_N2.sort(0).values
+        self.shared_ids = HostCopy((ordered_N2[1:] == ordered_N2[:-1]).any())
+
+
 def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: RollCall | None = None) -> GlobalBatch:
     """Gather all ranks' embeddings, in at least fp32, and ids, perhaps of a roll call."""
-    sizes, longest, ids_N2, is_shared = (roll or RollCall(ids_n2)).answer()
+    roll = roll or RollCall(ids_n2)
     wide = torch.promote_types(image_nE.dtype, torch.float32)
-    both = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), sizes)
-    image_NE, text_NE = both.unbind(1)
-    return GlobalBatch(image_NE, text_NE, ids_N2, sizes, sum(sizes[: distributed.rank()]), is_shared, longest)
+    both_N2E = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), roll.sizes)
+    offset, shared = sum(roll.sizes[: distributed.rank()]), bool(roll.shared_ids.tolist())
+    return GlobalBatch(*both_N2E.unbind(1), roll.ids_N2, roll.sizes, offset, shared, roll.longest)
 
 
 def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:

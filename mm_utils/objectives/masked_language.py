@@ -13,7 +13,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import pair_keys, uniform_noise
 from mm_utils.objectives.captioning import token_cross_entropy
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.terms import Batch, EncodedBatch, RowPlan, RowTerm
+from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm
 
 MASKED, REPLACED = 0.8, 0.1  # shares of the target tokens; the rest stays unchanged (BERT, arXiv 1810.04805)
 
@@ -62,9 +62,7 @@ class MaskedLanguageModelling(RowTerm):
         """Add a head that predicts tokens."""
         model.add_token_head()
 
-    def plan(
-        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
-    ) -> MaskedPlan:
+    def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> MaskedPlan:
         """Choose the target tokens."""
         input_ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         key = 3 * (self.seed * 1_000_003 + step)
@@ -78,16 +76,10 @@ class MaskedLanguageModelling(RowTerm):
         return MaskedPlan(total, torch.where(is_target, seen, input_ids), is_target)
 
     def part(
-        self,
-        model: FusionDualEncoderModel,
-        encoded: EncodedBatch,
-        batch: Batch,
-        plan: MaskedPlan,
-        shared: GlobalBatch,
-        start_row: int,
+        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: MaskedPlan, start: int
     ) -> tuple[Tensor, Tensor]:
         """Predict the masked tokens of this part's texts."""
-        rows, length = slice(start_row, start_row + len(encoded)), batch["input_ids"].shape[1]
+        rows, length = slice(start, start + len(encoded)), batch["input_ids"].shape[1]
         seen, is_target, labels = plan.input_ids[rows, :length], plan.is_target[rows, :length], batch["input_ids"]
         mask, keys_values = batch["attention_mask"], encoded.keys_values
         if not len(encoded):  # a blank pair without targets

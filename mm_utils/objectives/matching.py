@@ -3,23 +3,22 @@
 Shape letters: P pairs, n this rank's rows, N the global batch, T rows and C columns of a tile, E embedding width, L tokens.
 """
 
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
-from mm_utils.copies import HostCopy, to_device
+from mm_utils.copies import to_device
 from mm_utils.model.encoding import knows_padding, length_groups
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues, rows_of
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, rows_of
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
 from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
 from mm_utils.objectives.negatives import Negatives
-from mm_utils.objectives.terms import Batch, EncodedBatch, Report, RowPlan, RowTerm
+from mm_utils.objectives.terms import Batch, Encoded, Report, RowPlan, RowTerm
 
 MATCH_PRIOR_ENTROPY = 0.6365  # one positive to two negatives: a matching loss that stays here has learnt nothing
 
@@ -33,46 +32,22 @@ class Pairs(NamedTuple):
     weight_P: np.ndarray  # of the pair's loss
 
 
+@dataclass
 class MatchingPlan(RowPlan):
-    """The pairs that are scored, on their way to the host.
+    """The pairs that are scored.
 
-    Args:
-        drawn_N4: the wrong text of every image and the wrong image of every text, -1 for none; tokens of every text and of the
-            negative that the data has for its image, 0 for none.
+    Attributes:
+        pairs: this rank's: all matches, images with a wrong text, texts with a wrong image, images with negatives.
         rows: this rank's rows among the N.
-        input_ids, attention_mask: tokens of the N texts of the global batch and, if the data has them, of its N negatives.
+        lengths: tokens of the N texts of the global batch, and of the N negatives of the data, 0 for none.
+        input_ids, attention_mask: tokens of these texts and, if the data has them, negatives.
     """
 
-    def __init__(self, drawn_N4: Tensor, rows: range, input_ids: Tensor, attention_mask: Tensor):
-        self._drawn, self._rows = HostCopy(drawn_N4), rows
-        self.input_ids, self.attention_mask = input_ids, attention_mask
-
-    @cached_property
-    def total(self) -> Tensor:  # type: ignore[override]
-        """The weight of the pairs of all ranks."""
-        text_N, image_N, _, negative_N = self._drawn.numpy().T
-        wrong = ((text_N >= 0) | (negative_N > 0)).sum() + (image_N >= 0).sum()
-        return torch.tensor(max(1, len(text_N) + int(wrong)))
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Tokens of the N texts and of the N negatives."""
-        return self._drawn.numpy()[:, 2:].T.flatten()
-
-    @cached_property
-    def pairs(self) -> Pairs:
-        """All matches, images with a wrong text, texts with a wrong image, images with negatives."""
-        text_N, image_N, _, negative_N = self._drawn.numpy().T
-        rows = np.arange(self._rows.start, self._rows.stop)
-        with_text, with_negative = rows[text_N[rows] >= 0], rows[negative_N[rows] > 0]
-        with_image = np.flatnonzero((image_N >= self._rows.start) & (image_N < self._rows.stop))
-        image_P = np.concatenate([rows, with_text, image_N[with_image], with_negative]) - self._rows.start
-        text_P = np.concatenate([rows, text_N[with_text], with_image, len(text_N) + with_negative])
-        share_N = 1 / np.maximum(1, (text_N >= 0) + (negative_N > 0).astype(int))
-        weight_P = np.ones(len(image_P), np.float32)
-        weight_P[len(rows) : len(rows) + len(with_text)] = share_N[with_text]
-        weight_P[len(image_P) - len(with_negative) :] = share_N[with_negative]
-        return Pairs(image_P, text_P, np.arange(len(image_P)) < len(rows), weight_P)
+    pairs: Pairs
+    rows: range
+    lengths: np.ndarray
+    input_ids: Tensor
+    attention_mask: Tensor
 
 
 class Matching(RowTerm):
@@ -80,7 +55,7 @@ class Matching(RowTerm):
 
     Each image is paired with a wrong text, and each text with a wrong image, drawn by similarity. A pair is scored on the
     rank and in the part of the batch that holds its image; only token ids are exchanged, so the result depends neither on
-    the number of ranks nor on the number of parts. Without `hard`, negatives are drawn uniformly.
+    the number of ranks nor on the number of parts.
 
     An image for which the data has a negative (`negative_input_ids` of the batch) is paired with that, too. Its two wrong
     texts then count half each, so that one in three stays a match.
@@ -91,55 +66,60 @@ class Matching(RowTerm):
     pairs_per_image = 3
     readers = (Negatives(),)
 
-    @classmethod
-    def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "Matching":
-        """Return the term."""
-        return cls(seed)
-
-    def plan(
-        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
-    ) -> MatchingPlan:
-        """Draw the pairs, with noise keyed by the seed and the step."""
-        names = ("input_ids", "attention_mask")
-        own = [[batch[name] for name in names]]
-        if "negative_input_ids" in batch:
-            own.append([batch[f"negative_{name}"] for name in names])
-        lengths = [mask.sum(1) for _, mask in own]
-        chosen = self.draw(shared, scale, step)
-        drawn_n4 = torch.stack([*chosen, *lengths, torch.zeros_like(lengths[0])][:4], 1)
-        everyone = [
-            [distributed.gather_ragged(rows, shared.sizes, longest=shared.longest) for rows in each] for each in own
-        ]
-        tokens = (_stacked(*parts) for parts in zip(*everyone, strict=True))
-        rows = range(shared.offset, shared.offset + len(drawn_n4))
-        return MatchingPlan(distributed.gather(drawn_n4, shared.sizes), rows, *tokens)
+    def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> MatchingPlan:
+        """Draw the pairs, with noise keyed by the seed and the step; the one wait of a host for its device."""
+        names, sizes = ("input_ids", "attention_mask"), shared.sizes
+        own = [batch[name] for name in names]
+        negatives = [batch[f"negative_{name}"] for name in names if "negative_input_ids" in batch]
+        length_n = own[1].sum(1)
+        negative_n = negatives[1].sum(1) if negatives else torch.zeros_like(length_n)
+        drawn_n4 = torch.stack([*self.draw(shared, scale, step), length_n, negative_n], 1)
+        ids, mask, *more = (
+            distributed.gather_ragged(tokens, sizes, longest=shared.longest) for tokens in (*own, *negatives)
+        )
+        if more:
+            ids, mask = (_one_below_the_other(*both) for both in zip((ids, mask), more, strict=True))
+        text_N, image_N, length_N, negative_N = distributed.gather(drawn_n4, sizes).cpu().numpy().T
+        first, last = shared.offset, shared.offset + len(drawn_n4)
+        rows = np.arange(first, last)
+        with_text, with_negative = rows[text_N[rows] >= 0], rows[negative_N[rows] > 0]
+        with_image = np.flatnonzero((image_N >= first) & (image_N < last))
+        image_P = np.concatenate([rows, with_text, image_N[with_image], with_negative]) - first
+        text_P = np.concatenate([rows, text_N[with_text], with_image, len(text_N) + with_negative])
+        share_N = 1 / np.maximum(1, (text_N >= 0) + (negative_N > 0).astype(int))
+        weight_P = np.ones(len(image_P), np.float32)
+        weight_P[len(rows) : len(rows) + len(with_text)] = share_N[with_text]
+        weight_P[len(image_P) - len(with_negative) :] = share_N[with_negative]
+        pairs = Pairs(image_P, text_P, np.arange(len(image_P)) < len(rows), weight_P)
+        wrong = ((text_N >= 0) | (negative_N > 0)).sum() + (image_N >= 0).sum()
+        total = torch.tensor(max(1, len(text_N) + int(wrong)))
+        return MatchingPlan(total, pairs, range(first, last), np.concatenate([length_N, negative_N]), ids, mask)
 
     def part(
-        self,
-        model: FusionDualEncoderModel,
-        encoded: EncodedBatch,
-        batch: Batch,
-        plan: MatchingPlan,
-        shared: GlobalBatch,
-        start_row: int,
+        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: MatchingPlan, start: int
     ) -> tuple[Tensor, Tensor]:
         """Score the pairs whose image is in this part of the batch."""
         pairs, device = plan.pairs, plan.input_ids.device
-        if len(encoded) < shared.sizes[distributed.rank()]:
-            is_here = (pairs.image_P >= start_row) & (pairs.image_P < start_row + len(encoded))
+        if len(encoded) < len(plan.rows):
+            is_here = (pairs.image_P >= start) & (pairs.image_P < start + len(encoded))
             pairs = Pairs(*(values[is_here] for values in pairs))
         pairs = Pairs(*(values[(-plan.lengths[pairs.text_P]).argsort(kind="stable")] for values in pairs))
         lengths = plan.lengths[pairs.text_P].tolist()
         groups = length_groups(lengths, device.type) if batch.get("lengths") else [range(len(lengths))]
-        states, mask, text_P = _texts(model, pairs.text_P, batch, encoded, plan, shared.offset + start_row)
-        image_P, is_match_P, weight_P = (
-            to_device(each, device) for each in (pairs.image_P - start_row, pairs.is_match_P, pairs.weight_P)
+        states, mask, text_P = _texts(model, pairs.text_P, batch, encoded, plan, plan.rows.start + start)
+        image_P, is_match_P, weight_P, place_P = (
+            to_device(values, device) for values in (pairs.image_P - start, pairs.is_match_P, pairs.weight_P, text_P)
         )
-        given, place_P, logits = (model, encoded.keys_values), to_device(text_P, device), []
+        logits = []
         for group in groups:  # of about one length
-            rows = slice(group.start, group.stop)
-            longest = max([1, *lengths[rows]])
-            logits.append(_score(*given, states[:, :longest], mask[:, :longest], image_P[rows], place_P[rows]))
+            rows, longest = slice(group.start, group.stop), max([1, *lengths[group.start : group.stop]])
+            images, texts, seen = image_P[rows], place_P[rows], mask[:, :longest]
+            if not len(group):  # a rank without pairs scores one and drops it
+                images = texts = image_P.new_zeros(1)
+                seen = mask.new_ones(1, longest)
+            keys_values = tuple(rows_of(layer, images, 1) for layer in encoded.keys_values)
+            scores = model.match_pairs(keys_values, rows_of(states[:, :longest], texts), seen[texts])
+            logits.append(scores[: len(group)])
         logits_P = torch.cat(logits).float()
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
         return (weight_P * losses_P).sum(), (weight_P * ((logits_P > 0) == is_match_P)).sum()
@@ -158,19 +138,14 @@ class Matching(RowTerm):
         )
 
 
-def _stacked(*tokens: Tensor) -> Tensor:
-    """Return texts, `[N, L]` each, one below the other, padded to the longest."""
-    width = max(part.shape[1] for part in tokens)
-    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in tokens])
+def _one_below_the_other(*texts: Tensor) -> Tensor:
+    """Return texts, `[t, L]` each, padded to the longest."""
+    width = max(part.shape[1] for part in texts)
+    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in texts])
 
 
 def _texts(
-    model: FusionDualEncoderModel,
-    text_P: np.ndarray,
-    batch: Batch,
-    encoded: EncodedBatch,
-    plan: MatchingPlan,
-    first: int,
+    model: FusionDualEncoderModel, text_P: np.ndarray, batch: Batch, encoded: Encoded, plan: MatchingPlan, first: int
 ) -> tuple[Tensor, Tensor, np.ndarray]:
     """Return states and mask of own and foreign texts of a part, and `text_P` as places there.
 
@@ -195,27 +170,10 @@ def _texts(
     head: Any = model.fusion
     foreign_states = head.encode_text(foreign_states)
     width = max(longest, encoded.text_states.shape[1])
-    parts = ((encoded.text_states[:own], batch["attention_mask"]), (foreign_states, wanted_mask))
-    states = torch.cat([F.pad(states, (0, 0, 0, width - states.shape[1])) for states, _ in parts])
-    mask = torch.cat([F.pad(mask, (0, width - mask.shape[1])) for _, mask in parts])
-    return states, mask, place_P
-
-
-def _score(
-    model: FusionDualEncoderModel,
-    keys_values: KeysValues,
-    states: Tensor,
-    mask: Tensor,
-    image_P: Tensor,
-    text_P: Tensor,
-) -> Tensor:
-    """Return match logits `[P]`; a rank without pairs scores one and drops it."""
-    pairs = len(image_P)
-    if not pairs:
-        image_P = text_P = image_P.new_zeros(1)
-        mask = mask.new_ones(1, states.shape[1])
-    keys_values = tuple(rows_of(layer, image_P, 1) for layer in keys_values)
-    return model.match_pairs(keys_values, rows_of(states, text_P), mask[text_P])[:pairs]
+    states = torch.cat(
+        [F.pad(each, (0, 0, 0, width - each.shape[1])) for each in (encoded.text_states[:own], foreign_states)]
+    )
+    return states, _one_below_the_other(batch["attention_mask"], wanted_mask), place_P
 
 
 def hard_negatives(

@@ -8,7 +8,7 @@ from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.contrastive import Contrastive
 from mm_utils.objectives.losses import AtEmbeddings, Directions, GlobalBatch, Tile, add_product, logits_of, slices
-from mm_utils.objectives.terms import LossInputs, Report
+from mm_utils.objectives.terms import Encoded, Report
 
 
 class PairwiseSigmoid(Contrastive):
@@ -23,12 +23,12 @@ class PairwiseSigmoid(Contrastive):
         if model.logit_bias is None:
             model.add_logit_bias()
 
-    def of_width(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+    def of_width(self, own: Encoded, batch: GlobalBatch) -> Tensor:
         """Return the loss of embeddings of one width."""
         assert own.bias is not None
         return sigmoid_loss(own.embeds["image"], own.embeds["text"], own.scale, own.bias, batch)
 
-    def metrics(self, value: Tensor, own: LossInputs) -> Report:
+    def metrics(self, value: Tensor, own: Encoded) -> Report:
         """Log the loss, the temperature and the bias."""
         assert own.bias is not None
         scalars = {"temperature": 1 / own.scale.detach(), "logit_bias": own.bias.detach()}

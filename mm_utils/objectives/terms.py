@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
-from mm_utils.copies import HostCopy
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
 from mm_utils.objectives.losses import GlobalBatch
@@ -30,13 +29,6 @@ Report = dict[str, Tensor]
 
 @dataclass
 class Encoded:
-    """The embeddings of a batch or a part, by name; empty where none are needed at once."""
-
-    embeds: dict[str, Tensor]
-
-
-@dataclass
-class EncodedBatch(Encoded):
     """A batch, or a part of it, of n pairs after both towers.
 
     A rank without a readable pair has n = 0 embeddings, and the states of one blank pair.
@@ -50,53 +42,21 @@ class EncodedBatch(Encoded):
         taps: the vision tower's pooled levels that the head reads; empty if no term needs them.
     """
 
-    scale: Tensor
-    bias: Tensor | None
-    text_states: Tensor
-    keys_values: KeysValues
+    embeds: dict[str, Tensor]
+    scale: Tensor = field(default_factory=lambda: torch.ones(()))
+    bias: Tensor | None = None
+    text_states: Tensor = field(default_factory=lambda: torch.zeros(0))
+    keys_values: KeysValues = ()
     taps: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.embeds["image"])
 
-
-@dataclass
-class LossInputs:
-    """Detached inputs of an `EmbeddingTerm`, in at least fp32; its gradient is taken at them.
-
-    The fields are those of `EncodedBatch`, for all of this rank's rows.
-    """
-
-    embeds: dict[str, Tensor]
-    scale: Tensor
-    bias: Tensor | None
-
-
-@dataclass
-class RowPlan:
-    """The decisions of a `RowTerm` for one step."""
-
-    total: Tensor  # number of rows on all ranks, at least 1
-
-
-@dataclass
-class Plan:
-    """The decisions for one step, made without gradient from the embeddings of the whole batch.
-
-    Attributes:
-        gradients: gradient of the weighted embedding losses at this rank's embeddings, by name; None if they do not depend
-            on an embedding.
-        scalar_gradients: the same at the inverse temperature and at the bias.
-        shared: the part of the batch that all ranks know.
-        metrics: global values to log.
-        rows: the plan of each row term, by name.
-    """
-
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    scalar_gradients: list[Tensor | None] = field(default_factory=list)
-    shared: GlobalBatch | None = None
-    metrics: Report = field(default_factory=dict)
-    rows: dict[str, RowPlan] = field(default_factory=dict)
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Everything that an `EmbeddingTerm` may read, by name."""
+        scalars = {"scale": self.scale} | ({} if self.bias is None else {"bias": self.bias})
+        return {**self.embeds, **scalars}
 
 
 class Evaluator:
@@ -120,7 +80,7 @@ class Term:
         name: the name in `--objectives` and in the log.
         heads: the optional parts of the model that this term trains.
         pairs_per_image: how many pairs the fusion head scores for each image.
-        reads_taps: True if `embed` reads `EncodedBatch.taps`.
+        reads_taps: True if the term reads `Encoded.taps`.
         readers: what the term reads of rows besides media and captions, and how that becomes part of a batch.
         refuses: flags, or a flag and a value, that the term cannot be trained with, and why: the end of a sentence that begins
             with the flag.
@@ -158,7 +118,7 @@ class Term:
     def read_captions(self, model: FusionDualEncoderModel, rows: datasets.Dataset) -> None:
         """Fit the parts that `prepare` added to the tokenised training rows; not called for a stream."""
 
-    def embed(self, model: FusionDualEncoderModel, encoded: EncodedBatch, batch: Batch) -> Mapping[str, Tensor]:
+    def embed(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch) -> Mapping[str, Tensor]:
         """Return further unit embeddings that the loss needs, one per pair, by name.
 
         It is called with and without gradient, on any part of a batch, and on the blank pair of a rank without any, whose
@@ -178,60 +138,49 @@ class EmbeddingTerm(Term):
         """Return the loss, a scalar, of all embeddings of all processes; every process computes it."""
         raise NotImplementedError
 
-    def loss(self, own: LossInputs, batch: GlobalBatch) -> Tensor:
+    def loss(self, own: Encoded, batch: GlobalBatch) -> Tensor:
         """Return the global loss, the same value on all ranks.
 
         Its gradient by this rank's rows, and its share of the scalars', are multiplied by the number of ranks, because
-        gradients are averaged over them.
+        gradients are averaged over them. `own` has embeddings, scale and bias of this rank's rows, in at least fp32.
         """
         if not len(batch.image_NE):  # no readable pair on any rank
             return 0 * own.scale
         world = distributed.world_size()
-        rows = slice(batch.offset, batch.offset + len(own.embeds["image"]))
-
-        def with_own(everyone: Tensor, mine: Tensor) -> Tensor:
-            return torch.cat([everyone[: rows.start], mine, everyone[rows.stop :]])
-
-        image_NE = with_own(batch.image_NE, own.embeds["image"])
-        text_NE = with_own(batch.text_NE, own.embeds["text"])
+        before, after = slice(batch.offset), slice(batch.offset + len(own), None)
+        image_NE, text_NE = (
+            torch.cat([everyone[before], own.embeds[side], everyone[after]])
+            for side, everyone in (("image", batch.image_NE), ("text", batch.text_NE))
+        )
         scale = own.scale.detach() + (own.scale - own.scale.detach()) / world  # every rank has all of its gradient
         value = self.of_batch(image_NE, text_NE, scale, batch)
         return value.detach() + world * (value - value.detach())
 
-    def metrics(self, value: Tensor, own: LossInputs) -> Report:
+    def metrics(self, value: Tensor, own: Encoded) -> Report:
         """Return the values to log."""
         return {f"{self.name}_loss": value}
+
+
+@dataclass
+class RowPlan:
+    """The decisions of a `RowTerm` for one step."""
+
+    total: Tensor  # number of rows on all ranks, at least 1
 
 
 class RowTerm(Term):
     """A mean of losses over rows, each computed on the rank and part that hold its image."""
 
-    def ask(self, batch: Batch) -> Mapping[str, HostCopy]:
-        """Return what `plan` reads of a batch on the host, by name, asked for before the towers run."""
-        return {}
-
-    def plan(
-        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
-    ) -> RowPlan:
-        """Decide once a step what `part` needs, from this rank's batch and inverse temperature."""
+    def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> RowPlan:
+        """Decide once a step what `part` needs, from this rank's batch, what all ranks share, and the inverse temperature."""
         raise NotImplementedError
 
     def part(
-        self,
-        model: FusionDualEncoderModel,
-        encoded: EncodedBatch,
-        batch: Batch,
-        plan: Any,
-        shared: GlobalBatch,
-        start_row: int,
+        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: Any, start: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of a part's losses, with gradient, and how many rows are right.
+        """Return the sum of the losses of a part of the batch, with gradient, and how many of its rows are right.
 
-        Args:
-            encoded, batch: the part.
-            plan: the result of `plan`.
-            shared: the part of the batch that all ranks know.
-            start_row: the place of the part's first row among this rank's rows.
+        `plan` is what `plan` returned; the part's first row is this rank's row number `start`.
         """
         raise NotImplementedError
 

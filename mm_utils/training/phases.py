@@ -17,14 +17,13 @@ from torch import nn
 
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
-from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.joint import PARTS, Objective
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments, schedule
 
 logger = logging.getLogger(__name__)
 
 HEAD_RATE = 2.0  # of the peak rate, in the head's part of a run (docs/log.md)
-_ENCODERS, _HEAD = ("vision_model", "text_model"), ("fusion", "token_head", "caption_adapter")
 _OF_ENCODERS = ("text_to_image_", "image_to_text_")  # how their figures begin; of re-ranking there are the same
 
 Row = Mapping[str, Any]
@@ -89,9 +88,7 @@ class Phases:
         self.is_split = self.has_head and trains_encoders and optimizer_args.head_share > 0
         self.keeps_encoders = self.has_head and (self.is_split or not trains_encoders)
         self.is_new = any(name.startswith("fusion.") for name in objective.added)
-        if self.is_split:
-            objective.begin = self.begin
-        elif self.has_head and not trains_encoders and optimizer_args.head_share:
+        if self.has_head and not trains_encoders and optimizer_args.head_share:
             logger.info(
                 "Both encoders are frozen, so the fusion head is trained from the first step on: --head_share %g plays no part",
                 optimizer_args.head_share,
@@ -99,17 +96,9 @@ class Phases:
 
     # -- what a step trains -----------------------------------------------------------------------------------------
 
-    def begin(self, objective: Objective, step: int) -> None:
-        """Let an objective train in this step what is to be trained; all else has no gradient."""
-        model, of_head = objective.model, step >= self.head_from
-        objective.scores_pairs = of_head
-        parts = (getattr(model, name) for name in (_ENCODERS if of_head else _HEAD))
-        objective.idle = [weight for part in parts if part is not None for weight in part.parameters()]
-        for encoder in (model.vision_model, model.text_model):
-            if of_head and "forward" not in vars(encoder):
-                encoder.forward = torch.no_grad()(encoder.forward)
-            elif not of_head:
-                vars(encoder).pop("forward", None)
+    def part(self, step: int) -> str | None:
+        """Return which of `mm_utils.objectives.joint.PARTS` a step trains; None for all."""
+        return ("head" if step >= self.head_from else "encoders") if self.is_split else None
 
     def set_rates(self, groups: Sequence[dict[str, Any]], step: int, growth: float) -> None:
         """Set the optimizer's rates: each part has a schedule of its own, the head's at a higher rate.
@@ -220,7 +209,7 @@ class Phases:
 @contextmanager
 def same_head(model: nn.Module, average: WeightAverage | None) -> Iterator[None]:
     """Put the head's weights back at the end of a `with` block that loads others."""
-    names = [name for name, _ in model.named_parameters() if name.startswith(_HEAD)]
+    names = [name for name, _ in model.named_parameters() if name.startswith(PARTS["head"])]
     places: list[Mapping[str, torch.Tensor]] = [dict(model.named_parameters())]
     if average is not None:
         places.append(average.values)

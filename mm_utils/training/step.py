@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mm_utils import distributed
 from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.row_noise import seed_all
-from mm_utils.objectives.grad_cache import MicroBatch, backward_with_retry
+from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.reliability.skipped import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import restored_buffers
@@ -43,7 +43,7 @@ class TrainStep:
 
     Attributes:
         average: the moving average of the weights, with `--ema_decay`.
-        micro_batch: the number of pairs that this rank holds at a time.
+        micro_batch_size: the number of pairs that this rank holds at a time; None for all.
         phases: what each step trains.
         nonfinite: the steps that changed nothing because they were not finite; complete after `settle`.
         reads_late: True if the device decides whether a step moves the weights, and its figures are read in the next step.
@@ -61,13 +61,12 @@ class TrainStep:
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer = objective, optimizer
         self.unwrapped = unwrapped = accelerator.unwrap_model(objective)
-        unwrapped.is_wrapped = unwrapped is not objective
         self.phases = Phases(unwrapped, args, optimizer_args, max_steps)
         self.average = WeightAverage(unwrapped.model, args.ema_decay) if args.ema_decay else None
         self.sizes, size = args.batch_sizes, args.micro_batch_size
         share = -(-max(self.sizes.sizes) // distributed.world_size())
         # "auto" is all pairs of this process, halved when memory runs out.
-        self.micro_batch = MicroBatch(None if size is None else share if size == "auto" else int(size))
+        self.micro_batch_size = None if size is None else share if size == "auto" else int(size)
         path, scaler = Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler
         self.nonfinite = NonfiniteSteps(path, args.max_nonfinite_steps, scaler is not None)
         self._moved, self._is_first = False, True
@@ -96,9 +95,9 @@ class TrainStep:
             self._settle_order(batch)
         report = self._backward(batch, step)
         self.settle()  # the step before, while the device computes this one
-        for weight in self.unwrapped.idle_weights():
+        for weight in self.unwrapped.resting:
             weight.grad = None  # with one of 0, momentum and weight decay would still move it
-        norm = self.unwrapped.clip_gradients(self.accelerator, self.optimizer_args.max_grad_norm or math.inf)
+        norm = self._clip(self.optimizer_args.max_grad_norm or math.inf)
         report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
         self.nonfinite.take(step, report["loss"], report["grad_norm"], batch["image_ids"])
         if self.reads_late:
@@ -136,7 +135,7 @@ class TrainStep:
         # DDP packs gradients anew after the first step of every start. Three and more numbers are added up in an order that
         # depends on where they lie, so the step after a resumption would differ in the last digits: run it once for nothing.
         wrapped = isinstance(self.objective, DistributedDataParallel)
-        if self.micro_batch.size is None and wrapped and distributed.world_size() >= 3:
+        if self.micro_batch_size is None and wrapped and distributed.world_size() >= 3:
             with restored_buffers(self.objective):
                 self._backward(batch, 0)  # of one part of the run at every start
             self.optimizer.zero_grad()
@@ -147,7 +146,18 @@ class TrainStep:
             place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
             seed_all(place % 2**32)
 
-        return backward_with_retry(self.accelerator, self.objective, batch, step, self.micro_batch, restart)
+        self.unwrapped.train_part(self.phases.part(step), is_awaited=self.unwrapped is not self.objective)
+        report, self.micro_batch_size = backward_that_fits(
+            self.accelerator, self.objective, batch, step, self.micro_batch_size, restart
+        )
+        return report
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Clip the norm of the averaged gradient; return what it was, the same on all ranks."""
+        if self.accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU):
+            self.accelerator.unscale_gradients()  # what follows it in accelerate takes 1 % of a small step
+            return nn.utils.clip_grad_norm_(self.objective.parameters(), max_norm)
+        return self.accelerator.clip_grad_norm_(self.objective.parameters(), max_norm)
 
     def _check_loss_scale(self, step: int) -> None:
         """Raise once the loss scaler has fallen so far that it will not find a finite gradient."""

@@ -94,10 +94,8 @@ class Trainer:
         if args.logging_steps < 0:
             args.logging_steps = min(10, -(-self.state.max_steps // 10))
         self.phases, self.average = self.step.phases, self.step.average
-        objective.average = self.average
         self.callbacks = CallbackRunner(callbacks, self._context, accelerator.device)
         self.signals = Interruption()
-        objective.seed = args.seed
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
         self.flags = comparable(flags or {})
         self.captured = TrainingState(
@@ -158,7 +156,7 @@ class Trainer:
             self.state.global_step += 1
             self.state.epoch = self.sizes.before(self.state.global_step) / self.data.num_rows
             self._schedule_actions()
-            size = self.step.micro_batch.size
+            size = self.step.micro_batch_size
             self.callbacks.call(
                 "on_step_end", report=report, batch=batch, data_wait=loader.wait, micro_batch_size=size
             )

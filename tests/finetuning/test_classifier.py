@@ -15,7 +15,6 @@ from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout
-from mm_utils.objectives.ranks import GradientAverage
 from tests.kit.objectives import step_in_parts
 from tests.kit.ranks import run_on_ranks
 
@@ -174,7 +173,7 @@ def on_this_rank(folder: str, sizes: list[int], micro_batch_size: int | None) ->
     objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
     found = step_in_parts(objective, share_of(whole_batch(), low, low + sizes[distributed.rank()]), micro_batch_size)
     if micro_batch_size is None:
-        GradientAverage(objective.parameters()).receive()
+        distributed.average_gradients(objective.parameters())
         found["gradients"] = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in objective.named_parameters()
         }

@@ -22,9 +22,6 @@ from mm_utils.objectives.distillation import Distillation
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.optim import OptimizerArguments
-from mm_utils.training.phases import Phases
 from mm_utils.training.sharded import initialise_fsdp_root, make_shardable
 
 
@@ -121,8 +118,7 @@ def tiny_objective(kind: str) -> JointObjective:
     if kind == "captioning_of_few_words" and model.token_head is not None:
         model.token_head.bias.data[40:] = TokenHead.ABSENT
     if kind == "captioning_on_resting_towers":
-        trained = TrainingArguments(max_steps=10), OptimizerArguments(head_share=0.99)
-        Phases(objective, *trained, max_steps=10)  # from step 0 on, the head alone
+        objective.train_part("head")
     return objective
 
 
@@ -154,13 +150,14 @@ def negatives() -> dict[str, Tensor]:
     return {"negative_input_ids": ids, "negative_attention_mask": mask}
 
 
-def all_captions(generator: torch.Generator, mask: Tensor) -> dict[str, Tensor]:
+def all_captions(generator: torch.Generator, mask: Tensor) -> dict[str, Any]:
     """Up to three captions an image, the places of missing ones empty."""
     masks = torch.stack([mask, mask.roll(1, 0), mask.roll(2, 0)], 1)
     masks[::2, 1:], masks[3, 2] = 0, 0
     return {
         "all_input_ids": torch.randint(1, 50, masks.shape, generator=generator) * masks,
         "all_attention_mask": masks,
+        "all_lengths": masks.sum(2).tolist(),
     }
 
 
@@ -248,7 +245,7 @@ class Uniformity(EmbeddingTerm):
 
 def sharded(objective: JointObjective) -> JointObjective:
     make_shardable(objective)
-    objective.is_wrapped, objective.groups_texts = False, False
+    objective.groups_texts = False
     mesh = init_device_mesh("cpu", (distributed.world_size(),))
     model = objective.model
     layers = model.fusion.layers if model.fusion is not None else ()

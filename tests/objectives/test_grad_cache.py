@@ -1,21 +1,16 @@
 """Cutting the batch into parts changes memory and time, never the gradient."""
 
 from functools import cache
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.objectives import grad_cache
-from mm_utils.objectives.grad_cache import MicroBatch, backward, backward_with_retry
+from mm_utils.objectives.grad_cache import backward, backward_that_fits
 from mm_utils.objectives.joint import JointObjective
-from mm_utils.objectives.ranks import GradientAverage
 from tests.kit.objectives import (
     ALONE,
     KINDS,
@@ -46,7 +41,7 @@ def test_parts_give_the_gradient_of_the_whole(kind, micro_batch_size):
 
 
 def on_this_rank(micro_batch_size: int) -> list[dict[str, Any]]:
-    found = []
+    found, distributed.BUCKET_ELEMENTS = [], 300  # gradients are sent in many buckets
     for number, kind in enumerate(KINDS):
         sizes = SPLITS[number % len(SPLITS)]
         low = sum(sizes[: distributed.rank()])
@@ -145,9 +140,8 @@ class Full:
 
 
 def until_it_fits(objective: JointObjective, batch: dict[str, Any], size: int) -> dict[str, Any]:
-    micro_batch = MicroBatch(size)
-    report = backward_with_retry(ALONE, objective, batch, 5, micro_batch, objective.zero_grad)
-    return {**measured(objective, report), "size": micro_batch.size}
+    report, size = backward_that_fits(ALONE, objective, batch, 5, size, objective.zero_grad)
+    return {**measured(objective, report), "size": size}
 
 
 @pytest.mark.parametrize("fails", [0, 1])
@@ -160,76 +154,23 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
     assert_same(found, step_in_parts(tiny_objective(kind), global_batch(), None))
 
 
-WRAPPED = SimpleNamespace(**vars(ALONE))  # the accelerator of an objective that DDP wraps
-WRAPPED.unwrap_model, WRAPPED.no_sync = lambda model: model.module, lambda model: model.no_sync()
-
-
-def averaged_afterwards(objective: JointObjective, batch: dict[str, Any], micro_batch_size: int) -> dict[str, Any]:
-    with mock.patch.object(grad_cache, "GradientAverage", return_value=GradientAverage()):  # of no parameters
-        report = backward(ALONE, objective, batch, 5, micro_batch_size)
-    for parameter in objective.parameters():
-        given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = distributed.sum_over_ranks(given) / distributed.world_size()
-    return measured(objective, report)
-
-
-def averaged_while_computed(full: bool) -> dict[str, Any]:
-    """The gradients of five rows here and four there, in parts of 2 pairs on rank 0 and of 3 on rank 1.
-
-    If `full`, rank 1 runs out of memory in the last backward pass of its first try, with some gradients sent.
-    """
-    distributed.BUCKET_ELEMENTS = 300
-    rank, kind = distributed.rank(), "contrastive_matching"
-    mine = share_of(global_batch(), 5 * rank, 5 + 4 * rank)
-    plain = averaged_afterwards(tiny_objective(kind), mine, 2 + rank)
-    averages, sent, passes = [], [], []
-    objective = tiny_objective(kind)
-    wrapped = DistributedDataParallel(objective)
-    send_rest = GradientAverage.send_rest
-
-    def note(average: GradientAverage, complete: bool = True) -> None:
-        if average not in averages:  # `receive` calls it again
-            averages.append(average)
-            sent.append((len(average._sent), len(average._buckets), complete))
-        send_rest(average, complete)
-
-    def fill(gradient: torch.Tensor) -> None:
-        passes.append(gradient.shape)
-        if full and rank == 1 and len(passes) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    GradientAverage.send_rest = note  # type: ignore[method-assign,assignment]
-    next(objective.model.vision_model.parameters()).register_hook(fill)
-    micro_batch = MicroBatch(2 + rank)
-    report = backward_with_retry(WRAPPED, wrapped, mine, 5, micro_batch, wrapped.zero_grad)
-    return {"plain": plain, "found": measured(objective, report), "sent": sent, "size": micro_batch.size}
-
-
-def averaged_in_both_cases() -> list[dict[str, Any]]:
-    send_rest = GradientAverage.send_rest
-    found = []
-    for full in (False, True):
-        found.append(averaged_while_computed(full))
-        GradientAverage.send_rest = send_rest  # type: ignore[method-assign]
+def one_rank_is_full(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    low, found = sum(sizes[: distributed.rank()]), []
+    for fails in (0, 1):
+        objective = tiny_objective("contrastive_matching")
+        if distributed.rank() == 1:
+            Full(objective, 1, fails)
+        batch = share_of(global_batch(), low, low + sizes[distributed.rank()])
+        found.append(until_it_fits(objective, batch, 2))
     return found
 
 
-def test_gradients_are_averaged_while_the_last_part_is_computed():
-    """Nearly all buckets are gone before the pass ends; two ranks give the same bits as averaging afterwards."""
-    by_rank = run_on_ranks(2, averaged_in_both_cases)
-    for rank, full in product(range(2), (False, True)):
-        case = by_rank[rank][full]
-        assert case["size"] == (1 if full and rank else 2 + rank)
-        assert len(case["sent"]) == 1 + full
-        early, buckets, complete = case["sent"][0]
-        assert buckets > 10
-        assert complete != (full and rank == 1)
-        assert early > buckets / 2 or not complete
-        assert_same(case["found"], step_in_parts(tiny_objective("contrastive_matching"), global_batch(), None))
-        if not full:
-            assert case["found"]["report"] == case["plain"]["report"]
-            for name, gradient in case["plain"]["gradients"].items():
-                assert torch.equal(case["found"]["gradients"][name], gradient)
+def test_one_rank_without_memory_makes_all_repeat_the_step():
+    expected = step_in_parts(tiny_objective("contrastive_matching"), global_batch(), None)
+    for size, cases in zip((2, 1), run_on_ranks(2, one_rank_is_full, (5, 4)), strict=True):
+        assert [case["size"] for case in cases] == [size, size]
+        for case in cases:
+            assert_same(case, expected)
 
 
 def test_other_errors_stay_what_they_are():

@@ -15,14 +15,11 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, 
 from mm_utils.objectives import EmbeddingTerm
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.captioning import Captioning, token_cross_entropy
-from mm_utils.objectives.joint import JointObjective
+from mm_utils.objectives.joint import PARTS, JointObjective
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.masked_language import MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching, Pairs
-from mm_utils.objectives.terms import LossInputs
-from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.optim import OptimizerArguments
-from mm_utils.training.phases import Phases
+from mm_utils.objectives.terms import Encoded
 from tests.kit.objectives import (
     KINDS,
     PAIRS,
@@ -82,7 +79,7 @@ def test_every_width_is_an_embedding(kind: str) -> None:
     loss, found = next(iter(objective.weights)), objective.encode(batch)
     leaves = [found.embeds[side].detach().requires_grad_() for side in ("image", "text")]
     scalars = [value.detach().requires_grad_() for value in (found.scale, found.bias) if value is not None]
-    own = LossInputs(dict(zip(("image", "text"), leaves, strict=True)), *scalars, *[None] * (2 - len(scalars)))
+    own = Encoded(dict(zip(("image", "text"), leaves, strict=True)), *scalars, *[None] * (2 - len(scalars)))
     value = loss.loss(own, gather_batch(*leaves, batch["ids"]))  # type: ignore[attr-defined]
     dense = 0.0
     definition = dense_info_nce if kind == "contrastive" else dense_sigmoid
@@ -125,7 +122,7 @@ def test_matching_pairs(number: int) -> None:
     objective, batch = tiny_objective("contrastive_matching"), global_batch()
     encoded = objective.encode(batch)
     shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
-    plan = matching_of(objective).plan(objective.model, batch, shared, encoded.scale.detach(), number)
+    plan = matching_of(objective).plan(batch, shared, encoded.scale.detach(), number)
     image, text, is_match, weight = plan.pairs
     assert (weight == 1).all()
     assert plan.total == len(image) == len(text) == 3 * PAIRS
@@ -143,8 +140,8 @@ def test_the_negative_of_an_image_is_one_more_wrong_text() -> None:
     for each in (batch, with_negatives):
         encoded = objective.encode(each)
         shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], each["ids"])
-        plans.append(matching_of(objective).plan(objective.model, each, shared, encoded.scale.detach(), 4))
-        parts = encoded, each, plans[-1], shared, 0
+        plans.append(matching_of(objective).plan(each, shared, encoded.scale.detach(), 4))
+        parts = encoded, each, plans[-1], 0
         values.append(matching_of(objective).part(objective.model, *parts))
     assert plans[0].total == plans[1].total == 3 * PAIRS
     plain, plan = (Pairs(*map(torch.from_numpy, each.pairs)) for each in plans)
@@ -177,7 +174,7 @@ def test_an_image_without_a_wrong_text_in_the_batch_has_its_negative() -> None:
     found = step(tiny_objective("contrastive_matching"), batch, 0)
     encoded = tiny_objective("contrastive_matching").encode(batch)
     shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
-    plan = Matching().plan(tiny_model(), batch, shared, encoded.scale.detach(), 0)
+    plan = Matching().plan(batch, shared, encoded.scale.detach(), 0)
     assert (plan.pairs.weight_P == 1).all()
     assert plan.total == len(plan.pairs.image_P) == PAIRS + 7
     assert math.isfinite(found["report"]["matching_loss"])
@@ -190,7 +187,7 @@ def test_negatives_look_alike() -> None:
     shared = gather_batch(circle, circle, torch.arange(128).view(64, 2))
     batch = {"input_ids": torch.ones(64, 3).long(), "attention_mask": torch.ones(64, 3).long()}
 
-    plan = Matching().plan(tiny_model(), batch, shared, torch.tensor(40.0), 0)
+    plan = Matching().plan(batch, shared, torch.tensor(40.0), 0)
     pairs = Pairs(*map(torch.from_numpy, plan.pairs))
     away = (pairs.image_P - pairs.text_P)[~pairs.is_match_P].abs()
     assert torch.minimum(away, 64 - away).float().mean().item() < 4  # 16 in expectation if drawn uniformly
@@ -226,6 +223,7 @@ def test_build_objective() -> None:
 def test_every_trained_parameter_gets_a_gradient(kind: str) -> None:
     """DDP waits for those of all of them, also of weights that are frozen for this step."""
     objective = tiny_objective(kind)
+    objective.train_part(objective.trained_part, is_awaited=True)
     objective(global_batch(kind), 0)["loss"].backward()
     missing = [name for name, value in objective.named_parameters() if value.requires_grad and value.grad is None]
     assert [name for name in missing if "text_model.pooler" not in name] == []
@@ -257,7 +255,7 @@ def test_masked_lm_is_the_cross_entropy_of_what_it_masks() -> None:
     objective, batch = tiny_objective("masked_lm"), global_batch()
     model, term = objective.model, next(t for t in objective.weights if isinstance(t, MaskedLanguageModelling))
     shared = gather_batch(*(objective.encode(batch).embeds[name] for name in ("image", "text")), batch["ids"])
-    plan = term.plan(model, batch, shared, torch.tensor(1.0), 5)
+    plan = term.plan(batch, shared, torch.tensor(1.0), 5)
     asked, seen, real = plan.is_target, plan.input_ids, batch["input_ids"]
     assert plan.total == asked.sum() > 10
     assert not (asked & (batch["attention_mask"] == 0)).any()
@@ -286,7 +284,7 @@ def test_masks_follow_the_step() -> None:
 
     def asked(step: int) -> Tensor:
         term = MaskedLanguageModelling(tokenizer, 0, 0.15)
-        return term.plan(tiny_model(), batch, shared, torch.tensor(1.0), step).is_target
+        return term.plan(batch, shared, torch.tensor(1.0), step).is_target
 
     first = asked(0)
     assert torch.equal(first, asked(0))
@@ -381,32 +379,25 @@ def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatc
     assert model.token_head.known().all()
 
 
-def test_the_head_waits_for_its_part_of_the_run_in_which_the_towers_are_frozen() -> None:
+@pytest.mark.parametrize(("part", "idle"), [("encoders", "head"), ("head", "encoders")])
+def test_a_part_of_the_model_is_trained_alone(part: str, idle: str) -> None:
     objective, whole, batch = tiny_objective("captioning"), tiny_objective("captioning"), global_batch()
-    trained = TrainingArguments(max_steps=6), OptimizerArguments(head_share=0.5)
-    Phases(objective, *trained, max_steps=6)
-    towers, head = ("vision_model", "text_model"), ("fusion", "token_head", "caption_adapter")
-    parts = {2: (head, towers, "contrastive"), 3: (towers, head, "captioning")}
-    for number, (idle, trained, kind) in parts.items():
-        found = step(objective, batch, number)
-        moved = {name: value for name, value in found["gradients"].items() if value.any()}
-        # The trainer drops gradients of weights that are frozen for this step, as of the word embeddings that captions are made of.
-        assert not [
-            name for name in moved if name.removeprefix("model.").startswith(idle) and "word_embeddings" not in name
-        ]
-        assert {part for part in trained for name in moved if name.removeprefix("model.").startswith(part)} == {
-            *trained
-        }
-        assert ("captioning_loss" in found["report"]) == (kind == "captioning")
-        names = {id(weight) for weight in objective.idle_weights()}
-        assert names == {
-            id(weight)
-            for name, weight in objective.model.named_parameters()
-            if weight.requires_grad and name.startswith(idle)
-        }
-    expected = step(whole, batch, 3)["gradients"]
-    parts = tuple(f"model.{part}" for part in (*head, "visual_projection", "text_projection"))
-    same_gradients(found["gradients"], {name: value for name, value in expected.items() if name.startswith(parts)})
+    objective.train_part(part, is_awaited=True)
+    found = step(objective, batch, 3)
+    assert ("captioning_loss" in found["report"]) == (part == "head")
+    moved = {name.removeprefix("model.") for name, value in found["gradients"].items() if value.any()}
+    # The trainer drops gradients of weights that rest, as of the word embeddings that captions are made of.
+    assert not [name for name in moved if name.startswith(PARTS[idle]) and "word_embeddings" not in name]
+    assert {begin for begin in PARTS[part] for name in moved if name.startswith(begin)} == {*PARTS[part]}
+    resting = [weight for name, weight in objective.model.named_parameters() if name.startswith(PARTS[idle])]
+    assert {id(weight) for weight in objective.resting} == {id(weight) for weight in resting if weight.requires_grad}
+    assert all(weight.grad is not None for weight in objective.resting)
+    if part == "head":
+        begins = tuple(f"model.{name}" for name in (*PARTS["head"], "visual_projection", "text_projection"))
+        expected = step(whole, batch, 3)["gradients"]
+        same_gradients(
+            found["gradients"], {name: value for name, value in expected.items() if name.startswith(begins)}
+        )
 
 
 def test_distillation_is_a_cross_entropy_with_the_teachers_softmax() -> None:

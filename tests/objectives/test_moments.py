@@ -17,7 +17,7 @@ from mm_utils.objectives.grounding.moments import (
 )
 from mm_utils.objectives.grounding.pointing import PointingEvaluator
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
-from mm_utils.objectives.terms import EncodedBatch
+from mm_utils.objectives.terms import Encoded
 from tests.kit.ranks import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR
 from tests.objectives.grid_model import IMAGES, GridModel, batches, measured, whole_batch
@@ -152,11 +152,9 @@ def test_the_medium_decides_what_is_measured() -> None:
 def test_the_loss_is_half_pointing_and_half_covering() -> None:
     """Against a loop over the cells: how much of each lies in the span, and how likely it is."""
     batch, model, scale = in_time(whole_batch()), TimeModel(), torch.tensor(3.0)
-    encoded = EncodedBatch(
-        {"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), (batch["pixel_values"],)
-    )
+    encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), (batch["pixel_values"],))
     nothing: Any = None
-    loss, right = MomentCovering().part(model, encoded, batch, nothing, nothing, 0)  # type: ignore[arg-type]
+    loss, right = MomentCovering().part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
     expected, told = 0.0, 0
     for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
         start, end = (CELLS * batch["region_boxes"][place, slot, ::2].double()).tolist()
@@ -168,7 +166,7 @@ def test_the_loss_is_half_pointing_and_half_covering() -> None:
         expected += (pointing + covering) / 2
         told += inside[chance.index(max(chance))] > 0.5
     assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
-    alone, _ = RegionPointing().part(model, encoded, batch, nothing, nothing, 0)  # type: ignore[arg-type]
+    alone, _ = RegionPointing().part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
     assert alone < loss
 
 

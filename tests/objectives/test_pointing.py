@@ -13,7 +13,7 @@ from mm_utils.objectives.grounding.pointing import (
 )
 from mm_utils.objectives.grounding.regions import Regions
 from mm_utils.objectives.grounding.terms import RegionPointing
-from mm_utils.objectives.terms import EncodedBatch
+from mm_utils.objectives.terms import Encoded
 from tests.kit.truthful_model import ACCELERATOR
 from tests.objectives.grid_model import CELLS, IMAGES, SLOTS, GridModel, batches, measured, whole_batch
 
@@ -77,9 +77,9 @@ def test_the_loss_is_the_probability_of_pointing_outside() -> None:
     """Against a loop over the cells: of each, which share of its points lies in the box, and how likely it is."""
     batch, model, scale = whole_batch(), GridModel(), torch.tensor(3.0)
     taps = (batch["pixel_values"],)
-    encoded = EncodedBatch({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), taps)
+    encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), taps)
     nothing: Any = None
-    loss, right = RegionPointing().part(model, encoded, batch, nothing, nothing, 0)  # type: ignore[arg-type]
+    loss, right = RegionPointing().part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
     expected, told = 0.0, 0
     for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
         left, top, end, bottom = (CELLS * batch["region_boxes"][place, slot]).tolist()

@@ -245,7 +245,8 @@ class Collator:
         rows: `[b]`, row numbers in the data set; image_ids: list of b; lengths: list of t, in tokens
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
         skipped_ids: list of these rows' image ids
-        all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image
+        all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image;
+            all_lengths: `[b][k]`, their tokens
         what `readers` collate
 
     Attributes:

@@ -65,13 +65,14 @@ def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
     return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
 
 
-def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Pad captions to the longest, and images with fewer captions by empty ones."""
+def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
+    """Pad captions to the longest, and images with fewer captions by empty ones; `all_lengths` counts their tokens."""
     most = max((len(example["all_input_ids"]) for example in examples), default=1)
-    captions = [ids for example in examples for ids in [*example["all_input_ids"], *[[]] * most][:most]]
-    names = ("all_input_ids", "all_attention_mask")
-    padded = pad_captions(captions, pad_token_id)
-    return {name: value.view(-1, most, value.shape[1]) for name, value in zip(names, padded, strict=True)}
+    captions = [[*example["all_input_ids"], *[[]] * most][:most] for example in examples]
+    padded = pad_captions([ids for row in captions for ids in row], pad_token_id)
+    ids_bkL, mask_bkL = (value.view(-1, most, value.shape[1]) for value in padded)
+    lengths = [list(map(len, row)) for row in captions]
+    return {"all_input_ids": ids_bkL, "all_attention_mask": mask_bkL, "all_lengths": lengths}
 
 
 def image_key(image_id: str) -> int:

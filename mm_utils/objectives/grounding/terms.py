@@ -12,7 +12,7 @@ from mm_utils.objectives.grounding.moments import MomentEvaluator
 from mm_utils.objectives.grounding.pointing import PointingEvaluator
 from mm_utils.objectives.grounding.regions import RegionReader, regions_of
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.terms import Batch, EncodedBatch, Evaluator, RowPlan, RowTerm
+from mm_utils.objectives.terms import Batch, Encoded, Evaluator, RowPlan, RowTerm
 
 
 class RegionPointing(RowTerm):
@@ -44,20 +44,12 @@ class RegionPointing(RowTerm):
         """Add embeddings of the grid's cells to the model."""
         model.add_region_head()
 
-    def plan(
-        self, model: FusionDualEncoderModel, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int
-    ) -> RowPlan:
+    def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> RowPlan:
         """Count the phrases of all ranks."""
         return RowPlan(distributed.sum_over_ranks(batch["region_attention_mask"].any(-1).sum()).clamp(min=1))
 
     def part(
-        self,
-        model: FusionDualEncoderModel,
-        encoded: EncodedBatch,
-        batch: Batch,
-        plan: RowPlan,
-        shared: GlobalBatch,
-        start_row: int,
+        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: RowPlan, start: int
     ) -> tuple[Tensor, Tensor]:
         """Score the phrases of this part; right is one whose cell lies mostly in its box."""
         regions, count = regions_of(batch)

@@ -111,10 +111,12 @@ def _predict(
 
 def _all_captions(batch: Batch) -> tuple[Tensor, Tensor, np.ndarray]:
     """Return ids and mask of all captions, `[n, k, L]`, and their tokens, `[n, k]`; of the shown ones if alone."""
-    if "all_input_ids" in batch:
-        input_ids, mask, lengths = batch["all_input_ids"], batch["all_attention_mask"], batch["all_lengths"]
-        return input_ids, mask, np.array(lengths, int).reshape(input_ids.shape[:2])
-    return batch["input_ids"][:, None], batch["attention_mask"][:, None], np.array(batch["lengths"], int)[:, None]
+    if "all_input_ids" not in batch:
+        return batch["input_ids"][:, None], batch["attention_mask"][:, None], np.array(batch["lengths"], int)[:, None]
+    lengths_nk = np.zeros(batch["all_input_ids"].shape[:2], int)
+    for row, lengths in enumerate(batch["all_lengths"]):
+        lengths_nk[row, : len(lengths)] = lengths
+    return batch["all_input_ids"], batch["all_attention_mask"], lengths_nk
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

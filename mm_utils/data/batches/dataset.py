@@ -246,7 +246,7 @@ class Collator:
         skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
         skipped_ids: list of these rows' image ids
         all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image;
-            all_lengths: `[b][k]`, their tokens
+            all_lengths: a list of b lists, the tokens of each caption
         what `readers` collate
 
     Attributes:

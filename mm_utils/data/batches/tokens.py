@@ -67,11 +67,11 @@ def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
 
 def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
     """Pad captions to the longest, and images with fewer captions by empty ones; `all_lengths` counts their tokens."""
-    most = max((len(example["all_input_ids"]) for example in examples), default=1)
-    captions = [[*example["all_input_ids"], *[[]] * most][:most] for example in examples]
-    padded = pad_captions([ids for row in captions for ids in row], pad_token_id)
+    all_ids = [example["all_input_ids"] for example in examples]
+    most = max(map(len, all_ids), default=1)
+    padded = pad_captions([ids for row in all_ids for ids in [*row, *[[]] * most][:most]], pad_token_id)
     ids_bkL, mask_bkL = (value.view(-1, most, value.shape[1]) for value in padded)
-    lengths = [list(map(len, row)) for row in captions]
+    lengths = [list(map(len, row)) for row in all_ids]
     return {"all_input_ids": ids_bkL, "all_attention_mask": mask_bkL, "all_lengths": lengths}
 
 

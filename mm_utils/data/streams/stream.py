@@ -462,7 +462,9 @@ def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False)
         values = [part[name] for part in parts]
         if not isinstance(value, Tensor):
             items = [item for each in values for item in each]
-            merged[name] = [items[place] for place in order] if name in ("image_ids", "lengths") else items
+            merged[name] = (
+                [items[place] for place in order] if name in ("image_ids", "lengths", "all_lengths") else items
+            )
             continue
         inner = tuple(map(max, zip(*(each.shape[1:] for each in values), strict=True)))
         whole = merged[name] = torch.empty((len(order), *inner), dtype=value.dtype, pin_memory=pin_memory)

@@ -74,8 +74,7 @@ class Bench:
         datasets.disable_progress_bars()
         self.loader_args = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
         frozen = {"freeze_vision": args.freeze_vision, "freeze_text": args.freeze_text}
-        plain = {"fusion_layers": 0, "vision_pooling": "pooler", "text_pooling": "pooler"}
-        self.model_args = model_arguments(args, **frozen, **plain)
+        self.model_args = model_arguments(args, **frozen, fusion_layers=0)
         self.splits = load_pairs(DataArguments(train_file=args.train_file))
         processor = load_processor(self.model_args, iterate_captions(self.splits["train"]))
         self.tokenizer, self.geometry = processor.tokenizer, image_geometry(processor)
@@ -83,6 +82,8 @@ class Bench:
         self.rows = tokenize_captions(self.splits["train"], self.tokenizer, self.max_tokens)
         torch.manual_seed(seed)
         self.model = build_model(self.model_args, self.tokenizer).to(self.device).train()
+        self.model.config.text_pooling = "pooler"  # as the peers pool
+        self.model.text_model.requires_grad_(not args.freeze_text)
         self.vocabulary = len(self.tokenizer)
         if self.vocabulary < self.model_args.vocab_size:
             self.vocabulary = self.model_args.vocab_size

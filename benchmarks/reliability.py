@@ -150,7 +150,7 @@ class Watch(TrainerCallback):
 
 def tandem(run: Run) -> None:
     """scripts/pretrain.py."""
-    case, other_order = run.case, run.case.sampler == "random"
+    case = run.case
     configs = write_data(run.data, case)
     flags = [
         *("--train_file", str(run.data / f"train-{case.rows}.parquet"), "--output_dir", str(run.folder)),
@@ -159,14 +159,11 @@ def tandem(run: Run) -> None:
         *("--global_batch_size", str(BATCH * RANKS), "--max_steps", str(STEPS), "--seed", str(SEED)),
         *("--learning_rate", "1e-3", "--max_seq_length", "16", "--dataloader_num_workers", str(case.workers)),
         *("--save_steps", "0", "--eval_steps", "0", "--min_crop_area", "0.5" if case.augment else "1"),
-        *("--set", f"color_jitter={0.3 if case.augment else 0}"),
     ]
     if case.accumulate > 1:
         flags += ["--micro_batch_size", str(BATCH // case.accumulate)]
     if case.stateful:
-        flags += ["--streaming", "--set", f"shuffle_block_size={16 if other_order else 8}"]
-    elif other_order:
-        flags += ["--similar_captions_per_batch", "2"]
+        flags += ["--streaming"]
     pretrain.main([*flags, *(["--resume_from_checkpoint", "latest"] if run.resume else [])], [Watch(run, leaves=True)])
 
 

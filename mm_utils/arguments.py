@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
 
-_RARE = "--set:"  # stands before the name of a rare setting where argparse asks for the name of a flag
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
 _OWN = ("config", "help", "help_all")
 _MANY = 40  # flags, above which `--help` shows the usual ones
@@ -44,32 +43,22 @@ fast a run goes, when it ends, or what it reports."""
 class FlagHelp(str):
     """The help of a flag, and what else is known about it; argparse gets all else that is in a field's metadata."""
 
-    rare: bool
     decides: Decides
     usual: bool
 
 
-def arg(
-    default: T, help: str, rare: bool = False, *, decides: Decides = "learning", usual: bool = False, **metadata: Any
-) -> T:
+def arg(default: T, help: str, *, decides: Decides = "learning", usual: bool = False, **metadata: Any) -> T:
     """Declare a dataclass field together with its ``--help`` line.
 
     Args:
         default, help: its default and its line in ``--help``.
-        rare: it is not a flag of its own: it is given as ``--set name=value``, or by its name in a ``--config`` file. Programs
-            that write command lines can give every flag by ``--set``.
         decides: a resumed run must have a flag that decides what is learnt as it was, and may change all others.
         usual: ``--help`` shows it where there are many flags.
         metadata: what else argparse gets.
     """
     text = FlagHelp(help)
-    text.rare, text.decides, text.usual = rare, decides, usual
+    text.decides, text.usual = decides, usual
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
-
-
-def is_rare(field: dataclasses.Field) -> bool:
-    """Return whether a field of a dataclass is given by ``--set``."""
-    return getattr(field.metadata.get("help"), "rare", False)
 
 
 class Parsed:
@@ -168,7 +157,7 @@ class Parsed:
             value = self[field.name]
             if not value or value == field.default:
                 continue
-            problem = f"--{'set ' * is_rare(field)}{field.name} is {value}; {reason}, and it would have no effect"
+            problem = f"--{field.name} is {value}; {reason}, and it would have no effect"
             if field.name in self.named or self.config is None:
                 raise ValueError(f"{problem}. Drop it.")
             logger.warning("%s, in %s: %s", "A flag is not read", self.config, problem)
@@ -219,9 +208,6 @@ def parse_args(
         action=_HelpAll,
         help="Show all flags, or those of a group.",
     )
-    if parser.rare:
-        parser.add_argument("--set", metavar="NAME=VALUE", help="Set a flag by its name: the rare ones below, or any.")
-        parser.add_argument_group("Rare settings")._group_actions.extend(parser.rare)
     path = _take_config(parser, argv)
     in_config = [name for file in (recipe, path) if file for name in _set_defaults(parser, file)]
     words = _explicit(parser, argv)
@@ -245,7 +231,7 @@ def parse_args(
     if unknown:
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
-        parser.error(" ".join(f"unknown argument {word}{_advice(word.lstrip('-'), known)}" for word in flags))
+        parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
     return Parsed(parsed, path or recipe, named, in_config)
 
 
@@ -266,9 +252,6 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
     for each in dataclasses.fields(arg_class):
         value = settings.get(each.name)
         if value is not None and value != each.default and each.name not in leave_out:
-            if is_rare(each):
-                words += ["--set", f"{each.name}={value}"]
-                continue
             words += [f"--{each.name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return words
 
@@ -360,17 +343,14 @@ class _Parser(HfArgumentParser):
     """Report a mistake in one line, without secrets and without the list of all flags.
 
     Attributes:
-        rare: the rare settings, which ``--help-all`` shows last.
         group: what ``--help-all`` was given, "" for all flags; None for ``--help``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.rare: list[argparse.Action] = []
         self.group: str | None = None
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace(_RARE, "--set ")
         self.exit(2, f"{self.prog}: error: {printable(redact(message))}\n")
 
     def format_help(self) -> str:
@@ -391,21 +371,7 @@ class _Parser(HfArgumentParser):
             group._group_actions[:] = actions
         titles = "\n".join(f"  {group.title}" for group, actions in groups if actions)
         rest = "--help-all shows all, and --help-all WORD those of the groups that have it in their titles"
-        return f"{found}\n{len(flags)} flags and settings in all. {rest}:\n{titles}\n"
-
-    def _add_dataclass_arguments(self, dtype: Any) -> None:
-        super()._add_dataclass_arguments(dtype)
-        for field in filter(is_rare, dataclasses.fields(dtype)):
-            action, *others = [each for each in self._actions if each.dest == field.name]
-            for each in (action, *others):
-                self._action_groups[-1]._group_actions.remove(each)
-                for option in each.option_strings:
-                    del self._option_string_actions[option]
-            for other in others:  # of `--no_NAME`
-                self._actions.remove(other)
-            action.option_strings = [f"{_RARE}{field.name}"]
-            self._option_string_actions[action.option_strings[0]] = action
-            self.rare.append(action)
+        return f"{found}\n{len(flags)} flags in all. {rest}:\n{titles}\n"
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -413,8 +379,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         options = action.option_strings
-        if options and options[0].startswith(_RARE):
-            return f"--set {action.dest}=VALUE"
         shown = copy.copy(action)  # without the spelling --a-b of --a_b
         shown.option_strings = [
             each for each in options if each in (f"--{action.dest}", "--help-all") or "-" not in each.lstrip("-")
@@ -452,7 +416,7 @@ def _take_config(parser: HfArgumentParser, argv: list[str]) -> str | None:
 
 
 def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
-    """Return the words with ``--flag`` of yes or no as ``--flag=true``, and with ``--set name=value`` as argparse knows it.
+    """Return the words with ``--flag`` of yes or no as ``--flag=true``.
 
     Otherwise argparse would take the word behind a flag of yes or no for its value, whatever it is.
     """
@@ -460,20 +424,7 @@ def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
     while rest:
         word = rest.pop(0)
         action = parser._option_string_actions.get(word)
-        if word.startswith("--set="):
-            word, rest = "--set", [word.partition("=")[2], *rest]
-        if word == "--set" and parser.rare:
-            if not rest or "=" not in rest[0]:
-                parser.error(
-                    f"--set {rest[0] if rest else ''} has no value; write --set name=value, e.g. --set adam_beta2=0.95."
-                )
-            while rest and "=" in rest[0] and not rest[0].startswith("-"):
-                name = rest[0].partition("=")[0]
-                known = _known(parser)
-                if name not in known:
-                    parser.error(f"--set has {name!r}; there is no such setting{_did_you_mean(name, known)}")
-                words.append(known[name].option_strings[0].removesuffix(name) + rest.pop(0))
-        elif action is not None and action.nargs == "?" and action.const is True:
+        if action is not None and action.nargs == "?" and action.const is True:
             words.append(f"{word}={rest.pop(0) if rest and rest[0].lower() in _YES_OR_NO else 'true'}")
         else:
             words.append(word)
@@ -513,22 +464,12 @@ def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place:
 
 def _known(parser: HfArgumentParser) -> dict[str, argparse.Action]:
     actions = reversed(parser._actions)  # --flag and --no_flag share a dest; argparse uses the default of the first
-    return {action.dest: action for action in actions if action.dest not in ("help", "help_all", "config", "set")}
-
-
-def _advice(word: str, known: dict[str, Any]) -> str:
-    """Return what to write for an unknown flag: how a rare one is given, or the closest."""
-    name = word.partition("=")[0].replace("-", "_")
-    name = name if name in known else name.removeprefix("no_")
-    if name in known and known[name].option_strings[0].startswith(_RARE):
-        return f": it is rare, and given as --set {name}=VALUE."
-    return _did_you_mean(word, known)
+    return {action.dest: action for action in actions if action.dest not in ("help", "help_all", "config")}
 
 
 def _did_you_mean(word: str, known: dict[str, Any]) -> str:
     close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-    rare = bool(close) and known[close[0]].option_strings[0].startswith(_RARE)
-    return f". Did you mean '--{'set ' * rare}{close[0]}'? See --help." if close else ". See --help."
+    return f". Did you mean '--{close[0]}'? See --help." if close else ". See --help."
 
 
 # -- YAML that anyone may have written ----------------------------------------------------------------------------------

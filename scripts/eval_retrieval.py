@@ -37,7 +37,7 @@ from mm_utils.data.benchmarks import RETRIEVAL, find_benchmark
 from mm_utils.data.pairs import load_benchmark, load_split
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.probes import caption_probes
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn, parse_weights
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
@@ -62,11 +62,17 @@ class EvalRetrievalArguments:
         None, "The split: train, validation or test; default: that of the benchmark, else validation."
     )
     per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
+    rerank_weights: str = arg(
+        "fitted",
+        "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
+        "fitted: as training found best on the validation split, 0 where a score did not help.",
+    )
     output_dir: str | None = arg(None, "Write metrics.json, with all figures and their intervals, to this folder.")
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing; give a run's folder, or a Hub id.")
+        parse_weights(self.rerank_weights)  # complain now, not after the data is loaded
         if self.benchmark is not None:
             find_benchmark(RETRIEVAL, self.benchmark, f"--benchmark is {self.benchmark}; there is no such benchmark")
 
@@ -107,7 +113,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 4. Evaluate.
     probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
-    evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark))
+    weights = parse_weights(args.rerank_weights)
+    evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark), weights=weights)
     loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
     model = accelerator.unwrap_model(model)
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)

@@ -16,7 +16,7 @@ Sounds of a prepared set, whose captions tell the classes; a folder per class, o
 
 A folder of images per class; adapters in a vision transformer, lower layers slower, weights between start and end:
     python scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/ \\
-        --lora_rank 8 --lora_towers vision --layerwise_lr_decay 0.9 --wise_ft
+        --lora_rank 8 --freeze_text --wise_ft
 """
 
 import sys

@@ -87,7 +87,7 @@ def main(
 
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    model = build_model(model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium, resume_from)
+    model = build_model(model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium)
     rows = data.splits.get("train")
     objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, rows)
     is_model = has_baseline(given, data, attached)  # before the first step

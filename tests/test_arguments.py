@@ -1,13 +1,13 @@
 """Dataclass default < YAML < command line; every mistake ends with one line that names the flag."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from mm_utils.arguments import arg, is_rare, parse_args, read_flat_yaml, to_dict, to_words
+from mm_utils.arguments import arg, parse_args, read_flat_yaml, to_dict, to_words
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
@@ -38,8 +38,6 @@ class First:
     name: str | None = arg(None, "A name.")
     shuffle: bool = arg(True, "On by default.")
     verbose: bool = arg(False, "Off by default.")
-    rate_of_old: float = arg(0.9, "A rare one.", rare=True)
-    careful: bool = arg(True, "A rare one of yes or no.", rare=True)
 
 
 @dataclass
@@ -121,16 +119,6 @@ def test_booleans(argv: list[str], shuffle: bool, verbose: bool) -> None:
     assert (first.shuffle, first.verbose) == (shuffle, verbose)
 
 
-def test_rare_settings_are_set_by_name(tmp_path: Path) -> None:
-    first, _ = parse("--set", "rate_of_old=0.5", "careful=no", "name=x", "--set=shuffle=false")
-    assert (first.rate_of_old, first.careful, first.name, first.shuffle) == (0.5, False, "x", False)
-    assert parse(*to_words(First, to_dict(first)))[0] == first
-    path = config(
-        tmp_path, "rate_of_old: 0.7\ncareful: false"
-    )  # as earlier versions, where they were flags, wrote them
-    assert parse("--config", path, "--set=rate_of_old=0.8")[0] == First(rate_of_old=0.8, careful=False)
-
-
 def test_a_key_twice_on_one_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("{seed: 1, seed: 2}\n")
@@ -159,13 +147,6 @@ def test_command_line_turns_yamls_false_on_again(tmp_path: Path) -> None:
         (["--config"], "--config needs a path"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config is a.yaml and b.yaml; one file is read."),
         (["--verbose", "maybe"], "unknown argument maybe"),
-        (["--rate_of_old", "1"], "unknown argument --rate_of_old: it is rare, and given as --set rate_of_old=VALUE."),
-        (["--set", "rate_of_old"], "--set rate_of_old has no value"),
-        (
-            ["--set", "rate_of_new=x"],
-            "--set has 'rate_of_new'; there is no such setting. Did you mean '--set rate_of_old'? See --help.",
-        ),
-        (["--set", "rate_of_old=high"], "argument --set rate_of_old: invalid float value: 'high'"),
         (["--config", "nowhere.yaml"], "--config is nowhere.yaml; there is no such file"),
     ],
 )
@@ -227,7 +208,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "What it does.\n\n    a command" in text
     for shown in (
-        "--set rate_of_old=VALUE A rare one. (default: 0.9)",
         "A rate. ",
         "(default: 0.5)",
         "(default: 8)",
@@ -243,9 +223,7 @@ def test_help_of_all_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         parse_args(*ALL, argv=["--help-all"])
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    rare = {field.name for kind in ALL for field in fields(kind) if is_rare(field)}
-    names = to_dict(*(each() for each in ALL))
-    assert all((f"--set {name}=" if name in rare else f"--{name}") in text for name in names)
+    assert all(f"--{name}" in text for name in to_dict(*(each() for each in ALL)))
 
 
 def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +244,7 @@ def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixtu
 
 
 def test_to_dict_reads_back(tmp_path: Path) -> None:
-    flags = ["--learning_rate", "2e-4", "--set", "adam_beta2=0.9", "--freeze_text", "--vision_pooling", "cls"]
+    flags = ["--learning_rate", "2e-4", "--freeze_text", "--fusion_taps", "-1"]
     parsed = parse_args(*ALL, argv=flags)
     assert parsed[OptimizerArguments].learning_rate == parsed["learning_rate"] == 2e-4
     path = config(tmp_path, yaml.safe_dump(parsed.settings))

@@ -129,14 +129,14 @@ def exists(module: str) -> bool:
 @cache
 def known_flags() -> set[str]:
     """Return the flags of all scripts and benchmarks, of the launchers, and of pytest's options that pages name."""
-    known = {"--set", "name", "--help-all"}  # of every program that has rare settings
+    known = {"--help-all"}
     for path in PROGRAMS:
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for word in ("--help", "--help-all"):
             shown, errors = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors), pytest.raises(SystemExit):
                 module.main([word])
-            known |= set(re.findall(r"--\w+", shown.getvalue())) | set(re.findall(r"--set (\w+)=", shown.getvalue()))
+            known |= set(re.findall(r"--\w+", shown.getvalue()))
     for parser in (launch_command_parser(), torchrun_parser()):
         known |= {option for action in parser._actions for option in action.option_strings}
     return known
@@ -146,7 +146,7 @@ def known_flags() -> set[str]:
 def test_every_flag_that_is_named_exists(path):
     allowed = known_flags() | FOREIGN
     text = path.read_text(encoding="utf-8")
-    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | set(re.findall(r"--set (\w+)=", text))
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert found <= allowed, found - allowed
 
 

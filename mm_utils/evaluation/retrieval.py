@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 Evaluate = Callable[[FusionDualEncoderModel, Iterable, Accelerator], dict[str, float]]
 VOICES = ("match", "caption")
+CACHE_GB = 8.0  # per process, for the head's keys and values of images; images that do not fit are encoded twice
 
 
 @dataclass
@@ -50,18 +51,6 @@ class EvaluationArguments:
         "Also measure retrieval after the fusion head reorders the first K candidates of every query; 0 = do not.",
         decides="report",
     )
-    rerank_weights: str = arg(
-        "fitted",
-        "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
-        "fitted: as training found best on the validation split, 0 where a score did not help.",
-        decides="report",
-    )
-    rerank_cache_gb: float = arg(
-        8.0,
-        "Memory per process for the head's keys and values of images; images that do not fit are encoded twice.",
-        rare=True,
-        decides="speed",
-    )
     evaluators: str | None = arg(
         None,
         "Evaluators of your own, module.function[,module.function]: docs/objectives.md#what-you-can-attach.",
@@ -72,31 +61,28 @@ class EvaluationArguments:
         self.own_evaluators()  # complain now, not after the data is loaded
         if self.rerank_top_k < 0:
             raise ValueError(f"--rerank_top_k is {self.rerank_top_k}; give a number of candidates, or 0 for none.")
-        self.given_weights  # noqa: B018  (complain now, not after the data is loaded)
-        if not self.rerank_cache_gb > 0:
-            raise ValueError(f"--set rerank_cache_gb is {self.rerank_cache_gb}; give gigabytes above 0.")
 
     def own_evaluators(self) -> list[Evaluate]:
         """Return the functions that `--evaluators` names."""
         names = [name.strip() for name in (self.evaluators or "").split(",") if name.strip()]
         return [load_own(name, "--evaluators") for name in names]
 
-    @property
-    def given_weights(self) -> dict[str, float] | None:
-        """The weights of `--rerank_weights`; None for those that were fitted."""
-        if self.rerank_weights == "fitted":
-            return None
-        try:
-            given = [term.strip().partition(":") for term in self.rerank_weights.split(",")]
-            weights = {name: float(weight) for name, _, weight in given}
-        except ValueError:
-            weights = {}
-        if not weights or weights.keys() - VOICES or not all(0 <= weight < math.inf for weight in weights.values()):
-            raise ValueError(
-                f"--rerank_weights is {self.rerank_weights}; write name:weight with weights from 0 on, e.g. "
-                f"match:1,caption:0.5, of {', '.join(VOICES)}, or fitted."
-            )
-        return weights
+
+def parse_weights(text: str) -> dict[str, float] | None:
+    """Return the weights of re-ranking that `--rerank_weights` gives, such as `match:1,caption:0.5`; None for `fitted`."""
+    if text == "fitted":
+        return None
+    try:
+        given = [term.strip().partition(":") for term in text.split(",")]
+        weights = {name: float(weight) for name, _, weight in given}
+    except ValueError:
+        weights = {}
+    if not weights or weights.keys() - VOICES or not all(0 <= weight < math.inf for weight in weights.values()):
+        raise ValueError(
+            f"--rerank_weights is {text}; write name:weight with weights from 0 on, e.g. match:1,caption:0.5, of "
+            f"{', '.join(VOICES)}, or fitted."
+        )
+    return weights
 
 
 class RetrievalEvaluator:
@@ -108,7 +94,8 @@ class RetrievalEvaluator:
     Args:
         probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `KIND_accuracy` and so on of each kind.
         fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.reranking`), and write
-            them into the model's config, unless the arguments give them.
+            them into the model's config.
+        weights: what the head's scores of a pair are multiplied by; None: as training found best.
         own_captions: count only an image's own captions as right, as published figures of benchmarks do; else also captions
             of other images that are equal to one of them.
 
@@ -128,10 +115,10 @@ class RetrievalEvaluator:
         probes: Probes | None = None,
         fits: bool = False,
         own_captions: bool = False,
+        weights: dict[str, float] | None = None,
     ):
         self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
-        self.own_captions = own_captions
-        self.fits = fits and self.args.rerank_weights == "fitted"
+        self.own_captions, self.fits, self.weights = own_captions, fits, weights
         self.split: Embeddings | None = None
         self.directions: dict[str, DirectionRanks] = {}
         self.scores: PairScores | None = None
@@ -148,7 +135,7 @@ class RetrievalEvaluator:
         device, reranks = accelerator.device, bool(weights)
         # On a GPU at most half of what is free.
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-        room = min(1e9 * self.args.rerank_cache_gb, free / 2) if reranks else 0
+        room = min(1e9 * CACHE_GB, free / 2) if reranks else 0
         self.split = split = embed_split(model, loader, accelerator, room)
         if self.own_captions:
             split.text_key_T = None
@@ -185,9 +172,8 @@ class RetrievalEvaluator:
         if self.fits:
             model.config.rerank_weights = dict.fromkeys(model.voices, 0.0)
             return dict.fromkeys(model.voices, 1.0)
-        given = self.args.given_weights
-        weights = stored_weights(model) if given is None else given
-        if missing := [name for name in weights if name not in model.voices and given is not None]:
+        weights = stored_weights(model) if self.weights is None else self.weights
+        if missing := [name for name in weights if name not in model.voices and self.weights is not None]:
             raise ValueError(
                 f"--rerank_weights has {missing[0]}; the model was not trained for it, only for {', '.join(model.voices)}. "
                 "Train it with that term among --objectives, or drop it."

@@ -8,8 +8,6 @@ import torch
 
 from mm_utils.arguments import arg, required
 from mm_utils.model.adapt import (
-    BACKBONE_DROPOUT,
-    DROPOUTS,
     LoraArguments,
     freeze_unused,
     recompute_activations,
@@ -50,7 +48,6 @@ class ClassifierArguments:
         "Recompute activations in the backward pass: less memory, a third slower.",
         decides="speed",
     )
-    backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
@@ -61,8 +58,6 @@ class ClassifierArguments:
             )
         if self.class_weights not in ("balanced", "none"):
             raise ValueError(f"--class_weights is {self.class_weights!r}; choose balanced or none.")
-        if self.backbone_dropout not in DROPOUTS:
-            raise ValueError(f"--backbone_dropout is {self.backbone_dropout!r}; choose one of {', '.join(DROPOUTS)}.")
         if not 0 <= self.classifier_dropout < 1:
             raise ValueError(f"--classifier_dropout is {self.classifier_dropout}; give a share in [0, 1).")
 
@@ -84,8 +79,7 @@ def build_classifier(
     model = FusionDualEncoderForClassification(config, base.vision_model, base.text_model)
     model.load_state_dict(base.state_dict(), strict=False)
     RowDropout.replace(model.classifier)  # so that its masks are the same on any number of processes
-    if args.backbone_dropout == "off":
-        switch_off_dropout(model)
+    switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
         if frozen:
             model.freeze(tower)

@@ -572,9 +572,7 @@ class TaskArguments:
         "Keep the first N rows of validation and of test, of the classes in turn.",
         decides="place",
     )
-    preprocessing_num_workers: int | None = arg(
-        None, "Processes that read and preprocess data.", rare=True, decides="speed"
-    )
+    preprocessing_num_workers: int | None = arg(None, "Processes that read and preprocess data.", decides="speed")
 
     def __post_init__(self) -> None:
         sources = [f"--{name}" for name in ("task", "dataset_name", "train_file") if getattr(self, name)]

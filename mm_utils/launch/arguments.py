@@ -115,7 +115,7 @@ class Command:
 
     def with_values(self, values: Mapping[str, str], output_dir: str) -> "Command":
         """Return this command with flags set, over earlier ones, and another output folder."""
-        words = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+        words = [word for name, value in values.items() for word in (f"--{name}", value)]
         return replace(self, argv=(*self.argv, *words, "--output_dir", output_dir))
 
 

@@ -29,12 +29,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
 
 logger = logging.getLogger(__name__)
 
-DROPOUTS = ("off", "keep")
 _DINOV3_POSITIONS = {"pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"}  # random in training, like dropout
-BACKBONE_DROPOUT = (
-    "Dropout of the backbones in training, drop-path included: off, or keep their own. Kept, its masks differ with the number "
-    "of processes and the micro-batch size, and so does the result."
-)
 FILE = "adapters.safetensors"
 _ADAPTER, _BASE = ".lora_", ".base_layer."
 
@@ -130,12 +125,12 @@ def switch_off_dropout(model: FusionDualEncoderModel) -> None:
             found[name] = highest
         if not _repeats_in_training(tower, name):
             raise ValueError(
-                f"--backbone_dropout is off; a {tower.config.model_type} draws random numbers in training all the same. Set it "
-                "to keep, or choose another backbone."
+                f"a {tower.config.model_type} draws random numbers in training although its dropout is off. Choose another "
+                "backbone."
             )
     if found:
         logger.info(
-            "Backbones train without their own dropout (%s); --backbone_dropout keep keeps it",
+            "Backbones train without their own dropout (%s)",
             ", ".join(f"{name} {share:g}" for name, share in found.items()),
         )
 
@@ -177,20 +172,13 @@ class LoraArguments:
     """Low-rank adapters and the towers that get them."""
 
     lora_rank: int = arg(
-        0, "Train adapters of this rank in the attention of --lora_towers, and nothing else in these; 0 = no adapters."
+        0,
+        "Train adapters of this rank in the attention of the towers that are not frozen, and nothing else in these; 0 = no adapters.",
     )
-    lora_towers: str = arg("vision,text", "The towers that get adapters: vision, text, or both.")
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
             raise ValueError(f"--lora_rank is {self.lora_rank}; give a rank from 1 on, or 0 for no adapters.")
-        if not self.towers or set(self.towers) - {"vision", "text"}:
-            raise ValueError(f"--lora_towers is {self.lora_towers!r}; give vision, text or vision,text.")
-
-    @property
-    def towers(self) -> list[str]:
-        """Names of the towers."""
-        return [name.strip() for name in self.lora_towers.split(",") if name.strip()]
 
 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

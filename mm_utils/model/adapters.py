@@ -7,7 +7,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, 
 
 
 def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
-    """Freeze the towers of `args`; add adapters to attention's linear layers, frozen ones none.
+    """Freeze the towers that are trained; add adapters to attention's linear layers.
 
     Raises:
         ValueError: if peft is not installed, a tower has no attention, or all are frozen.
@@ -19,18 +19,14 @@ def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
             f"--lora_rank is {args.lora_rank}; adapters need peft, which is not installed. Run pip install peft."
         ) from error
     both = {"vision": image_backbone(model.vision_model), "text": model.text_model}
-    towers = {name: both[name] for name in args.towers if is_trained(both[name])}
+    towers = {name: both[name] for name in both if is_trained(both[name])}
     if not towers:
-        raise ValueError(
-            f"--lora_rank is {args.lora_rank}; nothing of --lora_towers ({args.lora_towers}) is trained. Freeze less, or "
-            "give no rank."
-        )
+        raise ValueError(f"--lora_rank is {args.lora_rank}; both towers are frozen. Freeze less, or give no rank.")
     for name, tower in towers.items():
         layers = attention_layers(tower)
         if not layers:
             raise ValueError(
-                f"--lora_towers is {args.lora_towers}; a {tower.config.model_type} has no attention to adapt. Leave {name} "
-                "out."
+                f"--lora_rank is {args.lora_rank}; a {tower.config.model_type} has no attention to adapt. Add --freeze_{name}."
             )
         tower.requires_grad_(False)
         config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_rank, target_modules=layers)

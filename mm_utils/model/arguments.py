@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 
 from mm_utils.arguments import arg
-from mm_utils.model.adapt import BACKBONE_DROPOUT, DROPOUTS
-from mm_utils.model.modeling_fusion_dual_encoder import DIRECTIONS, POOLINGS, PROJECTIONS
+from mm_utils.model.modeling_fusion_dual_encoder import PROJECTIONS
 
 VISION_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "convnext", "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "num_stages": 3,
@@ -93,38 +92,12 @@ class ModelArguments:
         "frozen backbones and some thousand images; or classes, linear and beside it the names of what the vision backbone's "
         "classifier sees, for images unlike those trained on (docs/training.md). Stock transformers classes have only linear ones.",
     )
-    vision_pooling: str = arg(
-        "auto",
-        "pooler, mean, cls, or auto: the pooler if there is one, of a map of a sound with what is early and late, else the mean.",
-        decides="place",
-    )
-    text_pooling: str = arg(
-        "auto", "As --vision_pooling; auto ignores poolers like BERT's and takes the mean.", decides="place"
-    )
     fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True)
-    fusion_dim: int | None = arg(
-        None,
-        "Width of the cross-attention head; default: half the text backbone's, at most 512.",
-        decides="place",
-    )
-    fusion_heads: int | None = arg(
-        None,
-        "Attention heads of the cross-attention head; default: one per 32 channels.",
-        rare=True,
-        decides="place",
-    )
-    fusion_vision_taps: str = arg(
+    fusion_taps: str = arg(
         "auto",
-        "Hidden states of the vision backbone that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, at "
-        "most three, the last of each resolution, or layers of a transformer at equal distances.",
-        rare=True,
+        "Hidden states of both backbones that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, at most "
+        "three, the last of each resolution, or layers of a transformer at equal distances.",
         decides="place",
-    )
-    fusion_text_taps: str = arg("auto", "As fusion_vision_taps, for the text backbone.", rare=True, decides="place")
-    fusion_direction: str = arg(
-        "text_to_image",
-        "text_to_image, or both: image tokens attend to the text too, and cannot be reused for other texts.",
-        rare=True,
     )
     freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
     freeze_text: bool = arg(
@@ -135,11 +108,6 @@ class ModelArguments:
         "Recompute activations in the backward pass: less memory, a third slower.",
         decides="speed",
     )
-    patch_dropout: float = arg(
-        0.0,
-        "Drop this share of the image's patches in training (FLIP): half saves about half of the vision tower's time.",
-    )
-    backbone_dropout: str = arg("off", BACKBONE_DROPOUT)
     torch_compile: bool = arg(
         False,
         "Compile towers and fusion head with torch.compile: minutes at the start, then faster steps on a GPU.",
@@ -160,24 +128,12 @@ class ModelArguments:
                 f"--image_size is {self.image_size}; a larger image than {most:,} pixels a side would fill this machine's memory. Give "
                 "pixels, from 1 on."
             )
-        if not 0 <= self.patch_dropout < 1:
-            raise ValueError(f"--patch_dropout is {self.patch_dropout}; give a share of the patches in [0, 1).")
-        for name in ("fusion_vision_taps", "fusion_text_taps"):
-            taps = getattr(self, name)
-            if taps != "auto" and not re.fullmatch(r"-?\d+(,-?\d+)*", taps):
-                raise ValueError(
-                    f"--set {name} is {taps!r}; give indices of the backbone's hidden states, e.g. -1,-2, or auto."
-                )
-        for name, choices in (
-            ("fusion_direction", DIRECTIONS),
-            ("projection", PROJECTIONS),
-            ("vision_pooling", POOLINGS),
-            ("text_pooling", POOLINGS),
-            ("backbone_dropout", DROPOUTS),
-        ):
-            if getattr(self, name) not in choices:
-                rare = "set " if name == "fusion_direction" else ""
-                raise ValueError(f"--{rare}{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        if self.fusion_taps != "auto" and not re.fullmatch(r"-?\d+(,-?\d+)*", self.fusion_taps):
+            raise ValueError(
+                f"--fusion_taps is {self.fusion_taps!r}; give indices of the backbones' hidden states, e.g. -1,-2, or auto."
+            )
+        if self.projection not in PROJECTIONS:
+            raise ValueError(f"--projection is {self.projection!r}; choose one of {', '.join(PROJECTIONS)}.")
         for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
             value = getattr(self, name)
             if value not in presets and not Path(value).is_file():

@@ -1,7 +1,5 @@
 """Build, load or convert a model; the flags that say how."""
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +34,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.open_clip import opened
-from mm_utils.model.patches import drop_patches
 from mm_utils.model.pretrained import OwnCodeError, check_words, explained, is_dual_encoder, load_config, load_tower
 from mm_utils.model.stock import load_stock
 from mm_utils.model.text_tower import with_text_tower
@@ -49,25 +46,18 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     lora_args: LoraArguments | None = None,
     medium: str = "image",
-    resume_from: Path | None = None,
 ) -> FusionDualEncoderModel:
     """Build or load the arguments' model, in float32, with adapters, ready to be trained.
-
-    Args:
-        resume_from: the checkpoint whose weights it will get, if any: its pooling of sounds is kept under `--vision_pooling
-            auto`, which was the pooler for towers from scratch before there was `timed`.
 
     Raises:
         ValueError: if its vision tower cannot read the medium, `image`, `clip` or `sound`.
     """
-    args = _with_pooling(args, medium, resume_from)
     model = (_whole_model if args.model_name_or_path else _joined)(args, tokenizer, medium)
     if tokenizer is not None:
         check_words(
             "The text encoder reads other words", tokenizer, model.text_model.get_input_embeddings().num_embeddings
         )
-    if args.backbone_dropout == "off":
-        switch_off_dropout(model)
+    switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
         if frozen:
             model.freeze(tower)
@@ -79,8 +69,6 @@ def build_model(
     multiply_patches(model.vision_model)
     if args.gradient_checkpointing:
         recompute_activations(model)
-    if args.patch_dropout:
-        drop_patches(model.vision_model, args.patch_dropout)
     if args.torch_compile:
         compile_parts(model)
     return model
@@ -129,10 +117,10 @@ def _model_of_text(args: ModelArguments) -> FusionDualEncoderModel | None:
         raise ValueError(
             f"{title}, and --projection is {args.projection}; that model was trained with {model.config.projection}. Give the same."
         )
-    has = {"projection_dim": model.config.projection_dim, "text_pooling": model.config.text_pooling}
-    for flag, value in {**has, "tokenizer_name_or_path": name}.items():
-        if getattr(args, flag) not in (getattr(ModelArguments, flag), value):
-            raise ValueError(f"{title}, and --{flag} is {getattr(args, flag)}; that model has {value}. Drop the flag.")
+    if args.projection_dim not in (None, model.config.projection_dim):
+        raise ValueError(
+            f"{title}, and --projection_dim is {args.projection_dim}; that model has {model.config.projection_dim}. Drop the flag."
+        )
     return model
 
 
@@ -152,39 +140,36 @@ def _whole_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, mediu
     return with_text_tower(model, *_backbone(args, "text", tokenizer), **_head(args))
 
 
-def _with_pooling(args: ModelArguments, medium: str, resume_from: Path | None) -> ModelArguments:
-    """Return the arguments with a checkpoint's pooling of sounds, where none is asked for."""
-    if resume_from is None or medium != "sound" or args.vision_pooling != "auto":
-        return args
-    pooling = FusionDualEncoderConfig.from_pretrained(resume_from).vision_pooling
-    return args if pooling == "timed" else replace(args, vision_pooling=pooling)  # which no flag says
-
-
 def _head(args: ModelArguments) -> dict[str, Any]:
     """Return the fields of the configuration that shape a new fusion head."""
-    given = {name: getattr(args, name) for name in ("fusion_dim", "fusion_heads") if getattr(args, name)}
-    taps = {name: getattr(args, name) for name in ("fusion_vision_taps", "fusion_text_taps")}
-    given |= {name: [int(tap) for tap in value.split(",")] for name, value in taps.items() if value != "auto"}
-    return given | {name: getattr(args, name) for name in ("fusion_layers", "fusion_direction")}
+    head: dict[str, Any] = {"fusion_layers": args.fusion_layers}
+    if args.fusion_taps != "auto":
+        taps = [int(tap) for tap in args.fusion_taps.split(",")]
+        head |= {"fusion_vision_taps": taps, "fusion_text_taps": taps}
+    return head
 
 
 def _check_head(args: ModelArguments, model: FusionDualEncoderModel) -> None:
     """Raise ValueError for flags of another head than that of a whole model of ours, which stays as it is."""
-    for flag, value in _head(args).items():
-        if getattr(args, flag) != getattr(ModelArguments, flag) and value != (has := getattr(model.config, flag)):
+    has = {
+        "fusion_layers": model.config.fusion_layers,
+        "fusion_taps": ",".join(map(str, model.config.fusion_text_taps)),
+    }
+    for flag, value in has.items():
+        if getattr(args, flag) not in (getattr(ModelArguments, flag), value):
             raise ValueError(
-                f"{flag} is {getattr(args, flag)}; the head of {args.model_name_or_path} has {flag} {has} and stays as it is. "
-                "Drop the flag."
+                f"--{flag} is {getattr(args, flag)}; the head of {args.model_name_or_path} has {value} and stays as it is. Drop "
+                "the flag."
             )
 
 
 def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
     """Raise ValueError for adapters on a backbone from scratch, which would stay random."""
-    for tower in () if args.model_name_or_path else lora_args.towers:
-        if not getattr(args, f"{tower}_model_name_or_path"):
+    for tower in () if args.model_name_or_path else ("vision", "text"):
+        if not getattr(args, f"{tower}_model_name_or_path") and not getattr(args, f"freeze_{tower}"):
             raise ValueError(
                 f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need trained "
-                f"weights. Give --{tower}_model_name_or_path, or leave {tower} out of --lora_towers."
+                f"weights. Give --{tower}_model_name_or_path."
             )
 
 
@@ -235,9 +220,9 @@ def _backbone(
     args: ModelArguments, tower: str, tokenizer: PreTrainedTokenizerBase, medium: str = "image"
 ) -> tuple[PreTrainedModel, str]:
     """Load or make a backbone; return it with its pooling."""
-    name, pooling = getattr(args, f"{tower}_model_name_or_path"), getattr(args, f"{tower}_pooling")
+    name, pooling = getattr(args, f"{tower}_model_name_or_path"), "auto"
     if name:
-        made, pooling = load_tower(name, tower, pooling, getattr(args, f"freeze_{tower}"), args.trust_remote_code)
+        made, pooling = load_tower(name, tower, getattr(args, f"freeze_{tower}"), args.trust_remote_code)
     else:
         made = _new_vision_backbone(args, medium) if tower == "vision" else _new_text_backbone(args, tokenizer)
     if tower == "vision" and medium not in media_of(made):

@@ -26,14 +26,15 @@ _SHOWN = 3  # names of weights in a message
 
 
 def load_tower(
-    name: str, tower: str, pooling: str = "auto", frozen: bool = False, trust_remote_code: bool = False
+    name: str, tower: str, frozen: bool = False, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str]:
-    """Load a backbone; return it with its pooling. Of a two-tower checkpoint, take one.
+    """Load a backbone; return it with its pooling: `auto`, or `mean` if the checkpoint holds no weights of its pooler.
+
+    Of a two-tower checkpoint, take one.
 
     Args:
         name: a folder or a Hub id.
         tower: `vision` or `text`.
-        pooling: the wanted pooling. `auto` becomes the mean if the checkpoint holds no weights of the backbone's pooler.
         frozen: whether the tower will not be trained.
 
     Raises:
@@ -76,14 +77,9 @@ def load_tower(
                 f"{lacks}, and frozen they would stay random. Drop --freeze_{tower}, or choose another checkpoint."
             )
         logger.warning("%s, which start from random values", lacks)
-    if in_pooler and pooling == "pooler":
-        raise ValueError(
-            f"--{tower}_pooling is pooler; {name} holds no weights of a pooler. Set --{tower}_pooling to mean or cls."
-        )
-    if in_pooler and pooling == "auto":
+    if in_pooler:
         logger.info("%s; it holds no weights of a pooler, so its outputs are pooled by their mean", flag)
-        pooling = "mean"
-    return model, pooling
+    return model, "mean" if in_pooler else "auto"
 
 
 def _split_missing(model: PreTrainedModel, tower: str, missing: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -32,10 +32,6 @@ TERMS: dict[str, type[Term]] = {
         Distillation,
     )
 }
-_READ_BY = {
-    "matryoshka_dims": ("contrastive", "sigmoid"),
-    "mlm_probability": ("masked_lm",),
-}
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
 
@@ -57,17 +53,9 @@ class ObjectiveArguments:
         "--model_name_or_path, or st:FOLDER of a SentenceTransformer of images and texts; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
         decides="place",
     )
-    matryoshka_dims: str | None = arg(
-        None,
-        "Train the first 32, 64 and 128 numbers of an embedding to be one, too: 32,64,128. The contrastive or sigmoid loss is "
-        "then the mean over these widths and the full one.",
-    )
-    mlm_probability: float = arg(0.15, "Share of the tokens that masked_lm masks.", rare=True)
 
     def __post_init__(self) -> None:
-        self.weights, self.widths  # noqa: B018  (complain now, not after the data is loaded)
-        if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"--set mlm_probability is {self.mlm_probability}; give a share of the tokens in (0, 1).")
+        self.weights  # noqa: B018  (complain now, not after the data is loaded)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -102,16 +90,6 @@ class ObjectiveArguments:
         return found
 
     @property
-    def widths(self) -> list[int]:
-        """The widths of `--matryoshka_dims`."""
-        given = [word.strip() for word in (self.matryoshka_dims or "").split(",")] if self.matryoshka_dims else []
-        if not all(word.isdecimal() and int(word) for word in given) or len(set(given)) < len(given):
-            raise ValueError(
-                f"--matryoshka_dims is {self.matryoshka_dims}; give different numbers of dimensions from 1 on, e.g. 32,64,128."
-            )
-        return [int(word) for word in given]
-
-    @property
     def readers(self) -> list[ColumnReader]:
         """What the terms read of rows besides media and captions."""
         return list(dict.fromkeys(reader for name in self.weights for reader in term_class(name).readers))
@@ -121,14 +99,7 @@ class ObjectiveArguments:
         return max(100.0, model.logit_scale.exp().item())
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError if a term cannot be trained with the other flags, given by name, or a flag has no term."""
-        for flag, terms in _READ_BY.items():
-            if getattr(self, flag) != getattr(ObjectiveArguments, flag) and not set(terms) & self.weights.keys():
-                rare = "" if flag == "matryoshka_dims" else "set "
-                raise ValueError(
-                    f"--{rare}{flag} is {getattr(self, flag)}; it is for {' and '.join(terms)}, which --objectives does not "
-                    "have. Drop it."
-                )
+        """Raise ValueError if a term cannot be trained with the other flags, given by name."""
         for name in self.weights:
             term = term_class(name)
             refuses = dict(term.refuses)

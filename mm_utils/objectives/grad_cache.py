@@ -104,8 +104,7 @@ def backward_that_fits(
                 )
             size = held // 2
             logger.warning(
-                "Step %d ran out of memory with %d pairs at a time; it is repeated with %d, which changes nothing that is learnt, "
-                "but for masks of --backbone_dropout keep",
+                "Step %d ran out of memory with %d pairs at a time; it is repeated with %d, which changes nothing that is learnt",
                 step + 1, held, size,
             )  # fmt: skip
 

@@ -15,6 +15,7 @@ from mm_utils.objectives.captioning import token_cross_entropy
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm
 
+PROBABILITY = 0.15  # of a token to be predicted, as in ALBEF
 MASKED, REPLACED = 0.8, 0.1  # shares of the target tokens; the rest stays unchanged (BERT, arXiv 1810.04805)
 
 
@@ -34,29 +35,28 @@ class MaskedLanguageModelling(RowTerm):
 
     Args:
         tokenizer: the tokenizer of the texts; it must have a mask token.
-        probability: the share of tokens to predict; ALBEF uses 0.15.
     """
 
     name = "masked_lm"
     heads = ("fusion.bridges", "fusion.cls_token", "token_head")
     pairs_per_image = 1
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int = 0, probability: float = 0.15):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int = 0):
         super().__init__(seed)
         if tokenizer.mask_token_id is None:
             raise ValueError(
                 "--objectives asks for masked_lm; this tokenizer has no mask token. Take captioning, or another text backbone."
             )
-        self.mask_token_id, self.probability = int(tokenizer.mask_token_id), probability
+        self.mask_token_id = int(tokenizer.mask_token_id)
         self.vocab_size = len(tokenizer)
         self.is_special = torch.zeros(self.vocab_size, dtype=torch.bool)
         self.is_special[tokenizer.all_special_ids] = True
 
     @classmethod
     def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "MaskedLanguageModelling":
-        """Return the term, with the share of tokens of `mlm_probability`."""
+        """Return the term."""
         assert tokenizer is not None
-        return cls(tokenizer, seed, args.mlm_probability)
+        return cls(tokenizer, seed)
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add a head that predicts tokens."""
@@ -68,7 +68,7 @@ class MaskedLanguageModelling(RowTerm):
         key = 3 * (self.seed * 1_000_003 + step)
         pair_n, place_L = pair_keys(batch["ids"]), torch.arange(input_ids.shape[1], device=input_ids.device)
         chance_nL, fate_nL, other_nL = (uniform_noise(pair_n, place_L, key + draw) for draw in range(3))
-        is_target = (chance_nL < self.probability) & mask & ~self.is_special.to(input_ids.device)[input_ids]
+        is_target = (chance_nL < PROBABILITY) & mask & ~self.is_special.to(input_ids.device)[input_ids]
         seen = torch.where(fate_nL < MASKED, self.mask_token_id, input_ids)
         random_ids = (other_nL * self.vocab_size).long()
         seen = torch.where(fate_nL >= 1 - REPLACED, random_ids, seen)

@@ -6,12 +6,11 @@ from torch.nn.functional import softplus
 
 from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.contrastive import Contrastive
 from mm_utils.objectives.losses import AtEmbeddings, Directions, GlobalBatch, Tile, add_product, logits_of, slices
-from mm_utils.objectives.terms import Encoded, Report
+from mm_utils.objectives.terms import EmbeddingTerm, Encoded, Report
 
 
-class PairwiseSigmoid(Contrastive):
+class PairwiseSigmoid(EmbeddingTerm):
     """A binary loss for every pair (SigLIP, arXiv 2303.15343); see `sigmoid_loss`."""
 
     name = "sigmoid"
@@ -19,12 +18,11 @@ class PairwiseSigmoid(Contrastive):
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add the bias that this loss starts from, if the model has none."""
-        super().prepare(model)
         if model.logit_bias is None:
             model.add_logit_bias()
 
-    def of_width(self, own: Encoded, batch: GlobalBatch) -> Tensor:
-        """Return the loss of embeddings of one width."""
+    def loss(self, own: Encoded, batch: GlobalBatch) -> Tensor:
+        """Compute the loss in tiles; each rank computes its own rows."""
         assert own.bias is not None
         return sigmoid_loss(own.embeds["image"], own.embeds["text"], own.scale, own.bias, batch)
 

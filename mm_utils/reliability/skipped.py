@@ -26,15 +26,14 @@ class NonfiniteSteps:
 
     Args:
         path: the file that they are written to.
-        limit: the run ends with the step of this number.
         has_scaler: True with a loss scaler; an infinite gradient then only means that the scale was too high.
 
     Attributes:
         count: how many there were, as far as they were read.
     """
 
-    def __init__(self, path: Path, limit: int, has_scaler: bool):
-        self.path, self.limit, self.has_scaler, self.count = path, limit, has_scaler, 0
+    def __init__(self, path: Path, has_scaler: bool):
+        self.path, self.has_scaler, self.count = path, has_scaler, 0
         self._step, self._figures, self._image_ids = 0, torch.zeros(2), [""]
         self._copy: HostCopy | None = None
         self._is_read = True
@@ -74,15 +73,15 @@ class NonfiniteSteps:
             figures = {"loss": str(loss), "grad_norm": str(norm)}
             append_rows(self.path, [{"step": step, **figures, "image_ids": image_ids}])
             logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, self.path)
-        if self.count >= self.limit:
+        if self.count >= MAX_NONFINITE_STEPS:
             raise FloatingPointError(
-                f"--set max_nonfinite_steps is {self.limit}, and as many steps had a loss or a gradient that is not finite, the "
-                f"last one step {step}. Look at the images in {self.path}, lower --learning_rate, or train in bf16 or fp32."
+                f"{self.count} steps had a loss or a gradient that is not finite, the last one step {step}. Look at the images in {self.path}, lower --learning_rate, or train in bf16 or fp32."
             )
         return False
 
 
 SKIPPED_FILE = "skipped_images.jsonl"
+MAX_NONFINITE_STEPS = 10
 MIN_COUNT = 20  # unreadable rows before their share of the data means anything
 MAX_IN_SUCCESSION = 100  # unreadable rows without a readable one between them: the disk is gone
 _NAMED = 10  # rows named in the log; the file has all
@@ -103,7 +102,7 @@ class SkippedSamples(TrainerCallback, ExportableState):
         in_succession: unreadable rows since the last readable one.
 
     Raises:
-        ValueError: on all ranks, if more than `--set max_corrupt_share` of the rows could not be read, and at least 20; or 100 in
+        ValueError: on all ranks, if more than `--max_corrupt_share` of the rows could not be read, and at least 20; or 100 in
             succession.
     """
 
@@ -158,7 +157,7 @@ class SkippedSamples(TrainerCallback, ExportableState):
             self._write(_path(args), found)
         problem = ""
         if self.count >= MIN_COUNT and self.count > args.max_corrupt_share * pairs:
-            problem = f"--set max_corrupt_share is {args.max_corrupt_share:g}; {self.count:,} of {pairs:,} rows"
+            problem = f"--max_corrupt_share is {args.max_corrupt_share:g}; {self.count:,} of {pairs:,} rows"
         elif self.in_succession >= MAX_IN_SUCCESSION:
             problem = f"the training data is out of reach; {self.in_succession:,} rows one after the other"
         if problem:

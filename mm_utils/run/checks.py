@@ -74,7 +74,7 @@ def check_devices(accelerator: Accelerator, shares: str | None) -> None:
     kinds = sorted(set(gather_object([device_name(accelerator.device)])))
     if len(kinds) > 1 and shares is None and distributed.rank() == 0:
         logger.warning(
-            "Devices are %s; every step takes as long as on the slowest. Give the others more with --set rank_shares=2,1, "
+            "Devices are %s; every step takes as long as on the slowest. Give the others more with --rank_shares=2,1, "
             "or train on devices of one kind.",
             ", ".join(kinds),
         )

@@ -104,7 +104,7 @@ def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) ->
     words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, without)]
     if settings["max_seq_length"] != LoaderArguments.max_seq_length:
         words += ["--max_seq_length", str(settings["max_seq_length"])]
-    words += to_words(EvaluationArguments, settings, ["rerank_top_k", "rerank_cache_gb"])
+    words += to_words(EvaluationArguments, settings, ["rerank_top_k"])
     return launch_command("eval_retrieval", [*words, "--split", split])
 
 

@@ -130,7 +130,7 @@ def chosen_on_validation(
     chosen = [
         *(["the checkpoint"] if run.args.keeps_best else []),
         *(["the weights of re-ranking"] if model and model.fusion is not None and model.config.rerank_weights else []),
-        *(["alpha"] if "eval_wise_ft_alpha" in metrics and run.settings.get("wise_ft_alpha") is None else []),
+        *(["alpha"] if "eval_wise_ft_alpha" in metrics else []),
     ]
     if not chosen:
         return choice

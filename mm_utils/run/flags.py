@@ -27,8 +27,6 @@ OF_NEW_MODELS = [
     "vocab_size",
     "projection_dim",
     "projection",
-    "vision_pooling",
-    "text_pooling",
 ]
 """Flags of a model that is built: a whole one has them in its configuration."""
 
@@ -36,8 +34,6 @@ PRETRAINING = (
     *(DataArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments, StreamingArguments),
 )
-
-_HEAD = "fusion_dim fusion_heads fusion_vision_taps fusion_text_taps fusion_direction"
 
 
 def unread(given: Parsed) -> list[tuple[str, Any, str]]:
@@ -52,12 +48,8 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         ("vision_config", vision, "the vision backbone is a pretrained one"),
         ("text_config", text, "the text backbone is a pretrained one"),
         ("vocab_size", text or given["tokenizer_name_or_path"], "the tokenizer is a trained one"),
-        (f"{_HEAD} rerank_top_k rerank_weights rerank_cache_gb", not head, "--fusion_layers is 0"),
-        ("rerank_weights rerank_cache_gb", given["rerank_top_k"] == 0, "--rerank_top_k is 0"),
+        ("fusion_taps rerank_top_k", not head, "--fusion_layers is 0"),
         ("head_share", not _trains_head(given), "no term of --objectives is for the fusion head"),
-        ("lora_towers", given["lora_rank"] == 0, "--lora_rank is 0"),
-        ("layerwise_lr_decay", given["freeze_vision"] and given["freeze_text"], "both backbones are frozen"),
-        ("adam_beta2 adam_epsilon", "adamw" not in given["optim"], "--optim is not AdamW"),
         (
             f"{COLUMNS} dataset_config_name allow_outside_root",
             pairs and _is_embedded(given),
@@ -92,7 +84,7 @@ def check_flags(given: Parsed) -> None:
     if given.config and given["resume_from_checkpoint"]:
         _check_place(Path(given.config), given["output_dir"])
     if given["model_name_or_path"] is not None and given["fusion_layers"] is not None:
-        own = {"tokenizer_name_or_path", "text_pooling"} if given["text_model_name_or_path"] else set()
+        own = {"tokenizer_name_or_path"} if given["text_model_name_or_path"] else set()
         for name in OF_NEW_MODELS:
             if name not in own and given[name] != getattr(ModelArguments, name):
                 raise ValueError(

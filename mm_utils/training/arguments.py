@@ -78,26 +78,18 @@ class TrainingArguments:
         True,
         "Keep the best evaluated weights instead of the last, if there are evaluations and checkpoints on the way.",
     )
-    max_nonfinite_steps: int = arg(
-        10,
-        "Stop after this many steps with a NaN or infinite loss or gradient; such a step changes nothing.",
-        rare=True,
-        decides="length",
-    )
     early_stopping_patience: int = arg(
         0, "Stop after N evaluations without a better metric; 0 = never.", decides="length"
     )
     stop_collapsed: bool = arg(
         True,
         "Stop a run whose embeddings have become all alike, and which therefore learns nothing any more.",
-        rare=True,
         decides="length",
     )
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
         0.01,
         "Stop once more than this share of the training rows cannot be read; each is replaced by another.",
-        rare=True,
         decides="length",
     )
     ddp_timeout: float = arg(
@@ -108,20 +100,17 @@ class TrainingArguments:
     vision_device: str | None = arg(
         None,
         "The device of the image encoder, e.g. cuda:1, in a run of one process.",
-        rare=True,
         decides="speed",
     )
     text_device: str | None = arg(
         None,
         "The device of the text encoder, e.g. cuda:1, in a run of one process.",
-        rare=True,
         decides="speed",
     )
     rank_shares: str | None = arg(
         None,
         "The share of a batch that each process gets, e.g. 2,1 where the first GPU is twice as fast. It changes what is "
         "learnt in the last digits only.",
-        rare=True,
         decides="speed",
     )
     allow_changed_run: bool = arg(
@@ -142,8 +131,6 @@ class TrainingArguments:
         if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
             raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")
         self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
-        if self.max_nonfinite_steps < 1:
-            raise ValueError(f"--set max_nonfinite_steps is {self.max_nonfinite_steps}; give at least 1.")
         if self.save_steps < 0:
             raise ValueError(f"--save_steps is {self.save_steps}; give 0 (never) or more.")
         if self.save_total_limit is not None and self.save_total_limit < 1:
@@ -151,7 +138,7 @@ class TrainingArguments:
                 f"--save_total_limit is {self.save_total_limit}; the newest checkpoint is always kept. Give at least 1."
             )
         if not 0 <= self.max_corrupt_share <= 1:
-            raise ValueError(f"--set max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
+            raise ValueError(f"--max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
         if self.ddp_timeout <= 0:
             raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
         if not 0 <= self.ema_decay < 1:

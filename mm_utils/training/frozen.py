@@ -7,9 +7,9 @@ from typing import Any
 from mm_utils.arguments import Parsed, arg
 from mm_utils.training.callbacks import RunCallback
 
-_AUGMENTS = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter patch_dropout"
-_OF_HEAD = "head_share rerank_top_k rerank_weights rerank_cache_gb mlm_probability"
-_OTHERS = "streaming batch_size_schedule lora_rank matryoshka_dims teacher_name_or_path"
+_AUGMENTS = "min_crop_area horizontal_flip"
+_OF_HEAD = "head_share rerank_top_k"
+_OTHERS = "streaming batch_size_schedule lora_rank teacher_name_or_path"
 
 FROZEN_DEFAULTS = {
     "cache_features": True,

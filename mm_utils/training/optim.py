@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from mm_utils.arguments import arg
 logger = logging.getLogger(__name__)
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw_torch_fused": (torch.optim.AdamW, {}),
-    "adamw_torch": (torch.optim.AdamW, {}),
+    "adamw_torch_fused": (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-6, "fused": True}),
+    "adamw_torch": (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-6, "fused": False}),
     "sgd": (torch.optim.SGD, {}),
     "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
 }
@@ -40,9 +40,6 @@ _LEARNED_TOKENS = re.compile(
     r"position(?:al)?_(?:embedding|bias_table)|(?:embed|emb)_?positions?|(?:^|[._])pos_?emb|(?:^|\.)wpe\.|relative_attention_bias"
     r"|(?:cls|class|dist\w*|mask|register)_(?:token|embedding)s?$"
 )
-# A block is the first numbered module in a parameter's name. Stages have two numbers, of the stage and of the block in it: stages.1.layers.0 (ResNet, ConvNeXt), layers.1.blocks.0 (Swin), block.1.0 (PoolFormer).
-_NUMBERED = re.compile(r"(?:[a-z]\w*\.)*?\w+\.\d+(?=\.)")
-_STAGED = re.compile(r"((?:[a-z]\w*\.)*?\w+\.\d+)\.(?:(?:layers|blocks)\.)?\d+(?=\.)")
 
 
 @dataclass
@@ -65,9 +62,6 @@ class OptimizerArguments:
         "Share of the run, its last part, in which the terms of the fusion head are trained, on backbones that stay as they are; "
         "before it, the other terms alone. 0 = all at once. It plays no part without a term of the head.",
     )
-    layerwise_lr_decay: float = arg(
-        1.0, "Each block of a backbone has this share of the learning rate of the block above it; 1 = all equal."
-    )
     weight_decay: float = arg(
         0.1, "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions."
     )
@@ -76,8 +70,6 @@ class OptimizerArguments:
         "As in transformers: adamw_torch_fused, which is fused on a GPU, adamw_torch, sgd, adafactor.",
         choices=list(OPTIMIZERS),
     )
-    adam_beta2: float = arg(0.98, "AdamW's decay of the second moment.", rare=True)
-    adam_epsilon: float = arg(1e-6, "AdamW's epsilon.", rare=True)
     lr_scheduler_type: str = arg(
         "cosine",
         "As in transformers: cosine, linear, constant_with_warmup, warmup_stable_decay (which falls in the last fifth), "
@@ -101,8 +93,6 @@ class OptimizerArguments:
             raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
         if not 0 <= self.head_share < 1:
             raise ValueError(f"--head_share is {self.head_share}; give a share of the run in [0, 1), e.g. 0.5.")
-        if not 0 < self.layerwise_lr_decay <= 1:
-            raise ValueError(f"--layerwise_lr_decay is {self.layerwise_lr_decay}; give a share in (0, 1], e.g. 0.9.")
 
 
 def scratch_rate(config: PreTrainedConfig) -> float:
@@ -148,36 +138,10 @@ def _schedule_of(name: str, warmup: int, max_steps: int) -> Callable[[int], floa
     return scheduler.lr_lambdas[0]
 
 
-def depths_below_the_top(names: Iterable[str]) -> dict[str, int]:
-    """Return each backbone parameter's depth from the top, as in BEiT (arXiv 2106.08254).
-
-    Norms and poolers behind the last block have depth 0, the last block 1, the first one the number of blocks, and stem and
-    embeddings one more. A stage's parameters outside its blocks have the depth of the nearest block.
-
-    Args:
-        names: the names of all parameters, in the order of `named_parameters`, which is that of the forward pass.
-    """
-    names = list(names)
-    stages = {found[1] for name in names if (found := _STAGED.match(name))}
-    blocks: dict[str, int] = {}
-    begun: set[str] = set()
-    place_of: dict[str, int | None] = {}
-    for name in names:
-        block, numbered = _STAGED.match(name), _NUMBERED.match(name)
-        if numbered is None or "embed" in name.partition(".")[0]:
-            place_of[name] = None if blocks else 0
-        elif block is None and numbered[0] in stages:
-            place_of[name] = len(blocks) + (numbered[0] not in begun)
-        else:
-            begun.add(numbered[0])
-            place_of[name] = blocks.setdefault((block or numbered)[0], len(blocks) + 1)
-    return {name: 0 if place is None else len(blocks) + 1 - place for name, place in place_of.items()}
-
-
 def build_optimizer(
     model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device, has_baseline: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `--optim`: matrices decay, backbones and their lower blocks have their own rates.
+    """Build the optimizer of `--optim`: matrices decay, backbones have their own rate.
 
     Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
     `backbone`, whether it is frozen in the head's part of the run; the trainer sets `lr` from them and `schedule`.
@@ -214,9 +178,8 @@ def build_optimizer(
     )
     logger.info("%s parameters, %s of them trained", f"{every:,}", f"{trained:,}")
     kind, settings = OPTIMIZERS[args.optim]
-    if kind is torch.optim.AdamW:
-        settings = {"betas": (0.9, args.adam_beta2), "eps": args.adam_epsilon}
-        settings["fused"] = args.optim == "adamw_torch_fused" and device.type == "cuda"
+    if settings.get("fused") and device.type != "cuda":
+        settings = {**settings, "fused": False}
     return kind(list(groups.values()), **settings)
 
 
@@ -230,19 +193,16 @@ def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool, ha
     new = NEW_RATE if args.learning_rate is None else args.learning_rate
     rates = {name: new for name, _ in model.named_parameters()}
     for tower in TOWERS:
-        inside = {name: name.rpartition(tower)[2] for name in rates if f".{tower}" in f".{name}"}
+        inside = [name for name in rates if f".{tower}" in f".{name}"]
         if not inside:
             continue
         rate = args.backbone_learning_rate
         if rate is None and pretrained:
             rate = 0.1 * new
         elif rate is None:
-            backbone: Any = model.get_submodule(next(iter(inside)).rpartition(tower)[0] + tower.rstrip("."))
+            backbone: Any = model.get_submodule(inside[0].rpartition(tower)[0] + tower.rstrip("."))
             rate = new if args.learning_rate is not None else scratch_rate(backbone.config)
-        depths = depths_below_the_top(inside.values()) if args.layerwise_lr_decay < 1 else {}
-        for name, short in inside.items():
-            if ".lora_" not in name:
-                rates[name] = rate * args.layerwise_lr_decay ** depths.get(short, 0)
+        rates |= {name: rate for name in inside if ".lora_" not in name}
         if has_baseline:  # projections and temperature are no new parameters either
             rates |= {name: rate for name in rates if name.split(".")[0] in _JOINTS}
     return rates

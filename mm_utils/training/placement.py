@@ -25,11 +25,11 @@ def share_batches(args: TrainingArguments, data: TrainingData) -> None:
     world, shares = distributed.world_size(), args.rank_shares.split(",")
     if len(shares) != world or not all(share.isdecimal() and int(share) for share in shares):
         raise ValueError(
-            f"--set rank_shares is {args.rank_shares}; there are {world} processes. Give a number above 0 for each, such as 2,1."
+            f"--rank_shares is {args.rank_shares}; there are {world} processes. Give a number above 0 for each, such as 2,1."
         )
     if not isinstance(data.order, GlobalOrder):
         raise ValueError(
-            f"--set rank_shares is {args.rank_shares}; a stream gives every process whole shards. Drop it, or --streaming."
+            f"--rank_shares is {args.rank_shares}; a stream gives every process whole shards. Drop it, or --streaming."
         )
     data.loaders.division = Division(tuple(map(float, shares)))
 

@@ -68,7 +68,7 @@ class TrainStep:
         # "auto" is all pairs of this process, halved when memory runs out.
         self.micro_batch_size = None if size is None else share if size == "auto" else int(size)
         path, scaler = Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler
-        self.nonfinite = NonfiniteSteps(path, args.max_nonfinite_steps, scaler is not None)
+        self.nonfinite = NonfiniteSteps(path, scaler is not None)
         self._moved, self._is_first = False, True
         self.reads_late = (
             accelerator.device.type == "cuda"

@@ -142,7 +142,7 @@ def _collapse(last: Row) -> str:
         f"contrastive_loss is {last['contrastive_loss']:.4g} at step {last['step']:.0f}, which is chance, and grad_norm is "
         f"{last['grad_norm']:.1g}; all images, or all texts, are embedded alike, and so small a gradient does not part them again. "
         "Start anew with a lower rate: leave --learning_rate and --warmup_ratio out, which then fit the encoders, or give a tenth "
-        "of it; or start from pretrained encoders. --set stop_collapsed=false goes on."
+        "of it; or start from pretrained encoders. --stop_collapsed false goes on."
     )
 
 

@@ -41,7 +41,8 @@ Parts = tuple[JointObjective, torch.optim.AdamW, WeightAverage]
 def parts(shard: bool = False, lora_rank: int = 0) -> Parts:
     objective = tiny_objective(KIND)
     if lora_rank:
-        add_adapters(objective.model, LoraArguments(lora_rank=lora_rank, lora_towers="text"))
+        objective.model.freeze("vision")
+        add_adapters(objective.model, LoraArguments(lora_rank=lora_rank))
     if shard:
         objective = sharded(objective)
     optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=torch.device("cpu"))

@@ -1,9 +1,9 @@
 """The signature: hardware only changes the speed.
 
-Four steps on the embedded data set, in fp32, with all defaults, backbones that have dropout in their configs, and patch
-dropout, on 1, 2 and 4 processes, with the local batch in 1, 2 and 4 parts, straight through or continued after step 2 by
+Four steps on the embedded data set, in fp32, with all defaults, backbones that have dropout in their configs, and projections
+with dropout, on 1, 2 and 4 processes, with the local batch in 1, 2 and 4 parts, straight through or continued after step 2 by
 another number of processes: all of them see the same rows in the same order, and end with the same parameters, temperature
-and bias included. The last objective also has widths of embeddings (Matryoshka) and rows with negatives.
+and bias included. The last objective also has rows with negatives.
 """
 
 import json
@@ -38,7 +38,7 @@ from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
-from mm_utils.training.optim import NEW_RATE, OptimizerArguments, build_optimizer
+from mm_utils.training.optim import NEW_RATE, OPTIMIZERS, OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from tests.kit.media_files import rows_with_moments
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
@@ -48,7 +48,8 @@ STEPS, STOP, BATCH = 4, 2, 16
 TOLERANCE = 1e-5
 # An epsilon far below the gradients would divide rounding by rounding: where a gradient is zero but for the last digits,
 # those digits would choose the direction of a whole step.
-ADAM = OptimizerArguments(adam_epsilon=1e-3)
+OPTIMIZERS["smooth_adamw"] = (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-3})
+ADAM = OptimizerArguments(optim="smooth_adamw")
 NO_WORKERS = LoaderArguments(dataloader_num_workers="0")
 TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 64, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}  # fmt: skip
@@ -101,9 +102,7 @@ def train(
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     model = build_model(model_args, processor.tokenizer, medium=loaders.medium.kind)
-    widths = "8,16" if "captioning" in objective else None
-    objectives = ObjectiveArguments(objective, matryoshka_dims=widths)
-    trained = build_objective(model, objectives, args.seed, processor.tokenizer)
+    trained = build_objective(model, ObjectiveArguments(objective), args.seed, processor.tokenizer)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
     order = GlobalOrder(len(rows), args.batch_sizes, args.seed)
     watched: list[Watched] = []
@@ -236,7 +235,7 @@ def quick_cases() -> Launches:
     [pytest.param(quick_cases(), id="quick"), pytest.param(every_case(), id="every", marks=pytest.mark.slow)],
 )
 def test_hardware_only_changes_the_speed(launches: Launches, tmp_path: Path) -> None:
-    model_args = encoders(tmp_path, patch_dropout=0.25)
+    model_args = encoders(tmp_path, projection="mlp")
     rows: dict[str, list[list[str]]] = {}
     for world, cases in launches:
         by_rank = run_on_ranks(world, runs_on_this_rank, tmp_path, model_args, cases)

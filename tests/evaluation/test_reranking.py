@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mm_utils import distributed
-from mm_utils.evaluation import embeddings, reranking
+from mm_utils.evaluation import embeddings, reranking, retrieval
 from mm_utils.evaluation.embeddings import embed_split, image_shares
 from mm_utils.evaluation.reranking import PairScores
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
@@ -19,8 +19,8 @@ from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, figures_of_list
 DIRECTIONS = ("text_to_image", "image_to_text")
 
 
-def evaluator(top_k: int, **others: Any) -> RetrievalEvaluator:
-    return RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k, **others))
+def evaluator(top_k: int, weights: dict[str, float] | None = None) -> RetrievalEvaluator:
+    return RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k), weights=weights)
 
 
 # -- against the definition ---------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_every_number_of_candidates_equals_the_definition(
     top_k: int, seed: int, weight: float, pairs: int, block: int
 ) -> None:
     model = TruthfulModel.with_noise(seed)
-    measure = evaluator(top_k, rerank_weights=f"match:{weight}")
+    measure = evaluator(top_k, {"match": weight})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reranking, "PAIRS", pairs)
         patch.setattr(embeddings, "BLOCK", block)
@@ -95,7 +95,9 @@ def test_every_pair_is_scored_once() -> None:
 
 # -- memory and cost ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("image_bytes", "batches_held"), [(1, 1), (10, 2), (11, 3), (1000, 5)])
-def test_keys_and_values_that_do_not_fit_are_computed_again(image_bytes: int, batches_held: int) -> None:
+def test_keys_and_values_that_do_not_fit_are_computed_again(
+    image_bytes: int, batches_held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Five batches of 8 bytes per image: the scores stay, and each further image is encoded exactly once more."""
     model = TruthfulModel.with_noise(3)
     batches = model.batches(5, unreadable=(6, 7, 22))
@@ -103,7 +105,8 @@ def test_keys_and_values_that_do_not_fit_are_computed_again(image_bytes: int, ba
     images = model.seen
     assert images == 20
     scored, model.scored, model.seen = model.scored, 0, 0
-    part = evaluator(6, rerank_cache_gb=8 * image_bytes / 1e9)(model, batches, ACCELERATOR)
+    monkeypatch.setattr(retrieval, "CACHE_GB", 8 * image_bytes / 1e9)
+    part = evaluator(6)(model, batches, ACCELERATOR)
     assert part == whole
     assert model.scored == scored
     split = embed_split(model, batches, ACCELERATOR, 8 * image_bytes)
@@ -133,7 +136,7 @@ def test_the_prior_of_a_caption_is_subtracted() -> None:
     texts, scale = len(model.owner), model.logit_scale.exp().item()
     model.logits = torch.randn(23, texts, generator=generator)
     model.log_probs = 4 * torch.randn(23, texts, generator=generator) - 30 * torch.rand(texts, generator=generator)
-    measure = evaluator(texts, rerank_weights="caption:0.5,match:2")
+    measure = evaluator(texts, {"caption": 0.5, "match": 2})
     measure(model, model.batches(5), ACCELERATOR)
     of_head = 0.5 * (model.log_probs - model.log_probs.logsumexp(0)) + 2 * model.logits
     right, cosine = torch.tensor(model.owner)[:, None] == torch.arange(23), model.text @ model.image.T
@@ -161,8 +164,10 @@ def evaluate_cases() -> list[dict[str, Any]]:
     for case in CASES:
         model = TruthfulModel.with_noise(5, case["images"])
         batches = model.batches(case["batch_size"], case.get("unreadable", ()))
-        measure = evaluator(5, rerank_cache_gb=case.get("cache", 8.0))
-        figures = measure(model, batches, ACCELERATOR)
+        measure = evaluator(5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(retrieval, "CACHE_GB", case.get("cache", 8.0))
+            figures = measure(model, batches, ACCELERATOR)
         ranks_of = {direction: ranks.reranked_Q.tolist() for direction, ranks in measure.directions.items()}
         found.append({**figures, **ranks_of})
     return found

@@ -22,7 +22,7 @@ WORDS = ["a red circle, number 3", "one square in yellow", "green and blue", "nu
 WEIGHTS = {"match": 0.7, "caption": 0.4}
 
 
-def save_tiny(folder: Path, **head: Any) -> Path:
+def save_tiny(folder: Path) -> Path:
     """Write a model with weights that matter: fresh ones are so small that rounding would not show."""
     tower = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "hidden_size": 32}
     configs = {
@@ -34,14 +34,14 @@ def save_tiny(folder: Path, **head: Any) -> Path:
     for name, config in configs.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
     files = {f"{name}_config": str(folder / f"{name}.json") for name in configs}
-    args = ModelArguments(**files, fusion_layers=2, projection_dim=20, fusion_dim=32, **head)
+    args = ModelArguments(**files, fusion_layers=2, projection_dim=20)
     processor = load_processor(args, WORDS * 20)
     torch.manual_seed(0)
     model = build_model(args, processor.tokenizer)
-    model.add_token_head(args.fusion_direction == "text_to_image")
+    model.add_token_head(True)
     assert model.fusion is not None
     torch.nn.init.normal_(model.fusion.match.weight)
-    model.config.rerank_weights = {"match": 0.7} if head else WEIGHTS
+    model.config.rerank_weights = WEIGHTS
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

@@ -93,10 +93,10 @@ def test_a_step_that_is_not_finite(
 
 @pytest.mark.parametrize(("what", "rank"), [("NaN pixels", 1), slow("an infinite gradient", 0)])
 def test_too_many_steps_that_are_not_finite(tmp_path: Path, what: str, rank: int) -> None:
-    run = exact_run(tmp_path / "run", max_nonfinite_steps=3)
-    ended = start(2, run, *(Fault(POISONS[what], "taken", step, rank) for step in range(4, STEPS)))
+    run = exact_run(tmp_path / "run", max_steps=16)
+    ended = start(2, run, *(Fault(POISONS[what], "taken", step, rank) for step in range(4, 16)))
     assert ended.statuses == [1, 1], ended.text
-    assert "--set max_nonfinite_steps is 3" in ended.text
+    assert "10 steps had a loss or a gradient that is not finite" in ended.text
     assert "Traceback" not in ended.text
     assert not (run.folder / "model.safetensors").exists()
 

@@ -57,10 +57,8 @@ def loaders(num_workers: int | str = 0, min_crop_area: float = 0.5, max_seq_leng
     return Loaders(arguments, CPU, 0, media.Image(SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), min_crop_area))
 
 
-def training_pairs(
-    rows: Dataset, min_crop_area: float = 1.0, fixed_crop: bool = False, **options: Any
-) -> TrainingPairs:
-    medium = media.Image(SIZE, min_crop_area=min_crop_area, fixed_crop=fixed_crop)
+def training_pairs(rows: Dataset, min_crop_area: float = 1.0, **options: Any) -> TrainingPairs:
+    medium = media.Image(SIZE, min_crop_area=min_crop_area)
     return TrainingPairs(rows, TrainingTransform(medium, **options))
 
 

@@ -50,8 +50,6 @@ TERMS = {
     "contrastive_matching": "contrastive:1,matching:0.7",
     "sigmoid": "sigmoid:1",
     "sigmoid_matching": "sigmoid:1,matching:0.7",
-    "contrastive_of_widths": "contrastive:1",
-    "sigmoid_of_widths": "sigmoid:1,matching:0.7",
     "matching_with_negatives": "contrastive:1,matching:0.7",
     "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
@@ -96,8 +94,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_objective(kind: str) -> JointObjective:
     teacher = "larger" if "distillation" in TERMS[kind] else None
-    widths = "3,8" if "widths" in kind else None
-    args = ObjectiveArguments(TERMS[kind], teacher, widths, mlm_probability=0.4)
+    args = ObjectiveArguments(TERMS[kind], teacher)
     model = tiny_model(
         fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions", "moments"} else 0,
         projection="mlp" if kind == "mlp" else "linear",

@@ -26,7 +26,7 @@ from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
-from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.optim import OPTIMIZERS, OptimizerArguments, build_optimizer
 from mm_utils.training.throughput import Throughput
 from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective
@@ -155,7 +155,8 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
     for module in objective.modules():
         if isinstance(module, nn.Dropout):
             module.p = run.dropout
-    learning = OptimizerArguments(learning_rate=1e-2, adam_epsilon=1e-3)
+    OPTIMIZERS["smooth_adamw"] = (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-3})
+    learning = OptimizerArguments(learning_rate=1e-2, optim="smooth_adamw")
     optimizer = build_optimizer(objective.model, learning, pretrained=False, device=accelerator.device)
     data: Any = SimpleNamespace(
         train_batches=lambda start, stop: Batches(run, start, stop, seen, args.global_batch_size),

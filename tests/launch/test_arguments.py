@@ -36,10 +36,10 @@ def test_a_trial_has_its_values_and_a_folder() -> None:
     assert trial.folder_of("output_dir") == "top/one"
     assert trial.argv[:3] == command.argv
     assert trial.argv[3:] == (
-        "--set",
-        "learning_rate=1e-4",
-        "--set",
-        "dataset_name=data/mine",
+        "--learning_rate",
+        "1e-4",
+        "--dataset_name",
+        "data/mine",
         "--output_dir",
         "top/one",
     )

@@ -1,4 +1,4 @@
-"""Adapters and their checkpoints; unused parameters are frozen, and patches are dropped in training alone."""
+"""Adapters and their checkpoints; unused parameters are frozen."""
 
 import logging
 from pathlib import Path
@@ -20,7 +20,6 @@ from mm_utils.model.adapt import (
 from mm_utils.model.adapters import add_adapters, attention_layers
 from mm_utils.model.build import freeze_unreached
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, probe_input
-from mm_utils.model.patches import drop_patches
 from tests.kit.objectives import global_batch, tiny_objective
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -56,18 +55,18 @@ def outputs(model: nn.Module) -> torch.Tensor:
         return model(input_ids=ids, pixel_values=torch.randn(2, 3, 16, 16)).match_logits
 
 
-def test_adapters_of_the_given_towers_are_trained_and_start_without_effect() -> None:
+def test_adapters_of_the_towers_that_are_not_frozen_are_trained_and_start_without_effect() -> None:
     model = tiny()
     before = outputs(model)
-    add_adapters(model, LoraArguments(lora_rank=2, lora_towers="text"))
+    model.freeze("vision")
+    add_adapters(model, LoraArguments(lora_rank=2))
     torch.testing.assert_close(outputs(model), before)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert {name for name in trained if name.startswith("text_model.")} == {
+    assert {name for name in trained if name.startswith(("text_model.", "vision_model."))} == {
         f"text_model.{layer}.lora_{side}.default.weight"
         for layer in attention_layers(tiny().text_model)
         for side in "AB"
     }
-    assert {name for name, _ in model.vision_model.named_parameters(prefix="vision_model")} <= trained
 
 
 def test_merged_weights_load_into_a_model_without_adapters() -> None:
@@ -134,31 +133,6 @@ def test_parameters_without_a_gradient_are_frozen_and_no_others(training):
     (output.loss + output.match_logits.sum()).backward()
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained(model)
     assert freeze_unreached(model) == 0
-
-
-@pytest.mark.parametrize("kind", ["vit", "dinov2", "siglip_vision_model", "clip_vision_model"])
-def test_patches_are_dropped_in_training_alone(kind):
-    model = join(AutoConfig.for_model(kind, **TOWER, **IMAGE), fusion_layers=1)
-    drop_patches(model.vision_model, 0.75)
-    seen = []
-    layers = getattr(model.vision_model, "encoder", model.vision_model)
-    first_layer = next(iter(getattr(layers, "layer", None) or layers.layers))
-    first_layer.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
-    images = torch.randn(3, 3, 32, 32)
-    whole = model.eval().vision_model.embeddings(images)
-    special = whole.shape[1] - 16
-    for training in (True, True, False):
-        model.train(training).encode_image(images)
-    first, second, evaluated = seen
-    assert evaluated.shape[1] == whole.shape[1]
-    assert first.shape == (3, special + 4, 32)
-    if kind not in ("clip_vision_model", "dinov2"):  # a norm follows, or dropout of its own
-        torch.testing.assert_close(first[:, :special], whole[:, :special])
-        places = (first[:, special:, None] - whole[:, None, special:]).abs().sum(-1).argmin(-1)
-        kept = whole[:, special:].gather(1, places[..., None].expand(-1, -1, 32))
-        torch.testing.assert_close(first[:, special:], kept)
-        assert all(len(set(row)) == 4 for row in places.tolist())
-    assert not torch.equal(first, second)
 
 
 DROPOUT = {

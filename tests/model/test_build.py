@@ -101,9 +101,7 @@ def test_tiny_preset_is_the_default_and_takes_a_training_step():
 
 
 def test_pretrained_backbones_keep_their_weights_and_their_normalisation(folders):
-    args = ModelArguments(
-        vision_model_name_or_path=folders["vision"], text_model_name_or_path=folders["text"], text_pooling="cls"
-    )
+    args = ModelArguments(vision_model_name_or_path=folders["vision"], text_model_name_or_path=folders["text"])
     assert args.pretrained
     processor = load_processor(args, [])
     model = build_model(args, processor.tokenizer)
@@ -111,7 +109,6 @@ def test_pretrained_backbones_keep_their_weights_and_their_normalisation(folders
     assert_same_weights(model.text_model, AutoModel.from_pretrained(folders["text"]))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.config.freeze_batch_norm
-    assert model.config.text_pooling == "cls"
     side, mean, std = image_geometry(processor)
     assert side == 32
     assert mean == pytest.approx(MEAN)
@@ -235,15 +232,10 @@ def test_a_bfloat16_model_is_trained_in_float32(folders, tokenizer, tmp_path):
 
 
 def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
-    build_model(ModelArguments(image_size=32, fusion_layers=1, fusion_dim=64), tokenizer).save_pretrained(tmp_path)
-    for same in ({}, {"fusion_layers": 1}, {"fusion_dim": 64}):
+    build_model(ModelArguments(image_size=32, fusion_layers=1, fusion_taps="-1"), tokenizer).save_pretrained(tmp_path)
+    for same in ({}, {"fusion_layers": 1}, {"fusion_taps": "-1"}):
         assert build_model(ModelArguments(str(tmp_path), **same), tokenizer).config.fusion_layers == 1
-    for field, value in {
-        "fusion_layers": 3,
-        "fusion_dim": 32,
-        "fusion_direction": "both",
-        "fusion_text_taps": "0",
-    }.items():
+    for field, value in {"fusion_layers": 3, "fusion_taps": "0"}.items():
         with pytest.raises(ValueError, match=f"{field} is {value}; the head of .* and stays as it is"):
             build_model(ModelArguments(str(tmp_path), **{field: value}), tokenizer)
 

@@ -101,25 +101,15 @@ def test_a_pooler_without_weights_is_not_used(
     assert model.config.vision_pooling == "mean"
     assert not any(parameter.requires_grad for parameter in model.vision_model.pooler.parameters())
     assert "it holds no weights of a pooler, so its outputs are pooled by their mean" in caplog.text
-    args.vision_pooling = "pooler"
-    with pytest.raises(ValueError, match=r"--vision_pooling is pooler; .* holds no weights of a pooler"):
-        build_model(args, tokenizer)
-    args.vision_pooling = "cls"
-    assert build_model(args, tokenizer).config.vision_pooling == "cls"
 
 
-@pytest.mark.parametrize("pooling", ["auto", "pooler"])
-def test_the_same_holds_for_texts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, pooling: str) -> None:
+def test_the_same_holds_for_texts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """ALBERT's pooler is not of BERT's kind, which would be passed over with or without weights."""
     sizes = {**TOWER, "embedding_size": 16, "vocab_size": len(tokenizer)}
     AlbertForMaskedLM(AlbertConfig(**sizes)).save_pretrained(tmp_path / "without")
     AutoModel.from_config(AlbertConfig(**sizes)).save_pretrained(tmp_path / "with")
-    assert load_tower(str(tmp_path / "with"), "text", pooling)[1] == pooling
-    if pooling == "auto":
-        assert load_tower(str(tmp_path / "without"), "text", pooling, frozen=True)[1] == "mean"
-    else:
-        with pytest.raises(ValueError, match="--text_pooling is pooler"):
-            load_tower(str(tmp_path / "without"), "text", pooling)
+    assert load_tower(str(tmp_path / "with"), "text")[1] == "auto"
+    assert load_tower(str(tmp_path / "without"), "text", frozen=True)[1] == "mean"
 
 
 def test_other_missing_weights_are_named_and_never_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

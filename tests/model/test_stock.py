@@ -105,13 +105,12 @@ def test_a_start_is_saved_loaded_and_written_as_its_own_class(folder, kind, tmp_
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_temperature_bias_and_image_values_are_taken(folder, kind):
     name = str(folder(kind))
-    head = {"fusion_layers": 1, "fusion_dim": 32, "fusion_vision_taps": "-1,-2", "fusion_direction": "both"}
-    model = build_model(ModelArguments(model_name_or_path=name, **head), None)
+    model = build_model(ModelArguments(model_name_or_path=name, fusion_layers=1, fusion_taps="-1,-2"), None)
     assert model.logit_scale.item() == pytest.approx(2.0)
     assert (model.logit_bias is None) == ("siglip" not in kind)
     assert model.logit_bias is None or model.logit_bias.item() == -3.5
     own = model.config.to_dict()
-    assert {field: own[field] for field in head} == {**head, "fusion_vision_taps": [-1, -2]}
+    assert (own["fusion_layers"], own["fusion_vision_taps"], own["fusion_text_taps"]) == (1, [-1, -2], [-1, -2])
     assert build_model(ModelArguments(model_name_or_path=name, fusion_layers=0), None).fusion is None
     side, mean, _ = image_geometry(load_processor_of(name))
     assert side == 32
@@ -125,9 +124,7 @@ def test_every_trained_parameter_gets_a_gradient(folder, kind, objective, tmp_pa
     processor = load_processor_of(name)
     if kind != "chinese_clip":  # the others' vocabularies have no [MASK]
         objective = objective.replace("masked_lm,", "")
-    model = build_model(
-        ModelArguments(model_name_or_path=name, gradient_checkpointing=True, patch_dropout=0.5), processor.tokenizer
-    )
+    model = build_model(ModelArguments(model_name_or_path=name, gradient_checkpointing=True), processor.tokenizer)
     trained = build_objective(model, ObjectiveArguments(objective), 0, processor.tokenizer)
     assert (model.logit_bias is not None) == objective.startswith("sigmoid")
     ids, mask = pad_captions(encode_captions(processor.tokenizer, TEXTS[:3], 64), processor.tokenizer.pad_token_id)

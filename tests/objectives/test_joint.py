@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import softplus
 
 from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, target_mask
@@ -19,13 +19,11 @@ from mm_utils.objectives.joint import PARTS, JointObjective
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.masked_language import MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching, Pairs
-from mm_utils.objectives.terms import Encoded
 from tests.kit.objectives import (
     KINDS,
     PAIRS,
     SPLITS,
     dense_info_nce,
-    dense_sigmoid,
     global_batch,
     same_gradients,
     share_of,
@@ -70,24 +68,6 @@ def test_padding_changes_nothing() -> None:
     assert short["report"] == pytest.approx(long["report"], rel=1e-6)
     expected = {name: value for name, value in short["gradients"].items() if "position_embeddings" not in name}
     same_gradients(long["gradients"], expected)
-
-
-@pytest.mark.parametrize("kind", ["contrastive", "sigmoid"])
-def test_every_width_is_an_embedding(kind: str) -> None:
-    """The loss and its gradient are the mean of those of cut embeddings, renormalised, at one temperature."""
-    batch, objective = global_batch(), tiny_objective(f"{kind}_of_widths")
-    loss, found = next(iter(objective.weights)), objective.encode(batch)
-    leaves = [found.embeds[side].detach().requires_grad_() for side in ("image", "text")]
-    scalars = [value.detach().requires_grad_() for value in (found.scale, found.bias) if value is not None]
-    own = Encoded(dict(zip(("image", "text"), leaves, strict=True)), *scalars, *[None] * (2 - len(scalars)))
-    value = loss.loss(own, gather_batch(*leaves, batch["ids"]))  # type: ignore[attr-defined]
-    dense = 0.0
-    definition = dense_info_nce if kind == "contrastive" else dense_sigmoid
-    for embeds in (leaves, *([normalize(leaf[:, :width], dim=1) for leaf in leaves] for width in (3, 8))):
-        dense = dense + definition(*embeds, *scalars, batch["ids"]) / 3
-    assert value.item() == pytest.approx(dense.item(), rel=1e-12)
-    for one, other in zip(*(torch.autograd.grad(each, [*leaves, *scalars]) for each in (value, dense)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_negatives_do_not_depend_on_the_order_of_the_batch() -> None:
@@ -438,14 +418,3 @@ class OwnInfoNCE(EmbeddingTerm):
 
     def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
         return dense_info_nce(image_NE, text_NE, scale, batch.ids_N2)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [{"matryoshka_dims": "8"}, {"mlm_probability": 0.3}],
-)
-def test_a_flag_without_its_term_is_refused(flags: dict[str, Any]) -> None:
-    [name] = flags
-    args = ObjectiveArguments(f"{__name__}.OwnInfoNCE:1", **flags)
-    with pytest.raises(ValueError, match=f"{name} is .*; it is for .*, which --objectives does not have"):
-        args.check({})

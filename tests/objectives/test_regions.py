@@ -111,10 +111,9 @@ def whites(pixels: Tensor) -> list[float]:
     [
         TrainingTransform(media.Image(48, min_crop_area=0.3), READERS),
         TrainingTransform(media.Image(48), READERS),
-        TrainingTransform(media.Image(48, min_crop_area=0.3, fixed_crop=True), READERS),
         EvaluationTransform(media.Image(48), READERS),
     ],
-    ids=["random", "whole", "fixed", "evaluation"],
+    ids=["random", "whole", "evaluation"],
 )
 def test_boxes_are_where_the_pixels_are(
     kind: str, width: int, height: int, transform: Transform, tokenizer: PreTrainedTokenizerFast
@@ -226,7 +225,7 @@ def test_moments_follow_into_the_window(seconds: float, at: float, share: float,
 
 def loaders_with_regions() -> Loaders:
     arguments = LoaderArguments(16, dataloader_num_workers="0")
-    image = media.Image(SIZE, (0.0,) * 3, (1.0,) * 3, arguments.min_crop_area, arguments.fixed_crop)
+    image = media.Image(SIZE, (0.0,) * 3, (1.0,) * 3, arguments.min_crop_area)
     return Loaders(arguments, CPU, 0, image, READERS)
 
 

@@ -88,7 +88,7 @@ def test_too_large_a_share_stops_the_run(corrupt: int, pairs: int, stops: bool, 
     run = Run(tmp_path, batch=pairs)
     run.step(*["broken"] * corrupt)
     if stops:
-        with pytest.raises(ValueError, match=f"--set max_corrupt_share is 0.01; {corrupt} of {pairs:,} rows"):
+        with pytest.raises(ValueError, match=f"--max_corrupt_share is 0.01; {corrupt} of {pairs:,} rows"):
             run.log()
     else:
         assert run.log()["skipped_images"] == corrupt
@@ -136,7 +136,5 @@ def test_all_ranks_have_the_same_count_and_stop_at_the_same_step(tmp_path: Path)
     one, other = run_on_ranks(2, three_steps, tmp_path)
     assert one == other
     assert one[:2] == [9, 18]
-    assert one[2].startswith(
-        "--set max_corrupt_share is 0.1; 27 of 150 rows could not be read, most often: 27 x broken."
-    )
+    assert one[2].startswith("--max_corrupt_share is 0.1; 27 of 150 rows could not be read, most often: 27 x broken.")
     assert len(lines(tmp_path)) == 27

@@ -262,7 +262,6 @@ def test_a_command_works_in_the_shell_that_started_the_run(
         ({"dataset_name": "a b", "dataset_config_name": "c"}, ["--dataset_name", "a b", "--dataset_config_name", "c"]),
         ({"train_file": "t.csv", "validation_file": "v.csv"}, ["--train_file", "t.csv", "--validation_file", "v.csv"]),
         ({"max_seq_length": 32, "max_train_samples": 9}, ["--max_seq_length", "32"]),
-        ({"rerank_weights": "caption:0.5"}, ["--rerank_weights", "caption:0.5"]),
         ({"streaming": True, "train_file": "t.tar", "validation_file": "v.csv"}, ["--validation_file", "v.csv"]),
         ({"streaming": True, "train_file": "t.tar", "validation_file": "v.tar"}, None),
         ({"streaming": True, "train_file": "t.tar"}, None),

@@ -76,7 +76,7 @@ def test_adapters_are_merged_when_saved_and_resumed_apart(
 ) -> None:
     pytest.importorskip("peft")
     lora = [
-        *finetuning_flags, "--lora_rank", "2", "--lora_towers", "text", "--save_steps", "2", "--micro_batch_size", "3",
+        *finetuning_flags, "--lora_rank", "2", "--freeze_vision", "--save_steps", "2", "--micro_batch_size", "3",
     ]  # fmt: skip
     finetune.main([*lora, "--output_dir", str(tmp_path / "a")])
     names = set(weights(tmp_path / "a"))
@@ -98,7 +98,7 @@ def test_adapters_are_merged_when_saved_and_resumed_apart(
 
 
 def test_what_is_pushed_is_what_was_saved(finetuning_flags: list[str], tmp_path: Path, server: HubServer) -> None:
-    hub = ["--push_to_hub", "--hub_model_id", "tester/classes", "--wise_ft", "--wise_ft_alpha", "0.5"]
+    hub = ["--push_to_hub", "--hub_model_id", "tester/classes", "--wise_ft"]
     finetune.main([*finetuning_flags, *hub, "--max_steps", "2", "--output_dir", str(tmp_path)])
     sent = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
     assert server.sha256("tester/classes", "model.safetensors") == sent

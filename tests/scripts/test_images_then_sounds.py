@@ -67,8 +67,6 @@ def test_other_texts_than_the_runs_own_are_refused(runs: tuple[Path, Path]) -> N
     assert model.text_projection.weight.requires_grad
     for flag, value, remedy in (
         ("projection_dim", 8, "that model has 24. Drop the flag"),
-        ("text_pooling", "cls", "that model has mean. Drop the flag"),
-        ("tokenizer_name_or_path", "other", "Drop the flag"),
         ("projection", "mlp", "that model was trained with linear. Give the same"),
     ):
         with pytest.raises(ValueError, match=f"--{flag} is {value}; .*{remedy}"):

@@ -320,8 +320,6 @@ def test_mistakes_found_while_running_name_the_remedy(tiny_flags, tmp_path, flag
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--set", "fusion_heads=1"], "fusion_heads was 3 and is 1"),
-        (["--text_pooling", "cls"], "text_pooling was mean and is cls"),
         (["--image_size", "64"], "vision_config.image_size was 32 and is 64, image_size was 32 and is 64"),
         (["--max_seq_length", "4"], "max_seq_length was 64 and is 4"),
         (["--objectives", "sigmoid"], "logit_bias_init_value was None and is -10.0"),
@@ -397,7 +395,7 @@ def test_a_new_run_passes_off_nothing_of_the_old_one(tiny_flags, tmp_path, monke
     assert not {"model.safetensors", "README.md", "retrieval.png", "dual_encoder"} & {
         path.name for path in tmp_path.iterdir()
     }
-    pretrain.main([*new, "--text_pooling", "cls"])
+    pretrain.main(new)
     assert (tmp_path / "model.safetensors").read_bytes() != old
     assert (tmp_path / "dual_encoder").exists() == ("dual_encoder" in (tmp_path / "README.md").read_text())
 

@@ -52,11 +52,9 @@ def best_at(peak: float) -> Any:
     }
 
 
-def chosen(
-    tmp_path: Path, peak: float, wise_ft_alpha: float | None = None
-) -> tuple[dict[str, float], dict[str, Tensor]]:
+def chosen(tmp_path: Path, peak: float) -> tuple[dict[str, float], dict[str, Tensor]]:
     model: Any = Model()
-    found = choose_between(wise_ft_alpha, START, model, best_at(peak), [], ALONE, "accuracy", tmp_path, TENTHS)
+    found = choose_between(START, model, best_at(peak), [], ALONE, "accuracy", tmp_path, TENTHS)
     assert all(torch.equal(value, model.weights[name]) for name, value in torch.load(tmp_path / "weights").items())
     return found, model.weights
 
@@ -77,7 +75,7 @@ def test_the_best_weights_are_saved_and_reported(tmp_path: Path) -> None:
     assert found == {"accuracy": pytest.approx(1.0), "loss": 0.5, "wise_ft_alpha": 0.3}
     assert weights["vision.weight"].tolist() == pytest.approx([0.3, 0.3])
     report = json.loads((tmp_path / "wise_ft.json").read_text())
-    assert (report["metric"], report["best_alpha"], report["saved_alpha"]) == ("accuracy", 0.3, 0.3)
+    assert (report["metric"], report["saved_alpha"]) == ("accuracy", 0.3)
     assert [row["alpha"] for row in report["measured"]] == [step / 10 for step in range(11)]
 
 
@@ -96,7 +94,7 @@ def test_what_chooses_alpha(
         return {name: values[place] for name, values in measured.items()}
 
     name, model, alphas = next(iter(measured)), Model(), (0.0, 0.5, 1.0)
-    found = choose_between(None, START, model, evaluate, [], ALONE, name, tmp_path, alphas, None, greater_is_better)  # type: ignore[arg-type]
+    found = choose_between(START, model, evaluate, [], ALONE, name, tmp_path, alphas, None, greater_is_better)  # type: ignore[arg-type]
     assert found["wise_ft_alpha"] == alpha
 
 
@@ -150,18 +148,17 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
     model = ["--model_name_or_path", str(started), "--learning_rate", "1e-2", "--save_steps", "2"]
     run = [*tiny_flags[:2], *tiny_flags[4:], *model]
     pretrain.main([*run, "--eval_steps", "0", "--output_dir", str(tmp_path / "plain")])
-    flags = [*run, "--wise_ft", "--wise_ft_alpha", "0.25", "--eval_steps", "0"]
+    flags = [*run, "--wise_ft", "--eval_steps", "0"]
     metrics = pretrain.main([*flags, "--output_dir", str(tmp_path / "wise")])
     start, end, found = (weights(folder) for folder in (started, tmp_path / "plain", tmp_path / "wise"))
-    for name, value in interpolate(start, end, 0.25).items():
-        torch.testing.assert_close(found[name], value, msg=name)
     report = json.loads((tmp_path / "wise/wise_ft.json").read_text())
+    for name, value in interpolate(start, end, report["saved_alpha"]).items():
+        torch.testing.assert_close(found[name], value, msg=name)
     assert [row["alpha"] for row in report["measured"]] == [0, 0.25, 0.5, 0.75, 1]
     recalls = [row["mean_recall"] for row in report["measured"]]
     assert recalls[0] == rows_of(started)[-1]["eval_mean_recall"]
     assert recalls[-1] == rows_of(tmp_path / "plain")[-1]["eval_mean_recall"]
-    assert metrics["eval_mean_recall"] == recalls[1]
-    assert recalls[int(4 * report["best_alpha"])] == max(recalls)
+    assert metrics["eval_mean_recall"] == recalls[int(4 * report["saved_alpha"])] == max(recalls)
     stock = VisionTextDualEncoderModel.from_pretrained(tmp_path / "wise/dual_encoder").state_dict()
     assert torch.equal(stock["visual_projection.weight"], found["visual_projection.weight"])
     resume = ["--resume_from_checkpoint", str(tmp_path / "wise/checkpoint-2")]

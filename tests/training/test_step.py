@@ -17,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from mm_utils import distributed
 from mm_utils.checkpointing.files import newest_checkpoint
 from mm_utils.model.adapt import WeightAverage
+from mm_utils.reliability import skipped
 from mm_utils.reliability.signals import Interrupted
 from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.callbacks import CallbackRunner, TemperatureClamp
@@ -76,10 +77,10 @@ def test_reading_late_changes_nothing(tmp_path: Path) -> None:
     assert max(float(value) for key, value in late["optimizer"].items() if key.endswith("step")) == 5  # of 8
 
 
-def test_too_many_steps_end_the_run_a_step_later(tmp_path: Path) -> None:
-    given = QUIET | {"max_nonfinite_steps": 2}
-    trainer = trainer_of(TinyRun(tmp_path, arguments=given), True, dict.fromkeys(range(2, 8), math.nan))
-    with pytest.raises(FloatingPointError, match=r"--set max_nonfinite_steps is 2, .* the last one step 4\."):
+def test_too_many_steps_end_the_run_a_step_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skipped, "MAX_NONFINITE_STEPS", 2)
+    trainer = trainer_of(TinyRun(tmp_path, arguments=QUIET), True, dict.fromkeys(range(2, 8), math.nan))
+    with pytest.raises(FloatingPointError, match=r"^2 steps had a loss .* the last one step 4\."):
         trainer.train()
     assert trainer.state.global_step == 4
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())

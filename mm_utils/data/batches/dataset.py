@@ -27,7 +27,7 @@ from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import collate_all_captions, pad_captions
 from mm_utils.data.images import UnreadableImageError
-from mm_utils.data.media.medium import Medium, Window, jitter_colors
+from mm_utils.data.media.medium import Medium, Window
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
@@ -112,19 +112,17 @@ class EvaluationTransform(Transform):
 class TrainingTransform(Transform):
     """Show a random square of an image with one of its captions.
 
-    An example is a pure function of (seed, epoch, image id): caption, crop, colours and mirroring. Rows with
+    An example is a pure function of (seed, epoch, image id): caption, crop and mirroring. Rows with
     features of a frozen tower (`mm_utils.data.batches.column_cache`) give these; where they stand for images, none is decoded.
 
     The batch may have a column `epoch`; without it, the examples are those of epoch 0.
 
     Attributes:
         seed: the run's random seed.
-        color_jitter: largest relative change of brightness, contrast and saturation.
         horizontal_flip: mirror half of the images, except where `has_sides` is true.
     """
 
     seed: int = 0
-    color_jitter: float = 0.0
     horizontal_flip: bool = False
 
     @property
@@ -162,8 +160,6 @@ class TrainingTransform(Transform):
     def _part(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[float, float], Window]:
         """Return what is shown, the size of the stored medium, and the part of it that is shown."""
         shown, size, window = self.medium.read(row["image"], rng)
-        if self.color_jitter:
-            shown = jitter_colors(shown, self.color_jitter, rng)
         if self.horizontal_flip and rng.random() < 0.5 and not has_sides(row):
             shown = shown.flip(-1)  # no box has to follow: images with boxes are not mirrored
         return shown, size, window

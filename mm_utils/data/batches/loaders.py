@@ -28,7 +28,7 @@ from mm_utils.data.batches.dataset import (
 from mm_utils.data.batches.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.batches.workers import WorkerLoader, worker_options
-from mm_utils.data.media.medium import SOUND_JITTER, Medium, check_window, kind_of, read_by
+from mm_utils.data.media.medium import Medium, check_window, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.files import MAX_OPEN_FILES, allow_open_files
 
@@ -37,11 +37,10 @@ logger = logging.getLogger(__name__)
 _MAX_WORKERS = 16
 _SHOWN = 8  # images of a batch in a message
 _MOST_WINDOW, _MOST_FRAMES = 600, 512  # seconds and frames of an example
-_MOST_JITTER = 30  # decibels
 _FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
-OF_TRAINING = "min_crop_area fixed_crop color_jitter horizontal_flip sound_jitter"
+OF_TRAINING = "min_crop_area horizontal_flip"
 """Flags of `LoaderArguments` that training alone reads."""
 
 
@@ -51,28 +50,16 @@ class LoaderArguments:
 
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
     min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.")
-    fixed_crop: bool = arg(
-        False,
-        "Cut training squares at the input's own size, not resized, where an image is stored at up to 1.5 times that: the "
-        "least work for a loader that is too slow; --min_crop_area is then for other images alone.",
-    )
     dataloader_num_workers: str = arg(
         "auto",
         f"Processes that decode images, per rank, 0 for none; auto = one per spare core, at most {_MAX_WORKERS}.",
         decides="speed",
         usual=True,
     )
-    color_jitter: float = arg(
-        0.0, "Brightness, contrast and saturation of training images vary by up to this share; captions name colours."
-    )
     horizontal_flip: bool = arg(
         False,
         "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "
         "writing.",
-    )
-    sound_jitter: float | None = arg(
-        None,
-        f"Training sounds and their frequency bands are louder or softer by up to N dB; default {SOUND_JITTER:g}, 0 = not.",
     )
     medium_seconds: float | None = arg(
         None,
@@ -96,10 +83,6 @@ class LoaderArguments:
         workers = str(self.dataloader_num_workers)
         if workers != "auto" and not workers.isdecimal():
             raise ValueError(f"--dataloader_num_workers is {workers}; give a number of processes from 0 on, or auto.")
-        if self.sound_jitter is not None and not 0 <= self.sound_jitter <= _MOST_JITTER:
-            raise ValueError(f"--sound_jitter is {self.sound_jitter}; give decibels from 0 to {_MOST_JITTER}.")
-        if not 0 <= self.color_jitter <= 1:
-            raise ValueError(f"--color_jitter is {self.color_jitter}; give a share in [0, 1].")
 
     @property
     def num_workers(self) -> int:
@@ -215,7 +198,7 @@ class Loaders:
     def training_transform(self, seed: int, readers: Sequence[ColumnReader] = ()) -> TrainingTransform:
         """Return what makes training examples of rows."""
         args = self.arguments
-        return TrainingTransform(self.medium, readers, seed, args.color_jitter, args.horizontal_flip)
+        return TrainingTransform(self.medium, readers, seed, args.horizontal_flip)
 
     def check_medium(self, rows: datasets.Dataset) -> None:
         """Raise ValueError if the rows hold other media than the model is for."""
@@ -254,7 +237,7 @@ def make_loaders(
     Raises:
         ValueError: if a flag asks for another window than the model's, or of images for sounds.
     """
-    medium = read_by(processor, arguments.min_crop_area, arguments.fixed_crop, arguments.sound_jitter)
+    medium = read_by(processor, arguments.min_crop_area)
     check_window(medium, arguments.medium_seconds, arguments.clip_frames)
     for name in medium.unused:
         if getattr(arguments, name):

@@ -40,15 +40,12 @@ if TYPE_CHECKING:
 
     from mm_utils.data.media.log_mel import LogMel
 
-MAX_FIXED_SCALE = 1.5
-"""Above this ratio of shorter side to input size, `fixed_square` would show less than half of an image."""
 
 MOST_SECONDS = 10.0  # of a sound's window, where nothing else is asked for
 CLIP_FRAMES = 16
 _USUAL = 0.95  # quantile of the lengths of sounds
 SOUND_JITTER = 6.0  # decibels, in training
 _KNOTS = (3, 6)  # least and most points of a curve over the frequencies
-_LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow's mode L
 
 
 class Window(NamedTuple):
@@ -86,7 +83,7 @@ class Medium(ABC):
     names: ClassVar[list[str]]
     holders: ClassVar[tuple[str, ...]]
     templates: ClassVar[tuple[str, ...]]
-    unused: ClassVar[tuple[str, ...]]
+    unused: ClassVar[tuple[str, ...]] = ()
     lasts: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype] = torch.uint8
 
@@ -164,13 +161,8 @@ class _Pictures(Medium):
 
 @dataclass
 class Image(_Pictures):
-    """Squares of images: uint8 `[3, S, S]`.
+    """Squares of images: uint8 `[3, S, S]`."""
 
-    Attributes:
-        fixed_crop: cut squares of the input's size, without resizing, from images up to `MAX_FIXED_SCALE` times as large.
-    """
-
-    fixed_crop: bool = False
     kind, column, feature, lasts = "image", "image", datasets.Image(decode=False), False
     suffixes = (
         *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
@@ -182,7 +174,7 @@ class Image(_Pictures):
     ]
     holders = ("image",)
     templates = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
-    unused = ("medium_seconds", "clip_frames", "sound_jitter")
+    unused = ("medium_seconds", "clip_frames")
 
     @property
     @override
@@ -196,10 +188,7 @@ class Image(_Pictures):
         if rng is None:
             height, width = pixels.shape[:2]
             return center_square(PictureFile.fromarray(pixels), side), size, center_window(width, height, side)
-        if self.fixed_crop and side <= min(pixels.shape[:2]) <= MAX_FIXED_SCALE * side:
-            square, window = fixed_square(pixels, side, rng)
-        else:
-            square, window = random_square(pixels, side, self.min_crop_area, rng)
+        square, window = random_square(pixels, side, self.min_crop_area, rng)
         return square, size, window
 
 
@@ -224,7 +213,6 @@ class Clip(_Pictures):
     names: ClassVar[list[str]] = ["video", "video_path", "video_file", "clip", "gif", "frames"]
     holders = ("clip",)
     templates = ("a video of a {}.", "a clip of a {}.", "a recording of a {}.")
-    unused = ("fixed_crop", "sound_jitter")
 
     @property
     @override
@@ -281,7 +269,7 @@ class Sound(Medium):
     names: ClassVar[list[str]] = ["audio", "audio_path", "audio_file", "sound", "wav", "speech"]
     holders = ("sound", "clip")
     templates = ("the sound of a {}.", "a recording of a {}.", "this is the sound of a {}.")
-    unused = ("clip_frames", "fixed_crop", "color_jitter", "horizontal_flip")
+    unused = ("clip_frames", "horizontal_flip")
 
     @property
     @override
@@ -383,21 +371,18 @@ def kind_of_processor(processor: "ProcessorMixin") -> str:
 def read_by(
     processor: "ProcessorMixin",
     min_crop_area: float = 1.0,
-    fixed_crop: bool = False,
-    sound_jitter: float | None = None,
 ) -> Any:
     """Return the `Medium` that reads as a processor says, with training's augmentation."""
     if kind_of_processor(processor) == "sound":
         from mm_utils.data.media.log_mel import LogMel  # here, as preparing needs no extractors
 
         extractor: Any = processor.feature_extractor  # type: ignore[attr-defined]
-        jitter = SOUND_JITTER if sound_jitter is None else sound_jitter
         side = math.sqrt(min_crop_area)  # of which the smallest square leaves the rest
-        return Sound(LogMel.of(extractor), extractor.window_seconds, side, jitter)
+        return Sound(LogMel.of(extractor), extractor.window_seconds, side, SOUND_JITTER)
     images: Any = processor.image_processor  # type: ignore[attr-defined]
     squares = *image_geometry(processor), min_crop_area
     if kind_of_processor(processor) == "image":
-        return Image(*squares, fixed_crop)
+        return Image(*squares)
     return Clip(*squares, images.clip_frames, getattr(images, "window_seconds", None))
 
 
@@ -473,37 +458,12 @@ def random_squares(frames: Sequence[np.ndarray], size: int, min_area: float, rng
     return torch.stack([resized(frame[top:bottom, left:right].copy(), size, size) for frame in frames])
 
 
-def fixed_square(pixels: np.ndarray, size: int, rng: random.Random) -> tuple[Tensor, Window]:
-    """Cut `[3, size, size]` out of `[height, width, 3]` at random; return also the part shown."""
-    height, width = pixels.shape[:2]
-    left, top = rng.randint(0, width - size), rng.randint(0, height - size)
-    square = pixels[top : top + size, left : left + size].transpose(2, 0, 1)
-    window = Window(left / width, top / height, (left + size) / width, (top + size) / height)
-    return torch.from_numpy(np.ascontiguousarray(square)), window
-
-
 def _random_box(width: int, height: int, min_area: float, rng: random.Random) -> tuple[int, int, int, int]:
     side = min(width, height) * rng.uniform(min_area, 1) ** 0.5
     stretch = min(max(rng.uniform(3 / 4, 4 / 3) ** 0.5, side / height), width / side)
     across, down = (max(1, round(length)) for length in (side * stretch, side / stretch))
     left, top = (round(rng.uniform(0, room)) for room in (width - across, height - down))
     return left, top, left + across, top + down
-
-
-def jitter_colors(square: Tensor, strength: float, rng: random.Random) -> Tensor:
-    """Change brightness, contrast, saturation of uint8 `[3, S, S]` or frames `[T, 3, S, S]`.
-
-    Each is multiplied by a factor in [1 - strength, 1 + strength]. All three are linear in the colours and are applied as
-    one matrix; values are clipped to 0 ... 255 once, at the end.
-    """
-    brightness, contrast, saturation = (rng.uniform(max(0.0, 1 - strength), 1 + strength) for _ in range(3))
-    by_colour = square.movedim(-3, 0)
-    colours = by_colour.reshape(3, -1).float()
-    grey = brightness * (_LUMA @ colours.mean(1))
-    matrix = brightness * contrast * (saturation * torch.eye(3) + (1 - saturation) * _LUMA)
-    shift = ((1 - contrast) * grey).expand(3, 1)
-    changed = torch.addmm(shift, matrix, colours).round_().clamp_(0, 255).to(torch.uint8)
-    return changed.view(by_colour.shape).movedim(0, -3)
 
 
 def vary_loudness(samples: np.ndarray, rate: int, decibels: float, rng: random.Random) -> np.ndarray:

@@ -90,7 +90,6 @@ class DataArguments:
     preprocessing_num_workers: int | None = arg(
         None,
         "Processes that check images (default all cores) and tokenise (default all from 100,000 rows on).",
-        rare=True,
         decides="speed",
     )
 

@@ -64,7 +64,7 @@ class InterleavedOrder:
         self.groups, self.block_size, self.num_rows = groups, block_size, int(self.rows.sum())
         if not 1 <= groups <= len(rows):
             raise ValueError(
-                f"--set stream_interleave is {groups}; every group has shards of its own, and there are {len(rows)}. Give at "
+                f"--stream_interleave is {groups}; every group has shards of its own, and there are {len(rows)}. Give at "
                 "most that many, or write more shards."
             )
         if self.num_rows < sizes.sizes[-1]:
@@ -127,7 +127,7 @@ class InterleavedOrder:
         """Return a mask `[G]` of the groups that `reader` reads."""
         if reader.world_size > self.groups:
             raise ValueError(
-                f"--set stream_interleave is {self.groups}, and {reader.world_size} processes train; each reads groups of its "
+                f"--stream_interleave is {self.groups}, and {reader.world_size} processes train; each reads groups of its "
                 "own. Write more shards, or start fewer processes."
             )
         rows_G = self._epoch(epoch)[2]

@@ -10,8 +10,8 @@
   - Batches do not depend on the number of workers: each collates the rows of its shard groups, and `merge_parts` puts the
     parts of a step together as one process would have.
 
-Each of the interleaved shard groups keeps the encoded images of a block in memory: `--set stream_interleave` *
-`--set shuffle_block_size` images, over all processes. With 64 * 256 images of 100 kB that is 1.6 GB.
+Each of the interleaved shard groups keeps the encoded images of a block in memory: `--stream_interleave` *
+`--shuffle_block_size` images, over all processes. With 64 * 256 images of 100 kB that is 1.6 GB.
 """
 
 import hashlib
@@ -79,18 +79,16 @@ class StreamingArguments:
         0,
         f"Groups of shards whose rows are interleaved, over all processes; 0 takes {GROUPS}, or one per shard if there are "
         "fewer. It decides the order.",
-        rare=True,
     )
     shuffle_block_size: int = arg(
         256,
         "Rows of a shard that are shuffled among themselves; each group holds as many encoded images in memory.",
-        rare=True,
     )
 
     def __post_init__(self) -> None:
         for name, least in (("stream_interleave", 0), ("shuffle_block_size", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"--set {name} is {getattr(self, name)}; give at least {least}.")
+                raise ValueError(f"--{name} is {getattr(self, name)}; give at least {least}.")
 
 
 @dataclass

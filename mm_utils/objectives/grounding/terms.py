@@ -32,7 +32,6 @@ class RegionPointing(RowTerm):
     readers = (RegionReader(),)
     refuses: ClassVar[Mapping[str, str]] = {
         "cache_features": "keeps no regions",
-        "patch_dropout": "leaves no grid of patches",
         "projection mlp": "draws its dropout by pair, for one text a pair",
     }
 

@@ -84,30 +84,13 @@ class InterpolationArguments:
         False,
         "Measure weights between the start (alpha 0) and the end (alpha 1) on the validation split, and save the best.",
     )
-    wise_ft_alpha: float | None = arg(
-        None,
-        "Save the weights of this alpha, even if another is better on validation; 0.5 suits data that has shifted.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.wise_ft_alpha is not None and not 0 <= self.wise_ft_alpha <= 1:
-            raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; give a number in [0, 1].")
-        if self.wise_ft_alpha is not None and not self.wise_ft:
-            raise ValueError(f"--wise_ft_alpha is {self.wise_ft_alpha}; it goes with --wise_ft. Give both.")
 
 
 class WiseFT(RunCallback):
-    """Keep the weights of the start, and save the best between them and those of the end.
-
-    Args:
-        alpha: the alpha to save; None for the best on the validation split.
-    """
+    """Keep the weights of the start, and save the best between them and those of the end."""
 
     flag = "wise_ft"
     arguments = InterpolationArguments
-
-    def __init__(self, alpha: float | None):
-        self.alpha = alpha
 
     @classmethod
     def attach(cls, given: Parsed) -> "WiseFT":
@@ -120,15 +103,14 @@ class WiseFT(RunCallback):
                 "--vision_model_name_or_path and --text_model_name_or_path with --closed_form_images above 0 and without "
                 "--streaming, or drop --wise_ft."
             )
-        return cls(given["wise_ft_alpha"])
+        return cls()
 
     def on_start(self, run: Any) -> None:
         """Copy the weights; they are measured as alpha 0 at the end."""
         from mm_utils.training.starts.interpolation import QUARTERS, TENTHS, weights_of_start
 
         self.start = weights_of_start(run.model, run.objective.added)
-        steps = QUARTERS if run.run.name == "pretrain" else TENTHS
-        self.alphas = {*steps} if self.alpha is None else {*steps, self.alpha}
+        self.alphas = QUARTERS if run.run.name == "pretrain" else TENTHS
         run.final_evaluations += len(self.alphas) + 1  # the last, of the chosen weights, leaves their predictions
         run.evaluates_start = False
 
@@ -140,7 +122,6 @@ class WiseFT(RunCallback):
         run.model = type(run.model).from_pretrained(place).to(accelerator.device).eval()
         retrieves = run.run.name == "pretrain"
         found = choose_between(
-            self.alpha,
             self.start,
             run.model,
             run.evaluate,
@@ -148,7 +129,7 @@ class WiseFT(RunCallback):
             accelerator,
             run.run.args.metric_for_best_model,
             place,
-            sorted(self.alphas),
+            self.alphas,
             partial(write_model, model=run.model, processor=data.processor) if retrieves else None,
             run.run.args.greater_is_better,
         )

@@ -65,9 +65,7 @@ class SeenClasses:
                 point = F.layer_norm(other, other.shape, eps=0) if standardises else other
                 if torch.allclose(factor * matrix @ point + bias, found, atol=1e-3):
                     return factor * matrix, bias, standardises
-        raise ValueError(
-            "the classifier of the vision backbone is not a linear map of its pooled output (that of a ViT is with --vision_pooling cls)"
-        )
+        raise ValueError("the classifier of the vision backbone is not a linear map of its pooled output")
 
     def _logits(self, pooled_BC: Tensor | None) -> Tensor:
         if pooled_BC is not None:

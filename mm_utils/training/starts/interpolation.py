@@ -51,7 +51,6 @@ def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: f
 
 
 def choose_between(
-    wanted: float | None,
     start: Mapping[str, Tensor],
     model: FusionDualEncoderModel,
     evaluate: Evaluate,
@@ -69,15 +68,13 @@ def choose_between(
     with `wise_ft_alpha`.
 
     Args:
-        wanted: the alpha to save; None for the best.
         start: the weights before training, of `weights_of_start`.
         name: the metric of `evaluate` that chooses, after re-ranking where that is measured; among equals, the highest alpha wins.
-        alphas: the places to measure, besides `wanted`.
+        alphas: the places to measure.
         greater_is_better: a higher value of it is better.
         save: writes the model, on the main process; default: `model.save_pretrained`.
     """
     end = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    alphas = sorted({*alphas, *([] if wanted is None else [wanted])})
     measured: dict[float, dict[str, float]] = {}
     for alpha in alphas:
         model.load_state_dict(interpolate(start, end, alpha))
@@ -85,15 +82,14 @@ def choose_between(
         metric = f"rerank_{name}" if f"rerank_{name}" in measured[alpha] else name
         logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
     sign = 1 if greater_is_better else -1
-    best = max(alphas, key=lambda alpha: (sign * measured[alpha][metric], alpha))
-    chosen = best if wanted is None else wanted
+    chosen = max(alphas, key=lambda alpha: (sign * measured[alpha][metric], alpha))
     model.load_state_dict(interpolate(start, end, chosen))
     evaluate(model, loader, accelerator)  # so that the evaluator holds the predictions of the chosen weights
 
     def write() -> None:
         (save or model.save_pretrained)(folder)
         rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
-        report = {"metric": metric, "best_alpha": best, "saved_alpha": chosen, "measured": rows}
+        report = {"metric": metric, "saved_alpha": chosen, "measured": rows}
         write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
 
     distributed.on_first(write)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset, disable_progress_bars
@@ -265,24 +264,6 @@ def test_training_shows_all_captions_beginning_with_the_one_of_the_pair(captions
     expected = [(shown + more) % captions for more in range(min(captions, MOST_CAPTIONS))]
     assert found["all_input_ids"] == [ids[number] for number in expected]
     assert found["input_ids"] == [ids[shown]]
-
-
-@pytest.mark.parametrize(
-    ("side", "cut"), [(SIZE, True), (int(1.5 * SIZE), True), (2 * SIZE, False), (SIZE - 1, False)]
-)
-def test_fixed_crops_need_an_image_of_about_their_size(
-    side: int, cut: bool, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (side, side + 9, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(noise).save(buffer, "PNG")
-    row = {"id": "a", "image": {"bytes": buffer.getvalue(), "path": None}, "captions": ["picture one"]}
-    rows = tokenize_captions(Dataset.from_list([row], features=FEATURES), tokenizer, 16)
-    square = training_pairs(rows, min_crop_area=0.8, fixed_crop=True)[(0, 0)]["pixel_values"]
-    assert square.shape == (3, SIZE, SIZE)
-    colours = {tuple(colour) for colour in noise.reshape(-1, 3).tolist()}
-    kept = sum(tuple(colour) in colours for colour in square.flatten(1).T.tolist())
-    assert (kept == SIZE**2) is cut
 
 
 SIDES = [

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.media.medium import _random_box, fixed_square, jitter_colors, random_square, vary_loudness
+from mm_utils.data.media.medium import _random_box, random_square, vary_loudness
 from mm_utils.model.reading import center_square
 
 RED = (200, 30, 60)
@@ -108,36 +108,6 @@ def test_resizing_differs_from_pillow_by_two_at_most(width: int, height: int) ->
 # -- colours ------------------------------------------------------------------------------------------------------------
 def blend(one: np.ndarray, other: np.ndarray, share: float) -> np.ndarray:
     return share * one + (1 - share) * other
-
-
-@given(st.integers(0, 2**32), st.floats(0, 1))
-@settings(max_examples=25)
-def test_jitter_is_brightness_contrast_and_saturation(seed: int, strength: float) -> None:
-    square = torch.from_numpy(np.random.default_rng(seed).integers(60, 190, (3, 8, 8), dtype=np.uint8))
-    rng = random.Random(seed)
-    brightness, contrast, saturation = (rng.uniform(max(0.0, 1 - strength), 1 + strength) for _ in range(3))
-    luma = np.array([0.299, 0.587, 0.114])[:, None, None]
-    bright = brightness * square.numpy().astype(float)
-    contrasted = blend(bright, (luma * bright).sum(0).mean() * np.ones_like(bright), contrast)
-    expected = blend(contrasted, (luma * contrasted).sum(0, keepdims=True) * np.ones_like(bright), saturation)
-    found = jitter_colors(square, strength, random.Random(seed))
-    assert found.dtype == torch.uint8
-    assert np.abs(found.numpy() - expected.clip(0, 255)).max() <= 0.51
-
-
-def test_no_jitter_changes_nothing() -> None:
-    square = torch.randint(0, 256, (3, 9, 9), dtype=torch.uint8)
-    assert torch.equal(jitter_colors(square, 0.0, random.Random(0)), square)
-
-
-@given(st.integers(8, 30), st.integers(8, 30), st.integers(0, 99))
-def test_a_fixed_square_is_a_part_of_the_image(width: int, height: int, seed: int) -> None:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    square, _ = fixed_square(pixels, 8, random.Random(seed))
-    assert square.shape == (3, 8, 8)
-    assert square.is_contiguous()
-    windows = np.lib.stride_tricks.sliding_window_view(pixels, (8, 8), axis=(0, 1))
-    assert any(np.array_equal(window, square.numpy()) for row in windows for window in row)
 
 
 def tones(loud: float, count: int = 4000, rate: int = 8000) -> np.ndarray:

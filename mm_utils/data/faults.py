@@ -33,8 +33,17 @@ REASONS = {
     "unsafe_member": "The archive member is a link, a device, a pickle or a path that leads out. Repack the archive.",
     "truncated_archive": "The archive ends too early. Copy it again.",
     "compressed_archive": "The archive is compressed, which its name does not say. Decompress it.",
+    "incomplete_sample": "The files of a sample follow each other in a shard and have one name up to the first dot: NAME.jpg, "
+    "NAME.txt. Write the shard so: tar --sort=name.",
+    "repeated_member": "The archive holds it twice. Write the archive anew, with one of them.",
     "linked_folder": "The folder is a link and is not entered. Give its target as a source of its own, or copy it.",
+    "hidden": "Programs keep thumbnails, copies and settings there. Rename it if it holds your data.",
+    "not_read": "No row names the file, or its kind is none that is read here. Add rows for it, or give it as a source.",
     # images
+    "encoded_picture": "The cell holds the file itself as base64 text. Decode it (base64.b64decode) into a file whose path the row "
+    "names, or into bytes in a Parquet file.",
+    "object_cell": "The cell is an object, and not a path. Write a path, or bytes and path in Parquet; pandas writes a row a line by "
+    'to_json(orient="records", lines=True).',
     "image_empty": "The image has 0 bytes. Fetch it again.",
     "image_truncated": "The image ends too early. Fetch it again.",
     "image_unreadable": "The image cannot be decoded. Fetch it again, or save it again with an image editor.",
@@ -67,8 +76,8 @@ REASONS = {
     "caption_empty": "The caption has no readable text. Write one, or remove the row.",
     "caption_nan": "The caption is a program's placeholder for no value. Write one, or remove the row.",
     "caption_not_text": "The caption is not text. Set caption_column to the column that holds text.",
+    "caption_list": "A program wrote a list of captions as text. Write a JSON list, or a row a caption.",
     "caption_is_file_name": "The caption is a file name or web address. Write what is to be seen or heard.",
-    "caption_of_camera": "A camera or a program wrote the caption into every photo. Write what is to be seen.",
     "no_caption_left": "The row has no usable caption. Write one, or remove the row.",
     # between rows
     "near_duplicate": "Another row is nearly the same. Keep one of them.",
@@ -102,10 +111,14 @@ NOTES = {
     "caption_special_token": "The caption holds text like a tokenizer's special token; it was kept as text.",
     "caption_composed": "Letters and their accents were composed (NFC).",
     "caption_spaces_joined": "Line breaks and runs of spaces became single spaces.",
+    "caption_markup": "The caption holds HTML entities or tags, such as &amp;; it was kept. html.unescape() mends entities.",
+    "caption_mojibake": "The caption looks like UTF-8 that was decoded twice (cafÃ© for café); it was kept. ftfy mends it.",
     "caption_repeated": "A caption given twice in a row was kept once.",
 }
 """note -> the conversion."""
 
+UNREAD = ("hidden", "not_read")
+"""Reasons of files that no row names: they are counted, and are no rows."""
 MOST_BAD = 0.5  # of a source's rows, which may be left out
 _EXCERPT, _LONGEST_DETAIL, _LONGEST_READ = 200, 1000, 10_000  # characters; redacting reads more than is shown
 

@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://|(pipe|data):")
 _MOST_HINTS = 10  # missing files whose folder is searched for a similar name: a long listing takes a second
 _LONGEST_LISTING = 100_000
 _MOST_FOLDERS = 10_000
+_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".7z", ".rar")
 _REASONS = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "image_missing"),
     **dict.fromkeys((errno.EISDIR, errno.EINVAL), "not_a_file"),
@@ -111,14 +112,14 @@ class Jail:
             return f"; there is {slashed}, and a path has slashes"
         folder, name = os.path.split(path)
         self._hints += 1
-        if self._hints > _MOST_HINTS or not os.path.isdir(folder):
+        if self._hints > _MOST_HINTS:
             return ""
-        with os.scandir(folder) as entries:
-            twin = next((e.name for e in islice(entries, _LONGEST_LISTING) if _folded(e.name) == _folded(name)), None)
-        if twin is None:
-            return ""
-        difference = "case" if _nfc(twin) != _nfc(name) else "Unicode form (NFC, NFD)"
-        return f"; there is {twin}, which differs in {difference}"
+        twin = next((each for each in _listed(folder) if _folded(each) == _folded(name)), None)
+        if twin is not None:
+            difference = "case" if _nfc(twin) != _nfc(name) else "Unicode form (NFC, NFD)"
+            return f"; there is {twin}, which differs in {difference}"
+        packed = next((each for each in _listed(self.root) if each.lower().endswith(_ARCHIVES)), None)
+        return f"; {packed} lies there and has to be unpacked" if packed else ""
 
 
 def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, title: str) -> None:
@@ -131,25 +132,6 @@ def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, ti
         Jail(str(folder), allow_outside).resolve(os.path.abspath(path))
     except Fault as fault:
         raise ValueError(f"{title}; {fault.detail}. {REASONS[fault.reason]}") from fault
-
-
-def walk(folder: str, unread: list[Fault] | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Walk the folders below `folder` in order; yield each with the sorted names of its files.
-
-    A folder that is a link is not entered, nor is one that cannot be listed; their faults are added to `unread`, with paths
-    relative to `folder`.
-    """
-    failed: list[OSError] = []
-    for place, inside, names in os.walk(folder, onerror=failed.append):
-        if unread is not None:
-            unread += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
-            linked = (path for name in sorted(inside) if os.path.islink(path := os.path.join(place, name)))
-            unread += (Fault("linked_folder", os.path.relpath(path, folder)) for path in linked)
-        failed.clear()
-        inside.sort()
-        yield place, sorted(names)
-    if unread is not None:
-        unread += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
 
 
 def read_file(path: str, limits: Limits, offset: int = 0, size: int | None = None) -> bytes:
@@ -180,6 +162,14 @@ def _check_name(name: str) -> None:
     longest = max(map(len, encoded.split(os.fsencode(os.sep))))
     if longest > LONGEST_NAME:
         raise Fault("path_too_long", f"{name[:80]}... has a name of {longest} bytes; {LONGEST_NAME} is the most")
+
+
+def _listed(folder: str) -> list[str]:
+    """Return the first names in a folder; none if there is none."""
+    if not os.path.isdir(folder):
+        return []
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, _LONGEST_LISTING)]
 
 
 def _nfc(name: str) -> str:

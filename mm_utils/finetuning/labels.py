@@ -63,11 +63,12 @@ from mm_utils.data.rows.columns import (
     split_of,
 )
 from mm_utils.data.rows.detect import holds_shards, kinds_of_folder
+from mm_utils.data.rows.folders import split_of_path
 from mm_utils.data.rows.records import Record, image_path
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.tables import dataset_rows, text_table, with_raw_images
-from mm_utils.data.rows.tars import read_shard, shard_paths, split_of_folder
+from mm_utils.data.rows.tars import read_shard, shard_paths
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, BadLine
 from mm_utils.data.scenes import load_scenes
 from mm_utils.data.sets import SETS
@@ -457,7 +458,7 @@ def shards_by_split(folder: str, title: str) -> dict[str, list[str]]:
     found = defaultdict(list)
     for path in shard_paths(Source(folder, title=title)):
         check_own_file(path, folder, False, title)
-        found[split_of_folder(path, folder) or "train"].append(path)
+        found[split_of_path(os.path.relpath(path, folder), by_words=True) or "train"].append(path)
     return found
 
 

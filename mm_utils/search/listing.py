@@ -1,5 +1,6 @@
 """List the media that an index should hold, of a folder, tar shards, or pairs; and read them in data workers."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,16 +22,18 @@ from mm_utils.data.media.medium import Medium, Sound
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.media.sound_files import read_sound
-from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits, file_fault, read_file
+from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits, read_file
 from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SUFFIXES
-from mm_utils.data.rows.folders import RAW_SUFFIXES
+from mm_utils.data.rows.folders import RAW_SUFFIXES, Unread, walk
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.tars import Sample, captions_of_sample, read_shard, shard_paths
 from mm_utils.files import changed_ns
 from mm_utils.model.reading import CLIP_FPS, center_square
 from mm_utils.search.index import STAMPS
+
+logger = logging.getLogger(__name__)
 
 Skip = dict[str, str]
 _FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.List(datasets.Value("string"))})
@@ -74,16 +77,12 @@ def list_folder(
     if not Path(folder).is_dir():
         raise ValueError(f"--images is {folder}; there is no such folder. Give a folder of {medium}s.")
     suffixes = (*SUFFIXES[medium], *(SUFFIXES["clip"] if with_clips else ()))
-    jail, found, skipped = Jail(folder, allow_outside), [], []
-
-    def set_aside(error: OSError) -> None:
-        skipped.append(skip(os.path.relpath(error.filename, folder), file_fault(error, error.filename)))
-
-    for place, folders, files in os.walk(folder, onerror=set_aside):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    jail, found, unread = Jail(folder, allow_outside), [], Unread()
+    skipped: list[Skip] = []
+    for place, files in walk(folder, unread):
         for name in files:
             is_raw = medium == "image" and name.lower().endswith(RAW_SUFFIXES)
-            if name.startswith(".") or not (is_raw or name.lower().endswith(suffixes)):
+            if not (is_raw or name.lower().endswith(suffixes)):
                 continue
             path = os.path.relpath(os.path.join(place, name), folder)
             try:
@@ -95,6 +94,12 @@ def list_folder(
                 found.append(Path(path).as_posix())
             except Fault as fault:
                 skipped.append(skip(path, fault))
+    skipped += (skip(fault.detail.partition(": ")[0], fault) for fault in unread.faults)
+    if "hidden" in unread.passed:
+        count, first = unread.passed["hidden"]
+        logger.info(
+            "--images is %s; %s hidden folders and files, such as %s, are not read", folder, f"{count:,}", first
+        )
     if not found:
         raise ValueError(
             f"--images is {folder}; it holds no {medium} that can be read ({', '.join(suffixes)}). Check the path; links to "

@@ -21,11 +21,6 @@ from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import FORMATS, MOST_BYTES, TooManyPixelsError, decode, decoder_message, read_header
 
-_CAMERA = re.compile(
-    r"(?:(?:konica )?minolta |olympus |samsung |pentax |kodak |casio )?digital (?:still )?camera|sony dsc|"
-    r"exif[_ -]jpeg(?:[_ -]picture)?|samsung (?:camera pictures|csc)|default",
-    re.IGNORECASE,
-)
 PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
 
 
@@ -267,10 +262,15 @@ _FILE_NAME = re.compile(
 )
 _SPECIAL_TOKEN = re.compile(r"\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS)\]|</?s>|<(?:pad|unk|mask|bos|eos)>|<\|\w{1,40}\|>")
 
-
-def is_of_camera(text: str) -> bool:
-    """Return whether a text is what cameras write into every photo."""
-    return _CAMERA.fullmatch(text.strip(" .")) is not None
+_MARKUP = re.compile(
+    r"&(?:[a-z]{2,8}\d{0,2}|#\d{1,7}|#x[0-9a-f]{1,6});|"
+    r"</?(?:a|b|br|div|em|font|h[1-6]|i|img|li|ol|p|span|strong|su[bp]|t[dr]|table|u|ul)(?:\s[^<>]{0,300})?/?>",
+    re.IGNORECASE,
+)
+# UTF-8 read as Latin-1 or Windows-1252: the first byte of two or three, and a sign that no word has behind it.
+_MOJIBAKE = re.compile(
+    "[ÂÃ][\u0080-\u00bf‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]|â(?:€|\u0080)[\u0080-\u00bf‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"
+)
 
 
 def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, ...]]:
@@ -297,8 +297,6 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
         raise Fault("caption_empty", ascii(part[:80]))
     if text.casefold().strip(" .\"'<>()[]{}#") in _PLACEHOLDERS:
         raise Fault("caption_nan", repr(text))
-    if is_of_camera(text):
-        raise Fault("caption_of_camera", repr(text))
     if len(text) <= _LONGEST_NAME and _FILE_NAME.fullmatch(text):
         raise Fault("caption_is_file_name", repr(text))
     if len(text) > limit or len(part) < len(whole):
@@ -307,6 +305,10 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
         notes.append("caption_cut")
     if _SPECIAL_TOKEN.search(text):
         notes.append("caption_special_token")
+    if _MARKUP.search(text):
+        notes.append("caption_markup")
+    if not part.isascii() and _MOJIBAKE.search(part):
+        notes.append("caption_mojibake")
     return text, tuple(notes)
 
 

@@ -20,7 +20,7 @@ import PIL
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mm_utils.data.faults import Fault, storable
+from mm_utils.data.faults import UNREAD, Fault, storable
 from mm_utils.data.images import MOST_PIXELS, encode, shrink
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
@@ -244,7 +244,8 @@ class Worker:
         """Yield the columns of a part of every good record; set the others aside."""
         notes, rows, bad = Counter[str](), Counter[str](), Counter[str]()
         for item in items:
-            rows[item.source] += 1
+            is_row = not (isinstance(item, BadRow) and item.fault.reason in UNREAD)
+            rows[item.source] += is_row
             try:
                 if isinstance(item, BadRow):
                     raise item.fault
@@ -264,7 +265,7 @@ class Worker:
                     "group": item.group,
                 }
             except Fault as fault:
-                bad[item.source] += 1
+                bad[item.source] += is_row
                 self._set_aside(item, fault)
         self.result.rows, self.result.bad, self.result.notes = dict(rows), dict(bad), dict(notes)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.paths import Jail, walk
-from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
-from mm_utils.data.rows.folders import raw_photographs, unread_rows
+from mm_utils.data.paths import Jail
+from mm_utils.data.rows.columns import SUFFIXES
+from mm_utils.data.rows.folders import Unread, pass_by, split_of_path, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.files import read_regular_file
@@ -39,9 +39,9 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
     builder = RecordBuilder(source, safety, source.path)
     suffixes, is_timed = SUFFIXES[builder.medium], builder.medium != "image"
     jail = Jail(source.path, safety.allow_outside_root)
-    unread: list[Fault] = []
+    unread = Unread()
     for place, names in walk(source.path, unread):
-        yield from raw_photographs(builder, place, names)
+        pass_by(unread, builder, place, names, (*suffixes, *CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES))
         beside = {_stem(name): name for name in reversed(names) if name.lower().endswith(CAPTION_SUFFIXES)}
         subtitles = {_stem(name): name for name in names if name.lower().endswith(SUBTITLE_SUFFIXES)}
         left = set(beside.values()) | (set(subtitles.values()) if is_timed else set())
@@ -63,14 +63,14 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
                 if file is None:
                     raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt file beside it")
                 captions = _lines(os.path.relpath(os.path.join(place, file), source.path), jail)
-                yield builder.record(f"file {path}", builder.image(path), captions, split=_split_of_folder(path))
+                yield builder.record(f"file {path}", builder.image(path), captions, split=split_of_path(path))
             except Fault as fault:
                 yield builder.bad(f"file {path}", fault, path)
         for name in sorted(left):
             path = os.path.relpath(os.path.join(place, name), source.path)
             unmatched = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
             yield builder.bad(f"file {path}", unmatched)
-    yield from unread_rows(builder, unread)
+    yield from unread.rows(builder)
 
 
 def _with_subtitles(
@@ -90,7 +90,7 @@ def _with_subtitles(
             where,
             builder.image(path),
             captions,
-            split=_split_of_folder(path),
+            split=split_of_path(path),
             moments=None if spoken is None else cues,
         )
     except Fault as fault:
@@ -134,8 +134,3 @@ def _seconds(parts: Sequence[str | None]) -> float:
 
 def _stem(name: str) -> str:
     return os.path.splitext(name)[0]
-
-
-def _split_of_folder(path: str) -> str | None:
-    first, separator, _ = path.partition(os.sep)
-    return SPLIT_NAMES.get(first.lower()) if separator else None

@@ -8,32 +8,54 @@ from pathlib import Path
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import MEDIA
-from mm_utils.data.paths import Limits, read_file, walk
+from mm_utils.data.paths import SQLITE_SUFFIXES, Limits, read_file
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
-from mm_utils.data.rows.folders import raw_photographs, unread_rows
+from mm_utils.data.rows.folders import Unread, is_service, pass_by, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import TEMPLATES, PathArguments, Source
 from mm_utils.text import one_line
 
 WORDNET_ID = re.compile(r"n\d{8}")
+_LISTS = {
+    *(
+        ".txt",
+        ".caption",
+        ".csv",
+        ".tsv",
+        ".json",
+        ".jsonl",
+        ".parquet",
+        ".arrow",
+        ".token",
+        ".xml",
+        ".xlsx",
+        ".xls",
+        ".tar",
+        ".zip",
+    ),
+    *(".srt", ".vtt", *SQLITE_SUFFIXES),
+}
+_ABOUT = ("readme", "license", "licence", "copying", "citation", "notice", "changelog", "requirements")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
 def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
     builder = RecordBuilder(source, safety, source.path)
-    names = class_names(source)
-    with os.scandir(source.path) as entries:
-        folders = [entry.name for entry in entries if entry.is_dir()]
-    divided = bool(folders) and all(name.lower() in SPLIT_NAMES for name in folders)
-    unread: list[Fault] = []
+    names, divided, unread = class_names(source), _is_divided(source.path), Unread()
     for place, files in walk(source.path, unread):
-        yield from raw_photographs(builder, place, files)
         parts = os.path.relpath(place, source.path).split(os.sep)
-        split = SPLIT_NAMES[parts.pop(0).lower()] if divided and parts[0] != "." else None
         images = [name for name in files if name.lower().endswith(SUFFIXES[builder.medium])]
+        pass_by(unread, builder, place, files, SUFFIXES[builder.medium])
         if not images:
             continue
+        split = None
+        if divided and parts[0] != ".":
+            split = SPLIT_NAMES.get(parts.pop(0).lower())
+            if split is None:
+                for name in images:
+                    unread.add("not_read", os.path.relpath(os.path.join(place, name), source.path))
+                continue
         if not parts or parts == ["."]:
             detail = f"{len(images):,} {builder.medium}s lie in no class's folder, such as {images[0]}"
             fault = Fault("unmatched_image", detail)
@@ -50,7 +72,43 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
                 yield builder.record(f"file {path}", builder.image(path), list(captions), split=split)
             except Fault as fault:
                 yield builder.bad(f"file {path}", fault, path)
-    yield from unread_rows(builder, unread)
+    yield from unread.rows(builder)
+
+
+def _is_divided(folder: str) -> bool:
+    """Return whether folders of splits lie above those of the classes: all are named like one, or one holds folders alone."""
+    with os.scandir(folder) as entries:
+        folders = [entry for entry in entries if entry.is_dir() and not is_service(entry.name)]
+    splits = [entry for entry in folders if entry.name.lower() in SPLIT_NAMES]
+    inside = [[item.is_dir() for item in os.scandir(entry.path) if not is_service(item.name)] for entry in splits]
+    return bool(splits) and (len(splits) == len(folders) or any(held and all(held) for held in inside))
+
+
+def check_classes(folder: Path, title: str, medium: str) -> None:
+    """Raise ValueError if a folder of media is none of classes: it has one folder, or files that may hold captions."""
+    places, lists, at = set[str](), list[str](), 1 if _is_divided(str(folder)) else 0
+    for place, names in walk(str(folder)):
+        parts = Path(os.path.relpath(place, folder)).parts
+        if len(parts) > at and any(name.lower().endswith(SUFFIXES[medium]) for name in names):
+            places.add(parts[at])
+        lists += [os.path.relpath(os.path.join(place, name), folder) for name in names if _may_hold_captions(name)]
+    if lists:
+        more = f" (and {len(lists) - 1:,} more such files)" if len(lists) > 1 else ""
+        raise ValueError(
+            f"{title}; this folder holds {medium}s and {lists[0]}{more}, which may hold their captions. Give {folder / lists[0]} as the "
+            "source, with image_root= for the folder of the files that it names, or set format=classes to make captions of folders' names."
+        )
+    if len(places) < 2:
+        raise ValueError(
+            f"{title}; this folder holds {medium}s in one folder, {next(iter(places), '')}, and no captions; one class is no "
+            f"classification. Write a caption file beside every {medium} (NAME.txt) or metadata.jsonl with file_name and caption, or set "
+            "format=classes to make captions of the folder's name."
+        )
+
+
+def _may_hold_captions(name: str) -> bool:
+    stem, suffix = os.path.splitext(name.lower())
+    return suffix in _LISTS and not stem.startswith(_ABOUT)
 
 
 def captions_of_class(source: Source, name: str, medium: str) -> list[str]:

@@ -1,8 +1,10 @@
 """Columns and splits: their usual names, and the values of a row."""
 
+import ast
 import difflib
 import hashlib
 import heapq
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -191,6 +193,36 @@ def is_null(value: Any) -> bool:
     if isinstance(value, str):
         return not value.strip() or value.strip() in ("nan", "NaN")
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+_TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|nan|null)"""
+_TEXTS = re.compile(rf"(?:array\()?\[\s*{_TEXT}(?:(?:\s*,\s*|\s+){_TEXT})*\s*,?\s*\](?:, dtype=[^()]*)?\)?", re.DOTALL)
+_LONGEST_LIST = 100_000  # characters
+
+
+def texts_of(value: Any) -> list[Any]:
+    """Return the texts of a cell: a list, a text, or a list that a program wrote as text.
+
+    JSON and Python write ['a', 'b'], NumPy ['a' 'b'], pandas' tables array(['a', 'b'], dtype=object). Raises caption_list of a text
+    that begins and ends like one and is none.
+    """
+    if isinstance(value, list):
+        return [text for each in value for text in (texts_of(each) if isinstance(each, str) else [each])]
+    text = value.strip() if isinstance(value, str) else ""
+    if not text.startswith(("[", "array([")) or len(text) > _LONGEST_LIST:
+        return [value]
+    try:
+        items = json.loads(text)
+        if isinstance(items, list) and items and all(item is None or isinstance(item, str) for item in items):
+            return items
+    except (ValueError, RecursionError):
+        pass
+    if _TEXTS.fullmatch(text):
+        found = re.findall(_TEXT, text.rpartition("]")[0], re.DOTALL)
+        return [ast.literal_eval(item) if item[0] in "'\"" else None for item in found]
+    if re.match(r"\[\s*['\"]", text) and text.endswith(("]", ")")):
+        raise Fault("caption_list", f"{text[:80]!r} looks like a list of texts, and does not parse as one")
+    return [value]
 
 
 def captions_of(values: Mapping[str, Any], columns: Columns) -> list[Any]:

@@ -8,20 +8,20 @@ from itertools import islice
 from pathlib import Path
 
 from mm_utils.arguments import load_own
-from mm_utils.data.paths import SQLITE_SUFFIXES, walk
+from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
 from mm_utils.data.rows.caption_files import is_captioned, read_caption_files
-from mm_utils.data.rows.class_folders import read_classes
+from mm_utils.data.rows.class_folders import check_classes, read_classes
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
+from mm_utils.data.rows.folders import is_service, walk
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import FORMATS, PathArguments, Source
 from mm_utils.data.rows.sql import read_sqlite
 from mm_utils.data.rows.stored import is_saved
-from mm_utils.data.rows.tables import read_datasets, read_metadata, read_parquet, read_text
+from mm_utils.data.rows.tables import METADATA_FILES, read_datasets, read_metadata, read_parquet, read_text
 from mm_utils.data.rows.tars import read_webdataset
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array
 
-METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets")
 _OF_FILES = ("imagefolder", "classes")  # formats that find files by their suffixes
 _HEAD = 1 << 16  # characters of a file that are looked at
@@ -50,7 +50,7 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
         ValueError: if the source as a whole cannot be read: it is missing, lacks a column, or has another format.
     """
     source = replace(source, format=source.format or detect(source))
-    files = metadata_files(Path(source.path)) if source.format == "imagefolder" else {}
+    files = metadata_files(Path(source.path)) if source.format == "imagefolder" else []
     has_columns = source.format in _OF_COLUMNS or bool(files)
     if source.caption_template is not None:
         _check_template(source, has_columns)
@@ -109,14 +109,14 @@ def detect(source: Source) -> str:
     raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
 
 
-def metadata_files(folder: Path) -> dict[str | None, Path]:
-    """Return an image folder's metadata file, below None, or those of its split folders."""
-    file = _metadata_file(folder)
-    if file is not None:
-        return {None: file}
-    inside = [item for item in sorted(folder.iterdir()) if item.is_dir() and item.name.lower() in SPLIT_NAMES]
-    found = {SPLIT_NAMES[item.name.lower()]: _metadata_file(item) for item in inside}
-    return {split: file for split, file in found.items() if file is not None}
+def metadata_files(folder: Path) -> list[Path]:
+    """Return the metadata files of an image folder and of the folders in it, one of each."""
+    inside = sorted(item for item in folder.iterdir() if item.is_dir() and not is_service(item.name))
+    files = (
+        next((place / name for name in METADATA_FILES if (place / name).is_file()), None)
+        for place in (folder, *inside)
+    )
+    return [file for file in files if file is not None]
 
 
 def holds_shards(folder: str | os.PathLike[str]) -> bool:
@@ -124,8 +124,10 @@ def holds_shards(folder: str | os.PathLike[str]) -> bool:
     path = Path(folder)
     if not path.is_dir():
         return False
-    places = [path, *(place for place in path.iterdir() if place.name.lower() in SPLIT_NAMES)]
-    return any(next(place.glob("*.tar"), None) for place in places)
+    places = [path, *(place for place in path.iterdir() if place.is_dir() and place.name.lower() in SPLIT_NAMES)]
+    return any(
+        file.suffix.lower() == ".tar" and not is_service(file.name) for place in places for file in place.iterdir()
+    )
 
 
 def is_image_folder(folder: Path) -> bool:
@@ -136,10 +138,6 @@ def is_image_folder(folder: Path) -> bool:
 
 def _files_of(folder: Path) -> list[tuple[str, str]]:
     return [*islice(((place, name) for place, names in walk(str(folder)) for name in names), _LOOKED_AT)]
-
-
-def _metadata_file(folder: Path) -> Path | None:
-    return next((folder / name for name in METADATA_FILES if (folder / name).is_file()), None)
 
 
 def _of_folder(path: Path, source: Source) -> str:
@@ -154,12 +152,8 @@ def _of_folder(path: Path, source: Source) -> str:
         raise ValueError(
             f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(FORMATS)}."
         )
-    lists = [name for place, name in files if place == str(path) and name.lower().endswith(TEXT_SUFFIXES)]
-    if found == "classes" and lists:
-        raise ValueError(
-            f"{source.title}; this folder holds {medium}s and {lists[0]}. Give {path / lists[0]} as the source, or set "
-            "format=classes."
-        )
+    if found == "classes":
+        check_classes(path, source.title, medium)
     return found
 
 

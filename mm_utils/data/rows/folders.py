@@ -1,31 +1,113 @@
-"""What the readers of folders share: files by their suffixes, folders and photographs that are not read."""
+"""The one walk of folders, for every reader: what is never data, which split a path names, and what nobody read."""
 
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.paths import walk
+from mm_utils.data.paths import file_fault
+from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, SUFFIXES
 from mm_utils.data.rows.records import BadRow, RecordBuilder
 
 RAW_SUFFIXES = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".pef", ".raf", ".raw", ".rw2", ".srw")
+_SERVICE = {
+    *(
+        "@eadir",
+        "@recycle",
+        "#recycle",
+        "__macosx",
+        "__pycache__",
+        "$recycle.bin",
+        "lost+found",
+        "system volume information",
+    ),
+    *("thumbs.db", "desktop.ini"),
+}  # of NAS, archivers and systems
+_MEDIA = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+_PASSED = {
+    "hidden": "{:,} hidden folders and files, or those of a program, such as {}, are not read",
+    "not_read": "{:,} files, such as {}, are not read",
+    "image_unknown_format": "{:,} RAW photographs, such as {}, are not read",
+}
 
 
-def unread_rows(builder: RecordBuilder, unread: list[Fault]) -> Iterator[BadRow]:
-    """Return the bad rows of the folders that `walk` did not enter."""
-    return (builder.bad(f"folder {fault.detail}", fault) for fault in unread)
+def is_service(name: str) -> bool:
+    """Return whether a file or folder is hidden, or a system, a NAS or an archiver put it beside the data."""
+    return (name.startswith(".") and name not in (".", "..")) or name.lower() in _SERVICE
 
 
-def raw_photographs(builder: RecordBuilder, place: str, names: list[str]) -> Iterator[BadRow]:
-    """Name the files of a folder that only a camera's maker decodes, which lie beside JPEG files or alone."""
-    found = [name for name in names if name.lower().endswith(RAW_SUFFIXES)]
-    if found and builder.medium == "image":
-        detail = f"{len(found):,} RAW photographs, such as {found[0]}, are not read"
-        where = os.path.relpath(place, builder.source.path)
-        yield builder.bad(f"folder {where}", Fault("image_unknown_format", detail))
+def split_of_path(path: str, by_words: bool = False) -> str | None:
+    """Return the split that the folders of a relative path name; test goes before validation, and that before train.
+
+    With `by_words` the file's name tells it, too, and a word is enough, as `datasets` has it: `Test/0.parquet`, `my-test_1.parquet`.
+    """
+    folders, name = os.path.split(path)
+    names = re.split(r"[\\/]", folders)
+    words = re.split(r"[\\/\-._ 0-9]+", f"{folders}/{name}") if by_words else []
+    found = {SPLIT_NAMES.get(word.lower()) for word in (*names, *words)}
+    return next((split for split in reversed(SPLITS) if split in found), None)
 
 
-def files_below(folder: Path, suffixes: tuple[str, ...], unread: list[Fault]) -> Iterator[str]:
+@dataclass
+class Unread:
+    """What readers of a folder pass by: faults of folders, and by reason how many files there are and the first of them."""
+
+    faults: list[Fault] = field(default_factory=list)
+    passed: dict[str, list[str | int]] = field(default_factory=dict)
+
+    def add(self, reason: str, path: str) -> None:
+        """Count a file, or a hidden folder."""
+        self.passed.setdefault(reason, [0, path])
+        self.passed[reason][0] += 1  # type: ignore[operator]
+
+    def rows(self, builder: RecordBuilder) -> Iterator[BadRow]:
+        """Yield a bad row for every folder that was not entered, and one for all files of a reason."""
+        yield from (builder.bad(f"folder {fault.detail}", fault) for fault in self.faults)
+        for reason, (count, path) in self.passed.items():
+            yield builder.bad("folder .", Fault(reason, _PASSED[reason].format(count, path)))
+
+
+def walk(folder: str, unread: Unread | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Walk the folders below `folder` in order; yield each with the sorted names of its files.
+
+    What `is_service` is left out, and counted if it is a folder or a medium. A folder that is a link is not entered, nor is one
+    that cannot be listed; their faults are added to `unread`, with paths relative to `folder`.
+    """
+    unread = unread or Unread()
+    failed: list[OSError] = []
+
+    def note_failures() -> None:
+        unread.faults += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
+        failed.clear()
+
+    for place, inside, names in os.walk(folder, onerror=failed.append):
+        note_failures()
+        for name in sorted(inside):
+            path = os.path.relpath(os.path.join(place, name), folder)
+            if is_service(name):
+                unread.add("hidden", path)
+            elif os.path.islink(os.path.join(place, name)):
+                unread.faults.append(Fault("linked_folder", path))
+        inside[:] = sorted(name for name in inside if not is_service(name))
+        for name in sorted(names):
+            if is_service(name) and name.lower().endswith(_MEDIA):
+                unread.add("hidden", os.path.relpath(os.path.join(place, name), folder))
+        yield place, sorted(name for name in names if not is_service(name))
+    note_failures()
+
+
+def pass_by(unread: Unread, builder: RecordBuilder, place: str, names: list[str], read: tuple[str, ...]) -> None:
+    """Count the files of a folder that end in none of `read`, RAW photographs apart, which only a camera's maker decodes."""
+    for name in names:
+        if not name.lower().endswith(read):
+            is_raw = builder.medium == "image" and name.lower().endswith(RAW_SUFFIXES)
+            path = os.path.relpath(os.path.join(place, name), builder.source.path)
+            unread.add("image_unknown_format" if is_raw else "not_read", path)
+
+
+def files_below(folder: str | Path, suffixes: tuple[str, ...], unread: Unread | None = None) -> Iterator[str]:
     """Yield the files of these suffixes by their paths in the folder; see `walk`."""
     for place, names in walk(str(folder), unread):
         for name in names:

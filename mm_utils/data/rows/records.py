@@ -6,6 +6,7 @@ clip or sound, all of which are files or bytes.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,13 +20,18 @@ from mm_utils.data.faults import Fault, excerpt, storable
 from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, Limits, is_url, read_file
-from mm_utils.data.rows.columns import SUFFIXES, is_null
+from mm_utils.data.rows.columns import SUFFIXES, is_null, texts_of
 from mm_utils.data.rows.downloads import download
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import check_row, open_lines, read_lines
 from mm_utils.text import one_line, redact
 
 IMAGE_SUFFIXES = SUFFIXES["image"]
+# A data: URI; what base64 makes of JPEG, PNG, GIF, WebP and WAV, BMP, TIFF; or a text of it that is longer than paths are.
+_ENCODED = re.compile(
+    r"data:[\w.+/-]*(?:;[\w=-]+)*;base64,|(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK)[A-Za-z0-9+/\s]{40,}={0,2}\s*$|"
+    r"(?=[^.]*$)[A-Za-z0-9+/\s]{400,}={0,2}\s*$"
+)
 _PARQUET_BATCH = 32  # rows of images that a process holds at a time
 
 
@@ -208,7 +214,9 @@ class RecordBuilder:
             raise Fault("medium_empty", f"the cell of the {self.medium} is empty")
         if self.medium == "clip" and isinstance(value, list):
             return self._frames(value, jail or self.jail, times)
-        written = value.get("path") if isinstance(value, dict) else value
+        written = value
+        if isinstance(value, dict) and {"bytes", "path"} & set(value):
+            written = value.get("path") or value.get("bytes")
         if self.safety.allow_download and str(written).lower().startswith(("http://", "https://")):
             return UrlImage(str(written)), storable(redact(str(written)))  # a signed one is a secret
         path = image_path(written, jail or self.jail)
@@ -240,6 +248,7 @@ class RecordBuilder:
         """Return the record of an image with its id, to which a cut is added."""
         ref, key = image
         split = self.source.split or split
+        captions = texts_of(captions)
         found = Record(self.source.name, storable(where), key, ref, captions, regions, split, negatives)
         found.group = group
         if self.medium != "image":
@@ -274,8 +283,13 @@ def image_path(value: Any, jail: Jail) -> str:
     """
     if is_null(value):
         raise Fault("image_empty", "the cell of the image is empty")
+    if isinstance(value, dict):
+        keys = ", ".join(map(str, list(value)[:4])) + (", ..." if len(value) > 4 else "")
+        raise Fault("object_cell", f"the cell is an object with the keys {keys}")
     if not isinstance(value, str):
         raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
+    if _ENCODED.match(value):
+        raise Fault("encoded_picture", f"the cell has {len(value):,} characters of base64, {value[:16]}...")
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)

@@ -25,6 +25,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.parquet import check_files
 from mm_utils.data.paths import Jail, is_url
+from mm_utils.data.rows.folders import is_service
 from mm_utils.data.rows.records import image_path
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
@@ -82,6 +83,8 @@ def open_builder(name: str, config: str | None, allow_outside: bool) -> DatasetB
     kind = type(builder).__module__.rpartition(".")[2]
     if folder.is_dir() and kind not in _BUILDERS:  # others follow links inside files, such as HDF5's
         raise Fault("image_unknown_format", f"it holds files of the kind {kind}; known are {', '.join(_BUILDERS)}")
+    for held in (builder.config.data_files or {}).values() if folder.is_dir() else ():
+        held[:] = [file for file in held if not any(map(is_service, os.path.relpath(file, folder).split(os.sep)))]
     files = [str(file) for each in (builder.config.data_files or {}).values() for file in each]
     for file in files:
         if folder.is_dir():

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from mm_utils.data.rows.columns import (
     BESIDE,
     BESIDE_TIME,
     SPLIT_NAMES,
+    SUFFIXES,
     Columns,
     captions_of,
     find_columns,
@@ -27,7 +29,7 @@ from mm_utils.data.rows.columns import (
     is_null,
     split_of,
 )
-from mm_utils.data.rows.folders import files_below, unread_rows
+from mm_utils.data.rows.folders import Unread, files_below, split_of_path, walk
 from mm_utils.data.rows.records import (
     ArrowImage,
     BadRow,
@@ -42,6 +44,7 @@ from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.text_files import BadLine, Rows, text_records
 from mm_utils.text import one_line
 
+METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _ROWS = 1000  # read at a time, without their images
 _KINDS = {Image: "image", Video: "clip", Audio: "sound"}
 
@@ -63,17 +66,30 @@ def read_text(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     return records_of(_text_table(path, builder, f".{source.format}"), builder)
 
 
-def read_metadata(source: Source, safety: PathArguments, files: dict[str | None, Path]) -> Iterator[Record | BadRow]:
-    """Read the metadata files of an image folder, each for a split or, below None, one for all.
+def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> Iterator[Record | BadRow]:
+    """Read the metadata files of an image folder and of the folders in it; count the images that they do not name.
 
-    One for all is divided by the first folder of the paths where that is named like a split.
+    The split of a row is that of the file's folder or of the folders in the image's path, where they are named like one.
     """
-    for split, path in files.items():
+    named = set[str]()
+    for path in files:
         check_own_file(path, source.path, safety.allow_outside_root, source.title)
+        split = split_of_path(os.path.relpath(path, source.path))
         builder = RecordBuilder(source, safety, path.parent, source.path)
         table = _parquet_table(path, builder) if path.suffix == ".parquet" else _text_table(path, builder)
         prefix = f"{path.parent.name}/{path.name}, " if len(files) > 1 else ""
-        yield from records_of(table, builder, prefix, split, by_folder=split is None)
+        for row in records_of(table, builder, prefix, split, by_folder=split is None):
+            if isinstance(row, Record):
+                named.update(frame.name for frame in getattr(row.image, "frames", (row.image,)))
+            yield row
+    unread = Unread()
+    for place, names in walk(source.path):
+        for name in names:
+            path = Path(os.path.abspath(os.path.join(place, name)))
+            is_other = name.lower() in METADATA_FILES and path not in map(Path.absolute, files)
+            if is_other or (name.lower().endswith(SUFFIXES[builder.medium]) and str(path) not in named):
+                unread.add("not_read", os.path.relpath(path, os.path.abspath(source.path)))
+    yield from unread.rows(builder)
 
 
 def read_parquet(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -84,12 +100,12 @@ def read_parquet(source: Source, safety: PathArguments) -> Iterator[Record | Bad
         yield from records_of(_parquet_table(path, builder), builder)
         return
     builder = RecordBuilder(source, safety, path)
-    unread: list[Fault] = []
-    for file in sorted(path / name for name in files_below(path, (".parquet",), unread)):
-        check_own_file(file, path, safety.allow_outside_root, source.title)
-        split = SPLIT_NAMES.get(file.name.replace(".", "-").split("-")[0].lower()) or SPLIT_NAMES.get(file.parent.name)
-        yield from records_of(_parquet_table(file, builder), builder, f"{file.relative_to(path)}, ", split)
-    yield from unread_rows(builder, unread)
+    unread = Unread()
+    for name in sorted(files_below(path, (".parquet",), unread)):
+        check_own_file(path / name, path, safety.allow_outside_root, source.title)
+        table = _parquet_table(path / name, builder)
+        yield from records_of(table, builder, f"{name}, ", split_of_path(name, by_words=True))
+    yield from unread.rows(builder)
 
 
 def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -181,8 +197,8 @@ def _record(
     if builder.source.split is None:
         if not is_null(values.get("split")):
             split = split_of(values["split"])
-        elif by_folder and key is not None:
-            split = SPLIT_NAMES.get(str(values[str(columns.image)]).split("/")[0].lower(), split)
+        elif by_folder and not os.path.isabs(written := str(values[str(columns.image)])):
+            split = split_of_path(written)
     beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
     cut = (time_of(values.get("start")), time_of(values.get("end")))
     group = values.get(columns.group) if columns.group else None

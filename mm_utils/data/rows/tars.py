@@ -6,7 +6,6 @@ An archive is untrusted input. Its members are read in memory and never extracte
 and Python pickles, which run code when they are read, set the whole sample aside.
 """
 
-import glob
 import os
 import tarfile
 from collections import deque
@@ -18,16 +17,15 @@ from typing import Any
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.images import MOST_BYTES
 from mm_utils.data.media.medium import MEDIA
-from mm_utils.data.paths import Limits, check_own_file, is_url, read_file, walk
+from mm_utils.data.paths import Limits, check_own_file, is_url, read_file
 from mm_utils.data.rows.class_folders import captions_of_class, class_names
 from mm_utils.data.rows.columns import (
     BESIDE,
-    SPLIT_NAMES,
     SUFFIXES,
     USUAL_NAMES,
     split_of,
 )
-from mm_utils.data.rows.folders import unread_rows
+from mm_utils.data.rows.folders import Unread, files_below, split_of_path, walk
 from mm_utils.data.rows.records import (
     BadRow,
     BytesImage,
@@ -83,10 +81,15 @@ class Sample:
     media: dict[str, MemberImage | BytesImage] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
     fault: Fault | None = None
+    names: list[str] = field(default_factory=list)
 
     def medium(self, kind: str) -> MemberImage | BytesImage | None:
         """Return the image, clip or sound; a video without a file of its sound is one, too."""
         return next((self.media[each] for each in MEDIA[kind].holders if each in self.media), None)
+
+    def lacks(self, what: str) -> Fault:
+        """Return the fault of a sample without something; it names what is there."""
+        return Fault("incomplete_sample", f"{self.key} has no {what} among its members ({', '.join(self.names[:6])})")
 
     def set_aside(self, reason: str, detail: str) -> None:
         """Record a fault; the first one stays."""
@@ -115,14 +118,13 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
     builder = RecordBuilder(replace(source, medium=medium), safety, ".")
     if is_folder:
-        unread: list[Fault] = []
+        unread = Unread()
         deque(walk(source.path, unread), maxlen=0)
-        yield from unread_rows(
-            builder, [fault for fault in unread if fault.reason != "linked_folder"]
-        )  # it is entered
+        yield from unread.rows(builder)
     for path in paths:
-        split = split_of_folder(path, source.path) if is_folder else None
-        shard = "/".join(filter(None, (split, os.path.splitext(os.path.basename(path))[0])))
+        name = os.path.relpath(path, source.path) if is_folder else os.path.basename(path)
+        split = split_of_path(name, by_words=True) if is_folder else None
+        shard = "/".join(filter(None, (split_of_path(name), os.path.splitext(os.path.basename(path))[0])))
         for sample in read_shard(path, MEDIA[medium].holders):
             where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
             try:
@@ -134,19 +136,13 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
 def shard_paths(source: Source) -> list[str]:
     """Return the shards of a folder, a file, or a pattern with ``*`` or ``{000..099}``."""
     if os.path.isdir(source.path):
-        paths = sorted(glob.glob(os.path.join(glob.escape(source.path), "**", "*.tar"), recursive=True))
+        paths = sorted(os.path.join(source.path, name) for name in files_below(source.path, (".tar",)))
     else:
         paths = files_of_pattern(source.path)
     missing = next((path for path in paths if not os.path.isfile(path)), None)
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
     return paths
-
-
-def split_of_folder(path: str, folder: str) -> str | None:
-    """Return the split that the first folder on the way from `folder` to a shard names."""
-    first, below, _ = os.path.relpath(path, folder).partition(os.sep)
-    return SPLIT_NAMES.get(first.lower()) if below else None
 
 
 def has_caption_a_line(folder: str) -> bool:
@@ -233,7 +229,7 @@ def read_samples(
                 yield current
             current, number = Sample(key), number + 1
             if key in keys:
-                current.set_aside("duplicate_id", f"the key {key} is in {path} twice")
+                current.set_aside("incomplete_sample", f"the key {key} comes in {path} again, after other samples")
             keys.add(key)
         if first is None or number >= first:
             _add(current, member, kinds, archive, path, in_memory=first is not None)
@@ -256,7 +252,10 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
             raise tarfile.ReadError("a header has a negative size")
         begin = member.offset
         stored = member.isreg() and not member.issparse()
-        if not member.isdir() and not os.path.basename(member.name).startswith("._"):  # macOS puts these beside files
+        *folders, name = member.name.split("/")
+        if (
+            not member.isdir() and not name.startswith("._") and "__MACOSX" not in folders
+        ):  # macOS puts these beside files
             yield member  # of the next sample, perhaps: then the one before is whole, although this one is cut
         if size is not None and stored and member.offset_data + member.size > size:
             raise tarfile.ReadError("the file ends inside a member")
@@ -293,6 +292,7 @@ def _add(
     in_memory: bool,
 ) -> None:
     name, (_, extension) = storable(member.name), _key(member.name)
+    sample.names.append(os.path.basename(name))
     media = [kind for kind in kinds if f".{extension}" in SUFFIXES[kind]]
     reason = _unsafe(member, extension)
     if reason is not None:
@@ -301,7 +301,7 @@ def _add(
         title = f"{path}, member {name}"
         new = [each for each in media if each not in sample.media]
         if any(found.name == title for found in sample.media.values()):
-            sample.set_aside("duplicate_id", f"{name} is there twice")
+            sample.set_aside("repeated_member", f"{name} is there twice")
         elif new and not in_memory:
             sample.media |= dict.fromkeys(new, MemberImage(title, path, member.offset_data, member.size))
         elif new and member.size > MOST_BYTES:
@@ -310,7 +310,7 @@ def _add(
             sample.media |= dict.fromkeys(new, BytesImage(title, _content(archive, member)))
     elif extension in _TEXTS:
         if extension in sample.texts:
-            sample.set_aside("duplicate_id", f"{name} is there twice")
+            sample.set_aside("repeated_member", f"{name} is there twice")
         elif member.size > _LONGEST_TEXT:
             sample.set_aside("malformed_row", f"{name} has {member.size:,} bytes")
         else:
@@ -357,7 +357,7 @@ def record_of_sample(
     elif builder.safety.allow_download and is_url(str(values.get("url"))):
         image, _ = builder.image(values["url"])
     else:
-        raise Fault("image_missing", f"{sample.key} has no {builder.medium} among its members")
+        raise sample.lacks(builder.medium)
     if values.get("split") is not None and not builder.source.split:
         split = split_of(values["split"])
     beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
@@ -385,5 +385,5 @@ def captions_of_sample(sample: Sample, values: dict[str, Any], source: Source, n
             raise Fault("unmatched_image", f"class {label} has no name; set classes= to a file of names")
         captions = captions_of_class(source, names.get(label, label), source.medium)
     else:
-        raise Fault("unmatched_image", f"{sample.key} has no caption among its members")
+        raise sample.lacks("caption")
     return captions if isinstance(captions, list) else [captions]

@@ -29,6 +29,7 @@ def write_image_folder(corpus: Corpus) -> None:
         lines.append(str(fill(row.text, caption, {"number": str(number)})))
         corpus.expect("imagefolder", row, f"line {len(lines)}", number)
     (folder / "metadata.jsonl").write_text("\n".join(lines))
+    corpus.pass_by("imagefolder", "pictures that no row names", "not_read")
 
 
 def write_caption_files(corpus: Corpus) -> None:
@@ -73,6 +74,12 @@ def write_classes(corpus: Corpus) -> None:
     corpus.lose("classes", "a dangling link in a class", "file dog/gone.png", "image_missing")
     draw(next(corpus.numbers)).save(folder / "stray.png")
     corpus.lose("classes", "an image of no class", f"folder {folder}", "unmatched_image")
+    for place in (".ipynb_checkpoints", "@eaDir", "dog/__MACOSX"):
+        (folder / place).mkdir()
+        draw(next(corpus.numbers)).save(folder / place / "copy.png")
+    (folder / "dog" / "notes.md").write_text("not a picture")
+    corpus.pass_by("classes", "hidden folders and those of programs", "hidden")
+    corpus.pass_by("classes", "a file that is no picture", "not_read")
 
 
 # -- annotations --------------------------------------------------------------------------------------------------------
@@ -149,10 +156,10 @@ _IMAGE, _TEXT = ("{key}.png", None), ("{key}.txt", b"{caption}")
 SAMPLES: list[tuple[str, str, list[Member]]] = [
     ("a sample with a pickle", "unsafe_member", [_IMAGE, _TEXT, ("{key}.pkl", b"cos\nsystem\n")]),
     ("a sample with a weights file", "unsafe_member", [_IMAGE, _TEXT, ("{key}.features.pth", b"PK\3\4")]),
-    ("a sample without an image", "image_missing", [_TEXT]),
-    ("a sample without a caption", "unmatched_image", [_IMAGE]),
-    ("a sample whose image is there twice", "duplicate_id", [_IMAGE, _IMAGE, _TEXT]),
-    ("a sample whose caption is there twice", "duplicate_id", [_IMAGE, _TEXT, _TEXT]),
+    ("a sample without an image", "incomplete_sample", [_TEXT]),
+    ("a sample without a caption", "incomplete_sample", [_IMAGE]),
+    ("a sample whose image is there twice", "repeated_member", [_IMAGE, _IMAGE, _TEXT]),
+    ("a sample whose caption is there twice", "repeated_member", [_IMAGE, _TEXT, _TEXT]),
     ("a sample of Latin-1", "bad_encoding", [_IMAGE, ("{key}.txt", b"caf\xe9")]),
     ("a sample of cut JSON", "malformed_row", [_IMAGE, ("{key}.json", b'{"caption": "a d')]),
     ("a sample of a JSON list", "not_an_object", [_IMAGE, ("{key}.json", b'["a dog"]')]),
@@ -182,10 +189,10 @@ def write_shards(corpus: Corpus) -> None:
         # One key in two archives: neither half has what it needs.
         number, picture, caption = corpus.new()
         add_member(archive, f"{number}.png", png(picture))
-        corpus.lose("shards", "the first half of a sample", f"000.tar, member {number}", "unmatched_image")
+        corpus.lose("shards", "the first half of a sample", f"000.tar, member {number}", "incomplete_sample")
     with tarfile.open(folder / "001.tar", "w") as archive:
         add_member(archive, f"{number}.txt", caption.encode())
-        corpus.lose("shards", "the second half of a sample", f"001.tar, member {number}", "image_missing")
+        corpus.lose("shards", "the second half of a sample", f"001.tar, member {number}", "incomplete_sample")
         _add_sample(corpus, archive)
         _add_sample(corpus, archive, cut=True)
     whole = (folder / "001.tar").read_bytes().rstrip(b"\0")
@@ -231,4 +238,4 @@ def _add_hostile_members(corpus: Corpus, archive: tarfile.TarFile) -> None:
     _, picture, _ = corpus.new()
     add_member(archive, f"{number}.png", png(picture))
     add_member(archive, f"{number}.txt", b"a dog")
-    corpus.lose("shards", "a key again, further on", f"000.tar, member {number}", "duplicate_id")
+    corpus.lose("shards", "a key again, further on", f"000.tar, member {number}", "incomplete_sample")

@@ -113,10 +113,13 @@ CAPTIONS = [
         _caption(f"that reads {name}", name, "caption_is_file_name")
         for name in ("IMG_20190812_101112.jpg", "DSC00012", "https://example.org/a?b=c", "C:\\Users\\me\\dog.png")
     ),
-    *(
-        _caption(f"that reads {name}", name, "caption_of_camera")
-        for name in ("OLYMPUS DIGITAL CAMERA", "SONY DSC", "Exif_JPEG_PICTURE")
-    ),
+    _caption("that is a list in Python's form", "['{caption}', 'IMG_1234.jpg']", "caption_is_file_name", "{caption}"),
+    _caption("that is a list in NumPy's form", "['{caption}'\n 'IMG_1234.jpg']", "caption_is_file_name", "{caption}"),
+    _caption("that is a list in JSON's form", '["{caption}", null]', "caption_null", "{caption}"),
+    _caption("that is half a list", "['{caption}', 'a]", "caption_list"),
+    _kept("with entities of HTML", "{caption} &amp; more", "caption_markup", kept="{caption} &amp; more"),
+    _kept("with tags", "<p>{caption}</p>", "caption_markup", kept="<p>{caption}</p>"),
+    _kept("that was decoded twice", "{caption} caf\u00c3\u00a9", "caption_mojibake", kept="{caption} caf\u00c3\u00a9"),
     _caption("list of which none is left", [None, ""], "caption_null caption_empty"),
     _caption("list of which some are left", ["{caption}", None, 7], "caption_null caption_not_text", "{caption}"),
     _caption("list with a file name", ["a.jpg", "{caption}"], "caption_is_file_name", "{caption}"),
@@ -171,6 +174,8 @@ PATHS = [
     _path("that is a number", 7, "bad_path"),
     _path("that is a list", ["{image}"], "bad_path"),
     _path("that is true", True, "bad_path"),
+    _path("that is an object", {"file": "{image}"}, "object_cell"),
+    _path("that is a picture as base64", "/9j/4AAQSkZJRgABAQAAAQABAAD" + "2wBD" * 10, "encoded_picture"),
     _path("with a name of 300 letters", "a" * 300 + ".png", "path_too_long"),
     _path("of 5,000 letters", "a/" * 2500 + "b.png", "path_too_long"),
     _path("that is null", None, "image_empty"),
@@ -182,7 +187,7 @@ PATHS = [
         for scheme in ("file:", "zip:", "s3:", "ftp:", "hf:", "memory:")
     ),
     _path("that starts a program", "pipe:cat secret.png", "url_not_allowed"),
-    _path("that holds the data", "data:image/png;base64,AAAA", "url_not_allowed"),
+    _path("that holds the data", "data:image/png;base64,AAAA", "encoded_picture"),
     *(
         _path(f"to {host}", f"http://{host}/a.png", "private_address")
         for host in (

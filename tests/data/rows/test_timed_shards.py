@@ -39,8 +39,8 @@ def gif(*colours: str) -> bytes:
 def test_the_members_say_the_medium(suffix: str, medium: str, tmp_path: Path) -> None:
     [record], bad = read(write_tar(tmp_path / "s.tar", [("0.txt", b"alone"), *pair("1", suffix)]))
     assert (record.medium, record.id, record.captions) == (medium, "s/1", ["caption of 1"])
-    assert (record.image.read(Limits()), reasons(bad)) == (b"medium", [("s.tar, member 0", "image_missing")])
-    assert bad[0].fault.detail == f"0 has no {medium} among its members"
+    assert (record.image.read(Limits()), reasons(bad)) == (b"medium", [("s.tar, member 0", "incomplete_sample")])
+    assert bad[0].fault.detail == f"0 has no {medium} among its members (0.txt)"
 
 
 def test_samples_of_two_kinds_are_a_question(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_samples_of_two_kinds_are_a_question(tmp_path: Path) -> None:
     found = {medium: read(path, medium=medium) for medium in ("image", "clip", "sound")}
     contents = {medium: [each.image.read(Limits()) for each in good] for medium, (good, _) in found.items()}
     assert contents == {"image": [b"picture"], "clip": [b"video"] * 2, "sound": [b"video", b"sound"]}
-    assert [reasons(bad) for _, bad in found.values()] == [[("s.tar, member 1", "image_missing")], [], []]
+    assert [reasons(bad) for _, bad in found.values()] == [[("s.tar, member 1", "incomplete_sample")], [], []]
     [record], _ = read(write_tar(tmp_path / "g.tar", pair("0", "gif")), medium="clip")
     assert record.medium == "clip"
 
@@ -112,13 +112,13 @@ def test_faults_are_set_aside_with_their_place(tmp_path: Path) -> None:
     faults = [json.loads(line) for line in (output / "quarantine.jsonl").read_text().splitlines()]
     assert Counter((fault["where"], fault["reason"]) for fault in faults) == Counter(
         [
-            ("a.tar, member uncaptioned", "unmatched_image"),
+            ("a.tar, member uncaptioned", "incomplete_sample"),
             ("a.tar, member cut", "medium_truncated"),
             ("a.tar, member text", "medium_unknown_format"),
             ("a.tar, member part", "span_reversed"),
             ("a.tar, member moment", "span_outside"),
             ("a.tar, member deep", "too_nested"),
-            ("a.tar, member vocal", "image_missing"),
+            ("a.tar, member vocal", "incomplete_sample"),
             ("b.tar", "truncated_archive"),
         ]
     )

@@ -58,8 +58,8 @@ def test_captions_come_from_text_then_json_then_the_class(tmp_path: Path) -> Non
     ]
     assert (good[0].split, good[0].regions, good[0].negatives) == ("validation", [1], ["x"])
     assert [(row.where[-1], row.fault.reason) for row in bad] == [
-        ("3", "unmatched_image"),
-        ("4", "image_missing"),
+        ("3", "incomplete_sample"),
+        ("4", "incomplete_sample"),
         ("5", "duplicate_key"),
         ("6", "bad_encoding"),
     ]
@@ -71,7 +71,7 @@ def test_keys_are_joined_within_one_shard_only(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "s-{00..01}.tar", tmp_path / "s-*.tar"):
         good, bad = read(place)
         assert {record.id: record.captions for record in good} == {"s-00/a": ["caption of a"], "s-01/a": ["another a"]}
-        assert [row.fault.reason for row in bad] == ["unmatched_image", "image_missing"]
+        assert [row.fault.reason for row in bad] == ["incomplete_sample", "incomplete_sample"]
     with pytest.raises(ValueError, match=r"there is no .*s-02\.tar"):
         read(tmp_path / "s-{00..02}.tar")
 
@@ -88,7 +88,7 @@ def test_an_address_in_json_stands_for_an_image_where_downloads_are_allowed(tmp_
     rows = [{"url": "https://a.example/b.jpg", "caption": "a"}, {"url": "local.jpg", "caption": "b"}]
     members = [(f"{at}.json", json.dumps(row).encode()) for at, row in enumerate(rows)]
     path = write_tar(tmp_path / "s.tar", members)
-    assert [row.fault.reason for row in read(path)[1]] == ["image_missing", "image_missing"]
+    assert [row.fault.reason for row in read(path)[1]] == ["incomplete_sample", "incomplete_sample"]
     items = list(read_source(Source(path), PathArguments(allow_download=True)))
     assert [type(item) for item in items] == [Record, BadRow]
     assert isinstance(items[0], Record)
@@ -139,8 +139,8 @@ def test_a_folder_that_cannot_be_listed_is_a_bad_row(tmp_path: Path, monkeypatch
     check_closed(SHARDS, "webdataset", tmp_path, monkeypatch)
 
 
-def test_a_linked_folder_is_entered(tmp_path: Path) -> None:
-    check_linked(SHARDS, "webdataset", tmp_path, entered=True)
+def test_a_linked_folder_is_a_bad_row(tmp_path: Path) -> None:
+    check_linked(SHARDS, "webdataset", tmp_path)
 
 
 def samples(*keys: str) -> list[tuple[str, bytes]]:

@@ -137,7 +137,7 @@ CAPTIONS = [
     ),
     _kept("with a special token", "{caption} [PAD] </s>", "caption_special_token"),
     _kept("with a template's marks", "{caption} {} %s ${x}"),
-    _kept("with markup", "{caption} <b>&amp;</b> | [x](javascript:1)"),
+    _kept("with markup", "{caption} <b>&amp;</b> | [x](javascript:1)", "caption_markup"),
     _kept("like a formula", "=cmd|' /C calc'!A0 {caption}"),
     _kept("in decomposed letters", "{caption} cafe\u0301", "caption_composed", kept="{caption} caf\u00e9"),
     _kept("from right to left", "{caption} \u202e\u05d0\u05d1\u202c"),

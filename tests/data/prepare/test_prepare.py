@@ -189,7 +189,6 @@ USELESS = {
     "caption_empty": ("", " \t\r\n\u00a0\u3000", "\u200b\u200d\u2060\ufeff", "\u2800\u3164", "\x00\x1b[0m\x7f", "...",
                       "\u0301" * 5, "\ud800"),
     "caption_nan": ("nan", "NaN", "None", " null.", "N/A", "#N/A", "<NA>", "(null)", "[object Object]"),
-    "caption_of_camera": ("OLYMPUS DIGITAL CAMERA",),
     "caption_is_file_name": (
         *("IMG_1234.jpg", "IMG_1234", "img-20200101-WA0001", "DSC00012", "DSCN0001 (2)", "P1010001", "photo.png"),
         *("PXL_20210101_123456789", "my photo.png", "images/cats/001.jpeg", "/home/me/my cat on the mat.jpg"),

@@ -12,6 +12,7 @@ import pytest
 from mm_utils import files
 from mm_utils.files import replace_folder, restore_folder
 from mm_utils.stored import key_of, open_rows, place_of, stamp, stored, stored_value, version_of
+from tests.kit.processes import wait_until
 
 KEY = key_of("settings", 1)
 
@@ -76,7 +77,7 @@ def test_of_several_processes_one_works_and_a_killed_one_holds_nobody_up(own_cac
 
     def child() -> int:
         if not (number := os.fork()):
-            signal.alarm(30)
+            signal.alarm(120)
             try:
                 stored("things", KEY, slowly)
             finally:
@@ -84,8 +85,7 @@ def test_of_several_processes_one_works_and_a_killed_one_holds_nobody_up(own_cac
         return number
 
     first = child()
-    while not list(tmp_path.glob("made by *")):
-        time.sleep(0.01)
+    assert wait_until(lambda: bool(list(tmp_path.glob("made by *"))))
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
     (tmp_path / "killed").touch()

@@ -412,6 +412,3 @@ def test_no_pickle_in_a_run_is_read_when_it_goes_on(canary: Canary, tmp_path: Pa
     pretrain([*flags, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
     load_model(str(output))
     assert os.listdir(output)
-
-
-# -- time ---------------------------------------------------------------------------------------------------------------

@@ -168,6 +168,3 @@ def test_the_loss_is_half_pointing_and_half_covering() -> None:
     assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
     alone, _ = RegionPointing().part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
     assert alone < loss
-
-
-# -- the picture --------------------------------------------------------------------------------------------------------

@@ -65,12 +65,6 @@ def processes_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def ranks_here() -> range:
-    """Return the ranks of the processes on this machine."""
-    first = rank() - int(os.environ.get("LOCAL_RANK", "0"))
-    return range(first, first + processes_here())
-
-
 def cores_per_process() -> int:
     """Return this process's share of the machine's cores."""
     return available_cores() // processes_here()

@@ -231,7 +231,8 @@ def test_a_term_of_ones_own_is_what_it_says() -> None:
             torch.testing.assert_close(found["gradients"][f"model.{name}"], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_masked_lm_is_the_cross_entropy_of_what_it_masks() -> None:
+def test_masked_lm_is_the_cross_entropy_of_what_it_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mm_utils.objectives.masked_language.PROBABILITY", 0.4)
     objective, batch = tiny_objective("masked_lm"), global_batch()
     model, term = objective.model, next(t for t in objective.weights if isinstance(t, MaskedLanguageModelling))
     shared = gather_batch(*(objective.encode(batch).embeds[name] for name in ("image", "text")), batch["ids"])
@@ -263,7 +264,7 @@ def test_masks_follow_the_step() -> None:
     shared = gather_batch(torch.ones(400, 2), torch.ones(400, 2), batch["ids"])
 
     def asked(step: int) -> Tensor:
-        term = MaskedLanguageModelling(tokenizer, 0, 0.15)
+        term = MaskedLanguageModelling(tokenizer, 0)
         return term.plan(batch, shared, torch.tensor(1.0), step).is_target
 
     first = asked(0)

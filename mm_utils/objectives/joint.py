@@ -54,13 +54,11 @@ class Objective(nn.Module):
             equally often, as with FSDP.
         row_ids: the name of the ids of a batch's rows, from which dropout by row draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
-        resting: the weights that `train_part` excludes.
     """
 
     groups_texts = True
     row_ids = "ids"
     pairs_per_image = 0
-    resting: Sequence[nn.Parameter] = ()
 
     def __init__(self, model: FusionDualEncoderModel, seed: int = 0, added: frozenset[str] = frozenset()):
         super().__init__()
@@ -81,6 +79,13 @@ class Objective(nn.Module):
         """True if a term reads intermediate levels of the vision tower."""
         return self.reads_pairs
 
+    @property
+    def resting(self) -> list[nn.Parameter]:
+        """The weights that `train_part` excludes, as they are now: FSDP2 has others during a pass than before and after it."""
+        others = [name for part, names in PARTS.items() if self.trained_part not in (None, part) for name in names]
+        modules = [module for name in others if (module := getattr(self.model, name)) is not None]
+        return [weight for module in modules for weight in module.parameters() if weight.requires_grad]
+
     def train_part(self, part: str | None, is_awaited: bool = False) -> None:
         """Let the next steps train one of `PARTS`, or all with None. Encoders that rest compute no gradient.
 
@@ -89,9 +94,6 @@ class Objective(nn.Module):
         if (part, is_awaited) == (self.trained_part, self._is_awaited):
             return
         self.trained_part, self._is_awaited = part, is_awaited
-        others = [name for other, names in PARTS.items() if part not in (None, other) for name in names]
-        modules = [module for name in others if (module := getattr(self.model, name)) is not None]
-        self.resting = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
         for encoder in (self.model.vision_model, self.model.text_model):
             vars(encoder).pop("forward", None)
             if part == "head":

@@ -193,7 +193,7 @@ def test_memory_that_runs_out_for_good(tmp_path: Path, parts: str | None, place:
     ended = start(2, run, Fault(FULL, place, STRUCK, 1, times=99))
     assert ended.statuses == [1, 1], ended.text
     assert told in ended.texts[1]
-    assert ended.text.count("Traceback") == (place == "optimizer")
+    assert "Traceback" not in ended.text
     assert "process 1 failed" in ended.errors(0)[0]
 
 

@@ -6,7 +6,7 @@ import re
 import shlex
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed, arg
-from mm_utils.checkpointing.files import CONFIG_FILE, size_of
+from mm_utils.checkpointing.files import CONFIG_FILE, checkpoint_folders, checkpoint_path, size_of
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
 
+STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 _START_TIMEOUT = 30.0  # seconds that the start of training waits for the Hub
 _TIMEOUT = 600.0  # seconds that the end waits, and as long as the bytes take at 1 MB/s
 # Files about this machine and its paths; the card has the settings, the command and the versions.
@@ -53,8 +54,17 @@ class HubArguments:
         "Licence of the weights, for the model card: an identifier of the Hub, such as apache-2.0, cc-by-4.0 or other.",
         decides="report",
     )
+    hub_strategy: str = arg(
+        "end",
+        "end: push once, at the end; every_save: the model at every save; checkpoint: and the newest checkpoint as "
+        "last-checkpoint; all_checkpoints: and every checkpoint under its own name.",
+        choices=list(STRATEGIES),
+        decides="report",
+    )
 
     def __post_init__(self) -> None:
+        if self.hub_strategy not in STRATEGIES:
+            raise ValueError(f"--hub_strategy is {self.hub_strategy!r}; unknown. Choose from {', '.join(STRATEGIES)}.")
         check_repository("--hub_model_id", self.hub_model_id, self.license)
 
 
@@ -164,14 +174,15 @@ class Repository:
 
 
 class HubPusher(RunCallback):
-    """Push the model at the end, on the main process."""
+    """Push at saves and at the end as `--hub_strategy` says, on the main process."""
 
     arguments = HubArguments
     flag = "push_to_hub"
-    reads = "hub_model_id hub_private_repo"
+    reads = "hub_model_id hub_private_repo hub_strategy"
 
     def __init__(self, args: HubArguments):
         self.args = args
+        self._pushes: dict[Future[str | None], Path] = {}
 
     @classmethod
     def attach(cls, given: Parsed) -> "HubPusher":
@@ -194,6 +205,17 @@ class HubPusher(RunCallback):
             text = "the Hub repository is %s; it cannot be opened: %s. Training goes on and the push is tried again later; "
             logger.warning(text + "check `hf auth whoami`", self.repository.name, error)
 
+    def on_save(
+        self, args: Any, state: TrainerState, control: TrainerControl, checkpoint: Path | None = None, **kwargs: Any
+    ) -> None:
+        """Push `checkpoint` in the background, unless the push before it is still in progress."""
+        if not state.is_world_process_zero or self.args.hub_strategy == "end" or not self._settle():
+            return
+        checkpoint = checkpoint or checkpoint_path(args.output_dir, state.global_step)
+        model = self.repository.push(checkpoint, commit_message=checkpoint.name, ignore_patterns=list(_RESUME_STATE))
+        self._pushes[model] = checkpoint
+        self._push_state(checkpoint)
+
     def on_finish(self, run: Any) -> None:
         """Set the card's repository, whose namespace is known by now."""
         run.run.repository = self.repository.name
@@ -206,12 +228,34 @@ class HubPusher(RunCallback):
             run.published.append(f"pushed to {self.repository.name}")
 
     def push_model(self) -> bool:
-        """Push the output folder; return whether all of it is on the Hub."""
+        """Push the output folder as the final model, and the last checkpoint; return whether all of it is on the Hub."""
         left_out = (*_UNFINISHED, *_OF_MACHINE)
+        self._settle(_TIMEOUT)
         model = self.repository.push(
             self.output_dir, commit_message="End of training", ignore_patterns=[*left_out, *_RESUME_STATE]
         )
-        return self.repository.succeeded(model, self.output_dir, left_out)
+        for checkpoint in checkpoint_folders(self.output_dir)[-1:]:
+            self._push_state(checkpoint)
+        is_there = self.repository.succeeded(model, self.output_dir, left_out)
+        self._settle(_TIMEOUT)
+        return is_there
+
+    def _push_state(self, checkpoint: Path) -> None:
+        """Push all of a checkpoint, if `--hub_strategy` asks for it, in the place of what it replaces."""
+        places = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}
+        if place := places.get(self.args.hub_strategy):
+            message = f"{checkpoint.name}, to resume"
+            push = self.repository.push(checkpoint, path_in_repo=place, commit_message=message, delete_patterns="*")
+            self._pushes[push] = checkpoint
+
+    def _settle(self, timeout: float = 0.0) -> bool:
+        """Name the pushes of checkpoints that failed; return whether all are done, at most `timeout` seconds later."""
+        _, waiting = wait(self._pushes, timeout)
+        for push in self._pushes.keys() - waiting:
+            checkpoint = self._pushes.pop(push)
+            if error := push.result():
+                logger.warning("the push of %s to %s failed: %s", checkpoint.name, self.repository.name, error)
+        return not waiting
 
 
 def push_data_set(folder: str, args: DatasetHubArguments) -> bool:

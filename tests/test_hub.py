@@ -45,6 +45,11 @@ def pusher(run_dir: Path, **arguments: str | bool) -> HubPusher:
     return hub
 
 
+def save(hub: HubPusher, is_main: bool = True) -> None:
+    state = TrainerState(is_world_process_zero=is_main)
+    hub.on_save(None, state, TrainerControl(), checkpoint=hub.output_dir / "checkpoint-10")
+
+
 def test_a_push_uploads_exact_bytes_and_nothing_unfinished(server: HubServer, run_dir: Path) -> None:
     hub = pusher(run_dir)
     hub.on_train_begin(None, TrainerState(), TrainerControl())
@@ -54,6 +59,27 @@ def test_a_push_uploads_exact_bytes_and_nothing_unfinished(server: HubServer, ru
     for path in ROOT:
         assert server.sha256("tester/my-run", path) == hashlib.sha256((run_dir / path).read_bytes()).hexdigest()
     assert not server.private["tester/my-run"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    [("every_save", None), ("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-10")],
+)
+def test_strategies(server: HubServer, run_dir: Path, strategy: str, place: str | None) -> None:
+    save(pusher(run_dir, hub_strategy=strategy), is_main=False)
+    save(pusher(run_dir))  # at the end alone
+    assert server.requests == []
+    hub = pusher(run_dir, hub_strategy=strategy)
+    server.upload_may_end.clear()
+    save(hub)
+    assert server.commits == [], "training must not wait for the upload"
+    server.upload_may_end.set()
+    assert hub._settle(60)
+    assert server.repos["tester/my-run"]["model.safetensors"] == b"weights of step 10"
+    assert hub.push_model()
+    checkpoint = {f"{place}/model.safetensors", f"{place}/optimizer.safetensors"} if place else set()
+    assert set(server.repos["tester/my-run"]) == ROOT | checkpoint
+    assert server.repos["tester/my-run"]["model.safetensors"] == b"final weights"
 
 
 @pytest.mark.parametrize("status", [401, 403, CUT])
@@ -75,10 +101,10 @@ def test_a_run_survives_pushes_that_fail(
     ]
     small += ["--dataloader_num_workers", "0"]
     flags = ["--train_file", str(write_corpus(tmp_path / "few")), *small, "--save_steps", "1", "--max_steps", "2"]
-    push = ["--push_to_hub", "--hub_model_id", "tester/run"]
+    push = ["--push_to_hub", "--hub_model_id", "tester/run", "--hub_strategy", "every_save"]
     pretrain.main([*flags, *push, "--output_dir", str(tmp_path / "out")])
-    assert "the push to tester/run failed" in caplog.text or status == CUT
-    assert (tmp_path / "out/model.safetensors").is_file()
+    assert "the push of checkpoint-1 to tester/run failed" in caplog.text or status == CUT
+    assert server.repos["tester/run"]["model.safetensors"] == (tmp_path / "out/model.safetensors").read_bytes()
 
 
 def test_a_bad_token_and_silence_are_named_and_the_printed_command_pushes_later(

@@ -90,7 +90,7 @@ def test_a_run_leaves_no_secret_in_any_byte(
     address = f"https://someone:{PASSWORD}@example.org/pairs.jsonl"  # to the file system, a path like any other
     write_corpus(Path(address).parent)
     Path("given.yaml").write_text(yaml.safe_dump({"hub_model_id": "tester/run", "train_file": address}))
-    flags = [*tiny_flags[2:], "--max_steps", "2", "--save_steps", "1", "--push_to_hub"]
+    flags = [*tiny_flags[2:], "--max_steps", "2", "--save_steps", "1", "--push_to_hub", "--hub_strategy", "checkpoint"]
     words = [*flags, "--config", "given.yaml", "--report_to", "wandb", "--output_dir", "out"]
     monkeypatch.setattr(sys, "argv", ["scripts/pretrain.py", *words, "--train_file", address, "--hub_token", TYPED])
     with own_log() as log:
@@ -106,13 +106,15 @@ def test_a_pushed_run_names_no_folder_of_this_machine(
 ) -> None:
     clip = write_stock(tmp_path / "clip", "clip")
     towers = ["--vision_model_name_or_path", clip, "--text_model_name_or_path", clip, "--save_steps", "2"]
-    push = ["--eval_steps", "2", "--push_to_hub", "--hub_model_id", "tester/run"]
+    push = ["--eval_steps", "2", "--push_to_hub", "--hub_strategy", "checkpoint", "--hub_model_id", "tester/run"]
     given = [*tiny_flags[:2], *tiny_flags[4:], *towers, *push]
     pretrain.main(
         [*given, "--train_file", str(write_corpus(tmp_path / "data")), "--output_dir", str(tmp_path / "out")]
     )
     pushed = server.repos["tester/run"]
-    assert {"README.md", "config.json", "dual_encoder/config.json"} <= set(pushed)
+    assert {"README.md", "config.json", "dual_encoder/config.json", "last-checkpoint/trainer_state.json"} <= set(
+        pushed
+    )
     assert [name for name, content in pushed.items() if str(tmp_path).encode() in content] == []
 
 

@@ -54,9 +54,8 @@ def build_model(
     """
     model = (_whole_model if args.model_name_or_path else _joined)(args, tokenizer, medium)
     if tokenizer is not None:
-        check_words(
-            "The text encoder reads other words", tokenizer, model.text_model.get_input_embeddings().num_embeddings
-        )
+        words: Any = model.text_model.get_input_embeddings()
+        check_words("The text encoder reads other words", tokenizer, words.num_embeddings)
     switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
         if frozen:

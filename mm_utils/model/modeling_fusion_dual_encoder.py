@@ -1147,7 +1147,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         Raises:
             ValueError: if weights are missing, in whose place transformers would put random ones.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
         # A classifier may start from a model without one.
         new = () if cls.__name__ in (model.config.architectures or ()) else "classifier."
         for kind in ("unexpected", "missing"):

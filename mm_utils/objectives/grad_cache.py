@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -149,7 +149,8 @@ class _CachedStep:
 
     def __init__(self, accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int):
         self.accelerator, self.wrapped, self.step = accelerator, objective, step
-        self.objective: Any = objective.module if isinstance(objective, DistributedDataParallel) else objective
+        unwrapped = objective.module if isinstance(objective, DistributedDataParallel) else objective
+        self.objective = cast(Any, unwrapped)
         self.cuts, rows = cuts(len(batch["lengths"]), micro_batch_size), len(batch["lengths"])
         # FSDP gathers weights in every pass and averages gradients in the last: its ranks run in lockstep.
         self.sharded = accelerator.distributed_type == DistributedType.FSDP

@@ -83,9 +83,9 @@ def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: RollCa
     """Gather all ranks' embeddings, in at least fp32, and ids, perhaps of a roll call."""
     roll = roll or RollCall(ids_n2)
     wide = torch.promote_types(image_nE.dtype, torch.float32)
-    both_N2E = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), roll.sizes)
+    image_NE, text_NE = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), roll.sizes).unbind(1)
     offset, shared = sum(roll.sizes[: distributed.rank()]), bool(roll.shared_ids.tolist())
-    return GlobalBatch(*both_N2E.unbind(1), roll.ids_N2, roll.sizes, offset, shared, roll.longest)
+    return GlobalBatch(image_NE, text_NE, roll.ids_N2, roll.sizes, offset, shared, roll.longest)
 
 
 def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:

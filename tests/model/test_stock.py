@@ -132,6 +132,7 @@ def test_every_trained_parameter_gets_a_gradient(folder, kind, objective, tmp_pa
     batch = {
         "ids": places[:, None].expand(3, 2), "pixel_values": processor(images=noise(), return_tensors="pt").pixel_values, "input_ids": ids,
         "attention_mask": mask, "image_keys": places, "caption_keys": places,
+        "lengths": mask.sum(1).tolist(),
     }  # fmt: skip
     trained.train()(batch, 1)["loss"].backward()
     lacking = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]

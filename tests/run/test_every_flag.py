@@ -51,7 +51,7 @@ RULES = [
     ("--eval_steps 0", "metric_for_best_model=loss", "--eval_steps 2"),
     ("--save_steps 0 --eval_steps 0", "save_total_limit=4", "--save_steps 2"),
     ("--train_file web-{0..1}.tar", "image_root=. allow_outside_root=true", "--train_file pairs.csv"),
-    ("", "hub_model_id=a/b hub_private_repo=true", "--push_to_hub"),
+    ("", "hub_model_id=a/b hub_private_repo=true hub_strategy=every_save", "--push_to_hub"),
     (f"{TOWERS} --freeze_vision --cache_features", "min_crop_area=0.5 horizontal_flip=true", TOWERS),
 ]
 
@@ -117,7 +117,7 @@ OTHERS = {
     "validation_file": "x.jsonl", "test_file": "x.jsonl", "medium": "sound", "fusion_taps": "-1", "image_root": ".",
     "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8",
-    "micro_batch_size": "2", "vision_device": "cpu", "text_device": "cpu", "rank_shares": "1", "license": "mit",
+    "micro_batch_size": "2", "vision_device": "cpu", "text_device": "cpu", "rank_shares": "1", "hub_strategy": "every_save", "license": "mit",
     "report_to": "none", "dataloader_num_workers": "1", "class_weights": "balanced",
     "classifier_inputs": "image", "max_steps": "3", "hub_model_id": "a/b",
 }  # fmt: skip

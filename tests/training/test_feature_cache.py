@@ -71,7 +71,7 @@ def frozen(
 
 
 def loaders(workers: int = 0, size: int = SIZE, mean: float = 0.5, std: float = 0.2) -> Loaders:
-    arguments = LoaderArguments(16, 1, 0.5, dataloader_num_workers=str(workers))
+    arguments = LoaderArguments(16, 1, dataloader_num_workers=str(workers))
     return Loaders(arguments, Accelerator().device, 0, media.Image(size, (mean, 0.4, 0.3), (std, 0.3, 0.4)))
 
 

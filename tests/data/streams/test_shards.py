@@ -248,7 +248,7 @@ def test_a_sample_of_a_tar_is_read_by_the_rules_of_preparing(tmp_path: Path, mon
     assert isinstance(plain, dict)
     assert isinstance(both, dict)
     assert (plain["id"], plain["captions"], both["captions"]) == ("5", ["of txt"], ["of json", "zweite"])
-    reasons = ("bad_encoding", "unsafe_member", "image_missing", "too_nested", "too_many_bytes")
+    reasons = ("bad_encoding", "unsafe_member", "incomplete_sample", "too_nested", "too_many_bytes")
     for number, (row, reason) in enumerate(zip(bad, reasons, strict=True), 2):
         assert str(row).startswith(f"shard {path}, row {number}: {reason}")
     assert list(read_rows(path, 1, source)) == [both, *bad]

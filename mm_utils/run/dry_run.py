@@ -30,6 +30,7 @@ from mm_utils.checkpointing.files import find_checkpoint, size_of
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
 from mm_utils.reliability import failures
+from mm_utils.run import finish
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.commands import own_command
 from mm_utils.run.output_folder import holds_run, misplaced
@@ -98,7 +99,7 @@ def _scratch_folder(scratch: Path) -> Iterator[None]:
         if os.environ.get("RANK", "0") == "0":
             shutil.rmtree(scratch, ignore_errors=True)
 
-    summary = logging.getLogger("mm_utils.run.finish")
+    summary = finish.logger
     remove()
     failures.at_stop(remove)
     summary.disabled = True

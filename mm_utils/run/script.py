@@ -21,7 +21,7 @@ from mm_utils.files import errno_of
 from mm_utils.reliability import failures
 from mm_utils.text import SafeFormatter, one_line, printable, redact
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMEDIES = dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Change its permissions, or give another folder")
 _REMEDIES |= dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Give a folder, or the name of a new one")
 

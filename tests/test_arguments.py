@@ -163,6 +163,7 @@ def test_mistakes_on_the_command_line(argv: list[str], message: str, capsys: pyt
         ("config: other.yaml", "unknown key 'config'"),
         ("3: 4", "unknown key '3'"),
         ("batch_size: two", "batch_size is 'two'; expected int"),
+        ("batch_size:", "batch_size is left empty; give a value, or delete the line"),
         ("batch_size: 1.5", "batch_size is 1.5; expected int"),
         ("learning_rate: fast", "learning_rate is 'fast'; expected float"),
         ("learning_rate: {a: 1}", "learning_rate is {'a': 1}; expected float"),

@@ -174,6 +174,8 @@ def test_where_the_head_begins(
     with caplog.at_level(logging.INFO):
         phases = Phases(objective, TrainingArguments(max_steps=10), OptimizerArguments(head_share=share), 10)
     assert (phases.is_split, phases.head_from) == expected
+    parts = ["encoders"] * phases.head_from + ["head"] * (10 - phases.head_from) if phases.is_split else [None] * 10
+    assert [phases.part(step) for step in range(10)] == parts
     assert ("--head_share 0.5 plays no part" in caplog.text) == (len(frozen) == 2)
 
 

@@ -52,7 +52,10 @@ def load_splits(
     try:
         if is_saved(folder):
             check_saved(folder, Jail(name, bool(allow_outside)))
-            source = load_from_disk(name)
+            try:
+                source = load_from_disk(name)
+            except IndexError:  # of datasets, where no file has rows
+                raise ValueError("it holds no rows") from None
         else:
             if not folder.is_dir():
                 use_cache_without_network()

@@ -50,7 +50,7 @@ def test_figures_and_usage_are_written(
     assert [row.split("|")[1].strip() for row in rows] == ["", "torch", "fp32", "fp16", "int8"]
     assert not [name for name in ("NAME", "WIDTH", "DTYPE", "PADDING") if name in page]
     places = [each.encode() for each in (str(folder.parent), os.path.dirname(mm_utils.__file__))]  # of this machine
-    found = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert [name for name, content in found.items() if any(place in content for place in places)] == []
 
 

@@ -541,8 +541,8 @@ def test_two_processes_share_the_work_and_learn_what_one_learns(
 ) -> None:
     flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--max_train_samples", "15", "--global_batch_size", "7"]
     on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
-    shards = sorted(path.name for path in own_cache.glob("tandem_features/*/*.arrow"))
-    assert shards == ["00000.arrow"] * 2 + ["00001.arrow"] * 2
+    shards = [sorted(path.name for path in folder.glob("*.arrow")) for folder in own_cache.glob("tandem_features/*")]
+    assert shards == [["00000.arrow", "00001.arrow"]] * len(shards) != []
     assert not leftovers(own_cache)
     with monkeypatch.context() as patch:
         patch.setattr(feature_cache.Source, "_compute", no_tower)

@@ -448,11 +448,13 @@ def _set_defaults(parser: HfArgumentParser, path: str) -> list[str]:
 
 def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
     """Convert a YAML value by the flag's type: YAML reads `1e-3` as a string, `1` as an int."""
-    if value is None and action.default is not None:
-        parser.error(f"{place}: {action.dest} is left empty; give a value, or delete the line")
-    if action.nargs == "+" and value is not None:
+    if value is None:
+        if action.default is not None:
+            parser.error(f"{place}: {action.dest} is left empty; give a value, or delete the line")
+        return None
+    if action.nargs == "+":
         return value if isinstance(value, list) else [str(value)]
-    if value is None or action.type is None:
+    if action.type is None:
         return value
     expected = getattr(action.type, "__name__", "a value")
     if isinstance(value, (list, dict)):

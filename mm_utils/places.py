@@ -51,11 +51,10 @@ def check_words(script: str, words: Sequence[str]) -> None:
         if flag not in places:
             continue
         # A source is PATH,key=value.
-        names = [re.split(r"(?<!\\),", word)[0].replace("\\,", ",")] if flag == "--sources" else [word]
-        for name in names:
-            if problem := missing(name, *places[flag]):
-                sys.stderr.write(f"{script}: error: {flag} is {name}; {problem}\n")
-                sys.exit(2)
+        name = re.split(r"(?<!\\),", word)[0].replace("\\,", ",") if flag == "--sources" else word
+        if problem := missing(name, *places[flag]):
+            sys.stderr.write(f"{script}: error: {flag} is {name}; {problem}\n")
+            sys.exit(2)
 
 
 @cache

@@ -69,14 +69,18 @@ class Captioning(RowTerm):
 
     def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> CaptionPlan:
         """Count the tokens of all ranks."""
-        _, mask, lengths = _all_captions(batch)
+        input_ids, mask = _all_captions(batch)
+        rows = batch.get("all_lengths") or [[length] for length in batch["lengths"]]
+        lengths = np.zeros(input_ids.shape[:2], int)
+        for row, of_row in enumerate(rows):
+            lengths[row, : len(of_row)] = of_row
         return CaptionPlan(distributed.sum_over_ranks(mask[..., 1:].sum()).clamp(min=1), lengths)
 
     def part(
         self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: CaptionPlan, start: int
     ) -> tuple[Tensor, Tensor]:
         """Predict all tokens but the first of the captions of this part's images."""
-        input_ids, mask, _ = _all_captions(batch)
+        input_ids, mask = _all_captions(batch)
         lengths = plan.lengths[start : start + len(input_ids)]
         given, places = (model, encoded.keys_values, input_ids, mask, lengths), np.nonzero(lengths)
         if len(places[0]) * sum(layer[:, :1].numel() for layer in encoded.keys_values) <= _MOST_COPIED:
@@ -109,14 +113,11 @@ def _predict(
     return token_cross_entropy(*model.target_logits(keys_values, input_ids, mask, (row, column)))
 
 
-def _all_captions(batch: Batch) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Return ids and mask of all captions, `[n, k, L]`, and their tokens, `[n, k]`; of the shown ones if alone."""
-    if "all_input_ids" not in batch:
-        return batch["input_ids"][:, None], batch["attention_mask"][:, None], np.array(batch["lengths"], int)[:, None]
-    lengths_nk = np.zeros(batch["all_input_ids"].shape[:2], int)
-    for row, lengths in enumerate(batch["all_lengths"]):
-        lengths_nk[row, : len(lengths)] = lengths
-    return batch["all_input_ids"], batch["all_attention_mask"], lengths_nk
+def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return ids and mask of all captions, `[n, k, L]`; of the shown ones if alone."""
+    if "all_input_ids" in batch:
+        return batch["all_input_ids"], batch["all_attention_mask"]
+    return batch["input_ids"][:, None], batch["attention_mask"][:, None]
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,10 @@ def run_script(main: Callable[[], Any]) -> None:
     monitor = failures.start_monitor()
     try:
         main()
-        if workers := sys.modules.get("mm_utils.data.batches.workers"):  # only who has loaded it has any
-            workers.end_workers()
+        if "torch" in sys.modules:  # only who has loaded it has any
+            from mm_utils.data.batches.workers import end_workers
+
+            end_workers()
     except KeyboardInterrupt:
         sys.excepthook = lambda *_: None  # the exit status stays that of the signal, without Python's report
         raise

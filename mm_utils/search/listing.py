@@ -96,10 +96,7 @@ def list_folder(
                 skipped.append(skip(path, fault))
     skipped += (skip(fault.detail.partition(": ")[0], fault) for fault in unread.faults)
     if "hidden" in unread.passed:
-        count, first = unread.passed["hidden"]
-        logger.info(
-            "--images is %s; %s hidden folders and files, such as %s, are not read", folder, f"{count:,}", first
-        )
+        logger.info("--images is %s; %s", folder, unread.says("hidden"))
     if not found:
         raise ValueError(
             f"--images is {folder}; it holds no {medium} that can be read ({', '.join(suffixes)}). Check the path; links to "

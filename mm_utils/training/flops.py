@@ -43,9 +43,8 @@ class FlopCounts(NamedTuple):
     text: Quadratic  # text tower and projection, per text
     text_side: Quadratic  # text side of the fusion head, per text
     pair: Quadratic  # fusion head, per scored pair, by the length of its text
-    vision_passes: (
-        int  # 3 of a trained tower, as a backward pass counts as two; 1 of a frozen one; 0 where its output is stored
-    )
+    # 3 of a trained tower, as a backward pass counts as two; 1 of a frozen one; 0 where its output is stored.
+    vision_passes: int
     text_passes: int
 
     def training_step(self, images: int, text_lengths: Sequence[int], pairs: int = 0, pair_length: int = 0) -> int:
@@ -110,11 +109,9 @@ def measure_flops(
         return per_row(lambda rows: model.match_pairs(tuple(kv[:, :rows] for kv in held), states[:rows], mask[:rows]))
 
     modes = [(module, module.training) for module in model.modules()]
-    # Compiled code cannot be counted: up to torch 2.11 it would even stay uncompiled for good.
-    with (
-        torch.compiler.set_stance("force_eager"),
-        sdpa_kernel(SDPBackend.MATH),
-    ):  # torch 2.6 counts fused attention on CPUs as 0
+    # Compiled code cannot be counted: up to torch 2.11 it would even stay uncompiled for good. Torch 2.6 counts fused attention
+    # on CPUs as 0.
+    with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
         model.eval()
         try:
             image = per_row(lambda rows: model.encode_image(pixels[:rows], with_keys_values=False))

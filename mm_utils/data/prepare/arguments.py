@@ -176,9 +176,8 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "lock", blocking=False):
             _refuse_taken(output, args)  # again, as the last holder of the lock may be done
-            for (
-                path
-            ) in work.iterdir():  # the half result of a run that was killed while writing, or everything but the lock
+            # The half result of a run that was killed while writing, or everything but the lock.
+            for path in work.iterdir():
                 if path.name == "result" or (args.overwrite_output_dir and path.name != "lock"):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             try:

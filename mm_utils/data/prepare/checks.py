@@ -267,7 +267,7 @@ _MARKUP = re.compile(
     r"</?(?:a|b|br|div|em|font|h[1-6]|i|img|li|ol|p|span|strong|su[bp]|t[dr]|table|u|ul)(?:\s[^<>]{0,300})?/?>",
     re.IGNORECASE,
 )
-# UTF-8 read as Latin-1 or Windows-1252: the first byte of two or three, and a sign that no word has behind it.
+# UTF-8 that was read as Latin-1 or Windows-1252 leaves pairs such as Ã© or â€™, which no language writes.
 _MOJIBAKE = re.compile(
     "[ÂÃ][\u0080-\u00bf‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]|â(?:€|\u0080)[\u0080-\u00bf‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"
 )

@@ -16,25 +16,8 @@ from mm_utils.data.rows.source import TEMPLATES, PathArguments, Source
 from mm_utils.text import one_line
 
 WORDNET_ID = re.compile(r"n\d{8}")
-_LISTS = {
-    *(
-        ".txt",
-        ".caption",
-        ".csv",
-        ".tsv",
-        ".json",
-        ".jsonl",
-        ".parquet",
-        ".arrow",
-        ".token",
-        ".xml",
-        ".xlsx",
-        ".xls",
-        ".tar",
-        ".zip",
-    ),
-    *(".srt", ".vtt", *SQLITE_SUFFIXES),
-}
+_TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".xlsx", ".xls", *SQLITE_SUFFIXES)
+_LISTS = (*_TABLES, ".txt", ".caption", ".token", ".srt", ".vtt", ".xml", ".tar", ".zip")
 _ABOUT = ("readme", "license", "licence", "copying", "citation", "notice", "changelog", "requirements")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 

@@ -55,18 +55,22 @@ class Unread:
     """What readers of a folder pass by: faults of folders, and by reason how many files there are and the first of them."""
 
     faults: list[Fault] = field(default_factory=list)
-    passed: dict[str, list[str | int]] = field(default_factory=dict)
+    passed: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def add(self, reason: str, path: str) -> None:
         """Count a file, or a hidden folder."""
-        self.passed.setdefault(reason, [0, path])
-        self.passed[reason][0] += 1  # type: ignore[operator]
+        count, first = self.passed.get(reason, (0, path))
+        self.passed[reason] = count + 1, first
+
+    def says(self, reason: str) -> str:
+        """Return how many files were passed by for a reason, as the end of a sentence."""
+        return _PASSED[reason].format(*self.passed[reason])
 
     def rows(self, builder: RecordBuilder) -> Iterator[BadRow]:
         """Yield a bad row for every folder that was not entered, and one for all files of a reason."""
         yield from (builder.bad(f"folder {fault.detail}", fault) for fault in self.faults)
-        for reason, (count, path) in self.passed.items():
-            yield builder.bad("folder .", Fault(reason, _PASSED[reason].format(count, path)))
+        for reason in self.passed:
+            yield builder.bad("folder .", Fault(reason, self.says(reason)))
 
 
 def walk(folder: str, unread: Unread | None = None) -> Iterator[tuple[str, list[str]]]:

@@ -253,9 +253,8 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
         begin = member.offset
         stored = member.isreg() and not member.issparse()
         *folders, name = member.name.split("/")
-        if (
-            not member.isdir() and not name.startswith("._") and "__MACOSX" not in folders
-        ):  # macOS puts these beside files
+        # macOS puts these beside files.
+        if not member.isdir() and not name.startswith("._") and "__MACOSX" not in folders:
             yield member  # of the next sample, perhaps: then the one before is whole, although this one is cut
         if size is not None and stored and member.offset_data + member.size > size:
             raise tarfile.ReadError("the file ends inside a member")

@@ -4,8 +4,8 @@
   - Rows are known by their place. A row that turns out unusable (no caption, a broken image, a damaged shard) is counted as
     skipped, and another one of its block takes its place, as long as the block has any.
   - Rows of the same image are not merged. The loss sees by their ids, or bytes where there are none, that they are the same.
-  - Without a validation split, the first rows of some shards are held out. Wherever their images come again, by id or by
-    bytes, they are left out of training too, and counted; so are, by bytes, the images of a given validation split.
+  - Without a validation split, the first rows of some shards are held out. A later row with the id or the bytes of one of
+    their images is not trained on, and is counted; nor is one with the bytes of an image of a given validation split.
   - A shard that grows, shrinks, is added or written anew makes another stream: `Stream.fingerprint` changes.
   - Batches do not depend on the number of workers: each collates the rows of its shard groups, and `merge_parts` puts the
     parts of a step together as one process would have.

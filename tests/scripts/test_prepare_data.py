@@ -97,7 +97,7 @@ def test_the_end_says_what_was_found_and_what_comes_next(
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with caplog.at_level("INFO"):
         main(flags)
-    for words in ("image_missing 1", "One caption for 19 images", "report.md", f"--dataset_name {flags[3]}"):
+    for words in ("image_missing 1", "19 images share one caption", "report.md", f"--dataset_name {flags[3]}"):
         assert words in caplog.text
 
 

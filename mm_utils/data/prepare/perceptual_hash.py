@@ -8,7 +8,6 @@ from another object. Recall and false alarms are in docs/log.md.
 """
 
 import hashlib
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +20,6 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from mm_utils.distributed import available_cores
-from mm_utils.text import duration
-
-logger = logging.getLogger(__name__)
 
 # Bits that may differ. Of 22 million pairs of real images 18 are within 7 bits, all of them copies or neighbouring shots;
 # of 50 more within 12 some 40 are neither. Copies cut by 5 % need about 6.
@@ -44,8 +40,6 @@ _BRIGHTNESS_APART = 1.0
 _COLOUR_APART = 32.0
 _COLOURLESS = 6.0  # the colour of a grey image after JPEG, in levels
 _CHUNK = 65_536  # pairs; their thumbnails take 200 MB to compare
-_MANY = 300_000  # hashes, from which on a search takes some seconds and is announced
-_SECONDS = 2e-8  # of CPU for a comparison, with its share of the sorting; measured at 1 and 3 million hashes
 _BYTES = 80  # of a hash in a search that runs
 _FLAT = 2.0  # standard deviation in levels: below it rounding decides the bits; 0.2 % of real images are
 
@@ -133,21 +127,10 @@ Run = Callable[[np.ndarray, int, Callable[[np.ndarray], Sifted]], Iterable[Sifte
 
 
 def on_all_cores(hashes_N: np.ndarray, radius: int, sift: Callable[[np.ndarray], Sifted]) -> list[Sifted]:
-    """Search in threads, as NumPy sorts and compares outside of the interpreter's lock; state first what it takes."""
-    listed = choices(len(hashes_N), radius)
-    free, need = psutil.virtual_memory().available, max(1, _BYTES * len(hashes_N))
-    cores = max(1, min(available_cores(), free // need))
-    if is_long := len(hashes_N) >= _MANY:
-        seconds = _SECONDS * min(_work(len(hashes_N), radius, count) for count in range(1, 65 - radius))
-        logger.info(
-            "Finding near copies of %s images: %s searches on %d cores take about %s and %.1f GiB of memory; %.1f GiB free",
-            f"{len(hashes_N):,}", len(listed), cores, duration(seconds / cores / 3600), cores * need / 2**30, free / 2**30,
-        )  # fmt: skip
-        if need > free or seconds / cores > 3600:
-            logger.warning(
-                "Ray's machines search it together: scripts/launch_ray.py --num_workers N scripts/prepare_data.py"
-            )
-    with ThreadPoolExecutor(cores) as pool, tqdm(total=len(listed), desc="Near copies", disable=not is_long) as bar:
+    """Search in threads, as NumPy sorts and compares outside of the interpreter's lock; as many as the free memory holds."""
+    listed, need = choices(len(hashes_N), radius), max(1, _BYTES * len(hashes_N))
+    cores = max(1, min(available_cores(), psutil.virtual_memory().available // need))
+    with ThreadPoolExecutor(cores) as pool, tqdm(total=len(listed), desc="Near copies", leave=False) as bar:
 
         def search(choice: Choice) -> list[Sifted]:
             found = [sift(pairs) for pairs in pairs_of_choice(hashes_N, radius, choice)]

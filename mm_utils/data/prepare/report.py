@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 
 from mm_utils.arguments import launch_command
-from mm_utils.command import scripts_folder
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.faults import NOTES, REASONS
 from mm_utils.data.images import UnreadableImageError
@@ -35,13 +34,10 @@ from mm_utils.plots import LIGHT, MUTED, draw_text, save_figure, wrap
 from mm_utils.text import byte_size, markdown_table, markdown_text, publishable, redact, without_secrets
 
 CARD = "README.md"
-MANY_PAIRS = 100_000  # from which on training all weights is worth more than joining frozen encoders
-_EXAMPLES, _SHARED, _SHOWN_PAIRS = 3, 20, 24
-_FEW_EVALUATION = 500  # the 95 % interval of a recall near 50 % is then ±4.4 points wide (1.96 x 50 / sqrt(500))
+_SHARED, _SHOWN_PAIRS = 3, 24
 _FEW_TRAINING = 1000
 _MANY_BAD = 0.05  # share of a source's rows from which on it is worth a warning
 _SPREADS = ("short_side", "seconds", "words")
-_WORD = r"[^\s\x0b\x1c-\x1f\x{85}\p{Z}]+"  # the gaps of `str.split()`; RE2's own \s knows ASCII only
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M")
 _TASKS = {
     "image": ["image-to-text", "text-to-image", "zero-shot-image-classification"],
@@ -50,18 +46,15 @@ _TASKS = {
 }
 
 
-# -- values -------------------------------------------------------------------------------------------------------------
-
-
 def summarize(
     args: PrepareArguments, settings: dict[str, Any], ingested: Ingested, found: Reconciled, pairs: DatasetDict
 ) -> dict[str, Any]:
     """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage, as they may be published."""
-    templated = all(tally.source.format == "classes" for tally in ingested.sources.values())
-    medium = found.facts["medium"][0].as_py()
     kept = found.facts.take(np.concatenate(list(found.rows.values())))
     of_source = Counter(kept["source"].to_pylist())
     splits, captions = measure(pairs)
+    if all(tally.source.format == "classes" for tally in ingested.sources.values()):
+        captions["shared"] = []  # as their templates are meant to be
     by_reason: dict[str, list[dict[str, str]]] = defaultdict(list)
     for fault in ingested.faults + found.faults:
         by_reason[fault["reason"]].append(fault)
@@ -69,7 +62,7 @@ def summarize(
         "created": date.today().isoformat(),
         "fingerprint": content_fingerprint(pairs),
         "settings": settings,
-        "medium": medium,
+        "medium": found.facts["medium"][0].as_py(),
         "sources": [
             {
                 "name": name,
@@ -93,7 +86,7 @@ def summarize(
         "notes": dict(ingested.notes.most_common()),
         "duplicates": found.duplicates,
         "leakage": found.leakage,
-        "captions": {**captions, "shared": [] if templated else captions["shared"]},
+        "captions": captions,
         "storage": {
             "store": "originals" if args.keep_originals else args.store,
             "short_side": None if args.keep_originals else args.short_side,
@@ -101,13 +94,6 @@ def summarize(
             "stored_bytes_per_pair": pc.mean(kept["stored_bytes"]).as_py(),
         },
     }
-    if medium != "image":
-        summary["timed"] = {
-            "seconds": pc.sum(kept["seconds"]).as_py(),
-            "longest": pc.max(kept["seconds"]).as_py(),
-            "moments": pc.sum(pc.list_value_length(kept["moments"])).as_py() or 0,
-            "rate": settings["sound_rate" if medium == "sound" else "clip_fps"],
-        }
     return without_secrets(summary, publishable)
 
 
@@ -120,38 +106,32 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
     texts: list[pa.Array] = []  # still in their files
     keys, owners, images = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for name, rows in pairs.items():
-        original = {"original_width", "original_height"} <= set(rows.column_names)
-        sides = ("original_width", "original_height") if original else ("width", "height")
-        columns = [column for column in ("image", "captions", "seconds", *sides) if column in rows.column_names]
-        values: dict[str, list[Any]] = {column: [np.zeros(0)] for column in _SPREADS}
+        sides = [side for side in ("original_width", "original_height") if side in rows.column_names]
+        sides = sides or [side for side in ("width", "height") if side in rows.column_names]
+        seconds = [column for column in ("seconds",) if column in rows.column_names]
+        values: dict[str, list[np.ndarray]] = {column: [np.zeros(0)] for column in _SPREADS}
         size = 0
-        for batch in rows.select_columns(columns).with_format("arrow").iter(1000):
+        for batch in rows.select_columns(["image", "captions", *seconds, *sides]).with_format("arrow").iter(1000):
             own = pc.list_flatten(batch["captions"])
             texts += own.chunks
-            keys.append(np.array([caption_key(text) for text in own.to_pylist()], np.int64))
+            words = own.to_pylist()
+            keys.append(np.array([caption_key(text) for text in words], np.int64))
             owners.append(np.repeat(images + np.arange(len(batch)), pc.list_value_length(batch["captions"])))
             images += len(batch)
             size += pc.sum(pc.binary_length(pc.struct_field(batch["image"], "bytes"))).as_py() or 0
-            values["words"].append(pc.count_substring_regex(own, pattern=_WORD).to_numpy())
-            if "seconds" in columns:
-                values["seconds"].append(batch["seconds"].to_numpy().astype(float))
-            if set(sides) <= set(columns):
+            values["words"].append(np.array([len(text.split()) for text in words]))
+            values["seconds"] += [batch[column].to_numpy().astype(float) for column in seconds]
+            if sides:
                 side = np.minimum(*(batch[each].to_numpy().astype(float) for each in sides))
                 values["short_side"].append(side[side > 0])  # not those that are missing
         joined = {column: np.concatenate(parts) for column, parts in values.items()}
-        splits[name] = {
-            "images": len(rows),
-            "captions": len(joined["words"]),
-            "bytes": size,
+        splits[name] = {"images": len(rows), "captions": len(joined["words"]), "bytes": size} | {
             # the median, and the 5th and 95th percentile
-            **{
-                column: np.quantile(found, (0.5, 0.05, 0.95), method="inverted_cdf").round(1).tolist()
-                for column, found in joined.items()
-                if len(found)
-            },
+            column: np.quantile(found, (0.5, 0.05, 0.95), method="inverted_cdf").round(1).tolist()
+            for column, found in joined.items()
+            if len(found)
         }
-    keys_M = np.concatenate(keys)
-    text = pa.chunked_array(texts, pa.string())
+    keys_M, text = np.concatenate(keys), pa.chunked_array(texts, pa.string())
     shared = shared_captions(keys_M, np.concatenate(owners))[:_SHARED]
     return splits, {
         "distinct": len(np.unique(keys_M)),
@@ -166,64 +146,27 @@ def shared_captions(
 
     Such a caption describes none of them well, and in a batch its images are each other's false negatives.
     """
-    order = np.lexsort((images_M, keys_M))
-    keys, images = keys_M[order], images_M[order]
-    new = np.ones(len(keys), dtype=bool)
-    new[1:] = (keys[1:] != keys[:-1]) | (images[1:] != images[:-1])
-    _, counts = np.unique(keys[new], return_counts=True)
+    _, counts = np.unique(np.unique(np.stack([keys_M, images_M]), axis=1)[0], return_counts=True)
     _, first = np.unique(keys_M, return_index=True)
     many = np.flatnonzero(counts > max(least, share * len(np.unique(images_M))))
     rows = zip(first[many].tolist(), counts[many].tolist(), strict=True)
     return sorted(rows, key=lambda found: (-found[1], found[0]))
 
 
-# -- the printed end ----------------------------------------------------------------------------------------------------
-
-
 def describe(summary: dict[str, Any], folder: str) -> str:
     """Describe the findings in a few lines, with the next command."""
-    medium, images = summary["medium"], _total(summary, "images")
     splits = ", ".join(f"{name} {part['images']:,}" for name, part in summary["splits"].items())
-    lines = [f"{medium.capitalize()}s: {splits}; {_total(summary, 'captions'):,} captions"]
-    if timed := summary.get("timed"):
-        lines.append(
-            f"Seconds: {timed['seconds']:,.0f} in all, at most {timed['longest']:.1f}; kept at {timed['rate']:,g} "
-            f"{'samples' if medium == 'sound' else 'frames'} a second; {timed['moments']:,} moments"
-        )
+    lines = [f"{summary['medium'].capitalize()}s: {splits}; {_total(summary, 'captions'):,} captions"]
     if summary["quarantined"]:
         reasons = ", ".join(f"{reason} {part['count']:,}" for reason, part in summary["quarantined"].items())
         lines.append(f"Set aside, see {folder}/quarantine.jsonl: {reasons}")
     if summary["notes"]:
         notes = ", ".join(f"{note} {times:,}" for note, times in summary["notes"].items())
         lines.append(f"Repaired or converted: {notes}")
-    found = summary["duplicates"]
-    merged = f", {count:,} merged" if (count := found["merged_rows"]) else ""
-    lines.append(f"Rows of equal {medium}s: {found['exact_rows']:,}{merged}; {found['near_pairs']:,} pairs look alike")
-    lines += [
-        f"One caption for {one['images']:,} {medium}s, so it describes none of them well: {one['caption'][:80]!r}"
-        for one in summary["captions"]["shared"][:_EXAMPLES]
-    ]
-    before, after = (summary["storage"][f"{when}_bytes_per_pair"] / 1e3 for when in ("original", "stored"))
-    if abs(after - before) > 0.05 * before:
-        article = "an" if medium == "image" else "a"
-        lines.append(f"Stored: {after:,.1f} kB {article} {medium} instead of {before:,.1f}")
-    if few := too_few(summary["splits"].get("validation", {"images": 0})["images"], medium):
-        lines.append(f"{few} Add pairs, or set --validation_fraction.")
-    lines.append(f"Look at {folder}/report.md")
-    # How to train on so much: by the recipe that pretrain takes by itself, or a CLIP's, or from scratch.
+    lines += [*_look_first(summary), f"Look at {folder}/report.md"]
     words = ["--dataset_name", folder, "--output_dir", f"outputs/{Path(folder).name}"]
-    if medium != "image" or images <= MANY_PAIRS:
-        lines.append(f"Train on it: {launch_command('pretrain', words)}")
-    else:
-        recipe = scripts_folder().parent / "recipes/clip.yaml"
-        recipe = recipe.relative_to(Path.cwd()) if recipe.is_relative_to(Path.cwd()) else recipe
-        scratch = ["--vision_config", "base", "--text_config", "base"]
-        for title, start in {"Train on it": ["--config", str(recipe)], "Or from scratch": scratch}.items():
-            lines.append(f"{title}: {launch_command('pretrain', [*start, *words], 'accelerate launch')}")
+    lines.append(f"Train on it: {launch_command('pretrain', words)}")
     return "\n  ".join([f"{folder}:", *lines])
-
-
-# -- report.md ----------------------------------------------------------------------------------------------------------
 
 
 def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed: int = 0) -> None:
@@ -242,29 +185,44 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed
         draw_contact_sheet(tiles, folder / "pairs.jpg")
     warnings = _look_first(summary)
     if damaged := [title for image, title, _ in tiles if image is None]:
-        names = markdown_text(", ".join(damaged), 80)
-        warnings.insert(0, f"**{_plural(len(damaged), kind)} of those below cannot be decoded**: {names}")
+        warnings.insert(0, f"{_plural(len(damaged), kind)} of those below cannot be decoded: {', '.join(damaged)}")
     rows = sum(source["rows"] for source in summary["sources"])
     set_aside = sum(reason["count"] for reason in summary["quarantined"].values())
     copies, dropped = _leaks(summary["leakage"])
-    leaks = f"Copies across splits: {_plural(copies, kind)}"
     opening = [
         f"**{_total(summary, 'images'):,} {kind}s with {_total(summary, 'captions'):,} captions** were kept from {rows:,} "
         f"rows of {_plural(len(summary['sources']), 'source')}.",
-        f"Set aside: {set_aside:,} rows or captions." if set_aside else "Nothing was set aside.",
+        f"Set aside: {set_aside:,} rows or captions.",
         f"Merged: {_plural(summary['duplicates']['merged_rows'], 'row')} of equal {kind}s.",
-        f"{leaks}; dropped: {_plural(dropped, 'row')}." if dropped or not copies else f"**{leaks}, none dropped.**",
+        f"Copies across splits: {_plural(copies, kind)}; dropped: {_plural(dropped, 'row')}.",
     ]
+    tables = {
+        "What it holds": [_split_row(name, part, kind) for name, part in summary["splits"].items()],
+        "Sources": summary["sources"],
+        "Set aside": [
+            {
+                "reason": name,
+                "count": reason["count"],
+                "what it means": reason["explanation"],
+                "for example": "; ".join(", ".join(filter(None, one.values())) for one in reason["examples"]),
+            }
+            for name, reason in summary["quarantined"].items()
+        ],
+        "Converted": [
+            {"note": name, "times": count, "what was done": NOTES.get(name)}
+            for name, count in summary["notes"].items()
+        ],
+        "Pairs that look alike": [{"one": a, "other": b} for a, b in summary["duplicates"]["examples"]],
+    }
     blocks = [
         "# Report of the data set",
         " ".join(opening),
         "## Look at this first",
-        "\n".join(f"- {warning}" for warning in warnings) or "Nothing stands out. Do look at the pairs below.",
-        "## What it holds",
-        _table([_split_row(name, part, kind) for name, part in summary["splits"].items()]),
+        "\n".join(f"- {markdown_text(warning)}" for warning in warnings)
+        or "Nothing stands out. Do look at the pairs below.",
+        *(["![random pairs](pairs.jpg)"] if tiles else []),
+        *(part for title, rows in tables.items() if rows for part in (f"## {title}", _table(rows))),
         "Sides, seconds and words: the median, and in brackets the 5th and 95th percentile.",
-        *(["### Random pairs", "![contact sheet](pairs.jpg)"] if tiles else []),
-        *_sections(summary),
     ]
     (folder / "report.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
@@ -280,29 +238,25 @@ def _leaks(leakage: dict[str, Any]) -> tuple[int, int]:
 
 
 def _look_first(summary: dict[str, Any]) -> list[str]:
-    """Return what a person should know before training as Markdown, the most serious first."""
+    """Return what a person should know before training, the most serious first, in the words of the sources."""
     kind, captions, found = summary["medium"], _total(summary, "captions"), []
     copies, dropped = _leaks(summary["leakage"])
     if copies and not dropped:
-        found.append("**The splits leak**: an evaluation would measure memory. Prepare with the leaks dropped.")
+        found.append("The splits leak: an evaluation would measure memory. Prepare with --on_leakage drop.")
     for source in summary["sources"]:
         if source["bad"] > _MANY_BAD * source["rows"]:
-            name = markdown_text(source["name"], 80)
-            found.append(f"{source['bad'] / source['rows']:.1%} of the rows of {name} were set aside.")
-    for shared in summary["captions"]["shared"][:_EXAMPLES]:
-        text = markdown_text(shared["caption"], 100)
+            found.append(f"{source['bad'] / source['rows']:.1%} of the rows of {source['name']} were set aside.")
+    for shared in summary["captions"]["shared"]:
+        text = shared["caption"][:100]
         found.append(f"{shared['images']:,} {kind}s share one caption, which tells none from the others: {text}")
     if 2 * (distinct := summary["captions"]["distinct"]) < captions:
         found.append(f"Of {captions:,} captions only {distinct:,} are distinct.")
     if (times := summary["duplicates"]["largest_group"]) > 10:
         found.append(f"One {kind} occurs {times:,} times; look for a placeholder or a logo.")
-    for index, (name, split) in enumerate(summary["splits"].items()):
-        title = f"The split {markdown_text(name, 80)} has {_plural(split['images'], kind)}"
-        if not index and split["images"] < _FEW_TRAINING:
-            found.append(f"{title}, few to train on.")
-        elif index and split["images"] < _FEW_EVALUATION:
-            points = min(50.0, 1.96 * 50 / max(1, split["images"]) ** 0.5)
-            found.append(f"{title}; the 95 % interval of a recall near 50 % is ±{points:.1f} points.")
+    if (images := summary["splits"].get("train", {"images": 0})["images"]) < _FEW_TRAINING:
+        found.append(f"The split train has {_plural(images, kind)}, few to train on.")
+    if few := too_few(summary["splits"].get("validation", {"images": 0})["images"], kind):
+        found.append(f"{few} Add pairs, or set --validation_fraction.")
     return found
 
 
@@ -316,40 +270,12 @@ def _split_row(name: str, split: dict[str, Any], kind: str) -> dict[str, Any]:
     return {**counts, **spreads, "size": byte_size(split["bytes"])}
 
 
-def _sections(summary: dict[str, Any]) -> list[str]:
-    """Return a heading and a table for each part of the summary that is not empty; `report.json` has all of it."""
-    leaks = {name: count for name, count in summary["leakage"].items() if isinstance(count, int)}
-    tables = {
-        "Sources": summary["sources"],
-        "Set aside": [
-            {
-                "reason": name,
-                "count": reason["count"],
-                "what it means": reason["explanation"],
-                "for example": "; ".join(", ".join(filter(None, one.values())) for one in reason["examples"]),
-            }
-            for name, reason in summary["quarantined"].items()
-        ],
-        "Converted": [
-            {"note": name, "times": count, "what was done": NOTES.get(name)}
-            for name, count in summary["notes"].items()
-        ],
-        "Duplicates": [{key: count for key, count in summary["duplicates"].items() if isinstance(count, int)}],
-        "Pairs that look alike": [{"one": a, "other": b} for a, b in summary["duplicates"]["examples"]],
-        "Leakage between splits": [leaks] if leaks else [],
-        "Captions of several images": summary["captions"]["shared"],
-    }
-    return [part for title, rows in tables.items() if rows for part in (f"## {title}", _table(rows))]
-
-
 def _table(rows: list[dict[str, Any]]) -> str:
-    return markdown_table(list(rows[0]) if rows else [], [[_cell(value) for value in row.values()] for row in rows])
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, int):
-        return "–" if value in (None, "") else markdown_text(value)
-    return f"{value:,}"
+    cells = [
+        [f"{value:,}" if isinstance(value, int) else markdown_text(value or "–") for value in row.values()]
+        for row in rows
+    ]
+    return markdown_table(list(rows[0]), cells)
 
 
 def _plural(count: int, noun: str) -> str:
@@ -393,9 +319,6 @@ def _tile(split: Dataset, row: int, name: str) -> Tile:
     except UnreadableImageError:
         image = None
     return image, f"{name}: {pair['id']}", next(filter(None, pair["captions"]), "")
-
-
-# -- the card -----------------------------------------------------------------------------------------------------------
 
 
 def write_data_card(

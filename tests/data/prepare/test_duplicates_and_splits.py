@@ -2,15 +2,12 @@
 
 import io
 import json
-import logging
 import random
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageEnhance
 
-from mm_utils.data.prepare import perceptual_hash
 from mm_utils.data.prepare.dedup_and_split import SPLITS, ReconcileArguments, Reconciled, reconcile
 from mm_utils.data.prepare.ingest import PART_SCHEMA
 from mm_utils.data.prepare.perceptual_hash import (
@@ -290,17 +286,6 @@ def test_blank_images_and_another_colour_are_no_copies() -> None:
     prints = prints_of(images)
     assert len(hash_pairs(prints["hash"], RADIUS)) == 1
     assert not len(near_pairs(prints))
-
-
-def test_a_long_search_states_its_time_and_names_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    """The figures come before the search, and what does not fit here names what does it."""
-    hashes = np.random.default_rng(0).integers(0, 2**64, 400_000, dtype=np.uint64)
-    with caplog.at_level(logging.INFO), patch.object(perceptual_hash.psutil, "virtual_memory") as memory:
-        memory.return_value.available = 1 << 20
-        on_all_cores(hashes, 2, lambda pairs: pairs)
-    said = r"400,000 images: \d+ searches on 1 cores take about [\d.]+ (s|min) and 0.0 GiB .* 0.0 GiB free"
-    assert re.search(said, caplog.text)
-    assert "scripts/launch_ray.py" in caplog.text
 
 
 @st.composite

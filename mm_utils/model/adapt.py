@@ -84,14 +84,17 @@ class PatchProduct(nn.Conv2d):
 
 
 def multiply_patches(tower: nn.Module) -> None:
-    """Make the convolution of pixels, if its patches lie side by side, a `PatchProduct`."""
-    for conv in tower.modules():
-        if (
-            type(conv) is nn.Conv2d
-            and (conv.stride, conv.padding, conv.dilation, conv.groups) == (conv.kernel_size, (0, 0), (1, 1), 1)
-            and conv.in_channels <= 4  # of later ones there are enough channels for a convolution to be fast
-        ):
-            conv.__class__ = PatchProduct
+    """Put a `PatchProduct` of the same parameters in the place of the convolution of pixels, if its patches lie side by side."""
+    for parent in [*tower.modules()]:
+        for name, conv in parent.named_children():
+            if (
+                type(conv) is nn.Conv2d
+                and (conv.stride, conv.padding, conv.dilation, conv.groups) == (conv.kernel_size, (0, 0), (1, 1), 1)
+                and conv.in_channels <= 4  # of later ones there are enough channels for a convolution to be fast
+            ):
+                made = PatchProduct(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, device="meta")
+                made.weight, made.bias = conv.weight, conv.bias
+                setattr(parent, name, made.train(conv.training))
 
 
 def compile_parts(model: FusionDualEncoderModel) -> None:

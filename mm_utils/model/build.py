@@ -23,6 +23,7 @@ from mm_utils.model.adapt import (
 )
 from mm_utils.model.adapters import add_adapters
 from mm_utils.model.arguments import TEXT_PRESETS, ModelArguments, check_reads, preset, vision_preset
+from mm_utils.model.encoding import use_known_padding
 from mm_utils.model.image_size import resize
 from mm_utils.model.modeling_fusion_dual_encoder import (
     DUAL_ENCODERS,
@@ -66,6 +67,7 @@ def build_model(
     freeze_unreached(model)
     use_channels_last(model.vision_model)
     multiply_patches(model.vision_model)
+    use_known_padding()
     if args.gradient_checkpointing:
         recompute_activations(model)
     if args.torch_compile:

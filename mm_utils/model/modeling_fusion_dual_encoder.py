@@ -42,7 +42,6 @@ from transformers import (
 from transformers.image_utils import is_pil_image
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer
-from transformers.models.x_clip import modeling_x_clip as x_clip
 from transformers.utils import ModelOutput
 
 from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, token_ids
@@ -51,10 +50,9 @@ logger = logging.getLogger(__name__)
 
 MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
-DIRECTIONS = ("text_to_image", "both")
 PROJECTIONS = ("linear", "mlp", "classes")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
-DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap", "xclip")
+DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap")
 UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 PROJECTION_HIDDEN = 1_024
@@ -64,7 +62,7 @@ _MOST_TOKENS = 512  # of a text, where neither tokenizer nor tower says it
 _POSITIONS = ("position_embedding", "position_embeddings", "embed_positions", "wpe")
 KeysValues = tuple[Tensor, ...]
 """The image side of the fusion head for B images, one tensor per block with the image as dimension 1: keys and values
-`[2, B, heads, N, D / heads]`. If image tokens attend to the text too, the tokens `[1, B, N, D]` that enter at each block."""
+`[2, B, heads, N, D / heads]`."""
 
 
 # -- configuration and output -----------------------------------------------------------------------------------------
@@ -92,9 +90,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_heads: attention heads; default: one per 32 channels.
         fusion_vision_taps, fusion_text_taps: hidden states of the towers that the head reads, coarse before fine, as indices
             into `hidden_states`; a text tap of -1 is `last_hidden_state`.
-        fusion_hierarchy: whether block k reads only the first taps (the last block all) and receives the text tower's states
-            again, see `FusionHead`; else every block reads every tap.
-        fusion_direction: `text_to_image`: image tokens never change and can be cached; `both`: they attend to the text.
         fusion_tokens_per_tap: a tap with more tokens is pooled to this number.
         token_head, caption_head, region_head: whether the model predicts words, writes captions, embeds boxes of an image.
         rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
@@ -134,8 +129,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_mlp_ratio: int = 4,
         fusion_vision_taps: Sequence[int] = (-1,),
         fusion_text_taps: Sequence[int] = (-1,),
-        fusion_hierarchy: bool = True,
-        fusion_direction: str = "text_to_image",
         fusion_tokens_per_tap: int = 64,
         token_head: bool = False,
         caption_head: bool = False,
@@ -148,11 +141,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         classifier_dropout: float = 0.1,
         **kwargs: Any,
     ):
-        if media := kwargs.pop("media", None):
-            raise ValueError(
-                f"media in config.json is {', '.join(media)}; a model reads one medium, and this one was trained on several. Take "
-                f"media/{next(iter(media))} in its folder, which is a whole model, or for {medium}s delete media from config.json."
-            )
+        _refuse_old_entries(kwargs, medium, dual_encoder_type)
         for name, config in (("vision_config", vision_config), ("text_config", text_config)):
             # A copy: PreTrainedConfig.__init__ below resets the attention implementation of its sub-configs, and a tower
             # whose own config lost it would silently ignore its padding mask.
@@ -162,7 +151,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             ("vision_pooling", vision_pooling, (*POOLINGS, "timed")),
             ("text_pooling", text_pooling, POOLINGS),
             ("projection", projection, PROJECTIONS),
-            ("fusion_direction", fusion_direction, DIRECTIONS),
             ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
         ):
             if value not in choices:
@@ -194,8 +182,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.fusion_mlp_ratio = fusion_mlp_ratio
         self.fusion_vision_taps = list(fusion_vision_taps)
         self.fusion_text_taps = list(fusion_text_taps)
-        self.fusion_hierarchy = fusion_hierarchy
-        self.fusion_direction = fusion_direction
         self.fusion_tokens_per_tap = fusion_tokens_per_tap
         self.token_head, self.caption_head, self.region_head = token_head, caption_head, region_head
         self.rerank_weights = rerank_weights
@@ -203,6 +189,22 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
+
+
+def _refuse_old_entries(entries: dict[str, Any], medium: str, dual_encoder_type: str) -> None:
+    """Take entries that only older models have out of those of a config.json; raise ValueError if one needs older code."""
+    if media := entries.pop("media", None):
+        raise ValueError(
+            f"media in config.json is {', '.join(media)}; a model reads one medium, and this one was trained on several. Take "
+            f"media/{next(iter(media))} in its folder, which is a whole model, or for {medium}s delete media from config.json."
+        )
+    entries["dual_encoder_type"] = dual_encoder_type
+    for name, left in (("fusion_direction", "both"), ("fusion_hierarchy", False), ("dual_encoder_type", "xclip")):
+        if entries.pop(name, None) == left:
+            raise ValueError(
+                f"{name} in config.json is {left}, which this version does not read. Load the folder with AutoModel and "
+                "trust_remote_code=True: it holds the code that it was saved with."
+            )
 
 
 @dataclass
@@ -266,8 +268,6 @@ def image_backbone(tower: Any) -> Any:
 
 def vision_tower(config: Any) -> Any:
     """Make the media tower of a config: of Whisper the encoder."""
-    if config.model_type == "xclip_vision_model":
-        return XCLIPTower(x_clip.XCLIPVisionModel(config))
     made = ClapAudioModel(config) if config.model_type == "clap_audio_model" else _made(config)
     return made.get_encoder() if config.model_type == "whisper" else made
 
@@ -587,23 +587,15 @@ class Attention(nn.Module):
 
 
 class FusionLayer(nn.Module):
-    """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward.
+    """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward."""
 
-    With `updates_image`, image tokens then attend to the text, followed by a feed-forward of their own (`ImageUpdate`).
-    """
-
-    def __init__(self, dim: int, heads: int, mlp_ratio: int, updates_image: bool = False):
+    def __init__(self, dim: int, heads: int, mlp_ratio: int):
         super().__init__()
         self.self_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.self_attention = Attention(dim, heads)
         self.cross_attention = Attention(dim, heads)
         self.gate = nn.Parameter(torch.ones(1))
-        self.mlp = _mlp(dim, mlp_ratio)
-        self.image = ImageUpdate(dim, heads, mlp_ratio) if updates_image else None
-
-    def encode_image(self, tokens: Tensor) -> Tensor:
-        """Return this layer's keys and values of image tokens `[B, N, D]`."""
-        return self.cross_attention.keys_values(tokens)
+        self.mlp = nn.Sequential(nn.Linear(dim, mlp_ratio * dim), nn.GELU(), nn.Linear(mlp_ratio * dim, dim))
 
     def forward(self, tokens: Tensor, keys_values: Tensor, text_mask: Tensor) -> Tensor:
         """`[P, L, D]` -> `[P, L, D]`; `text_mask` is `[P, 1, 1, L]` or, per query, `[P, 1, L, L]`."""
@@ -611,26 +603,6 @@ class FusionLayer(nn.Module):
         tokens = tokens + self.self_attention(normed, self.self_attention.keys_values(normed), text_mask)
         tokens = tokens + self.gate * self.cross_attention(self.cross_norm(tokens), keys_values)
         return tokens + self.mlp(self.mlp_norm(tokens))
-
-
-class ImageUpdate(nn.Module):
-    """Attention of image tokens `[P, N, D]` to text tokens `[P, L, D]`, and feed-forward."""
-
-    def __init__(self, dim: int, heads: int, mlp_ratio: int):
-        super().__init__()
-        self.text_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.cross_attention = Attention(dim, heads)
-        self.mlp = _mlp(dim, mlp_ratio)
-
-    def forward(self, tokens: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
-        """`[P, N, D]` -> `[P, N, D]`."""
-        keys_values = self.cross_attention.keys_values(self.text_norm(text))
-        tokens = tokens + self.cross_attention(self.cross_norm(tokens), keys_values, text_mask)
-        return tokens + self.mlp(self.mlp_norm(tokens))
-
-
-def _mlp(dim: int, ratio: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(dim, ratio * dim), nn.GELU(), nn.Linear(ratio * dim, dim))
 
 
 class FramesTower(nn.Module):
@@ -674,23 +646,6 @@ class FramesTower(nn.Module):
         return self.layers(frames + self.mix(torch.cat(told, -1)))
 
 
-class XCLIPTower(FramesTower):
-    """Embed a clip as X-CLIP does (arXiv 2208.02816): frames, projection, layers over time."""
-
-    def __init__(self, backbone: PreTrainedModel):
-        nn.Module.__init__(self)
-        self.backbone, self.pooling, self.config = backbone, "pooler", backbone.config
-        own: Any = copy.copy(self.config)
-        vars(own).update({name[4:]: value for name, value in vars(own).items() if name.startswith("mit_")})
-        self.projection = nn.Linear(self.config.hidden_size, own.hidden_size, bias=False)
-        self.mit = x_clip.XCLIPMultiframeIntegrationTransformer(own)
-        nn.init.zeros_(self.mit.position_embedding)
-
-    def look_over_time(self, frames: Tensor) -> Tensor:
-        """`[B, T, C]` -> `[B, T, E]`, whose mean is the embedding."""
-        return self.mit(self.projection(frames))[0]
-
-
 class TextBridge(nn.Module):
     """Layers of the text tower, mixed by learned weights and projected.
 
@@ -717,34 +672,30 @@ class FusionHead(nn.Module):
     The image does not attend to the text, so its side is computed once per image (ALBEF, BLIP and BridgeTower project the same
     image again for every candidate text).
 
-    With a hierarchy, block k attends to the vision taps up to its own, coarse ones first, and the text tower's states are
-    added again through a bridge (BridgeTower, arXiv 2206.08657), which is zero at initialisation.
+    Block k attends to the vision taps up to its own, coarse ones first and the last block to all, and the text tower's states
+    are added again through a bridge (BridgeTower, arXiv 2206.08657), which is zero at initialisation.
     """
 
     def __init__(self, config: FusionDualEncoderConfig):
         super().__init__()
-        dim, blocks, both = config.fusion_dim, config.fusion_layers, config.fusion_direction == "both"
+        dim, blocks = config.fusion_dim, config.fusion_layers
         self.taps = list(config.fusion_vision_taps)
         self.adapters: Iterable[LevelAdapter] = nn.ModuleList(  # type: ignore[assignment]
             LevelAdapter(config.vision_widths[tap], dim, config.fusion_tokens_per_tap, config.medium != "image")
             for tap in self.taps
         )
         self.vision_norm = nn.LayerNorm(dim)
-        bridges = blocks if config.fusion_hierarchy else 1
         self.bridges: Any = nn.ModuleList(
-            TextBridge(config.text_width, len(config.fusion_text_taps), dim) for _ in range(bridges)
+            TextBridge(config.text_width, len(config.fusion_text_taps), dim) for _ in range(blocks)
         )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.layers: Iterable[FusionLayer] = nn.ModuleList(  # type: ignore[assignment]
-            FusionLayer(dim, config.fusion_heads, config.fusion_mlp_ratio, updates_image=both and block + 1 < blocks)
-            for block in range(blocks)
+            FusionLayer(dim, config.fusion_heads, config.fusion_mlp_ratio) for _ in range(blocks)
         )
         self.output_norm = nn.LayerNorm(dim)
         self.match = nn.Linear(dim, 1)
-        self.keeps_tokens = both  # keys and values of image tokens that attend to the text cannot be kept
-        last = len(self.taps)
         # number of taps that each block reads
-        self.reach = [-(-last * (block + 1) // blocks) if config.fusion_hierarchy else last for block in range(blocks)]
+        self.reach = [-(-len(self.taps) * (block + 1) // blocks) for block in range(blocks)]
 
     def pool_taps(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Select the tapped hidden states, and pool each to at most `fusion_tokens_per_tap` tokens."""
@@ -753,15 +704,10 @@ class FusionHead(nn.Module):
     def encode_vision(self, taps: Sequence[Tensor]) -> KeysValues:
         """Compute the image side: pooled taps of B images -> keys and values for every block."""
         levels = [adapter(tap) for adapter, tap in zip(self.adapters, taps, strict=True)]
-        if self.keeps_tokens:
-            begins, empty = [0, *self.reach[:-1]], levels[0][:, :0]
-            return tuple(
-                torch.cat([empty, *levels[begin:end]], 1)[None] for begin, end in zip(begins, self.reach, strict=True)
-            )
         tokens = self.vision_norm(torch.cat(levels, 1))
         ends = list(itertools.accumulate(level.shape[1] for level in levels))
         return tuple(
-            layer.encode_image(tokens[:, : ends[reach - 1]])
+            layer.cross_attention.keys_values(tokens[:, : ends[reach - 1]])
             for layer, reach in zip(self.layers, self.reach, strict=True)
         )
 
@@ -790,16 +736,10 @@ class FusionHead(nn.Module):
         return self._run(tokens, mask, keys_values)
 
     def _run(self, tokens: Tensor, mask: Tensor, keys_values: KeysValues, bridged: Sequence[Tensor] = ()) -> Tensor:
-        image = None
-        for block, (layer, given) in enumerate(zip(self.layers, keys_values, strict=True)):
+        for block, (layer, image) in enumerate(zip(self.layers, keys_values, strict=True)):
             if 0 < block <= len(bridged):
                 tokens = tokens + bridged[block - 1]
-            if self.keeps_tokens:
-                image = given[0] if image is None else torch.cat([image, given[0]], 1)
-                given = layer.encode_image(self.vision_norm(image))
-            tokens = layer(tokens, given, mask)
-            if layer.image is not None:
-                image = layer.image(image, tokens, mask)
+            tokens = layer(tokens, image, mask)
         return self.output_norm(tokens)
 
 
@@ -955,7 +895,7 @@ def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.M
     own = getattr(config, f"{tower}_config")
     if config.dual_encoder_type == "clap" and hasattr(own, "projection_hidden_act"):  # another text tower has none
         return ClapProjectionLayer(own)
-    if config.dual_encoder_type in UNPROJECTED or (config.dual_encoder_type, tower) == ("xclip", "vision"):
+    if config.dual_encoder_type in UNPROJECTED:
         return nn.Identity()
     if config.projection == "mlp":
         return ResidualProjection(width, config.projection_dim, FEATURE_DROPOUT[tower])
@@ -1197,11 +1137,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.config.logit_bias_init_value = self.logit_bias = None
 
     def add_token_head(self, captions: bool = False) -> None:
-        """Add a head that predicts words and, with `captions`, the adapter to write captions.
-
-        Raises:
-            ValueError: if `captions` is set and image tokens attend to the text, which contains the words to predict.
-        """
+        """Add a head that predicts words and, with `captions`, the adapter to write captions."""
         words: Any = self.text_model.get_input_embeddings()
         dim, width = self.config.fusion_dim, words.embedding_dim
         if self.token_head is None:
@@ -1211,8 +1147,6 @@ class FusionDualEncoderModel(PreTrainedModel):
             spread = words.weight.detach().float().std() * math.sqrt(width)
             last: Any = self.token_head.transform[-1]
             last.weight.data.div_(spread.to(words.weight))
-        if captions and self.config.fusion_direction != "text_to_image":
-            raise ValueError("fusion_direction is 'both'; to write captions, image tokens must not read the text.")
         if captions and self.caption_adapter is None:
             self.caption_adapter = CaptionAdapter(width, dim).to(words.weight)
             self.caption_adapter.apply(self._init_weights)
@@ -1423,20 +1357,6 @@ class FusionDualEncoderModel(PreTrainedModel):
         log_probs = log_probs.masked_fill(places < 0, -math.log(logits.shape[1]))
         return torch.zeros_like(is_target, dtype=log_probs.dtype).masked_scatter(is_target, log_probs).sum(1)
 
-    @torch.no_grad()
-    def caption(self, pixel_values: Tensor, first: int, last: int, max_length: int = 32) -> Tensor:
-        """Write captions greedily: token ids `[B, L]` from `first` to `last`, padded with `last`."""
-        _, keys_values = self.encode_image(pixel_values)
-        assert keys_values is not None
-        input_ids = torch.full((len(pixel_values), 1), first, device=pixel_values.device)
-        while input_ids.shape[1] < max_length and not (input_ids[:, 1:] == last).any(1).all():
-            is_before = torch.zeros_like(input_ids, dtype=torch.bool)
-            is_before[:, -1] = True
-            chosen = self.caption_logits(keys_values, input_ids, torch.ones_like(input_ids), is_before).argmax(-1)
-            ended = (input_ids[:, 1:] == last).any(1)
-            input_ids = torch.cat([input_ids, chosen.masked_fill(ended, last)[:, None]], 1)
-        return input_ids
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -1635,8 +1555,6 @@ class FusionDualEncoderModel(PreTrainedModel):
             raise ValueError(
                 f"the stock class has linear projections, and this model --projection {self.config.projection}"
             )
-        if kind == "xclip":
-            raise ValueError("the stock class makes a text depend on the clip, and this model does not")
         if self.config.medium != "image" and kind != "clap":
             raise ValueError(f"the stock class reads images, and this model {self.config.medium}s")
         if kind == "clap" and not hasattr(self.config.text_config, "projection_hidden_act"):

@@ -96,7 +96,7 @@ def _own_frames(args: ModelArguments) -> int | None:
     name = args.model_name_or_path or args.vision_model_name_or_path
     if name:
         config = load_config(f"the model is {name}", name, args.trust_remote_code)
-        config = getattr(config, "vision_config", config)  # X-CLIP's
+        config = getattr(config, "vision_config", config)
     else:
         config = AutoConfig.for_model(**vision_preset(args, "clip"))
     return getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)

@@ -2,7 +2,6 @@
 
 A model that is not of `DUAL_ENCODERS` is taken if it has two towers that load by themselves, projections of one matrix each or
 none, and a temperature, and its features are those of its own class on a trial input.
-X-CLIP is only read: its prompts, which make a text depend on the clip, are left out.
 """
 
 import copy
@@ -19,7 +18,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     DUAL_ENCODERS,
     UNPROJECTED,
     FusionDualEncoderModel,
-    XCLIPTower,
     class_of_tower,
     probe_input,
 )
@@ -27,8 +25,6 @@ from mm_utils.model.pretrained import explained
 from mm_utils.model.processor import complete, set_outputs
 
 logger = logging.getLogger(__name__)
-
-MEDIUM = {"clap": "sound", "xclip": "clip"}  # of stock models that read no images
 
 
 def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
@@ -51,11 +47,6 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
             "side": tokenizer.padding_side,
             "pad_token_id": tokenizer.pad_token_id,
         }
-    if config.model_type == "xclip" and config.projection_dim != config.vision_config.mit_hidden_size:
-        raise ValueError(
-            f"{name} holds no whole xclip; its projections are {config.projection_dim} wide and the layers over them "
-            f"{config.vision_config.mit_hidden_size}. Choose another model."
-        )
     with explained(f"{name} holds no model", name):
         options = {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
         stock, info = AutoModel.from_pretrained(name, config=config, **options)
@@ -78,8 +69,6 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
             "and %.3f for texts",
             *(name, *(scale.exp().item() for scale in (model.logit_scale, stock.logit_scale_a, stock.logit_scale_t))),
         )
-    elif config.model_type == "xclip":
-        logger.info("%s is taken without its prompts, by which its texts would depend on the clip", name)
     return model
 
 
@@ -147,11 +136,8 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
     else:
         tower = stock.vision_model
         scale = stock.logit_scale if hasattr(stock, "logit_scale") else -stock.temperature.log()
-    if kind == "xclip":
-        tower = XCLIPTower(tower)
-        tower.projection, tower.mit = stock.visual_projection, stock.mit
-    if kind in MEDIUM:  # CLAP has a batch norm, and a rank's batch is not the global batch
-        config |= {"medium": MEDIUM[kind], "freeze_batch_norm": True}
+    if kind == "clap":  # it has a batch norm, and a rank's batch is not the global batch
+        config |= {"medium": "sound", "freeze_batch_norm": True}
     projections = [getattr(stock, f"{side}_projection", None) for side in ("visual", "text")]
     keeps_class = kind in DUAL_ENCODERS or (all(projections) and hasattr(stock, "logit_scale"))
     text_config = stock.config.text_config
@@ -167,7 +153,6 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
     model = FusionDualEncoderModel.from_backbones(tower, stock.text_model, **{**taken, **config})
     if kind not in UNPROJECTED:
         model.text_projection = projections[1] or identity_projection(model.config.text_width)
-    if kind not in (*UNPROJECTED, "xclip"):
         own = stock.audio_projection if kind == "clap" else projections[0]
         model.visual_projection = own or identity_projection(model.config.vision_pooled_width)
     model.logit_scale = nn.Parameter(scale.detach().squeeze())

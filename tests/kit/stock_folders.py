@@ -23,7 +23,6 @@ from transformers import (
     Siglip2Processor,
     SiglipImageProcessor,
     SiglipProcessor,
-    XCLIPProcessor,
 )
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -147,22 +146,6 @@ def write_clap(folder: Path, fused: bool = False, **audio: Any) -> str:
     )  # fmt: skip
     scales = {"logit_scale_a": 2.0, "logit_scale_t": 3.0}
     return _write(folder, config, scales, ClapProcessor(extractor, tokenizer))
-
-
-def write_xclip(folder: Path, frames_processor: type = CLIPImageProcessor, **entries: Any) -> str:
-    """Write a random XCLIPModel of four frames with its processor; published ones have VideoMAE's for the frames."""
-    tokenizer = clip_tokenizer()
-    over_time = {"mit_hidden_size": 24, "mit_intermediate_size": 48, "mit_num_attention_heads": 3}
-    entries = {
-        "text_config": {**TOWER, "vocab_size": len(tokenizer), "max_position_embeddings": 77},
-        "vision_config": {**TOWER, **over_time, "num_frames": 4, "image_size": SIDE, "patch_size": PATCH},
-        "projection_dim": 24,
-        "prompt_num_attention_heads": 2,
-        **entries,
-    }
-    images = frames_processor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    config = AutoConfig.for_model("xclip", **entries)
-    return _write(folder, config, {"logit_scale": 2.0}, XCLIPProcessor(images, tokenizer))
 
 
 def _write(folder: Path, config: Any, scales: dict[str, float], processor: Any) -> str:

@@ -15,7 +15,7 @@ from mm_utils.model.build import build_model, load_model
 from mm_utils.model.image_size import resize
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.model.stock import stock_processor
-from tests.kit.stock_folders import KINDS, TEXTS, TOWER, close, write_stock, write_xclip
+from tests.kit.stock_folders import KINDS, TEXTS, TOWER, close, write_stock
 
 SIDE = 56
 NO_TOKENIZER: Any = None
@@ -105,15 +105,14 @@ def _inputs(processor: Any) -> Any:
 
 
 def test_frames_of_a_clip_and_a_tower_of_a_name_have_the_size_too(tmp_path: Path) -> None:
-    whole = write_xclip(tmp_path / "xclip")
-    model = build_model(ModelArguments(model_name_or_path=whole, image_size=48), NO_TOKENIZER, medium="clip").eval()
+    name = write_stock(tmp_path / "clip", "clip")
+    model = build_model(ModelArguments(model_name_or_path=name, image_size=48), NO_TOKENIZER, medium="clip").eval()
     frames = torch.randn(1, 4, 3, 48, 48)
-    before = load_model(whole, medium="clip").eval().vision_model.backbone
+    before = load_model(name, medium="clip").eval().vision_model.backbone
     with torch.no_grad():
         right = before(frames[0], interpolate_pos_encoding=True).pooler_output
         torch.testing.assert_close(model.vision_model.backbone(frames[0]).pooler_output, right, rtol=0, atol=1e-5)
         assert model.encode_image(frames)[0].shape == (1, 24)
-    name = write_stock(tmp_path / "clip", "clip")
     AutoImageProcessor.from_pretrained(name).save_pretrained(tmp_path / "clip")
     args = ModelArguments(vision_model_name_or_path=name, image_size=48)
     processor: Any = load_processor(args, ["a red circle"])

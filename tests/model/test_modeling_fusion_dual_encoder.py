@@ -286,23 +286,12 @@ def test_a_bridge_mixes_the_layers_of_the_text_tower():
     torch.testing.assert_close(bridge(states), expected)
 
 
-def test_image_tokens_may_attend_to_the_text():
-    """Then pairs, not images, decide what later blocks see; padding still changes nothing."""
-    shape = {"fusion_vision_taps": (-1, -2), "fusion_layers": 2, "fusion_dim": 32, "fusion_heads": 2}
-    model = build("resnet", fusion_direction="both", **shape)
-    batch = batch_for(model)
-    kept = model.encode_image(batch["pixel_values"])[1]
-    assert [layer.shape[0] for layer in kept] == [1, 1]
-    longer = {name: F.pad(batch[name], (0, 3)) for name in ("input_ids", "attention_mask")}
-    found = outputs(model, batch)["match_logits"]
-    torch.testing.assert_close(outputs(model, {**batch, **longer})["match_logits"], found)
-    torch.nn.init.zeros_(model.fusion.layers[0].image.cross_attention.output.weight)
-    assert not torch.allclose(outputs(model, batch)["match_logits"], found)
-    model(**batch).match_logits.sum().backward()
-    unused = [name for name, value in model.fusion.named_parameters() if value.grad is None]
-    assert unused == []
-    with pytest.raises(ValueError, match="to write captions, image tokens must not read the text"):
-        model.add_token_head(captions=True)
+@pytest.mark.parametrize(
+    "entry", [{"fusion_direction": "both"}, {"fusion_hierarchy": False}, {"dual_encoder_type": "xclip"}]
+)
+def test_what_no_model_has_any_more_is_refused(entry):
+    with pytest.raises(ValueError, match=f"{next(iter(entry))} in config.json is .* the code that it was saved with"):
+        FusionDualEncoderConfig(VISION["vit"], TEXT["bert"], **entry)
 
 
 def test_patches_are_pooled_in_two_dimensions():

@@ -1,4 +1,4 @@
-"""CLAP and X-CLIP folders as starts: the stock classes are the reference, before training and after it."""
+"""CLAP folders as starts: the stock class is the reference, before training and after it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoProcessor, ClapModel, VideoMAEImageProcessor
+from transformers import AutoConfig, AutoModel, AutoProcessor, ClapModel
 
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
@@ -18,27 +17,22 @@ from mm_utils.data.media.medium import read_by
 from mm_utils.data.media.riff import write_wav
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
-from mm_utils.model.modeling_fusion_dual_encoder import XCLIPTower, input_shape
+from mm_utils.model.modeling_fusion_dual_encoder import input_shape
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from tests.kit.stock_folders import SIDE, TEXTS, write_clap, write_xclip
+from tests.kit.stock_folders import TEXTS, write_clap
 
 Folder = Callable[[str], str]
 RATE = 16000
-KINDS = ("clap", "clap-fused", "xclip", "xclip-videomae")
-MEDIUM = {"clap": "sound", "clap-fused": "sound", "xclip": "clip", "xclip-videomae": "clip"}
+KINDS = ("clap", "clap-fused")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     root = tmp_path_factory.mktemp("stock")
-    makers = {
-        "clap": write_clap,
-        "clap-fused": lambda path: write_clap(path, fused=True),
-        "xclip": write_xclip,
-        "xclip-videomae": lambda path: write_xclip(path, VideoMAEImageProcessor),
-    }
-    return lambda kind: str(root / kind) if (root / kind).is_dir() else makers[kind](root / kind)
+    return lambda kind: (
+        str(root / kind) if (root / kind).is_dir() else write_clap(root / kind, fused=kind == "clap-fused")
+    )
 
 
 def sounds() -> list[np.ndarray]:
@@ -47,30 +41,19 @@ def sounds() -> list[np.ndarray]:
     return [(3000 * rng.standard_normal(int(RATE * seconds))).astype(np.int16) for seconds in (0.3, 0.7, 1.0)]
 
 
-def clips() -> list[list[Image.Image]]:
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 4, SIDE, SIDE, 3), np.uint8)
-    return [[Image.fromarray(frame) for frame in clip] for clip in pixels]
-
-
-def media(kind: str) -> dict[str, Any]:
+def media() -> dict[str, Any]:
     """What `encode` takes."""
-    return {"clips": clips()} if MEDIUM[kind] == "clip" else {"sounds": [(each / 32768, RATE) for each in sounds()]}
+    return {"sounds": [(each / 32768, RATE) for each in sounds()]}
 
 
 @torch.no_grad()
-def stock_embeds(name: str, kind: str) -> tuple[Tensor, Tensor]:
+def stock_embeds(name: str) -> tuple[Tensor, Tensor]:
     """The unit embeddings of media and texts by the stock class, with the folder's own processor."""
     stock, processor = AutoModel.from_pretrained(name).eval(), AutoProcessor.from_pretrained(name)
     words = processor.tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
-    if MEDIUM[kind] == "sound":
-        heard = [
-            processor.feature_extractor(each / 32768, sampling_rate=RATE, return_tensors="pt") for each in sounds()
-        ]
-        features = torch.cat([each["input_features"] for each in heard])
-        found = stock.get_audio_features(features, is_longer=torch.zeros(len(features), 1, dtype=torch.bool))
-    else:
-        frames = [processor.image_processor(clip, return_tensors="pt")["pixel_values"] for clip in clips()]
-        found = stock.get_video_features(torch.stack([each.view(-1, 3, SIDE, SIDE) for each in frames]))
+    heard = [processor.feature_extractor(each / 32768, sampling_rate=RATE, return_tensors="pt") for each in sounds()]
+    features = torch.cat([each["input_features"] for each in heard])
+    found = stock.get_audio_features(features, is_longer=torch.zeros(len(features), 1, dtype=torch.bool))
     texts = stock.get_text_features(words.input_ids, words.attention_mask)
     return F.normalize(found.pooler_output, dim=-1), F.normalize(texts.pooler_output, dim=-1)
 
@@ -84,20 +67,18 @@ def close(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_are_those_of_the_stock_class(folder: Folder, kind: str, tmp_path: Path) -> None:
     name = folder(kind)
-    model, processor, right = load_model(name).eval(), load_processor_of(name), stock_embeds(name, kind)
+    model, processor, right = load_model(name).eval(), load_processor_of(name), stock_embeds(name)
     model.processor = processor
-    close(model.encode(**media(kind), texts=TEXTS), right)
-    assert model.config.medium == MEDIUM[kind]
-    assert model.logit_scale.item() == pytest.approx(2.5 if "clap" in kind else 2.0)
+    close(model.encode(**media(), texts=TEXTS), right)
+    assert model.config.medium == "sound"
+    assert model.logit_scale.item() == pytest.approx(2.5)
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     for again in (load_model(str(tmp_path)), AutoModel.from_pretrained(tmp_path, trust_remote_code=True)):
-        close(again.encode(**media(kind), texts=TEXTS), right)
-    if MEDIUM[kind] == "clip":
-        assert load_processor_of(str(tmp_path)).image_processor.clip_frames == input_shape(model.vision_model)[0] == 4
+        close(again.encode(**media(), texts=TEXTS), right)
 
 
-@pytest.mark.parametrize("kind", ["clap", "clap-fused"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_hears_what_the_stock_extractor_makes(folder: Folder, kind: str) -> None:
     """The path of training and evaluation: windows of stored samples, whose spectrograms are made in batches."""
     model, timed = load_model(folder(kind)).eval(), read_by(load_processor_of(folder(kind)), 1.0)
@@ -105,15 +86,15 @@ def test_training_hears_what_the_stock_extractor_makes(folder: Folder, kind: str
     windows = torch.stack([timed.read({"bytes": write_wav(each, RATE)}, None)[0] for each in sounds()])
     with torch.no_grad():
         found = model.encode_image(timed.features(windows))[0]  # type: ignore[attr-defined]
-    close((found,), stock_embeds(folder(kind), kind)[:1])
+    close((found,), stock_embeds(folder(kind))[:1])
 
 
-@pytest.mark.parametrize("kind", ["clap", "clap-fused", "xclip"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_reaches_everything_and_the_run_is_written(folder: Folder, kind: str, tmp_path: Path) -> None:
     name = folder(kind)
     processor: Any = load_processor_of(name)
     args = ModelArguments(model_name_or_path=name, fusion_layers=2, gradient_checkpointing=True)
-    model = build_model(args, processor.tokenizer, medium=MEDIUM[kind])
+    model = build_model(args, processor.tokenizer, medium="sound")
     captions = encode_captions(processor.tokenizer, TEXTS[:3], 64)
     ids, mask = pad_captions(captions, processor.tokenizer.pad_token_id)
     places, shape = torch.arange(3), input_shape(model.vision_model)
@@ -126,8 +107,7 @@ def test_a_step_reaches_everything_and_the_run_is_written(folder: Folder, kind: 
     objective.train()(batch, 1)["loss"].backward()
     assert not [each for each, value in model.named_parameters() if value.requires_grad and value.grad is None]
     projections = [each for each, _ in model.named_parameters() if "projection" in each.partition(".")[0]]
-    projections += ["vision_model.projection.weight"] if kind == "xclip" else []
-    assert len(projections) == {"clap": 8, "clap-fused": 8, "xclip": 2}[kind]
+    assert len(projections) == 8
     assert all(model.get_parameter(each).grad.abs().max() > 0 for each in projections)  # type: ignore[union-attr]
     assert all(torch.equal(dict(model.named_buffers())[each], value) for each, value in statistics.items())
     with torch.no_grad():
@@ -135,25 +115,16 @@ def test_a_step_reaches_everything_and_the_run_is_written(folder: Folder, kind: 
             parameter.sub_(0.01 * parameter.grad if parameter.grad is not None else 0.0)
     write_model(tmp_path, model, processor)
     again = load_model(str(tmp_path))
-    trained = again.encode(**media(kind), texts=TEXTS)
-    assert not torch.allclose(trained[0], stock_embeds(name, kind)[0], atol=1e-4)
-    assert (tmp_path / "dual_encoder").is_dir() == (kind == "clap")  # a fused extractor and X-CLIP's class do more
+    trained = again.encode(**media(), texts=TEXTS)
+    assert not torch.allclose(trained[0], stock_embeds(name)[0], atol=1e-4)
+    assert (tmp_path / "dual_encoder").is_dir() == (kind == "clap")  # a fused extractor does more
     if kind == "clap":
         stock = tmp_path / "dual_encoder"
-        close(trained, stock_embeds(str(stock), kind))
+        close(trained, stock_embeds(str(stock)))
         own = ClapModel.from_pretrained(stock)
         assert own.logit_scale_a.item() == own.logit_scale_t.item() == again.logit_scale.item()
         assert AutoConfig.from_pretrained(stock).logit_scale_init_value == pytest.approx(14.285, abs=0.01)
         close(load_model(str(stock)).eval().encode_text(ids, mask)[:1], again.encode_text(ids, mask)[:1])
-
-
-def test_frozen_xclip_trains_what_looks_over_time(folder: Folder) -> None:
-    args = ModelArguments(model_name_or_path=folder("xclip"), freeze_vision=True)
-    model = build_model(args, load_processor_of(folder("xclip")).tokenizer, medium="clip").train()
-    tower = model.vision_model
-    assert isinstance(tower, XCLIPTower)
-    assert not tower.backbone.training
-    assert all(parameter.requires_grad for part in (tower.projection, tower.mit) for parameter in part.parameters())
 
 
 def test_a_tower_of_a_fused_clap_is_taken(folder: Folder) -> None:

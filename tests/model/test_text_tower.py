@@ -15,7 +15,7 @@ from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.search.index import IndexInfo, check_same_model, model_fingerprint
 from scripts import pretrain
-from tests.kit.stock_folders import KINDS, chinese_tokenizer, noise, write_clap, write_stock, write_xclip
+from tests.kit.stock_folders import KINDS, chinese_tokenizer, noise, write_clap, write_stock
 
 
 def write_bert(folder: Path) -> str:
@@ -81,14 +81,14 @@ def test_an_index_of_the_whole_model_is_searched_with_the_new_text_tower(words: 
 
 @pytest.mark.parametrize("medium", ["sound", "clip"])
 def test_sounds_and_clips_get_another_text_tower_too(medium: str, words: str, tmp_path: Path) -> None:
-    name = write_clap(tmp_path / medium) if medium == "sound" else write_xclip(tmp_path / medium)
+    name = write_clap(tmp_path / medium) if medium == "sound" else write_stock(tmp_path / medium, "clip")
     args = ModelArguments(model_name_or_path=name, text_model_name_or_path=words, fusion_layers=1)
     processor: Any = load_processor(args, [], medium)
     model = build_model(args, processor.tokenizer, medium=medium).eval()
     shape = (2, 1, 101, 16) if medium == "sound" else (2, 4, 3, 32, 32)
     media = torch.randn(shape)
     model.save_pretrained(tmp_path / "run")
-    alone, trained = load_model(name).eval(), load_model(name).eval()
+    alone, trained = (load_model(name, medium=medium).eval() for _ in range(2))
     use_channels_last(trained.vision_model)
     multiply_patches(trained.vision_model)  # as in training, where sums have another order than by convolutions
     with torch.no_grad():

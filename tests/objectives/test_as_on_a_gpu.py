@@ -107,7 +107,9 @@ def test_patches_as_a_product_are_the_convolution(size: tuple[int, int], layout:
     pixels, found = torch.randn(5, 3, *size).to(memory_format=layout), []
     for product in (False, True):
         if product:
-            multiply_patches(nn.Sequential(conv))
+            tower = nn.Sequential(conv)
+            multiply_patches(tower)
+            conv = tower[0]  # type: ignore[assignment]
             assert type(conv) is PatchProduct
             assert torch.equal(conv(pixels), found[0][0])  # without a GPU, it keeps its bits
         conv.zero_grad()

@@ -37,71 +37,39 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
     the caption.
     """
     builder = RecordBuilder(source, safety, source.path)
-    suffixes, is_timed = SUFFIXES[builder.medium], builder.medium != "image"
-    jail = Jail(source.path, safety.allow_outside_root)
-    unread = Unread()
+    suffixes, kinds = SUFFIXES[builder.medium], [CAPTION_SUFFIXES]
+    if builder.medium != "image":
+        kinds.append(SUBTITLE_SUFFIXES)
+    advice = f"in a {', '.join(('.txt', *SUBTITLE_SUFFIXES) if len(kinds) > 1 else ('.txt',))} file beside it"
+    jail, unread = Jail(source.path, safety.allow_outside_root), Unread()
     for place, names in walk(source.path, unread):
         pass_by(unread, builder, place, names, (*suffixes, *CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES))
-        beside = {_stem(name): name for name in reversed(names) if name.lower().endswith(CAPTION_SUFFIXES)}
-        subtitles = {_stem(name): name for name in names if name.lower().endswith(SUBTITLE_SUFFIXES)}
-        left = set(beside.values()) | (set(subtitles.values()) if is_timed else set())
-        for name in names:
-            if not name.lower().endswith(suffixes):
+        paths = [os.path.relpath(os.path.join(place, name), source.path) for name in names]
+        texts = [{_stem(path): path for path in reversed(paths) if path.lower().endswith(each)} for each in kinds]
+        left = {path for of_kind in texts for path in of_kind.values()}
+        for path in paths:
+            if not path.lower().endswith(suffixes):
                 continue
-            path = os.path.relpath(os.path.join(place, name), source.path)
-            file = beside.get(_stem(name))
-            left.discard(file or "")
-            if is_timed:
-                spoken = subtitles.get(_stem(name))
-                left.discard(spoken or "")
-                text, cues = (
-                    each and os.path.relpath(os.path.join(place, each), source.path) for each in (file, spoken)
-                )
-                yield _with_subtitles(builder, path, text, cues, jail)
-                continue
+            file, spoken = (*(of_kind.get(_stem(path)) for of_kind in texts), None)[:2]
+            left -= {file, spoken}
             try:
+                if file is None and spoken is None:
+                    raise Fault("unmatched_image", f"there is no caption for {path}, {advice}")
+                moments = None if spoken is None else read_cues(_text_of(spoken, jail))
                 if file is None:
-                    raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt file beside it")
-                captions = _lines(os.path.relpath(os.path.join(place, file), source.path), jail)
-                yield builder.record(f"file {path}", builder.image(path), captions, split=split_of_path(path))
+                    captions = [" ".join(cue["phrase"] for cue in moments or ())]
+                else:
+                    captions = list(filter(None, map(str.strip, _text_of(file, jail).splitlines()))) or [""]
+                image, split = builder.image(path), split_of_path(path)
+                record = builder.record(f"file {path}", image, captions, split=split, moments=moments)
+                record.notes = ("caption_from_subtitles",) if file is None else ()
+                yield record
             except Fault as fault:
                 yield builder.bad(f"file {path}", fault, path)
-        for name in sorted(left):
-            path = os.path.relpath(os.path.join(place, name), source.path)
+        for path in sorted(left):
             unmatched = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
             yield builder.bad(f"file {path}", unmatched)
     yield from unread.rows(builder)
-
-
-def _with_subtitles(
-    builder: RecordBuilder, path: str, file: str | None, spoken: str | None, jail: Jail
-) -> Record | BadRow:
-    """Add to a sound or clip the captions of a file beside it, and the moments of its subtitles."""
-    where = f"file {path}"
-    try:
-        if file is None and spoken is None:
-            raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt, .srt or .vtt file beside it")
-        cues = [] if spoken is None else read_cues(_text_of(spoken, jail))
-        if file is None:
-            captions = [" ".join(cue["phrase"] for cue in cues)]
-        else:
-            captions = _lines(file, jail)
-        record = builder.record(
-            where,
-            builder.image(path),
-            captions,
-            split=split_of_path(path),
-            moments=None if spoken is None else cues,
-        )
-    except Fault as fault:
-        return builder.bad(where, fault, path)
-    record.notes = ("caption_from_subtitles",) if file is None else ()
-    return record
-
-
-def _lines(file: str, jail: Jail) -> list[str]:
-    lines = [line.strip() for line in _text_of(file, jail).splitlines()]
-    return [line for line in lines if line] or [""]
 
 
 def _text_of(file: str, jail: Jail) -> str:

@@ -39,8 +39,8 @@ test-slow: $(VENV)/ready-to-test  ## The long ones.
 	$(VENV)/bin/python -m pytest -n 2 -m slow
 
 smoke: $(VENV)/ready  ## The main job on a few scenes.
-	$(VENV)/bin/python scripts/pretrain.py --max_train_samples 256 --max_eval_samples 64 --max_steps 4 \
-		--output_dir outputs/smoke --overwrite_output_dir
+	rm -rf outputs/smoke
+	$(VENV)/bin/python scripts/pretrain.py --max_train_samples 256 --max_eval_samples 64 --max_steps 4 --output_dir outputs/smoke
 
 site: $(VENV)/ready-to-test  ## Build the pages of docs/ into outputs/site.
 	$(VENV)/bin/mkdocs build --strict

@@ -87,7 +87,7 @@ HALF_HOUR = (  # title, precision, seconds, what follows `python`
      "--pairs 8192 --compiled false --micro_batch_size auto --rounds 1 --steps 3"),
     ("The loss alone", "no", 90, "-m benchmarks.loss --pairs 8192,32768"),
     ("Bound by the loader or not: data_wait in the log", "bf16", 90,
-     "scripts/pretrain.py --max_steps 200 --eval_steps 0 --overwrite_output_dir --output_dir {folder}/loader"),
+     "scripts/pretrain.py --max_steps 200 --eval_steps 0 --output_dir {folder}/loader"),
 )  # fmt: skip
 TINY = {"--pairs": "8", "--batch_size": "8", "--rounds": "1", "--steps": "1", "--max_steps": "4", "--vision_config": "tiny",
         "--text_config": "tiny", "--vocab_size": "100 --image_size 32", "--synthetic": "8"}  # fmt: skip

@@ -46,14 +46,6 @@ class HubArguments:
     hub_model_id: str | None = arg(
         None, "Repository: 'name' or 'namespace/name'; by default output_dir's name.", decides="place"
     )
-    hub_private_repo: bool = arg(
-        False, "Create the repository as private; one that exists keeps its visibility.", decides="place"
-    )
-    license: str | None = arg(
-        None,
-        "Licence of the weights, for the model card: an identifier of the Hub, such as apache-2.0, cc-by-4.0 or other.",
-        decides="report",
-    )
     hub_strategy: str = arg(
         "end",
         "end: push once, at the end; every_save: the model at every save; checkpoint: and the newest checkpoint as "
@@ -65,7 +57,7 @@ class HubArguments:
     def __post_init__(self) -> None:
         if self.hub_strategy not in STRATEGIES:
             raise ValueError(f"--hub_strategy is {self.hub_strategy!r}; unknown. Choose from {', '.join(STRATEGIES)}.")
-        check_repository("--hub_model_id", self.hub_model_id, self.license)
+        check_repository("--hub_model_id", self.hub_model_id)
 
 
 @dataclass
@@ -90,7 +82,7 @@ class DatasetHubArguments:
         return self.hub_dataset_id or repository_name(Path(folder))
 
 
-def check_repository(flag: str, name: str | None, licence: str | None) -> None:
+def check_repository(flag: str, name: str | None, licence: str | None = None) -> None:
     """Raise ValueError unless the Hub could have a repository of this name and `--license`."""
     try:
         if name is not None:
@@ -178,7 +170,7 @@ class HubPusher(RunCallback):
 
     arguments = HubArguments
     flag = "push_to_hub"
-    reads = "hub_model_id hub_private_repo hub_strategy"
+    reads = "hub_model_id hub_strategy"
 
     def __init__(self, args: HubArguments):
         self.args = args
@@ -197,7 +189,7 @@ class HubPusher(RunCallback):
         """Set the folder that is pushed."""
         self.output_dir = output_dir.absolute()
         name = self.args.hub_model_id or repository_name(self.output_dir)
-        self.repository = Repository(name, "model", self.args.hub_private_repo)
+        self.repository = Repository(name, "model", private=False)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Create the repository, so that a bad token shows before the training."""

@@ -65,7 +65,6 @@ MISTAKES = [
     ("scripts.pretrain", "--min_crop_area 0", "--min_crop_area is 0"),
     ("scripts.pretrain", "--dataloader_num_workers many", "--dataloader_num_workers is many; give a number of processes from 0 on, or auto"),
     ("scripts.pretrain", "--hub_model_id a/b/c", "--hub_model_id is 'a/b/c'"),
-    ("scripts.pretrain", "--license CC", "--license is 'CC'"),
     ("scripts.launch_ray", "--min_workers 2", "--min_workers is 2, --max_workers None"),
     ("scripts.launch_ray", "--min_workers 3 --max_workers 2", "--min_workers is 3, --max_workers 2"),
     ("scripts.launch_ray", "--min_workers 1 --max_workers 2 --num_workers 2", "--num_workers is 2"),

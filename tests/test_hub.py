@@ -112,7 +112,7 @@ def test_a_bad_token_and_silence_are_named_and_the_printed_command_pushes_later(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     server.fail("/commit/", 401)
-    hub = pusher(run_dir, hub_private_repo=True)
+    hub = pusher(run_dir)
     assert not hub.push_model()
     assert "planted for" in caplog.text  # the server quotes the token
     assert TOKEN not in caplog.text
@@ -121,7 +121,6 @@ def test_a_bad_token_and_silence_are_named_and_the_printed_command_pushes_later(
     client = [sys.executable, "-m", "huggingface_hub.cli.hf", *words]
     subprocess.run(client, check=True, capture_output=True, timeout=60)
     assert set(server.repos["tester/my-run"]) == ROOT
-    assert server.private["tester/my-run"]
     monkeypatch.setattr("mm_utils.hub._TIMEOUT", -1e3)  # less than the bytes take
     monkeypatch.setattr("mm_utils.hub._START_TIMEOUT", 0.5)
     server.may_answer.clear()

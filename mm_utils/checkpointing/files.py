@@ -142,7 +142,7 @@ def _newest(output_dir: Path) -> Path | None:
         names = ", ".join(each.name for each in damaged)
         raise ValueError(
             f"--resume_from_checkpoint is latest; none of the checkpoints in {output_dir} is whole ({names}). Restore one "
-            "from a copy, or start anew with --overwrite_output_dir."
+            "from a copy, or start anew in another folder."
         )
     if path is None:
         logger.info("No checkpoint in %s: the run begins at step 0", output_dir)

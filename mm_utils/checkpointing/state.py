@@ -133,13 +133,12 @@ class TrainingState:
         return snapshot
 
     def restore(
-        self, path: Path, identity: Mapping[str, Any], flags: Mapping[str, Any], allow_changes: bool
+        self, path: Path, identity: Mapping[str, Any], flags: Mapping[str, Any]
     ) -> tuple[TrainerState, dict[str, Any]]:
         """Load weights, optimizer, average and loss scale from a checkpoint, on all ranks.
 
         Args:
             identity, flags: the present run's `run["identity"]` and `run["flags"]`, which must be those of the checkpoint.
-            allow_changes: log what differs, in place of raising.
 
         Returns:
             The trainer's state, and the JSON that `capture` was given as `run`.
@@ -152,13 +151,11 @@ class TrainingState:
         recorded = run.get("flags") or {}
         old, new = ({name: each[name] for name in flags if name in recorded} for each in (recorded, flags))
         changed = changes({**old, **model[0], **run["identity"]}, {**new, **model[1], **identity})
-        if changed and not allow_changes:
+        if changed:
             raise ValueError(
                 f"--resume_from_checkpoint is {path}; since it was written, {changed}, so it would not be the same "
-                "run. Give what it had, or --allow_changed_run."
+                "run. Give what it had, or start a new run with --model_name_or_path."
             )
-        if changed and self.accelerator.is_main_process:
-            logger.warning("--allow_changed_run is set; since %s was written, %s", path, changed)
         self.load_training(path)
         if self.accelerator.scaler is not None and run["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(run["scaler"])

@@ -11,7 +11,6 @@ PRECISIONS = ("no", "fp16", "bf16")
 _FLAG = re.compile(r"[a-z][a-z0-9_]*")
 _NOT_TUNED = {
     "output_dir": "every trial has a folder of its own in the script's --output_dir",
-    "overwrite_output_dir": "give it to the script, for all trials",
     "resume_from_checkpoint": "give it to the script, for all trials",
     "config": "give one file to the script, for all trials",
     "dry_run": "give it to the script, without --tune",

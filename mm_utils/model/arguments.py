@@ -69,11 +69,6 @@ class ModelArguments:
         decides="place",
     )
     text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.", decides="place")
-    tokenizer_name_or_path: str | None = arg(
-        None,
-        "Default: the text backbone's tokenizer; for a text backbone from scratch, one trained on the captions.",
-        decides="place",
-    )
     vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.", decides="place")
     image_size: int | None = arg(
         None,
@@ -115,7 +110,7 @@ class ModelArguments:
     )
     trust_remote_code: bool = arg(
         False,
-        "Run the Python code in the repository of a backbone or tokenizer. Read that code first.",
+        "Run the Python code in the repository of a backbone. Read that code first.",
         decides="place",
     )
 

@@ -312,11 +312,10 @@ def _set_window(extractor: Any, seconds: float | None, what: str) -> None:
 
 
 def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedTokenizerBase:
-    source = args.tokenizer_name_or_path or args.text_model_name_or_path
+    source = args.text_model_name_or_path
     if not source:
         return complete(cached_tokenizer(captions, args.vocab_size))
-    flag = "--tokenizer_name_or_path" if args.tokenizer_name_or_path else "--text_model_name_or_path"
-    with explained(f"{flag} is {source}", source):
+    with explained(f"--text_model_name_or_path is {source}", source):
         return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code))
 
 

@@ -318,7 +318,7 @@ def _describe(rank: int, host: str, table: list[list[float]]) -> str:
     if wait - usual_wait > computing - usual_computing:
         advice = "that machine's drive, and at --dataloader_num_workers"
     else:
-        advice = "that machine for other programs, or a hot or broken device; if it stays slow, give it fewer pairs with --rank_shares"
+        advice = "that machine for other programs, or a hot or broken device"
     return (
         f"process {rank} (host {host}) slows the others down: in a step it waits {wait:.2g} s for data and computes "
         f"{computing:.2g} s, the median process {usual_wait:.2g} s and {usual_computing:.2g} s. Look at {advice}."

@@ -154,7 +154,6 @@ class CardInfo:
         pipeline_tag: a pipeline that takes the model; None if there is none.
         usage: returns the code that uses the model, by its quoted name and its medium; None for a model of retrieval.
         results: what was measured, for the Hub.
-        license: an identifier of the Hub; None if it is not known.
         datasets: the training data on the Hub.
     """
 
@@ -187,7 +186,6 @@ class CardInfo:
     usage: Callable[[str, str], str] | None = None
     glance: list[tuple[str, str]] = field(default_factory=list)
     results: list[EvalResult] = field(default_factory=list)
-    license: str | None = None
     datasets: list[str] = field(default_factory=list)
     base_models: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=library_versions)
@@ -269,7 +267,6 @@ def _front_matter(card: CardInfo) -> ModelCardData:
         return [" ".join(printable(value).split()) for value in values] or None
 
     return ModelCardData(
-        license=card.license,
         library_name="transformers",
         pipeline_tag=card.pipeline_tag,
         tags=[*(card.tags or _retrieval_tags(card.medium)), *_medium_tags(card.medium), "custom_code"],
@@ -290,11 +287,11 @@ def _medium_tags(medium: str) -> list[str]:
 
 
 def _glance(card: CardInfo) -> list[tuple[str, str]]:
-    """Return what a person reads first: data, results, licence."""
+    """Return what a person reads first: data and results, and that nobody but the owner can license the weights."""
     count = card.dataset_rows.get("train", 0)
     unit = f"{card.medium}s" if card.usage is None else "rows"
     rows = [("trained on", f"{card.dataset_name}, {count:,} {unit}")]
-    return [*rows, *card.glance, ("licence", card.license or "not stated; ask who trained it")]
+    return [*rows, *card.glance, ("licence", "not stated; ask who trained it")]
 
 
 def _usage(card: CardInfo) -> str:

@@ -69,13 +69,12 @@ def check_precision() -> None:
         raise ValueError(f"--mixed_precision is fp8; {torch.cuda.get_device_name()} computes none. Use bf16.")
 
 
-def check_devices(accelerator: Accelerator, shares: str | None) -> None:
-    """Warn if GPUs of several kinds get equal shares; called on all ranks."""
+def check_devices(accelerator: Accelerator) -> None:
+    """Warn if there are GPUs of several kinds; called on all ranks."""
     kinds = sorted(set(gather_object([device_name(accelerator.device)])))
-    if len(kinds) > 1 and shares is None and distributed.rank() == 0:
+    if len(kinds) > 1 and distributed.rank() == 0:
         logger.warning(
-            "Devices are %s; every step takes as long as on the slowest. Give the others more with --rank_shares=2,1, "
-            "or train on devices of one kind.",
+            "Devices are %s; every step takes as long as on the slowest. Train on devices of one kind.",
             ", ".join(kinds),
         )
 

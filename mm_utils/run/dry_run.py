@@ -68,8 +68,7 @@ def dry_run(
         ValueError, FloatingPointError: as the real run would raise them.
     """
     folder = Path(args.output_dir or f"outputs/{name}")
-    may_hold_run = args.overwrite_output_dir or args.resume_from_checkpoint is not None
-    problem = misplaced(folder, settings) or holds_run(folder, may_hold_run)
+    problem = misplaced(folder, settings) or holds_run(folder, args.resume_from_checkpoint is not None)
     if problem:
         raise RunError(problem)
     find_checkpoint(args.resume_from_checkpoint, folder)

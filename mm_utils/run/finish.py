@@ -220,7 +220,6 @@ def run_card(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         command=own_command(run.name, argv),
         metrics=metrics,
-        license=run.settings.get("license"),
         datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
         hyperparameters={
             name: value

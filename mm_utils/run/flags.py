@@ -23,7 +23,6 @@ OF_NEW_MODELS = [
     "vision_model_name_or_path",
     "vision_config",
     "text_config",
-    "tokenizer_name_or_path",
     "vocab_size",
     "projection_dim",
     "projection",
@@ -42,12 +41,12 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
     head, pairs = given["fusion_layers"] != 0, given["objectives"] is not None
     prepared = pairs and given["dataset_name"] and is_prepared(given["dataset_name"])
     tars = pairs and given["train_file"] and shard_kind(given["train_file"]) == "tar"
-    others = any((given["model_name_or_path"], vision, text, given["tokenizer_name_or_path"]))
+    others = any((given["model_name_or_path"], vision, text))
     trial = given.is_trial  # it turns off what reads them, by flags behind the user's
     return [
         ("vision_config", vision, "the vision backbone is a pretrained one"),
         ("text_config", text, "the text backbone is a pretrained one"),
-        ("vocab_size", text or given["tokenizer_name_or_path"], "the tokenizer is a trained one"),
+        ("vocab_size", text, "the tokenizer is a trained one"),
         ("fusion_taps rerank_top_k", not head, "--fusion_layers is 0"),
         ("head_share", not _trains_head(given), "no term of --objectives is for the fusion head"),
         (
@@ -57,9 +56,7 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
         ),
         ("image_root allow_outside_root", tars, "tar shards hold what their captions describe"),
         (COLUMNS, prepared, "the data are a prepared set, whose columns are known"),
-        ("stream_interleave shuffle_block_size", not given["streaming"] and not trial, "there is no --streaming"),
         ("trust_remote_code", not others, "nothing of others is loaded"),
-        ("allow_changed_run", given["resume_from_checkpoint"] is None, "no run is resumed"),
         (
             "metric_for_best_model",
             given["eval_steps"] == 0 and not given["wise_ft"] and not trial,
@@ -84,9 +81,8 @@ def check_flags(given: Parsed) -> None:
     if given.config and given["resume_from_checkpoint"]:
         _check_place(Path(given.config), given["output_dir"])
     if given["model_name_or_path"] is not None and given["fusion_layers"] is not None:
-        own = {"tokenizer_name_or_path"} if given["text_model_name_or_path"] else set()
         for name in OF_NEW_MODELS:
-            if name not in own and given[name] != getattr(ModelArguments, name):
+            if given[name] != getattr(ModelArguments, name):
                 raise ValueError(
                     f"--{name} is {given[name]}, and --model_name_or_path is {given['model_name_or_path']}; a whole model has its "
                     "own, and the flag would change nothing. Drop one of the two."

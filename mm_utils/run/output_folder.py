@@ -3,7 +3,6 @@
 import logging
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 _LOCK_SECONDS = 10.0  # a restarted run may meet its predecessor, which is being killed
 _DATA = ("train_file", "validation_file", "test_file", "dataset_dir", "dataset_name", "image_root")
-_MODELS = ("model_name_or_path", "tokenizer_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
+_MODELS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
 _OWN = (
     *(STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder"),
     *("model*.safetensors", "model.safetensors.index.json", "modeling_fusion_dual_encoder.py", "reading.py"),
@@ -48,7 +47,7 @@ _OWN = (
     *("checkpoint-[0-9]*.damaged", "checkpoint-[0-9]*.superseded"),
 )
 """Everything that a run writes beside its checkpoints, as patterns of names."""
-_NOT_SAVED = ("resume_from_checkpoint", "overwrite_output_dir", "dry_run")  # true of one start only
+_NOT_SAVED = ("resume_from_checkpoint", "dry_run")  # true of one start only
 
 _held: dict[tuple[int, Path], IO[str]] = {}  # the one folder that this process has locked; a forked process holds none
 
@@ -79,10 +78,14 @@ def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], 
         folder = folder or _new_folder(name)
         is_restart = bool(earlier_starts(folder, launch))
         resume_from = resume_name(args.resume_from_checkpoint, folder, launch if is_restart else [])
-        resumes = is_restart or bool(resume_from)
-        problem = misplaced(folder, config) or holds_run(folder, resumes or args.overwrite_output_dir)
-        problem = problem or holds_others(folder)
-        problem = problem or _lock(folder, empty=args.overwrite_output_dir and not resumes)
+        problem = (
+            misplaced(folder, config) or holds_run(folder, is_restart or bool(resume_from)) or holds_others(folder)
+        )
+        if not problem:
+            folder.mkdir(parents=True, exist_ok=True)
+            (probe := folder / ".writable").write_text("")
+            probe.unlink()
+            problem = lock_folder(folder)
     except (OSError, ValueError) as error:  # a ValueError comes from a name that no file can have
         where, why = args.output_dir or Path("outputs").absolute(), getattr(error, "strerror", None) or str(error)
         return Claim(
@@ -126,31 +129,29 @@ def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def holds_run(folder: Path, allowed: bool) -> str | None:
-    """Return the problem of a folder with a run that is not resumed or replaced; else None."""
+    """Return the problem of a folder with a run that is not resumed; else None."""
     found = any((folder / name).exists() for name in (METRICS_FILE, "model.safetensors"))
     found = found or bool(checkpoint_folders(folder))
     if allowed or not found:
         return None
     return (
         f"--output_dir is {folder}; it already holds a run. Continue it with --resume_from_checkpoint latest, "
-        "replace it with --overwrite_output_dir, or give another folder."
+        "or give another folder."
     )
 
 
 def holds_others(folder: Path) -> str | None:
     """Return the problem of a folder with others' files of names that a run writes; else None."""
     is_run = any((folder / name).exists() for name in (STARTS_FILE, METRICS_FILE)) or checkpoint_folders(folder)
-    if is_run or not folder.is_dir() or not (found := own_files(folder)):
+    if is_run or not folder.is_dir():
+        return None
+    found = sorted(path.name for path in folder.iterdir() if any(path.match(pattern) for pattern in _OWN))
+    if not found:
         return None
     return (
-        f"--output_dir is {folder}; it holds {found[0].name}, which no run of this project wrote, and which this run would "
+        f"--output_dir is {folder}; it holds {found[0]}, which no run of this project wrote, and which this run would "
         "replace. Give a folder of its own."
     )
-
-
-def own_files(folder: Path) -> list[Path]:
-    """Return the files and folders with names that a run writes, checkpoints left out, by name."""
-    return sorted(path for path in folder.iterdir() if any(path.match(pattern) for pattern in _OWN))
 
 
 def lock_folder(folder: Path, seconds: float = _LOCK_SECONDS) -> str | None:
@@ -207,19 +208,3 @@ def _new_folder(name: str) -> Path:
             return folder
         except FileExistsError:
             number += 1
-
-
-def _lock(folder: Path, empty: bool) -> str | None:
-    """Create and lock the folder, and empty it if asked to; return the problem, if there is one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".writable"
-    probe.write_text("")
-    probe.unlink()
-    problem = lock_folder(folder)
-    if not problem and empty:
-        for path in (*checkpoint_folders(folder), *own_files(folder)):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-    return problem

@@ -81,7 +81,7 @@ def start_run(name: str, given: Parsed) -> Run:
     args, settings = given[TrainingArguments], given.settings
     args.names_batch = "global_batch_size" in given.named
     accelerator = make_accelerator()
-    checks.check_devices(accelerator, args.rank_shares)
+    checks.check_devices(accelerator)
     checks.check_equal_start(settings)
     launch, description = launcher_names(), describe_start(accelerator)
     claim = distributed.on_first(lambda: claim_folder(name, args, settings, launch))

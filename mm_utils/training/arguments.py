@@ -28,7 +28,6 @@ class TrainingArguments:
     output_dir: str | None = arg(
         None, "The folder of the run; default: a new outputs/<script>-N.", decides="place", usual=True
     )
-    overwrite_output_dir: bool = arg(False, "Replace the run in --output_dir.", decides="place")
     resume_from_checkpoint: str | None = arg(
         None,
         "A checkpoint-N folder, or 'latest': the newest that is undamaged (a first start if there is none).",
@@ -101,22 +100,6 @@ class TrainingArguments:
         None,
         "The device of the image encoder, e.g. cuda:1, in a run of one process.",
         decides="speed",
-    )
-    text_device: str | None = arg(
-        None,
-        "The device of the text encoder, e.g. cuda:1, in a run of one process.",
-        decides="speed",
-    )
-    rank_shares: str | None = arg(
-        None,
-        "The share of a batch that each process gets, e.g. 2,1 where the first GPU is twice as fast. It changes what is "
-        "learnt in the last digits only.",
-        decides="speed",
-    )
-    allow_changed_run: bool = arg(
-        False,
-        "Resume although data, seed or flags that decide what is learnt have changed, and log them.",
-        decides="report",
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)
     # No flags:

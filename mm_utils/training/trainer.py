@@ -349,9 +349,8 @@ class Trainer:
         Raises:
             ValueError: if the checkpoint is of another model, of other data or of other flags.
         """
-        state, run = self.captured.restore(path, self.identity, self.flags, self.args.allow_changed_run)
+        state, run = self.captured.restore(path, self.identity, self.flags)
         self.step.nonfinite.count = run["nonfinite_steps"]
-        self._forget_other_metric(path, state, run.get("flags") or {})
         return state
 
     def _resume(self, path: Path) -> None:
@@ -369,17 +368,6 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.writer.set_newer_aside(state.global_step)
             logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
-
-    def _forget_other_metric(self, path: Path, state: TrainerState, flags: Mapping[str, Any]) -> None:
-        """Let the best be sought from the resumed step on if another metric has chosen it so far."""
-        if all(flags.get(name, now) == now for name, now in self.flags.items() if name == "metric_for_best_model"):
-            return
-        step, metric = state.global_step, f"eval_{self.phases.metric(state.global_step)}"
-        state.log_history = [row for row in state.log_history if "loss" in row or row["step"] == step]
-        values = [row[metric] for row in state.log_history if "loss" not in row and metric in row]
-        state.best_metric, state.best_global_step, state.best_model_checkpoint = (
-            (values[0], step, str(path)) if values else (None, None, None)
-        )
 
     def _finish_writing(self) -> bool:
         """Wait for the last checkpoint and call the callbacks; return whether it could be written."""

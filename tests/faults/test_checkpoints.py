@@ -326,6 +326,3 @@ def test_another_run_is_not_gone_on_with(change: str, straight: Path, tmp_path: 
     status, told = alone(refused, TinyRun(tmp_path / "run", resume, **given))
     assert status == 0
     assert message in told
-    arguments = {**given.get("arguments", {}), "allow_changed_run": True}
-    status, told = alone(refused, TinyRun(tmp_path / "run", resume, **(given | {"arguments": arguments})))
-    assert (status, bool(told)) == (0, change == "another model")

@@ -20,7 +20,7 @@ from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import StreamingArguments, open_stream, train_stream
+from mm_utils.data.streams.stream import open_stream, train_stream
 from tests.kit.fault_images import BROKEN, draw, jpeg
 from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of
 from tests.kit.numbered_shards import write_shards
@@ -47,7 +47,7 @@ def make(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast, tmp
     """Makes a loader of at least `STEPS` batches with this many workers."""
     if request.param == "a stream":
         source = DataArguments(train_file=write_shards(tmp_path, "parquet", [30, 30, 30]))
-        stream = open_stream(source, StreamingArguments(True, 3, 8), BatchSizes((0,), (6,)), 3)
+        stream = open_stream(source, BatchSizes((0,), (6,)), 3, 3, 8)
         return lambda workers: train_stream(loaders(workers), stream, tokenizer, 2, 2 + STEPS)
     rows = tokenize_captions(rows_of(13, broken=[3]), tokenizer, 16)
     if request.param == "training":

@@ -23,7 +23,7 @@ from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import encode_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import StreamingArguments, open_stream
+from mm_utils.data.streams.stream import open_stream
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
@@ -124,7 +124,7 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "the backbone's image processor": lambda name: load_processor(
         ModelArguments(vision_model_name_or_path=name), ["a dog"]
     ),
-    "--tokenizer_name_or_path": lambda name: load_processor(ModelArguments(tokenizer_name_or_path=name), ["a dog"]),
+    "the backbone's tokenizer": lambda name: load_processor(ModelArguments(text_model_name_or_path=name), ["a dog"]),
 }
 
 
@@ -255,12 +255,7 @@ def test_no_pickle_in_a_shard_is_read(canary: Canary, tmp_path: Path) -> None:
     prepare(tmp_path / "0.tar", tmp_path / "out")
     faults = [json.loads(each) for each in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert [each["reason"] for each in faults] == ["unsafe_member"] * 6
-    stream = open_stream(
-        DataArguments(train_file=str(tmp_path / "0.tar")),
-        StreamingArguments(streaming=True, stream_interleave=1, shuffle_block_size=2),
-        BatchSizes((0,), (2,)),
-        seed=0,
-    )
+    stream = open_stream(DataArguments(train_file=str(tmp_path / "0.tar")), BatchSizes((0,), (2,)), 0, 1, 2)
     read = [caption for row in stream.validation for caption in row["captions"]] + list(stream.captions())
     assert sorted(read) == [f"picture {number}" for number in (0, 10, 7, 8, 9)]
 

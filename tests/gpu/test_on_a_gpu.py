@@ -151,4 +151,4 @@ def test_a_cpu_accelerator_beside_a_gpu_one_breaks_nothing(tmp_path: Path) -> No
         str(tmp_path / "run"),
     ]
     assert "1 x cpu" in run(flags, ACCELERATE_USE_CPU="true")
-    assert f"1 x {DEVICE}" in run([*flags, "--overwrite_output_dir"])
+    assert f"1 x {DEVICE}" in run([*flags, "--output_dir", str(tmp_path / "other")])

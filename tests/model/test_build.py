@@ -189,7 +189,7 @@ def test_tokenizer_without_padding_pads_with_its_end(tokenizer, tmp_path):
     bare.pad_token = None
     bare.eos_token = "[SEP]"
     bare.save_pretrained(tmp_path)
-    assert processors._tokenizer(ModelArguments(tokenizer_name_or_path=str(tmp_path)), []).pad_token == "[SEP]"
+    assert processors._tokenizer(ModelArguments(text_model_name_or_path=str(tmp_path)), []).pad_token == "[SEP]"
 
 
 # Whole models

@@ -175,7 +175,6 @@ def test_an_output_folder_that_holds_a_run_or_cannot_be_written_is_refused(tiny_
         run_dry(tiny_flags, tmp_path)
     with pytest.raises(RunError, match="cannot be written"):
         run_dry(tiny_flags, tmp_path / "metrics.jsonl" / "out")
-    run_dry([*tiny_flags, "--overwrite_output_dir"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

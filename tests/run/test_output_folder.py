@@ -103,28 +103,22 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
 
 
-def claim(folder: Path, **given: Any) -> output_folder.Claim:
-    args = TrainingArguments(output_dir=str(folder), **given)
-    return output_folder.claim_folder("pretrain", args, {}, [])
+def claim(folder: Path) -> output_folder.Claim:
+    return output_folder.claim_folder("pretrain", TrainingArguments(output_dir=str(folder)), {}, [])
 
 
-def test_overwriting_removes_all_files_of_a_run_and_no_other(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path, [*RUNS_OWN, *FOREIGN])
     assert "already holds a run" in (claim(tmp_path).problem or "")
     assert files_in(tmp_path) == {*RUNS_OWN, *FOREIGN}
-    assert claim(tmp_path, overwrite_output_dir=True).problem is None
-    assert files_in(tmp_path) == set(FOREIGN)
 
 
 @pytest.mark.parametrize(
     "name", ["README.md", "config.yaml", "config.json", "tokenizer.json", "dual_encoder/notes.txt"]
 )
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_with_files_of_others_that_a_run_would_replace_is_refused(
-    name: str, overwrite: bool, tmp_path: Path
-) -> None:
+def test_a_folder_with_files_of_others_that_a_run_would_replace_is_refused(name: str, tmp_path: Path) -> None:
     write_files(tmp_path, [name])
-    problem = claim(tmp_path, overwrite_output_dir=overwrite).problem or ""
+    problem = claim(tmp_path).problem or ""
     assert (
         f"--output_dir is {tmp_path}; it holds {name.partition('/')[0]}, which no run of this project wrote" in problem
     )

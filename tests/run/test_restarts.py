@@ -117,7 +117,7 @@ def test_a_launcher_that_restarts_finds_the_folder_and_ends_when_nothing_is_gain
         "from tests.run.test_restarts import begin_training\n"
         "from tests.run.test_start import start\n"
         "def main():\n"
-        "    args = start(None, overwrite_output_dir=True)\n"
+        "    args = start(None)\n"
         "    folder = Path(args.output_dir)\n"
         "    found = [path.name for path in folder.glob('checkpoint-*')]\n"
         "    with open('attempts.jsonl', 'a') as file:\n"

@@ -48,18 +48,14 @@ def test_starts_in_one_folder_are_listed_together(tmp_path: Path) -> None:
     start(tmp_path)
     start(tmp_path)
     assert len(starts(tmp_path)) == 2
-    start(tmp_path, overwrite_output_dir=True)
-    assert len(starts(tmp_path)) == 1
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "checkpoint-1").mkdir()
     pid, reading = fork(children, lambda report: report(output_folder.lock_folder(tmp_path) or "locked"))
     assert read_report(reading) == "locked\n"
     monkeypatch.setattr(output_folder.lock_folder, "__defaults__", (0.1,))
     with pytest.raises(RunError, match=f"a run is writing there: process {pid} on"):
-        start(tmp_path, overwrite_output_dir=True)
-    assert (tmp_path / "checkpoint-1").exists()
+        start(tmp_path)
     assert not (tmp_path / "config.yaml").exists()
 
 
@@ -94,11 +90,11 @@ def test_a_disk_that_is_read_only_or_full(options: str, reason: str, tmp_path: P
 def test_a_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     launched(monkeypatch, "a", 0)
-    first = start(None, overwrite_output_dir=True)
+    first = start(None)
     assert (first.output_dir, first.resume_from_checkpoint) == ("outputs/pretrain-1", None)
     Path("outputs/pretrain-1/checkpoint-5").mkdir()
     launched(monkeypatch, "a", 1)
-    again = start(None, overwrite_output_dir=True)
+    again = start(None)
     assert (again.output_dir, again.resume_from_checkpoint) == ("outputs/pretrain-1", "latest")
     assert Path("outputs/pretrain-1/checkpoint-5").exists()
     launched(monkeypatch, "b", 0)
@@ -114,8 +110,6 @@ def test_a_restart_takes_no_other_runs_folder_for_its_own(tmp_path: Path, monkey
     launched(monkeypatch, "b", 1)
     with pytest.raises(RunError, match="it already holds a run"):
         start(tmp_path)
-    assert start(tmp_path, overwrite_output_dir=True).resume_from_checkpoint is None
-    assert not (tmp_path / "checkpoint-5").exists()
 
 
 def test_devices_are_checked_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_the_card_gets_the_figures_of_the_split(flags: list[str], tmp_path: Path
     found = eval_retrieval.main([*flags, "--max_eval_samples", "5"])
     card = ModelCard.load(path)
     assert card.text == before.text
-    assert card.data.license == before.data.license
+    assert card.data.tags == before.data.tags
     [new] = [each for each in card.data.eval_results if each.metric_name == "ndcg@10, text to image, the two encoders"]
     assert new.metric_value == round(found["text_to_image_ndcg@10"], 4)
     assert (new.dataset_split, new.dataset_args["images"]) == ("validation", 5)

@@ -25,7 +25,7 @@ from mm_utils.data.batches.dataset import (
     TrainingPairs,
     TrainingTransform,
 )
-from mm_utils.data.batches.order import EQUAL_SHARES, Division, EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.batches.order import EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.batches.workers import WorkerLoader, worker_options
 from mm_utils.data.media.medium import Medium, check_window, kind_of, read_by
@@ -132,7 +132,6 @@ class Loaders:
         pad_token_id: the tokenizer's.
         medium: how images, clips or sounds are read.
         readers: what batches have besides media and captions, where rows have it.
-        division: how training batches are assigned to the ranks.
     """
 
     arguments: LoaderArguments
@@ -140,7 +139,6 @@ class Loaders:
     pad_token_id: int
     medium: Medium
     readers: Sequence[ColumnReader] = ()
-    division: Division = EQUAL_SHARES
 
     @property
     def input_key(self) -> tuple[Any, ...]:
@@ -175,7 +173,7 @@ class Loaders:
         self.check_medium(rows)
         readers = self._readers(rows)
         pairs = TrainingPairs(rows, self.training_transform(order.seed, readers))
-        batches = RankBatches(order, start, stop, self.division)
+        batches = RankBatches(order, start, stop)
         collate = Collator(self.pad_token_id, self.medium, True, empty_features(rows), readers)
         return self._loader(pairs, batches, collate)
 

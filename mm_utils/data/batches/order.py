@@ -241,40 +241,17 @@ def scramble(bits: np.ndarray) -> np.ndarray:
     return bits ^ (bits >> np.uint64(31))
 
 
-@dataclass(frozen=True)
-class Division:
-    """How a global batch is assigned to the ranks, which changes nothing that is learnt.
-
-    Attributes:
-        weights: the share of each rank, in any unit, 0 for none; None for equal shares.
-    """
-
-    weights: tuple[float, ...] | None = None
-
-    def of_rank(self, count: int, rank: int, world_size: int) -> slice:
-        """Return which of `count` rows are one rank's; every row is of one."""
-        if self.weights is None:
-            return slice(rank, None, world_size)
-        low, high = (sum(self.weights[:end]) / sum(self.weights) for end in (rank, rank + 1))
-        return slice(round(low * count), round(high * count))
-
-
-EQUAL_SHARES = Division()
-
-
 class RankBatches(Sampler[list[Draw]]):
     """This rank's share of the global batches of steps `start` to `stop`, for a `DataLoader`."""
 
-    def __init__(self, order: GlobalOrder, start: int, stop: int, division: Division = EQUAL_SHARES):
-        self.order, self.start, self.stop, self.division = order, start, stop, division
+    def __init__(self, order: GlobalOrder, start: int, stop: int):
+        self.order, self.start, self.stop = order, start, stop
 
     def __iter__(self) -> Iterator[list[Draw]]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> list[Draw]:
-        step = self.start + number
-        size = self.order.sizes.at(step)
-        return self.order.batch(step, self.division.of_rank(size, distributed.rank(), distributed.world_size()))
+        return self.order.batch(self.start + number, slice(distributed.rank(), None, distributed.world_size()))
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -34,7 +34,7 @@ TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
 
 
-COLUMNS = "image_column caption_column id_column image_root"
+COLUMNS = "image_column caption_column image_root"
 """Flags of `DataArguments` on the columns of tables."""
 
 
@@ -78,7 +78,6 @@ class DataArguments:
         None, "Column of the images, clips or sounds, paths or files; found by its usual names, whatever --medium is."
     )
     caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
-    id_column: str | None = arg(None, "Column that identifies the image; default image_id or id, else the path.")
     image_root: str | None = arg(
         None, "Folder that image paths are relative to; default the data file's folder.", decides="place"
     )
@@ -112,7 +111,7 @@ class DataArguments:
     @property
     def columns(self) -> dict[str, Any]:
         """Return the flags of columns, as `Source` takes them."""
-        names = ("medium", "image_column", "caption_column", "id_column")
+        names = ("medium", "image_column", "caption_column")
         return {name: getattr(self, name) for name in names}
 
 

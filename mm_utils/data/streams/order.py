@@ -56,17 +56,12 @@ class InterleavedOrder:
         block_size: rows that are shuffled among themselves.
 
     Raises:
-        ValueError: if there are fewer rows than a batch needs, or fewer shards than groups.
+        ValueError: if there are fewer rows than a batch needs.
     """
 
     def __init__(self, rows: Sequence[int] | np.ndarray, sizes: BatchSizes, seed: int, groups: int, block_size: int):
         self.rows, self.sizes, self.seed = np.asarray(rows, dtype=np.int64), sizes, seed
         self.groups, self.block_size, self.num_rows = groups, block_size, int(self.rows.sum())
-        if not 1 <= groups <= len(rows):
-            raise ValueError(
-                f"--stream_interleave is {groups}; every group has shards of its own, and there are {len(rows)}. Give at "
-                "most that many, or write more shards."
-            )
         if self.num_rows < sizes.sizes[-1]:
             raise ValueError(
                 f"--global_batch_size is {sizes.sizes[-1]}, and the stream has {self.num_rows:,} rows; a batch holds a row "
@@ -127,8 +122,8 @@ class InterleavedOrder:
         """Return a mask `[G]` of the groups that `reader` reads."""
         if reader.world_size > self.groups:
             raise ValueError(
-                f"--stream_interleave is {self.groups}, and {reader.world_size} processes train; each reads groups of its "
-                "own. Write more shards, or start fewer processes."
+                f"the stream has {self.groups} groups of shards, and {reader.world_size} processes train; each reads groups of "
+                "its own. Write more shards, or start fewer processes."
             )
         rows_G = self._epoch(epoch)[2]
         largest = np.argsort(-rows_G, kind="stable")

@@ -10,8 +10,8 @@
   - Batches do not depend on the number of workers: each collates the rows of its shard groups, and `merge_parts` puts the
     parts of a step together as one process would have.
 
-Each of the interleaved shard groups keeps the encoded images of a block in memory: `--stream_interleave` *
-`--shuffle_block_size` images, over all processes. With 64 * 256 images of 100 kB that is 1.6 GB.
+Each of the interleaved shard groups keeps the encoded images of a block in memory: `GROUPS` * `BLOCK` images, over all
+processes. With 100 kB an image that is 1.6 GB.
 """
 
 import hashlib
@@ -65,7 +65,8 @@ from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-GROUPS, SHARDS_PER_GROUP = 64, 4  # a group of several shards reads them in another order in every epoch
+GROUPS, BLOCK = 64, 256  # rows of a shard are shuffled among themselves in blocks
+SHARDS_PER_GROUP = 4  # a group of several shards reads them in another order in every epoch
 HELD_OUT, HELD_OUT_SHARE, HELD_OUT_SHARDS = 1000, 0.05, 50  # rows; share of all rows; from how many files
 _SHOWN = 4  # files of a step that a message names
 
@@ -75,20 +76,6 @@ class StreamingArguments:
     """Reading of a source larger than the disk."""
 
     streaming: bool = arg(False, "Read shards while training instead of loading the data set first.")
-    stream_interleave: int = arg(
-        0,
-        f"Groups of shards whose rows are interleaved, over all processes; 0 takes {GROUPS}, or one per shard if there are "
-        "fewer. It decides the order.",
-    )
-    shuffle_block_size: int = arg(
-        256,
-        "Rows of a shard that are shuffled among themselves; each group holds as many encoded images in memory.",
-    )
-
-    def __post_init__(self) -> None:
-        for name, least in (("stream_interleave", 0), ("shuffle_block_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} is {getattr(self, name)}; give at least {least}.")
 
 
 @dataclass
@@ -137,12 +124,14 @@ class Stream:
         return islice((caption for row in rows if isinstance(row, dict) for caption in row["captions"]), most)
 
 
-def open_stream(data: DataArguments, args: StreamingArguments, sizes: BatchSizes, seed: int) -> Stream:
+def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int = GROUPS, block: int = BLOCK) -> Stream:
     """Open the source that `data` names, without reading more of it than its validation split.
+
+    Rows of up to `groups` groups of shards are interleaved, and rows of a shard are shuffled in blocks.
 
     Raises:
         ValueError: in one line, if there are no shards, they cannot be reached or have no column of images or captions, or
-            there are too few rows or shards for `sizes` or `args`.
+            there are too few rows for `sizes`.
     """
     title, urls = _find_urls(data)
     files = count_shards(urls["train"])
@@ -169,13 +158,13 @@ def open_stream(data: DataArguments, args: StreamingArguments, sizes: BatchSizes
         )
     held_out |= {_by_bytes(row) for row in validation}
     validation = validation.take(min(most or len(validation), len(validation)))
-    files, groups, block = _first_rows(files, data.max_train_samples), args.stream_interleave, args.shuffle_block_size
-    size, shards = max(block, sum(file.rows for file in files) // ((groups or GROUPS) * SHARDS_PER_GROUP)), []
+    files = _first_rows(files, data.max_train_samples)
+    size, shards = max(block, sum(file.rows for file in files) // (groups * SHARDS_PER_GROUP)), []
     for file in files:  # one that can be read from the middle is cut, so that distant rows meet
         parts = -(-file.rows // size) if file.divisible else 1
         cuts = (distributed.share(file.rows, part, parts) for part in range(parts))
         shards += [replace(file, first=file.first + rows.start, rows=len(rows)) for rows in cuts]
-    order = InterleavedOrder([cut.rows for cut in shards], sizes, seed, groups or min(GROUPS, len(shards)), block)
+    order = InterleavedOrder([cut.rows for cut in shards], sizes, seed, min(groups, len(shards)), block)
     names = json.dumps([[cut.url.rpartition("/")[2], cut.first, cut.rows, cut.content] for cut in shards])
     fingerprint = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
     logger.info(
@@ -308,7 +297,7 @@ def open_streamed(
     """Open the stream that the flags name; the arguments are those of `mm_utils.data.training_data.open_data`."""
     data_args, args = given[DataArguments], given[LoaderArguments]
     with distributed.first_then_others():
-        stream = open_stream(data_args, given[StreamingArguments], schedule.batch_sizes, schedule.seed)
+        stream = open_stream(data_args, schedule.batch_sizes, schedule.seed)
         processor = processor_of(make_processor, stream.captions(), stream.validation, args)
         total, splits = {"train": stream.num_rows}, DatasetDict(validation=stream.validation)
         workers = data_args.preprocessing_num_workers

@@ -15,7 +15,6 @@ from mm_utils.data.batches import order as order_module
 from mm_utils.data.batches.order import (
     ATTEMPTS,
     BatchSizes,
-    Division,
     Draw,
     EvaluationBatches,
     GlobalOrder,
@@ -56,17 +55,6 @@ def test_batch_is_a_function_of_the_step(size: tuple[int, int], seed: int, steps
     for step in steps:
         assert jumping.batch(step) == sequence[step]
         assert in_order(*size, seed).batch(step) == sequence[step]
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(2, 40))
-def test_uneven_shares_hold_every_row_once_and_in_proportion(weights: list[int], batch_size: int) -> None:
-    draws = in_order(batch_size, batch_size, 0).batch(0)
-    division, world = Division(tuple(map(float, weights))), len(weights)
-    shares = [draws[division.of_rank(len(draws), rank, world)] for rank in range(world)]
-    assert [draw for share in shares for draw in share] == draws
-    for share, weight in zip(shares, weights, strict=True):
-        assert abs(len(share) - batch_size * weight / sum(weights)) <= 1
-        assert weight or not share
 
 
 def test_seeds_share_no_epoch() -> None:

@@ -27,7 +27,7 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import StreamingArguments, open_stream, train_stream
+from mm_utils.data.streams.stream import open_stream, train_stream
 from mm_utils.model.processor import train_tokenizer
 from scripts import prepare_data
 
@@ -184,8 +184,7 @@ def test_pairs_survive_streaming_and_resuming(
     prepared: dict[str, str],
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    args = StreamingArguments(streaming=True, stream_interleave=3, shuffle_block_size=block)
-    stream = open_stream(DataArguments(dataset_name=prepared[store]), args, BatchSizes((0,), (batch,)), seed)
+    stream = open_stream(DataArguments(dataset_name=prepared[store]), BatchSizes((0,), (batch,)), seed, 3, block)
     steps = -(-stream.num_rows // batch)
     stop_at = min(stop_at, steps)
     made = loaders(SIZE, 0)

@@ -72,11 +72,10 @@ def test_a_stream_of_many_billion_rows_is_found_at_once() -> None:
 @pytest.mark.parametrize(
     ("rows", "groups", "ranks", "message"),
     [
-        ([9, 9], 3, 1, "--stream_interleave is 3; every group has shards of its own, and there are 2"),
         ([3, 2], 1, 1, "--global_batch_size is 8, and the stream has 5 rows"),
-        ([9, 9], 2, 3, "--stream_interleave is 2, and 3 processes train"),
+        ([9, 9], 2, 3, "the stream has 2 groups of shards, and 3 processes train"),
     ],
 )
-def test_too_few_rows_shards_or_groups_are_refused(rows: list[int], groups: int, ranks: int, message: str) -> None:
+def test_too_few_rows_or_groups_are_refused(rows: list[int], groups: int, ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         InterleavedOrder(rows, BatchSizes((0,), (8,)), 0, groups, 4).batch(0, Reader(0, ranks))

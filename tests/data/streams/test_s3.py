@@ -13,7 +13,7 @@ from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.rows.source import DataArguments, Source
 from mm_utils.data.streams import shards as stream_shards
 from mm_utils.data.streams.shards import ShardReader, count_shards, expand
-from mm_utils.data.streams.stream import StreamingArguments, open_stream
+from mm_utils.data.streams.stream import open_stream
 from scripts import prepare_data
 from tests.kit.numbered_shards import write_shards
 
@@ -99,8 +99,7 @@ def test_a_server_that_comes_back_is_used_again(store: Store, caplog: pytest.Log
 
 
 def streamed(name: str) -> list[Any]:
-    args = StreamingArguments(streaming=True)
-    stream = open_stream(DataArguments(dataset_name=name), args, BatchSizes((0,), (2,)), seed=0)
+    stream = open_stream(DataArguments(dataset_name=name), BatchSizes((0,), (2,)), seed=0)
     reader = ShardReader(stream.shards, stream.source)
     return [row for at, shard in enumerate(stream.shards) for row in reader.read(at, 0, shard.rows)]
 

@@ -31,7 +31,6 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.order import Reader
 from mm_utils.data.streams.stream import (
     Stream,
-    StreamingArguments,
     StreamLoader,
     StreamSteps,
     merge_parts,
@@ -71,7 +70,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def opened(source: str, sizes: BatchSizes = SCHEDULE, groups: int = 4, **flags: Any) -> Stream:
     flags["dataset_name" if Path(source).is_dir() else "train_file"] = source
-    return open_stream(DataArguments(**flags), StreamingArguments(True, groups, 8), sizes, 3)
+    return open_stream(DataArguments(**flags), sizes, 3, groups, 8)
 
 
 def steps_of(stream: Stream, tokenizer: PreTrainedTokenizerFast, medium: Medium = IMAGE) -> StreamSteps:
@@ -340,7 +339,7 @@ def test_the_fingerprint_changes_with_rows_sizes_and_content(kind: str, tmp_path
 
 
 def test_a_large_file_is_cut_into_shards_so_that_distant_rows_meet(tmp_path: Path) -> None:
-    stream = opened(str(shards.write_parquet(tmp_path / "a.parquet", shards.rows_of(range(300)), 10)), groups=0)
+    stream = opened(str(shards.write_parquet(tmp_path / "a.parquet", shards.rows_of(range(300)), 10)), groups=64)
     first = [stream.shards[slot.shard].first + slot.row for slot in stream.order.batch(0)]
     assert stream.order.groups == len(stream.shards) > 30
     assert max(first) - min(first) > 100
@@ -391,7 +390,7 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
 )
 def test_a_source_that_cannot_be_streamed_is_refused_in_one_line(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        open_stream(DataArguments(**flags), StreamingArguments(True), SCHEDULE, 0)
+        open_stream(DataArguments(**flags), SCHEDULE, 0)
     assert "\n" not in str(caught.value)
 
 
@@ -415,7 +414,7 @@ def test_a_run_has_the_window_and_the_input_of_its_tower(medium: str, tmp_path: 
         return load_processor(ModelArguments(image_size=32), captions, medium, seconds)
 
     source = DataArguments(dataset_name=write_timed(tmp_path / "shards", "arrow", timed_rows(medium), medium))
-    flags = source, StreamingArguments(True, 3, 4), LoaderArguments(dataloader_num_workers="0")
+    flags = source, LoaderArguments(dataloader_num_workers="0")
     data = open_streamed(Accelerator(cpu=True), Parsed(flags), schedule, make)
     held = data.splits["validation"]
     assert (data.medium, held.features["image"]) == (medium, FEATURES[medium])

@@ -153,7 +153,7 @@ def _write(pairs: datasets.DatasetDict, mined: Mined, source: str, folder: Path,
         for split, rows in pairs.items()
     }
     with atomic_folder(folder) as work:
-        written = write_splits(tables, sum(map(len, pairs.values())), work)
+        written = write_splits(tables, work)
         report = json.loads(Path(source, "report.json").read_text(encoding="utf-8"))
         report |= {"fingerprint": content_fingerprint(written), "mined_from": source}
         for name, content in (("report.json", report), (REPORT, said)):

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
-from mm_utils.data.prepare import pipeline
 from mm_utils.data.prepare.arguments import Engine
 from mm_utils.data.prepare.perceptual_hash import choices, pairs_of_choice
 
@@ -27,7 +27,7 @@ class _Worker:
 
     def __init__(self, folder: str):
         os.chdir(folder)
-        pipeline.quiet()
+        torch.set_num_threads(1)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)

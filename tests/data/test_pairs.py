@@ -267,7 +267,9 @@ def test_equal_embedded_images_without_an_id_are_one_image(folder: Path) -> None
 def test_one_id_for_two_images_is_refused(folder: Path) -> None:
     rows = [{"id": index % 7, "image": f"{index}.png", "caption": "a"} for index in range(COUNT)]
     file = write(folder / "p.jsonl", rows)
-    with pytest.raises(ValueError, match=r"p\.jsonl, line 8: line 1 assigns id 0 to another image\. .*id column"):
+    with pytest.raises(
+        ValueError, match=r"p\.jsonl, line 8: line 1 of .*p\.jsonl assigns id 0 to another image\. .*id column"
+    ):
         load_pairs(DataArguments(train_file=file))
 
 
@@ -349,7 +351,10 @@ def test_images_in_two_splits_are_named_and_stay(folder: Path, caplog: pytest.Lo
     for _ in range(2):  # from the cache, too
         caplog.clear()
         assert {split: len(rows) for split, rows in load_pairs(args).items()} == {"train": 6, "validation": 4}
-        assert "2 rows have an image that is in another split too (2 the very same), such as line 5 of" in caplog.text
+        assert (
+            "2 rows have an image or group that is in another split too (2 the very same), such as line 5 of"
+            in caplog.text
+        )
 
 
 def test_evaluation_needs_no_train_split(folder: Path) -> None:

@@ -5,6 +5,7 @@ same command resumes there.
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -18,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import DatasetDict, load_from_disk
+from datasets import load_from_disk
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
@@ -236,34 +236,28 @@ def verify(folder: str) -> int:
     report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
     if report.get("version") != VERSION:
         raise ValueError(f"{folder}: it was written by another version of prepare_data. Prepare it anew to verify it.")
+    damaged: list[str] = []
     try:
         check_saved(Path(folder), Jail(folder))
         pairs = with_image(load_from_disk(folder))
-        damaged = list(_damaged(pairs))
-        counts = {name: part["images"] for name, part in report["splits"].items()}
+        counts = {name: len(rows) for name, rows in pairs.items()}
+        total = sum(counts.values())
+        for split, rows in tqdm(pairs.items(), desc="Verifying", unit=" splits"):
+            columns = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow")
+            batches = (zip(*map(batch.column, range(3)), strict=True) for batch in columns.iter(100))
+            for at, (image, captions, wanted) in enumerate(itertools.chain.from_iterable(batches)):
+                content = image["bytes"]
+                known = content.is_valid and content_id(stored_hash(content.as_buffer()), captions.as_py())
+                if known != wanted.as_py():
+                    damaged.append(f"row {at} of {split}")
+        whole = counts == {name: part["images"] for name, part in report["splits"].items()}
+        whole = whole and content_fingerprint(pairs) == report.get("fingerprint")
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
-    total = sum(map(len, pairs.values()))
     if damaged:
         raise ValueError(
             f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
         )
-    same = counts == {name: len(rows) for name, rows in pairs.items()}
-    if not same or content_fingerprint(pairs) != report.get("fingerprint"):
+    if not whole:
         raise ValueError(f"{folder}: rows are missing, changed or in another order than was written. Prepare it anew.")
     return total
-
-
-def _damaged(pairs: DatasetDict) -> Iterator[str]:
-    """Name the rows that differ from what was written."""
-    with tqdm(total=sum(map(len, pairs.values())), desc="Verifying", unit=" rows") as bar:
-        for split, rows in pairs.items():
-            columns, at = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow"), 0
-            for batch in columns.iter(100):
-                contents = pc.struct_field(batch["image"], "bytes")
-                given = (batch[name].to_pylist() for name in ("captions", "content_id"))
-                for content, captions, wanted in zip(contents, *given, strict=True):
-                    if not content.is_valid or content_id(stored_hash(content.as_buffer()), captions) != wanted:
-                        yield f"row {at} of {split}"
-                    at += 1
-                bar.update(len(batch))

@@ -15,7 +15,6 @@ Only the small columns of the parts are read, and they stay in their files, as i
 import json
 import logging
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,25 +119,41 @@ def reconcile(
     Raises:
         ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
     """
-    found = Reconciled(read_facts(parts, own_ids))
-    if not len(found.facts):
+    found = Reconciled(facts := read_facts(parts, own_ids))
+    if not len(facts):
         raise ValueError(
             "no row is left of any source; every one has a fault. Look at --max_bad_fraction and the sources."
         )
-    state = _State(found.facts, args.near_duplicate_distance, search, leak_file.parent)
+    state = _State(facts, args.near_duplicate_distance, search, leak_file.parent)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)
-    _fill_splits(state, found.facts, args.validation_fraction, args.test_fraction)
-    _refuse_shared_ids(found, state)
-    members = _merge(found, state, own_ids)
+    _fill_splits(state, facts, args.validation_fraction, args.test_fraction)
+
+    def set_aside(codes_N: np.ndarray, of_one_image: bool, reason: str, detail: str) -> None:
+        """Set aside the later rows of a code in a split."""
+        rows = np.flatnonzero(state.keep_N & (codes_N >= 0))
+        first = _first_of(state.in_split(codes_N), rows)
+        for row, earlier in np.stack([rows, first], axis=1)[rows != first]:
+            if of_one_image or state.image_N[row] != state.image_N[earlier]:
+                state.keep_N[row] = False
+                why = detail.format(place=_place(facts, earlier), id=facts["id"][row])
+                found.faults.append(row_fault(facts, row, reason, why))
+
+    set_aside(state.id_N, False, "duplicate_id", "{place} assigns id {id} to another image")
+    rows = np.flatnonzero(state.keep_N)
+    first = _first_of_id_or_path(facts, state, rows) if own_ids else _first_of(state.in_split(state.image_N), rows)
+    for row, earlier in zip(rows[first != rows].tolist(), first[first != rows].tolist(), strict=True):
+        found.merged.setdefault(earlier, [earlier]).append(row)
+        state.keep_N[row] = False
+    found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
     if args.near_duplicates == "drop":
-        _drop_near_duplicates(found, state)
+        set_aside(state.look_U[state.image_N], True, "near_duplicate", "it looks like {place}")
     kept = state.keep_N
     if not own_ids and np.count_nonzero(kept & (state.split_N == 0)) < 2:
         raise ValueError("fewer than 2 training images are left; contrastive training needs at least 2. Add some.")
-    rows = {split: np.flatnonzero(kept & (state.split_N == number)) for number, split in enumerate(SPLITS)}
-    found.rows = {split: places for split, places in rows.items() if len(places)}
-    found.merged = {first: [first, *others] for first, others in members.items() if kept[first]}
+    places = {split: np.flatnonzero(kept & (state.split_N == number)) for number, split in enumerate(SPLITS)}
+    found.rows = {split: rows for split, rows in places.items() if len(rows)}
+    found.merged = {first: rows for first, rows in found.merged.items() if kept[first]}
     return found
 
 
@@ -204,44 +219,51 @@ def _measure_duplicates(found: Reconciled, state: _State) -> None:
 
 def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Path) -> None:
     """Find the groups that the sources put into several splits, and drop, keep or refuse them."""
-    given = np.flatnonzero(state.split_N >= 0)
+    given, facts = np.flatnonzero(state.split_N >= 0), found.facts
 
-    def leaking(groups_N: np.ndarray) -> np.ndarray:
-        return given[leaks(state.split_N[given], groups_N[given])]
+    def leaking(codes_N: np.ndarray) -> np.ndarray:
+        alone = -2 - np.arange(len(codes_N))
+        return given[leaks(state.split_N[given], np.where(codes_N < 0, alone, codes_N)[given])]
 
-    def by_code(codes_N: np.ndarray) -> np.ndarray:
-        return leaking(np.where(codes_N < 0, -2 - np.arange(len(codes_N)), codes_N))
-
-    exact, near = leaking(state.image_N), leaking(state.look_U[state.image_N])
-    by_id, by_group = by_code(state.id_N), by_code(state.of_group_N)
+    looks_N = state.look_U[state.image_N]
+    exact, near, by_id = leaking(state.image_N), leaking(looks_N), leaking(state.id_N)
+    links = [state.near_P, _linked(state, state.of_group_N)]
     if len(by_id) >= _COUNTERS and not np.isin(by_id[:, 0], near[:, 0]).any():
         logger.warning(
             "%s ids are in several splits, never for the same image: they are taken for row numbers", f"{len(by_id):,}"
         )
-        by_id, ids = by_id[:0], []
+        by_id = by_id[:0]
     else:
-        ids = [_linked(state, state.id_N)]
-    links = [state.near_P, *ids, _linked(state, state.of_group_N)]
+        links.append(_linked(state, state.id_N))
     state.group_U = groups(len(state.first_U), np.concatenate(links))
+    by_group = leaking(state.of_group_N)
     pairs = leaking(state.group_U[state.image_N]) if len(by_id) or len(by_group) else near
     kinds = {"exact": exact[:, 0], "by_id": np.setdiff1d(by_id[:, 0], near[:, 0])}
-    if (state.of_group_N >= 0).any():
-        kinds["by_group"] = np.setdiff1d(by_group[:, 0], np.concatenate([near[:, 0], *kinds.values()]))
+    kinds["by_group"] = np.setdiff1d(by_group[:, 0], np.concatenate([near[:, 0], kinds["by_id"]]))
     kinds["near"] = np.setdiff1d(pairs[:, 0], np.concatenate(list(kinds.values())))
     found.leakage = {
         "policy": policy,
         **{kind: len(rows) for kind, rows in kinds.items()},
         "dropped": {},
-        "examples": [_names(found.facts, pair) for pair in pairs[:_EXAMPLES]],
+        "examples": [_names(facts, pair) for pair in pairs[:_EXAMPLES]],
     }
     if not len(pairs):
         return
-    found.leaks = _describe_leaks(found, state, pairs)
-    details = (
-        f"{_place(found.facts, winner)}, in {SPLITS[state.split_N[winner]]}, {_in_common(found.facts, state, row, winner)}"
-        for row, winner in pairs
+
+    def in_split(row: int) -> str:
+        return f"{_place(facts, row)} in {SPLITS[state.split_N[row]]}"
+
+    def in_common(row: int, other: int) -> str:
+        if looks_N[row] == looks_N[other] or not state.of_group_N[row] == state.of_group_N[other] >= 0:
+            return "shows it"
+        return f"has the same group {facts['group'][row]}"
+
+    counts = ", ".join(f"{len(rows):,} {_LEAKS[kind]}" for kind, rows in kinds.items() if len(rows))
+    found.leaks = (
+        f"{len(pairs):,} rows have an image or group that is in another split too ({counts}), such as "
+        f"{in_split(pairs[0, 0])} and {in_split(pairs[0, 1])}"
     )
-    leaked = [row_fault(found.facts, row, "leaked", detail) for (row, _), detail in zip(pairs, details, strict=True)]
+    leaked = [row_fault(facts, row, "leaked", f"{in_split(other)} {in_common(row, other)}") for row, other in pairs]
     if policy == "error":
         leak_file.write_text("".join(json.dumps(leak) + "\n" for leak in leaked), encoding="utf-8")
         raise ValueError(
@@ -251,31 +273,8 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
     if policy == "drop":
         state.keep_N[pairs[:, 0]] = False
         found.faults += leaked
-        splits, counts = np.unique(state.split_N[pairs[:, 0]], return_counts=True)
-        found.leakage["dropped"] = {SPLITS[at]: int(n) for at, n in zip(splits, counts, strict=True)}
-
-
-def _describe_leaks(found: Reconciled, state: _State, pairs: np.ndarray) -> str:
-    kinds = {kind: count for kind in _LEAKS if (count := found.leakage.get(kind))}
-    counts = ", ".join(f"{count:,} {_LEAKS[kind]}" for kind, count in kinds.items())
-    first, second = (f"{_place(found.facts, row)} in {SPLITS[state.split_N[row]]}" for row in pairs[0])
-    what = "a group" if list(kinds) == ["by_group"] else "an image"
-    group = f", which have the group {name}" if (name := _group_of(found.facts, state, *pairs[0])) else ""
-    return (
-        f"{len(pairs):,} rows have {what} that is in another split too ({counts}), such as {first} and {second}{group}"
-    )
-
-
-def _group_of(facts: pa.Table, state: _State, row: int, other: int) -> str:
-    """Return the name of the group that two rows have in common, "" if they have none."""
-    same = state.of_group_N[row] == state.of_group_N[other] >= 0
-    return escaped(facts["group"][row].as_py()) if same else ""
-
-
-def _in_common(facts: pa.Table, state: _State, row: int, other: int) -> str:
-    looks = state.look_U[state.image_N]
-    name = "" if looks[row] == looks[other] else _group_of(facts, state, row, other)
-    return f"has the same group {name}" if name else "shows it"
+        splits, counted = np.unique(state.split_N[pairs[:, 0]], return_counts=True)
+        found.leakage["dropped"] = {SPLITS[at]: int(n) for at, n in zip(splits, counted, strict=True)}
 
 
 def _linked(state: _State, codes_N: np.ndarray) -> np.ndarray:
@@ -322,30 +321,6 @@ def _same_file(state: _State, facts: pa.Table) -> np.ndarray:
     return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
-def _refuse_shared_ids(found: Reconciled, state: _State) -> None:
-    """Set aside the later of two images of one source and split that have the same id."""
-    rows = np.flatnonzero(state.keep_N & (state.id_N >= 0))
-    pairs = np.stack([rows, _first_of(state.in_split(state.id_N), rows)], axis=1)
-    for row, earlier in pairs[state.image_N[pairs[:, 0]] != state.image_N[pairs[:, 1]]]:
-        detail = f"{found.facts['where'][earlier]} assigns id {found.facts['id'][row]} to another image"
-        _set_aside(found, state, row, "duplicate_id", detail)
-
-
-def _merge(found: Reconciled, state: _State, own_ids: bool) -> dict[int, list[int]]:
-    """Keep the first row of every image in a split; return the rows merged into each."""
-    rows = np.flatnonzero(state.keep_N)
-    if own_ids:
-        first = _first_of_id_or_path(found.facts, state, rows)
-    else:
-        first = _first_of(state.in_split(state.image_N), rows)
-    members: dict[int, list[int]] = defaultdict(list)
-    for row, earlier in zip(rows[first != rows].tolist(), first[first != rows].tolist(), strict=True):
-        members[earlier].append(row)
-        state.keep_N[row] = False
-    found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
-    return members
-
-
 def _first_of_id_or_path(facts: pa.Table, state: _State, rows: np.ndarray) -> np.ndarray:
     """Return for each row the first of its split that equal ids or paths connect it to."""
     links = []
@@ -353,18 +328,6 @@ def _first_of_id_or_path(facts: pa.Table, state: _State, rows: np.ndarray) -> np
         known = rows[codes_N[rows] >= 0]
         links.append(np.stack([_first_of(state.in_split(codes_N), known), known], axis=1))
     return groups(len(facts), np.concatenate(links))[rows]
-
-
-def _drop_near_duplicates(found: Reconciled, state: _State) -> None:
-    rows = np.flatnonzero(state.keep_N)
-    first = _first_of(state.in_split(state.look_U[state.image_N]), rows)
-    for row, earlier in np.stack([rows, first], axis=1)[rows != first]:
-        _set_aside(found, state, row, "near_duplicate", f"it looks like {_place(found.facts, earlier)}")
-
-
-def _set_aside(found: Reconciled, state: _State, row: int, reason: str, detail: str) -> None:
-    state.keep_N[row] = False
-    found.faults.append(row_fault(found.facts, row, reason, detail))
 
 
 def _names(facts: pa.Table, rows: np.ndarray) -> list[str]:

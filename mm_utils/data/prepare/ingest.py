@@ -7,11 +7,13 @@ records and files, with the same settings and decoders, is not done again, so an
 
 import hashlib
 import json
+import logging
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +91,6 @@ class Storage:
 
 IN_PLACE = Storage("reference", None)
 _USUAL_SIDE = round(OVERSIZE * 224)  # pixels: of clips where images stay in place
-# Findings on files that stay in place, by process: rows of one image need not follow each other. 1 kB each.
-known: dict[ImageRef, dict[str, Any]] = {}
-_MOST_KNOWN = 20_000
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,10 @@ class ChunkResult:
     """
 
     key: str
-    rows: dict[str, int]
-    bad: dict[str, int]
-    faults: list[dict[str, str]]
-    notes: dict[str, int]
+    rows: Counter[str] = field(default_factory=Counter)
+    bad: Counter[str] = field(default_factory=Counter)
+    faults: list[dict[str, str]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
 
 
 def key_of_rows(items: Iterable[Record | BadRow], *settings: Any) -> tuple[str, int]:
@@ -172,11 +171,25 @@ def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage)
             return result
     worker = Worker(checks, storage, key)
     scratch = done.with_suffix(".arrow.tmp")
-    with pa.OSFile(str(scratch), "wb") as file, pa.ipc.new_stream(file, PART_SCHEMA) as writer:
-        for batch in _batches(worker.rows(chunk.items)):
-            writer.write_batch(batch)
+    # The decoders' messages on damaged files name neither file nor row; the quarantine does.
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    with (
+        warnings.catch_warnings(),
+        pa.OSFile(str(scratch), "wb") as file,
+        pa.ipc.new_stream(file, PART_SCHEMA) as writer,
+    ):
+        warnings.simplefilter("ignore")
+        held, size = list[dict[str, Any]](), 0
+        for row in worker.rows(chunk.items):
+            held.append(row)
+            size += len(row["image"]["bytes"] or b"")
+            if size >= BATCH_BYTES:
+                writer.write_batch(pa.RecordBatch.from_pylist(held, PART_SCHEMA))
+                held, size = [], 0
+        if held:
+            writer.write_batch(pa.RecordBatch.from_pylist(held, PART_SCHEMA))
     os.replace(scratch, done.with_suffix(".arrow"))
-    write_atomic(done, json.dumps(asdict(worker.result)))
+    write_atomic(done, json.dumps(vars(worker.result)))
     return worker.result
 
 
@@ -218,68 +231,51 @@ def stored_hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
-    held: list[dict[str, Any]] = []
-    size = 0
-    for row in rows:
-        held.append(row)
-        size += len(row["image"]["bytes"] or b"")
-        if size >= BATCH_BYTES:
-            yield pa.RecordBatch.from_pylist(held, PART_SCHEMA)
-            held, size = [], 0
-    if held:
-        yield pa.RecordBatch.from_pylist(held, PART_SCHEMA)
-
-
 class Worker:
     """Checks and stores the rows of a chunk; consecutive rows of an image decode it once."""
 
     def __init__(self, checks: CheckArguments, storage: Storage, key: str):
-        self.checks, self.storage = checks, storage
-        self.limits = Limits(max_bytes=checks.max_image_bytes)
-        self.result = ChunkResult(key, {}, {}, [], {})
+        self.checks, self.storage, self.result = checks, storage, ChunkResult(key)
         self.last: tuple[tuple[ImageRef, Any], dict[str, Any]] | None = None
 
     def rows(self, items: Sequence[Record | BadRow]) -> Iterator[dict[str, Any]]:
         """Yield the columns of a part of every good record; set the others aside."""
-        notes, rows, bad = Counter[str](), Counter[str](), Counter[str]()
         for item in items:
             is_row = not (isinstance(item, BadRow) and item.fault.reason in UNREAD)
-            rows[item.source] += is_row
+            self.result.rows[item.source] += is_row
             try:
                 if isinstance(item, BadRow):
                     raise item.fault
-                captions = self._captions(item, notes) if self.storage.captioned else item.captions
-                image = self.image(item, notes)
+                captions = self._captions(item) if self.storage.captioned else item.captions
+                image = self._image(item)
                 yield {
                     **image,
                     "id": item.id,
                     "medium": item.medium,
                     "captions": captions,
-                    "regions": self._part("regions", item, image, notes),
+                    "regions": self._part("regions", item, image),
                     NEGATIVES: self._negatives(item),
-                    "moments": self._part("moments", item, image, notes),
+                    "moments": self._part("moments", item, image),
                     "source": item.source,
                     "where": item.where,
                     "split": item.split,
                     "group": item.group,
                 }
             except Fault as fault:
-                bad[item.source] += is_row
+                self.result.bad[item.source] += is_row
                 self._set_aside(item, fault)
-        self.result.rows, self.result.bad, self.result.notes = dict(rows), dict(bad), dict(notes)
 
-    def _set_aside(self, item: Record | BadRow, fault: Fault) -> None:
+    def _set_aside(self, item: Record | BadRow, *faults: Fault) -> None:
         raw = item.raw if isinstance(item, BadRow) else item.image.name
-        place = {"source": item.source, "where": item.where}
-        self.result.faults.append({**place, "reason": fault.reason, "detail": fault.detail, "raw": raw})
+        for fault in faults:
+            place = {"source": item.source, "where": item.where}
+            self.result.faults.append({**place, "reason": fault.reason, "detail": fault.detail, "raw": raw})
 
-    def _captions(self, record: Record, notes: Counter[str]) -> list[str]:
+    def _captions(self, record: Record) -> list[str]:
         """Return the good captions, each once; raise the last fault if none is good."""
         good, faults, found = check_captions(record.captions, self.checks)
-        notes.update([*found, *(record.notes if good else ())])
-        for fault in faults[: None if good else -1]:
-            self._set_aside(record, fault)
+        self.result.notes.update([*found, *(record.notes if good else ())])
+        self._set_aside(record, *faults[: None if good else -1])
         if not good:
             raise faults[-1]
         return good
@@ -290,43 +286,40 @@ class Worker:
             return None
         given = record.negatives if isinstance(record.negatives, list) else [record.negatives]
         good, faults, _ = check_captions(given, self.checks)
-        for fault in faults:
-            self._set_aside(record, fault)
-        return list(good)
+        self._set_aside(record, *faults)
+        return good
 
-    def image(self, record: Record, notes: Counter[str]) -> dict[str, Any]:
+    def _part(self, name: str, record: Record, image: dict[str, Any]) -> Any:
+        """Return boxes or moments as they lie in what is stored; bad moments are set aside alone."""
+        if getattr(record, name) is None:
+            return None
+        good, faults, found = STORED[name](record, image, self.checks)
+        self.result.notes.update(found)
+        self._set_aside(record, *faults)
+        return good
+
+    def _image(self, record: Record) -> dict[str, Any]:
         """Return the columns of a record's image, clip or sound; raises a `Fault`."""
         key = record.image, record.cut
         if self.last is None or self.last[0] != key:
+            said: list[str] = []
             if record.medium == "image":
-                found = known.get(record.image) if self.storage == IN_PLACE else None
-                self.last = key, found or self._read(record.image, notes)
+                found = self._read(record.image, said)
             else:
                 side = _USUAL_SIDE if self.storage == IN_PLACE else self.storage.short_side
-                said: list[str] = []
-                self.last = key, store_medium(record, self.checks, self.storage.timed, side, said)
-                notes.update(set(said))
+                found = store_medium(record, self.checks, self.storage.timed, side, said)
+            self.result.notes.update(set(said))
+            self.last = key, found
         return self.last[1]
 
-    def _part(self, name: str, record: Record, image: dict[str, Any], notes: Counter[str]) -> Any:
-        """Return boxes or moments as they lie in what is stored; bad moments are set aside alone."""
-        if getattr(record, name) is None or name not in STORED:
-            return None
-        good, faults, found = STORED[name](record, image, self.checks)
-        notes.update(found)
-        for fault in faults:
-            self._set_aside(record, fault)
-        return good
-
-    def _read(self, ref: ImageRef, notes: Counter[str]) -> dict[str, Any]:
-        data = ref.read(self.limits)
-        if self.storage == IN_PLACE:
-            checked = check_image(data, self.checks, ref.name, _CHECKED_SIDE, MOST_PIXELS)
-        else:
-            checked = check_image(data, self.checks, ref.name, self.storage.short_side)
-        notes.update(checked.notes)
+    def _read(self, ref: ImageRef, notes: list[str]) -> dict[str, Any]:
+        data = ref.read(Limits(max_bytes=self.checks.max_image_bytes))
+        in_place = self.storage == IN_PLACE
+        scale = (_CHECKED_SIDE, MOST_PIXELS) if in_place else (self.storage.short_side, None)
+        checked = check_image(data, self.checks, ref.name, *scale)
+        notes += checked.notes
         stored, path, size = self._store(data, checked, ref)
-        image = {
+        return {
             "image": {"bytes": stored, "path": path},
             "width": size[0],
             "height": size[1],
@@ -338,11 +331,6 @@ class Worker:
             "original_height": checked.height,
             "fingerprint": fingerprint(checked.image),
         }
-        if stored is None:
-            if len(known) == _MOST_KNOWN:
-                known.clear()
-            known[ref] = image
-        return image
 
     def _store(
         self, data: bytes, checked: CheckedImage, ref: ImageRef

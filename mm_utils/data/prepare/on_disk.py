@@ -39,7 +39,7 @@ from tqdm.auto import tqdm
 
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.prepare.dedup_and_split import Reconciled
-from mm_utils.data.prepare.ingest import read_part
+from mm_utils.data.prepare.ingest import pieces, read_part
 from mm_utils.data.rows.columns import NEGATIVES, SPLITS
 from mm_utils.data.rows.stored import check_image_files, dataset_jail, is_saved, load_splits
 from mm_utils.text import one_line
@@ -108,38 +108,44 @@ def with_image(pairs: DatasetDict) -> DatasetDict:
 
 def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
     """Write all splits into `folder`, images straight from the `parts`; return them."""
-    columns, medium = _Columns(found), found.facts["medium"][0].as_py()
+    facts, medium = found.facts, found.facts["medium"][0].as_py()
     stored = _STORED if medium == "image" else ("image", "seconds", *_STORED[1:3])
-    tables = {split: _with_images(parts, rows, columns, stored) for split, rows in found.rows.items()}
-    return write_splits(tables, sum(map(len, found.rows.values())), folder, medium)
+    optional = [name for name in _TEXT[1:] if facts[name].null_count < len(facts)]
+    merged = {
+        first: _join([{name: facts[name][row].as_py() for name in _TEXT} for row in rows])
+        for first, rows in found.merged.items()
+    }
+
+    def tables(rows: np.ndarray) -> Iterator[pa.Table]:
+        """Lay the stored columns of some rows beside the others, a batch at a time: all would be held in memory."""
+        begin = 0  # of the part
+        for part in parts:
+            images = read_part(part, stored)
+            inside = rows[slice(*np.searchsorted(rows, [begin, begin + len(images)]))]
+            beside = pieces(facts.slice(begin, len(images)), inside - begin)
+            for image, own in zip(pieces(images, inside - begin), beside, strict=True):
+                text, inside = _with_merged(own.select(_TEXT), inside[: len(own)], merged), inside[len(own) :]
+                hashes, captions = own["stored_hash"].to_pylist(), text["captions"].to_pylist()
+                yield pa.table(
+                    {"id": own["name"]}
+                    | {name: image[name] for name in stored}
+                    | {"captions": text["captions"]}
+                    | {name: pc.coalesce(text[name], pa.scalar([], text[name].type)) for name in optional}
+                    | {"source": own["source"], "image_hash": own["image_hash"]}
+                    | {"content_id": [content_id(*pair) for pair in zip(hashes, captions, strict=True)]}
+                )
+            begin += len(images)
+
+    return write_splits({split: tables(rows) for split, rows in found.rows.items()}, folder, medium)
 
 
-def write_splits(
-    tables: Mapping[str, Iterator[pa.Table]], rows: int, folder: Path, medium: str | None = None
-) -> DatasetDict:
+def write_splits(tables: Mapping[str, Iterator[pa.Table]], folder: Path, medium: str | None = None) -> DatasetDict:
     """Write the tables of all splits; `medium` is by default the kind of their features."""
-    with tqdm(total=rows, desc="Writing", unit=" rows") as bar:
+    with tqdm(desc="Writing", unit=" rows") as bar:
         for split, of_split in tables.items():
             write_split(of_split, split, folder / split, bar, medium)
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(tables)}), encoding="utf-8")
     return with_image(DatasetDict.load_from_disk(str(folder)))
-
-
-def _with_images(
-    parts: Sequence[Path], rows: np.ndarray, columns: "_Columns", stored: Sequence[str]
-) -> Iterator[pa.Table]:
-    """Lay the `stored` columns of `rows` beside the others, a batch at a time."""
-    begin = 0
-    for part in parts:
-        for batch in read_part(part, stored).to_batches():
-            low, high = np.searchsorted(rows, [begin, begin + len(batch)])
-            if high > low:
-                images = batch.take(pa.array(rows[low:high] - begin))
-                table = columns.of(rows[low:high], begin, len(batch))
-                for at, name in enumerate(stored, start=1):
-                    table = table.add_column(at, name, images[name])
-                yield table
-            begin += len(batch)
 
 
 def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm, medium: str | None = None) -> None:
@@ -214,41 +220,16 @@ def content_fingerprint(pairs: DatasetDict) -> str:
     return digest.hexdigest()
 
 
-class _Columns:
-    """The columns beside the images, of some rows at a time; those of all would be held in memory."""
-
-    def __init__(self, found: Reconciled):
-        self.facts = found.facts
-        self.optional = [name for name in _TEXT[1:] if found.facts[name].null_count < len(found.facts)]
-        self.merged = {first: _join([self._text(row) for row in rows]) for first, rows in found.merged.items()}
-
-    def _text(self, row: int) -> dict[str, Any]:
-        return {name: self.facts[name][row].as_py() for name in _TEXT}
-
-    def of(self, rows: np.ndarray, begin: int, length: int) -> pa.Table:
-        """Return the columns of rows that lie among the `length` from `begin`."""
-        own = self.facts.slice(begin, length).combine_chunks().take(pa.array(rows - begin))
-        text = own.select(_TEXT)
-        joined = [(place, self.merged[row]) for place, row in enumerate(rows.tolist()) if row in self.merged]
-        if joined:
-            more = pa.Table.from_pylist([row for _, row in joined], schema=text.schema)
-            places = np.arange(len(rows))
-            places[[place for place, _ in joined]] = len(rows) + np.arange(len(joined))
-            text = pa.concat_tables([text, more]).combine_chunks().take(pa.array(places))
-        hashes, captions = own["stored_hash"].to_pylist(), text["captions"].to_pylist()
-        return pa.table(
-            {
-                "id": own["name"],
-                "captions": text["captions"],
-                **{
-                    name: pc.coalesce(text[name], pa.scalar([], text.schema.field(name).type))
-                    for name in self.optional
-                },
-                "source": own["source"],
-                "image_hash": own["image_hash"],
-                "content_id": [content_id(*pair) for pair in zip(hashes, captions, strict=True)],
-            }
-        )
+def _with_merged(text: pa.RecordBatch, rows: np.ndarray, merged: Mapping[int, dict[str, Any]]) -> pa.Table:
+    """Put the joined texts in the places of those `rows` that stand for several."""
+    joined = [(place, merged[row]) for place, row in enumerate(rows.tolist()) if row in merged]
+    table = pa.Table.from_batches([text])
+    if not joined:
+        return table
+    more = pa.Table.from_pylist([row for _, row in joined], schema=text.schema)
+    places = np.arange(len(rows))
+    places[[place for place, _ in joined]] = len(rows) + np.arange(len(joined))
+    return pa.concat_tables([table, more]).combine_chunks().take(pa.array(places))
 
 
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,13 +5,11 @@ The result is described in `mm_utils.data.prepare.on_disk`; every row or caption
 """
 
 import itertools
-import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -26,14 +24,11 @@ from tqdm.auto import tqdm
 
 from mm_utils.data.faults import REASONS, is_hopeless
 from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.ingest import ChunkResult, Storage, cut_into_chunks, ingest, known
+from mm_utils.data.prepare.ingest import ChunkResult, Storage, cut_into_chunks, ingest
 from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.text import one_line
-
-logger = logging.getLogger(__name__)
-_PILLOW = logging.getLogger("PIL")
 
 _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end
 
@@ -41,21 +36,13 @@ _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its
 class _Here(Executor):
     """Computes each call at once, in this process: one worker needs no fork, and a fork beside threads may hang."""
 
-    def __init__(self) -> None:
-        known.clear()  # files may have changed since an earlier call of this process
-
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """Compute a call; see `concurrent.futures.Executor`."""
         future: Future = Future()
-        level = _PILLOW.level
         try:
-            with warnings.catch_warnings():
-                _silence()
-                future.set_result(function(*args, **kwargs))
+            future.set_result(function(*args, **kwargs))
         except Exception as error:
             future.set_exception(error)
-        finally:
-            _PILLOW.setLevel(level)
         return future
 
 
@@ -130,9 +117,12 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
     found = Ingested({source.name: SourceTally(source) for source in sources})
     given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
     for part, result in ingest_rows(_of_one_kind(given, plan.storage), plan, work, "Checking images"):
-        _count(found, result)
         found.parts.append(part)
-        for tally in found.sources.values():
+        found.faults += result.faults
+        found.notes.update(result.notes)
+        for name, tally in found.sources.items():
+            tally.rows += result.rows.get(name, 0)
+            tally.bad += result.bad.get(name, 0)
             if tally.rows >= _EARLY_ROWS:
                 _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
     for tally in found.sources.values():
@@ -216,20 +206,8 @@ def _of_one_kind(rows: Iterable[Record | BadRow], storage: Storage) -> Iterator[
 def _set_up_worker(parent: int) -> None:
     """Prepare a process of the pool."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
-    quiet()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def quiet() -> None:
-    """Limit this process to one thread, and silence the decoders' own messages."""
     torch.set_num_threads(1)
-    _silence()
-
-
-def _silence() -> None:
-    # The decoders' messages on damaged files name neither file nor row; the quarantine does.
-    _PILLOW.setLevel(logging.CRITICAL)
-    warnings.simplefilter("ignore")
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
@@ -251,15 +229,6 @@ def _named(sources: list[Source]) -> list[Source]:
     if twice:
         raise ValueError(f"--sources has several items named {twice[0]}. Give each its own name=...")
     return sources
-
-
-def _count(found: Ingested, result: ChunkResult) -> None:
-    for name, count in result.rows.items():
-        found.sources[name].rows += count
-    for name, count in result.bad.items():
-        found.sources[name].bad += count
-    found.faults += result.faults
-    found.notes.update(result.notes)
 
 
 def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str]]) -> None:

@@ -82,7 +82,7 @@ def test_prepared_sounds_open_as_sounds(sounds: Path, tmp_path: Path) -> None:
     assert report["quarantined"]["span_outside"]["count"] == 1
     assert report["notes"]["moment_cut"] == 2
     again = {split: rows.with_format("arrow").iter(10) for split, rows in pairs.items()}
-    written = write_splits(again, 7, tmp_path / "again")
+    written = write_splits(again, tmp_path / "again")
     assert written["train"].features == pairs["train"].features
     assert content_fingerprint(written) == content_fingerprint(pairs)
     assert "audio" in load_from_disk(str(tmp_path / "again"))["train"].features

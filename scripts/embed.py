@@ -3,9 +3,6 @@
 A folder of images, with all folders in it; run it again after changes, and only new and changed images are embedded:
     python scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
 
-The images, clips or sounds of tar shards, with or without captions:
-    python scripts/embed.py --model_name_or_path outputs/mine --images "web-{000..009}.tar" --index_dir outputs/index
-
 A prepared data set with its captions, or any other source that scripts/pretrain.py takes:
     python scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
 """
@@ -31,9 +28,9 @@ from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.start import make_accelerator, run_script
-from mm_utils.search.index import SKIPPED, keeps_states
-from mm_utils.search.listing import folder_listing, list_folder, pair_listing, shard_listing
-from mm_utils.search.updating import Embedder, tap_shapes, try_out, update_index
+from mm_utils.search.index import SKIPPED
+from mm_utils.search.listing import folder_listing, list_folder, pair_listing
+from mm_utils.search.updating import Embedder, update_index
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +43,7 @@ class EmbedArguments:
     index_dir: str = required("The folder of the index; a new one, or one that is brought up to date.")
     images: str | None = arg(
         None,
-        "A folder of images, with all folders in it, or tar shards such as web-{000..009}.tar; instead of pairs. For a model of "
-        "clips or sounds, of these.",
+        "A folder of images, with all folders in it, instead of pairs. For a model of clips or sounds, of these.",
     )
     with_clips: bool = arg(
         False,
@@ -56,11 +52,6 @@ class EmbedArguments:
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
     per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
-    keep_fusion_states: bool = arg(
-        False,
-        "Also keep what the fusion head reads of an image, so that re-ranking is faster and needs no image files.",
-    )
-    dry_run: bool = arg(False, "Say what would be embedded and how long it would take; write nothing.")
 
     def __post_init__(self) -> None:
         for name in ("model_name_or_path", "index_dir"):
@@ -86,9 +77,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     if args.images:
         unread = f"{COLUMNS} validation_file test_file medium max_train_samples max_eval_samples dataset_config_name"
         given.refuse(unread, "--images are media without captions")
-    is_folder = args.images and not args.images.lower().endswith(".tar")
-    if not is_folder:
-        given.refuse("with_clips", "--images does not name a folder")
+    else:
+        given.refuse("with_clips", "--images is not given")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
     check_model(model_name)
     accelerator = make_accelerator()
@@ -98,10 +88,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         given.refuse("with_clips", f"the model embeds {medium.kind}s")
 
     # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
-    if args.images and not is_folder:
-        with distributed.first_then_others():
-            listing = shard_listing(args.images, medium.kind)
-    elif args.images:
+    if args.images:
         kind = data_args.allow_outside_root, medium.kind
         names, skipped = distributed.on_first(lambda: list_folder(str(args.images), *kind, args.with_clips))
         listing = folder_listing(args.images, names, skipped, medium.kind)
@@ -115,13 +102,9 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 3. Model.
     model = load_model(model_name, fusion_layers=0).eval().to(accelerator.device)
-    states = tap_shapes(model, medium) if args.keep_fusion_states or keeps_states(folder) else None
-    embedder = Embedder(model, medium, args.per_device_eval_batch_size, workers.num_workers, states)
+    embedder = Embedder(model, medium, args.per_device_eval_batch_size, workers.num_workers)
 
     # 4. Embed what is new.
-    if args.dry_run:
-        try_out(folder, model_name, listing, embedder, accelerator)
-        return {}
     done = update_index(folder, model_name, listing, embedder, accelerator)
 
     # 5. Report.

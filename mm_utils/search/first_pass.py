@@ -1,12 +1,8 @@
 """Find a query's best images: exactly, or those of a coarse first pass exactly.
 
-A first pass is a FAISS index. It returns many times as many images as are wanted (`RESCORE`). These are scored from the stored embeddings, which are memory-mapped, so scores
-are always those of exact search; only an image that the first pass has missed is missing.
-
-A FAISS index lies beside the rows that it was made of, and its name has their fingerprint: after an update another file is
-looked for, and made.
-
-Queries are answered together: the embeddings are read once for all of them, in blocks that stay in a core's cache.
+A first pass is a FAISS index. It returns `RESCORE` times as many images as are wanted. These are scored from the stored
+embeddings, which are memory-mapped, so scores are always those of exact search; only an image that the first pass has missed is
+missing. A FAISS index lies beside the rows that it was made of, and its name has their fingerprint.
 
 Shape letters: N images of the index, Q queries, E embedding width.
 """
@@ -16,7 +12,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +33,11 @@ MOST_RESCORED = 10_000  # candidates beyond the images that are wanted
 LISTS_READ = 16  # one of n lists of an inverted file is read, if the factory string does not say nprobe
 _TRAINING = 64  # images for each list of an inverted file that FAISS is trained on, and at least
 _LEAST_TRAINING = 65_536  # of these, as many as a product quantiser takes
-_SCORES = 1 << 23  # that are kept at a time
-_FIRST = 16  # scores for each wanted image that say what is low; the best of 8 million take 130 ms
 _VALUES = re.compile(r"=\s*(-?\d+\.?\d*)")  # of the settings behind a factory string
 Hits = list[tuple[int, float]]
 """Rows and cosines, best first."""
 Find = Callable[[Tensor, int], list[Hits]]
-"""Maps unit queries, fp32 `[Q, E]`, and a number to that many images for each."""
-FirstPass = Callable[[Tensor, int], Iterable[np.ndarray]]
-"""Maps unit queries, fp32 `[Q, E]`, and a number to the rows of about that many images for each, in any order."""
+"""Maps unit queries, fp32 `[Q, E]`, and a number from 1 on to that many images for each."""
 
 
 class StoredVectors:
@@ -86,14 +77,20 @@ def open_find(factory: str | None, folder: Path, rows: datasets.Dataset) -> Find
         ValueError: if FAISS does not know the string, or the images are too few for it.
     """
     vectors = StoredVectors(rows)
-    if factory is None:
-        return exact(vectors)
-    return rescored(vectors, open_faiss(factory, folder, rows, vectors))
+    if factory is not None:
+        first_pass = open_faiss(factory, folder, rows, vectors)
 
+        def find_some(query_QE: Tensor, count: int) -> list[Hits]:
+            found = first_pass(query_QE, min(RESCORE * count, MOST_RESCORED + count, len(vectors)))
+            hits: list[Hits] = []
+            for query_E, candidates in zip(query_QE, found, strict=True):
+                score_n = vectors.take(candidates).float() @ query_E if len(candidates) else torch.empty(0)
+                places = best(score_n, count)
+                hits.append(list(zip(candidates[places].tolist(), score_n[places].tolist(), strict=True)))
+            return hits
 
-def exact(vectors: StoredVectors) -> Find:
-    """Return a search that scores every image from memory: 2 x E bytes an image."""
-    embeds_NE = torch.from_numpy(np.concatenate(vectors.blocks))
+        return find_some
+    embeds_NE = torch.from_numpy(np.concatenate(vectors.blocks))  # in memory: 2 x E bytes an image
 
     def find(query_QE: Tensor, count: int) -> list[Hits]:
         return _highest(embeds_NE.split(max(1, BLOCK // vectors.width)), query_QE, count)
@@ -113,24 +110,15 @@ def among(vectors: StoredVectors, mask_N: np.ndarray) -> Find:
     return find
 
 
-def rescored(vectors: StoredVectors, first_pass: FirstPass) -> Find:
-    """Return a search that scores what a first pass finds, `RESCORE` images for each wanted one."""
-
-    def score(query_E: Tensor, rows: np.ndarray, count: int) -> Hits:
-        if not len(rows):
-            return []
-        rows = np.sort(rows)
-        score_n = vectors.take(rows).float() @ query_E
-        places = best(score_n, count)
-        return list(zip(rows[places].tolist(), score_n[places].tolist(), strict=True))
-
-    def find(query_QE: Tensor, count: int) -> list[Hits]:
-        if count < 1:
-            return [[] for _ in query_QE]
-        found = first_pass(query_QE, min(RESCORE * count, MOST_RESCORED + count, len(vectors)))
-        return [score(query_E, rows, count) for query_E, rows in zip(query_QE, found, strict=True)]
-
-    return find
+def _highest(blocks: Iterable[Tensor], query_QE: Tensor, count: int) -> list[Hits]:
+    """Return the best rows of all blocks `[n, E]`, by products in fp32."""
+    one = query_QE[0] if len(query_QE) == 1 else None
+    parts = [(query_QE @ part.T if one is None else torch.mv(part, one)[None]) for part in map(Tensor.float, blocks)]
+    score_QN = torch.cat(parts, 1) if parts else torch.empty(len(query_QE), 0)
+    places = [best(score_N, count) for score_N in score_QN]
+    return [
+        list(zip(rows, score_N[rows].tolist(), strict=True)) for rows, score_N in zip(places, score_QN, strict=True)
+    ]
 
 
 def best(score_N: Tensor, top_k: int) -> list[int]:
@@ -142,11 +130,10 @@ def best(score_N: Tensor, top_k: int) -> list[int]:
     return rows[score_N[rows].sort(descending=True, stable=True).indices[:top_k]].tolist()
 
 
-# -- FAISS --------------------------------------------------------------------------------------------------------------
-
-
-def open_faiss(text: str, folder: Path, rows: datasets.Dataset, vectors: StoredVectors) -> FirstPass:
-    """Return a first pass by a FAISS index, made and saved if these rows have none.
+def open_faiss(
+    text: str, folder: Path, rows: datasets.Dataset, vectors: StoredVectors
+) -> Callable[[Tensor, int], list[np.ndarray]]:
+    """Return a first pass by a FAISS index, made and saved if these rows have none: unit queries and a number to sorted rows.
 
     Args:
         text: a string of FAISS's index factory; after a semicolon, settings of its `ParameterSpace`, such as
@@ -157,29 +144,32 @@ def open_faiss(text: str, folder: Path, rows: datasets.Dataset, vectors: StoredV
         RunError: if FAISS is not installed.
         ValueError: if FAISS does not know the string, or the images are too few for it.
     """
-    if find_spec("faiss") is None:
-        raise RunError(f"--index_factory is {text}; FAISS is not installed. pip install faiss-cpu, or drop the flag.")
-    import faiss
-
+    try:
+        import faiss
+    except ImportError as error:
+        raise RunError(
+            f"--index_factory is {text}; FAISS is not installed. pip install faiss-cpu, or drop the flag."
+        ) from error
     factory, _, settings = text.partition(";")
-    file, searched = faiss_file(folder, rows, factory), rows.select_columns(["embedding"])
+    name = hashlib.blake2b(factory.encode(), digest_size=8).hexdigest()
+    file = folder / f"{FAISS}{fingerprint_of(rows)}-{name}.index"
+    index = _read(file, len(vectors)) if file.is_file() else None
+    is_new = index is None
 
     def candidates(query_QE: Tensor, count: int) -> list[np.ndarray]:
-        found = searched.search_batch("embedding", query_QE.numpy(), count).total_indices
+        found = index.search(query_QE.numpy(), count)[1]
         return [np.unique(rows[rows >= 0]) for rows in found]
 
     try:
-        is_new = not _load(searched, file)
         if is_new:
-            _build(searched, vectors, factory)
-        index: Any = searched.get_index("embedding").faiss_index
+            index = _build(vectors, factory)
         lists = faiss.try_extract_index_ivf(index)
         if lists is not None:
             lists.nprobe = -(-lists.nlist // LISTS_READ)
         if settings:
             if any(float(value) < 1 for value in _VALUES.findall(settings)):
                 raise RuntimeError("a setting below 1 reads nothing")
-            faiss.ParameterSpace().set_index_parameters(index, settings)  # type: ignore[arg-type]
+            faiss.ParameterSpace().set_index_parameters(index, settings)
         candidates(torch.zeros(1, vectors.width), 1)
     except RuntimeError as error:
         raise ValueError(
@@ -187,90 +177,39 @@ def open_faiss(text: str, folder: Path, rows: datasets.Dataset, vectors: StoredV
             "index factory with fewer lists, such as IVF64,Flat, and behind a semicolon nprobe for IVF or efSearch for HNSW."
         ) from error
     if is_new:
-        _save(searched, file)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+        try:
+            faiss.write_index(index, str(temporary))
+            temporary.replace(file)
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            logger.warning("%s cannot be written (%s); the next start makes it again", file, one_line(error))
     return candidates
 
 
-def faiss_file(folder: Path, rows: datasets.Dataset, factory: str) -> Path:
-    """Return the file of the FAISS index that was made of these rows, and of no others."""
-    name = hashlib.blake2b(factory.encode(), digest_size=8).hexdigest()
-    return folder / f"{FAISS}{fingerprint_of(rows)}-{name}.index"
-
-
-def _load(rows: datasets.Dataset, file: Path) -> bool:
-    """Read a FAISS index, and return whether it is one of these rows."""
-    if not file.is_file():
-        return False
-    try:
-        rows.load_faiss_index("embedding", str(file))
-    except RuntimeError as error:
-        logger.warning("%s is damaged (%s); it is made anew", file, one_line(error))
-        return False
-    return rows.get_index("embedding").faiss_index.ntotal == len(rows)
-
-
-def _build(rows: datasets.Dataset, vectors: StoredVectors, factory: str) -> None:
-    """Make a FAISS index of inner products, trained on rows drawn at random."""
+def _read(file: Path, count: int) -> Any:
+    """Return a FAISS index of so many rows; None if the file holds another or is damaged."""
     import faiss
 
+    try:
+        index = faiss.read_index(str(file))
+        return index if index.ntotal == count else None
+    except RuntimeError as error:
+        logger.warning("%s is damaged (%s); it is made anew", file, one_line(error))
+        return None
+
+
+def _build(vectors: StoredVectors, factory: str) -> Any:
+    """Return a FAISS index of inner products, trained on rows drawn at random."""
+    import faiss
+
+    logger.info("Making a FAISS index %s of %s images, once; larger ones take minutes", factory, f"{len(vectors):,}")
     index: Any = faiss.index_factory(vectors.width, factory, faiss.METRIC_INNER_PRODUCT)
     lists = faiss.try_extract_index_ivf(index)
-    count = max(_LEAST_TRAINING, _TRAINING * (lists.nlist if lists is not None else 0))
-    chosen = np.random.default_rng(0).permutation(len(vectors))[:count]
-    logger.info("Making a FAISS index %s of %s images, once; larger ones take minutes", factory, f"{len(vectors):,}")
     if not index.is_trained:
+        count = max(_LEAST_TRAINING, _TRAINING * (lists.nlist if lists is not None else 0))
+        chosen = np.random.default_rng(0).permutation(len(vectors))[:count]
         index.train(vectors.take(np.sort(chosen)).float().numpy())
-    rows.add_faiss_index("embedding", custom_index=index)
-
-
-def _save(rows: datasets.Dataset, file: Path) -> None:
-    """Keep a FAISS index for the next start, if the folder can be written."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
-        rows.save_faiss_index("embedding", str(temporary))
-        temporary.replace(file)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        logger.warning("%s cannot be written (%s); the next start makes it again", file, error.strerror)
-
-
-def _highest(blocks: Iterable[Tensor], query_QE: Tensor, count: int) -> list[Hits]:
-    """Return the best rows of all blocks `[n, E]`, by products in fp32.
-
-    As many blocks are scored as `_SCORES` allows. Of these, what is below the best so far is left out at once.
-    """
-    if count < 1 or not len(query_QE):
-        return [[] for _ in query_QE]
-    # Memory that is taken and freed for every block costs more than the product: the system clears its pages.
-    scratch_nE, score_Qn = torch.empty(0, query_QE.shape[1]), torch.empty(len(query_QE), _SCORES // len(query_QE))
-    kept = [(torch.empty(0), torch.empty(0, dtype=torch.int64)) for _ in query_QE]
-    begin = filled = 0
-
-    def sift() -> None:
-        for at, score_n in enumerate(score_Qn[:, :filled]):
-            scores, rows = kept[at]
-            if len(scores) == count:  # of equal scores, the first stays
-                found = (score_n > scores[-1]).nonzero().flatten()
-            else:
-                found = torch.tensor(best(score_n, count))
-            if len(found):
-                scores, rows = torch.cat([scores, score_n[found]]), torch.cat([rows, found + begin])
-                places = best(scores, count)
-                kept[at] = scores[places], rows[places]
-
-    for block in blocks:
-        size = len(block)
-        is_first = begin == 0 and filled >= _FIRST * count
-        if is_first or filled + size > score_Qn.shape[1]:
-            sift()
-            begin, filled = begin + filled, 0
-            score_Qn = score_Qn if size <= score_Qn.shape[1] else torch.empty(len(query_QE), size)
-        scratch_nE = scratch_nE if size <= len(scratch_nE) else torch.empty(size, query_QE.shape[1])
-        part_nE = scratch_nE[:size].copy_(block)
-        if len(query_QE) == 1:
-            torch.mv(part_nE, query_QE[0], out=score_Qn[0, filled : filled + size])
-        else:
-            score_Qn[:, filled : filled + size] = query_QE @ part_nE.T
-        filled += size
-    sift()
-    return [list(zip(rows.tolist(), scores.tolist(), strict=True)) for scores, rows in kept]
+    for block in vectors.blocks:
+        index.add(block.astype(np.float32))
+    return index

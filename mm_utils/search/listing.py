@@ -1,8 +1,8 @@
-"""List the media that an index should hold, of a folder, tar shards, or pairs; and read them in data workers."""
+"""List the media that an index should hold, of a folder or of pairs; and read them in data workers."""
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from mm_utils.data.faults import REASONS, Fault, storable
 from mm_utils.data.images import MOST_PIXELS, UnreadableImageError, encode, open_image, pixels, raw_size, shrink
-from mm_utils.data.media import FEATURES, cached_rows
+from mm_utils.data.media import FEATURES
 from mm_utils.data.media.clip_files import read_clip
 from mm_utils.data.media.medium import Medium, Sound
 from mm_utils.data.media.pictures import picture
@@ -27,8 +27,6 @@ from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.folders import RAW_SUFFIXES, Unread, walk
-from mm_utils.data.rows.source import Source
-from mm_utils.data.rows.tars import Sample, captions_of_sample, read_shard, shard_paths
 from mm_utils.files import changed_ns
 from mm_utils.model.reading import CLIP_FPS, center_square
 from mm_utils.search.index import STAMPS
@@ -52,13 +50,11 @@ class Listing:
         ids: their ids, each once.
         rows: their `image` and `captions`, as `mm_utils.data.pairs` has them.
         skipped: lines of `skipped.jsonl` for files that cannot be taken.
-        raw: the bytes of clips and sounds are those of any file, not yet as prepared sets keep them.
     """
 
     ids: list[str]
     rows: datasets.Dataset
     skipped: list[Skip] = field(default_factory=list)
-    raw: bool = False
 
 
 def list_folder(
@@ -114,58 +110,6 @@ def folder_listing(folder: str, names: list[str], skipped: list[Skip], medium: s
     return Listing(names, datasets.Dataset(table.cast(features.arrow_schema)), skipped)
 
 
-def shard_listing(pattern: str, medium: str = "image") -> Listing:
-    """Return tar shards' media and captions; ids are the shard's name and the sample's.
-
-    Their files are copied into the datasets cache, once.
-
-    Raises:
-        ValueError: if there is no such shard, or no such medium in them.
-    """
-    title = f"--images is {pattern}"
-    shards = [
-        (path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in shard_paths(Source(pattern, title=title))
-    ]
-    ids, skipped = [], []
-    for path, name, sample in _samples(shards):
-        missing = None if sample.medium(medium) else Fault("image_missing", f"{path}: {name} has no {medium}")
-        fault = sample.fault or missing
-        if fault is None:
-            ids.append(name)
-        else:
-            skipped.append(skip(name, fault))
-    if not ids:
-        raise ValueError(f"{title}; they hold no {medium} ({skipped[0]['detail'] if skipped else 'they are empty'}).")
-    features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
-    of_kind = {} if medium == "image" else {"medium": medium}
-    return Listing(ids, cached_rows(_images, features, {"shards": shards, **of_kind}), skipped, raw=True)
-
-
-def _samples(shards: list[tuple[str, int, int]]) -> Iterator[tuple[str, str, Sample]]:
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in shards])
-    for path, *_ in shards:
-        shard = Path(os.path.relpath(path, root)).with_suffix("").as_posix()
-        for sample in read_shard(path):
-            yield path, storable(f"{shard}/{sample.key}"), sample
-
-
-def _images(shards: list[tuple[str, int, int]], medium: str = "image") -> Iterator[dict[str, Any]]:
-    for path, _, sample in _samples(shards):
-        member = sample.medium(medium)
-        if sample.fault is not None or member is None:
-            continue
-        try:
-            captions = captions_of_sample(sample, sample.values(), Source(path, medium=medium), {})
-        except Fault:  # an image needs no caption here
-            captions = []
-        texts = [" ".join(each.split()) for each in captions if isinstance(each, str)]
-        try:
-            content = member.read(limits_of(medium))
-        except Fault:  # too large, or empty; left out when it is to be embedded
-            content = b""
-        yield {"image": {"bytes": content, "path": None}, "captions": texts}
-
-
 def pair_listing(splits: Mapping[str, datasets.Dataset]) -> Listing:
     """Return the images of all splits; their ids are `split/id`."""
     ids = [
@@ -187,11 +131,6 @@ def stamps(listing: Listing) -> pa.Table:
         found.extend(map(_stamp, block["image"], block["captions"]))
     table = pa.Table.from_pylist(found, pa.schema([each for each in STAMPS if each.name != "id"]))
     return table.add_column(0, STAMPS.field("id"), [pa.array(listing.ids, pa.string())])
-
-
-def limits_of(medium: str) -> Limits:
-    """Return a file's limits, for clips and sounds those of `prepare_data`."""
-    return Limits() if medium == "image" else MEDIA_LIMITS
 
 
 def skip(name: str, fault: Fault) -> Skip:
@@ -229,13 +168,9 @@ def moments_of(content: bytes, side: int) -> list[Image.Image]:
         if fault.reason != "too_long":
             raise
         clip = read_clip(content, CLIP_FPS, side, end=_SECONDS)
-    shown = list(accumulate(clip.jpegs, _own_or_before))
+    shown = list(accumulate(clip.jpegs, lambda before, own: own or before))
     places = [int((at + 0.5) / _FRAMES * len(shown)) for at in range(_FRAMES)]
     return [open_image({"bytes": shown[place], "path": None}) for place in places]
-
-
-def _own_or_before(before: bytes, own: bytes) -> bytes:
-    return own or before
 
 
 def stock_file(content: bytes, medium: Medium) -> bytes:
@@ -253,7 +188,7 @@ class Reader(Dataset):
     def __init__(self, listing: Listing, places: Sequence[int], medium: Medium):
         self.listing, self.places = listing, places
         self.medium, self.side = medium, getattr(medium, "image_size", 0)
-        self.limits, self.checks = limits_of(medium.kind), CheckArguments()
+        self.limits, self.checks = Limits() if medium.kind == "image" else MEDIA_LIMITS, CheckArguments()
 
     def __len__(self) -> int:
         return len(self.places)
@@ -280,7 +215,7 @@ class Reader(Dataset):
             image = {"bytes": content, "path": path}
         own["content_hash"] = stored_hash(content)
         if self.medium.lasts:
-            stored = stock_file(content, self.medium) if own["path"] or self.listing.raw else content
+            stored = stock_file(content, self.medium) if own["path"] else content
             return own | self._show_timed({"bytes": stored, "path": None})
         if own["path"] and is_clip_among_images(path, self.medium):
             return own | self._show_frames(content)

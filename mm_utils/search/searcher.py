@@ -3,23 +3,20 @@
 Scores are products in fp32 of the query and the stored embeddings: of all of them, or of those that a first pass has found
 (`mm_utils.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if
 `config.rerank_weights` of the model has a weight above 0, which training sets only where it helped on the validation split.
-The head reads what the vision tower returned when the image was embedded, if the index keeps that; else the image, from its file,
-or from its thumbnail if the file has changed, is gone, or was never there; a clip or a sound from the index.
+The head reads the image, from its file, or from its thumbnail if the file has changed, is gone, or was never there; a clip
+or a sound from the index.
 
 Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
 """
 
 import copy
 import io
-import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import datasets
@@ -27,6 +24,7 @@ import pyarrow.compute
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from mm_utils.data.images import UnreadableImageError, open_image
 from mm_utils.data.media.medium import read_by
@@ -66,7 +64,7 @@ class Hit:
 class Searcher:
     """Search an index with the model that made it.
 
-    Queries of several threads take turns at the model; those that wait for the index are answered together.
+    Queries of several threads take turns.
 
     Args:
         index_dir: the folder that scripts/embed.py wrote.
@@ -107,11 +105,9 @@ class Searcher:
     def _take(self, info: IndexInfo, rows: datasets.Dataset) -> None:
         """Search these rows from now on."""
         self.info, self._vectors = info, StoredVectors(rows)
-        self._states = None if info.states is None else StoredVectors(rows, "states")
         self._find = self._find_everywhere = open_find(self._factory, self._folder, rows)
         # Without the vectors: a row of them would become thousands of Python numbers.
         self._rows = rows.select_columns([*STAMPS.names, "thumbnail"])
-        self._reading, self._waiting = threading.Lock(), SimpleQueue[tuple[Tensor, int, Future]]()
         self._texts = rows.select_columns(["id", "path", "captions"])
         self._contents = None if info.medium == "image" else rows.select_columns(["content"])
         self.searched = len(rows)
@@ -126,7 +122,6 @@ class Searcher:
             return self
         new, mask_N = copy.copy(self), given.mask(self._rows)
         new._find, new.searched = among(self._vectors, mask_N), int(mask_N.sum())
-        new._reading, new._waiting = threading.Lock(), SimpleQueue[tuple[Tensor, int, Future]]()
         return new
 
     def copies(self, given: Filter) -> list[list[dict[str, Any]]]:
@@ -166,22 +161,16 @@ class Searcher:
         Raises:
             ValueError: if it is not a text.
         """
-        query_E, states, ids, mask = self._read(text)
-        found = self._best(query_E, max(top_k, self.rerank_top_k))
-        reranked: dict[int, float] = {}
-        if rerank and self.reranks and found:
-            first = found[: self.rerank_top_k]
-            with self._lock, torch.no_grad():
-                reranked = self._head(first, states, mask, ids)
-            found[: self.rerank_top_k] = sorted(first, key=lambda hit: -reranked[hit[0]])
-        return self._hits(found[:top_k], reranked)
-
-    def _read(self, text: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a text's embedding [E], its states, and its tokens and their mask, which the head reads."""
         with self._lock, torch.no_grad():
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
-        return query_1E[0], states, ids, mask
+            found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
+            reranked: dict[int, float] = {}
+            if rerank and self.reranks and found:
+                first = found[: self.rerank_top_k]
+                reranked = self._head(first, states, mask, ids)
+                found[: self.rerank_top_k] = sorted(first, key=lambda hit: -reranked[hit[0]])
+        return self._hits(found[:top_k], reranked)
 
     @cached_property
     def floor(self) -> float:
@@ -191,19 +180,8 @@ class Searcher:
         texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
         with self._lock, torch.no_grad():
             query_QE, _ = self._model.encode_text(*self._model.text_inputs(texts), with_states=False)
-        queries = torch.nn.functional.normalize(query_QE.float().cpu(), dim=1)
-        with self._reading:
-            best = [hits[0][1] for hits in self._find_everywhere(queries, 1)] if len(self) else [0.0]
-        return float(torch.tensor(best).quantile(_FLOOR))
-
-    def embed_text(self, text: str) -> list[float]:
-        """Return the unit vector of a text."""
-        return torch.nn.functional.normalize(self._read(text)[0].float().cpu(), dim=0).tolist()
-
-    def embed_file(self, file: str | bytes) -> list[float]:
-        """Return the unit vector of a file, as `search_file` reads it."""
-        query_E = self._encoded(read_query(file, self._medium))
-        return torch.nn.functional.normalize(query_E.float().cpu(), dim=0).tolist()
+            found = self._find_everywhere(normalize(query_QE.float().cpu(), dim=1), 1)
+        return float(torch.tensor([hits[0][1] for hits in found]).quantile(_FLOOR))
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
@@ -261,11 +239,9 @@ class Searcher:
         return self._contents[row]["content"]
 
     def _search(self, example: Tensor, top_k: int) -> list[Hit]:
-        return self._hits(self._best(self._encoded(example), top_k))
-
-    def _encoded(self, example: Tensor) -> Tensor:
         with self._lock, torch.no_grad():
-            return self._model.encode_image(self._input([example]), with_keys_values=False)[0][0]
+            query_1E = self._model.encode_image(self._input([example]), with_keys_values=False)[0]
+            return self._hits(self._best(query_1E[0], top_k))
 
     def _input(self, examples: Sequence[Tensor]) -> Tensor:
         return self._medium.features(torch.stack(list(examples)).to(self._device))
@@ -275,37 +251,12 @@ class Searcher:
             raise IndexError(f"there is no row {row}; the index has {len(self)} {self.info.medium}s")
 
     def _best(self, query_E: Tensor, count: int) -> list[tuple[int, float]]:
-        """Return rows and cosines of the best images for a query, best first.
-
-        The thread that comes to read the index does so for all that wait; the others find their answers there.
-        """
-        mine: Future = Future()
-        self._waiting.put((torch.nn.functional.normalize(query_E.float().cpu(), dim=0), count, mine))
-        with self._reading:
-            if not mine.done():
-                self._answer([self._waiting.get() for _ in range(self._waiting.qsize())])
-        return mine.result()
-
-    def _answer(self, asked: list[tuple[Tensor, int, Future]]) -> None:
-        queries, counts, answers = zip(*asked, strict=True)
-        try:
-            found = self._find(torch.stack(queries), max(counts))
-        except BaseException as error:
-            for answer in answers:
-                answer.set_exception(error)
-            return
-        for answer, count, hits in zip(answers, counts, found, strict=True):
-            answer.set_result(hits[:count])
+        """Return rows and cosines of the best images for a query, best first."""
+        return self._find(normalize(query_E.float().cpu(), dim=0)[None], count)[0]
 
     def _head(self, hits: list[tuple[int, float]], states: Tensor, mask: Tensor, ids: Tensor) -> dict[int, float]:
         """Return the scores of images after re-ranking, by row."""
-        rows = [row for row, _ in hits]
-        if self._states is not None and self.info.states is not None:
-            states_KS = self._states.take(rows).to(self._device, self._model.dtype)
-            parts = states_KS.split(list(map(math.prod, self.info.states)), 1)
-            taps = [part.unflatten(1, shape) for part, shape in zip(parts, self.info.states, strict=True)]
-        else:
-            _, taps = self._model.vision_features(self._input(list(map(self._example, rows))))
+        _, taps = self._model.vision_features(self._input([self._example(row) for row, _ in hits]))
         assert self._model.fusion is not None
         keys_values = self._model.fusion.encode_vision(taps)
         added_K = self._model.head_scores(keys_values, states, mask, ids).tolist()

@@ -4,9 +4,7 @@
 GET /                 the page, which loads nothing from elsewhere
 GET /search           hits of a text: q, and optionally k, offset, rerank (0 or 1), and folder, since and until of `Filter`
 POST /search          hits of an image, or of a sound as a WAV file, whose bytes are the body: k, offset, and the filter
-GET /start            a few images of the index, and captions to try
-GET /embed            the unit vector of a text: q
-POST /embed           that of a file, whose bytes are the body
+GET /start            a few images of the index
 GET /similar/ROW      hits of an image of the index: k, offset, and the filter
 GET /image/ROW        its thumbnail
 GET /large/ROW        the image in at most 1,600 pixels: its file if that is unchanged, decoded and encoded anew, else the thumbnail
@@ -32,7 +30,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -57,7 +54,6 @@ try:
     from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise RunError(
         f"--serve needs a package that is not installed ({error}). pip install starlette uvicorn"
@@ -69,14 +65,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names by which this machine is a
 MOST_BYTES = 20 << 20  # of a file in a request
 MOST_HITS = 1000  # of an answer, over all its pages
 MOST_LETTERS = 1000  # of a text
-_CONNECTIONS = 2000  # beyond these, one that sends no request is closed; up to then requests wait for their turn
-_SILENT = 30  # seconds in which the head of a request has to arrive
 _UPLOADS = 4  # files that are received and decoded at a time
 _LOOKS = 2  # seconds between two looks for an update of the index
 _LOOKS_AFTER_ERROR = 60
-_EXAMPLE = 60  # letters of a caption that is shown as an example
-_SECONDS = 120  # for a file to arrive
-_PATIENCE = 5  # of these seconds, while another file waits; and for what runs when the server is ended
+_SECONDS = 30  # for a file to arrive
+_PATIENCE = 5  # seconds for what runs when the server is ended
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
 <circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
 
@@ -101,45 +94,12 @@ def make_config(searcher: Searcher) -> uvicorn.Config:
     """Return the settings of the server of `make_app`."""
     return uvicorn.Config(
         make_app(searcher),
-        http=_Connection,
+        http="h11",
         ws="none",
         log_level="warning",
         server_header=False,
-        limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=_PATIENCE,
     )
-
-
-class _Connection(H11Protocol):
-    """A connection that is closed if it holds a place and asks for nothing."""
-
-    _since: float
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._since = self.loop.time()
-        if len(self.connections) >= _CONNECTIONS:
-            silent = [each for each in self.connections if isinstance(each, _Connection) and each._is_silent]
-            min(silent, key=lambda each: each._since).transport.close()
-        self.loop.call_later(_SILENT, self._close_if_silent)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._since = self.loop.time()
-
-    @property
-    def _is_silent(self) -> bool:
-        """Whether it is open, and no request is being answered."""
-        return not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete)
-
-    def _close_if_silent(self) -> None:
-        if self.transport.is_closing():
-            return
-        left = self._since + _SILENT - self.loop.time() if self._is_silent else _SILENT
-        if left <= 0:
-            self.transport.close()
-        else:
-            self.loop.call_later(left, self._close_if_silent)
 
 
 def make_app(searcher: Searcher) -> Starlette:
@@ -149,20 +109,12 @@ def make_app(searcher: Searcher) -> Starlette:
     page = page.replace('data-medium="image"', f'data-medium="{medium}"')
     api = _Api(searcher)
 
-    async def show(request: Request) -> Response:
-        return HTMLResponse(page)
-
-    async def icon(request: Request) -> Response:
-        return Response(_ICON, media_type="image/svg+xml")
-
     routes = [
-        Route("/", show),
-        Route("/icon.svg", icon),
+        Route("/", lambda request: HTMLResponse(page)),
+        Route("/icon.svg", lambda request: Response(_ICON, media_type="image/svg+xml")),
         Route("/search", api.text),
         Route("/search", api.file, methods=["POST"]),
         Route("/start", api.start),
-        Route("/embed", api.embed_text),
-        Route("/embed", api.embed_file, methods=["POST"]),
         Route("/similar/{row}", api.similar),
         Route("/image/{row}", api.thumbnail),
         Route("/large/{row}", api.large),
@@ -177,7 +129,7 @@ class _Api:
     """The answers: functions that are not `async` run in threads, and files in one of their own."""
 
     def __init__(self, searcher: Searcher):
-        self.searcher, self.uploads, self.waiting = searcher, asyncio.Semaphore(_UPLOADS), 0
+        self.searcher, self.uploads = searcher, asyncio.Semaphore(_UPLOADS)
         self.looking, self.looks_at = threading.Lock(), 0.0
         # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
         self.decoder = ThreadPoolExecutor(1)
@@ -188,72 +140,59 @@ class _Api:
 
     def within(self, request: Request) -> Searcher:
         """Return a searcher of what the request's filter lets through."""
-        return self.narrowed(self.now(), _filter(request))
+        given = {name: request.query_params.get(name, "").strip() for name in ("folder", "since", "until")}
+        try:
+            return self.narrowed(self.now(), Filter(**given))
+        except ValueError as error:
+            raise HTTPException(400, str(error).removeprefix("--")) from error
 
     def now(self) -> Searcher:
-        """Return the searcher; an update of the index is looked for from time to time, and taken up in a thread."""
+        """Return the searcher; now and then one request looks for an update of the index, while others have the former rows."""
         if time.monotonic() > self.looks_at and self.looking.acquire(blocking=False):
-            threading.Thread(target=self._renew, daemon=True).start()
+            wait = _LOOKS
+            try:
+                self.searcher, old = self.searcher.renewed(), self.searcher
+                if self.searcher is not old:
+                    self.texts.cache_clear()
+                    self.narrowed.cache_clear()
+                    logger.info("The index has changed: %s %ss.", f"{len(self.searcher):,}", self.searcher.info.medium)
+            except (ValueError, OSError) as error:
+                logger.warning("The former rows are searched: %s", error)
+                wait = _LOOKS_AFTER_ERROR
+            finally:
+                self.looks_at = time.monotonic() + wait
+                self.looking.release()
         return self.searcher
-
-    def _renew(self) -> None:
-        wait = _LOOKS
-        try:
-            self.searcher, old = self.searcher.renewed(), self.searcher
-            if self.searcher is not old:
-                self.texts.cache_clear()
-                self.narrowed.cache_clear()
-                logger.info("The index has changed: %s %ss.", f"{len(self.searcher):,}", self.searcher.info.medium)
-        except (ValueError, OSError) as error:
-            logger.warning("The former rows are searched: %s", error)
-            wait = _LOOKS_AFTER_ERROR
-        finally:
-            self.looks_at = time.monotonic() + wait
-            self.looking.release()
 
     def start(self, request: Request) -> Response:
         searcher = self.now()
-        some = searcher.some(_number(request, "k", 12, 1, 100))
-        captions = dict.fromkeys(each["captions"][0] for each in some if each["captions"])
-        examples = [caption for caption in captions if len(caption) <= _EXAMPLE][:4]
-        return JSONResponse({"total": len(searcher), "examples": examples, "hits": some})
+        return JSONResponse({"total": len(searcher), "hits": searcher.some(_number(request, "k", 12, 1, 100))})
 
     def text(self, request: Request) -> Response:
         searcher, rerank = self.within(request), request.query_params.get("rerank", "1") != "0"
-        hits = self.texts(searcher, _query(request), rerank, _wanted(request))
-        return _page(request, searcher, hits, self.searcher.floor)
+        query = request.query_params.get("q", "").strip()
+        if not 0 < len(query) <= MOST_LETTERS:
+            raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
+        return _page(request, searcher, self.texts(searcher, query, rerank, _wanted(request)), self.searcher.floor)
 
     async def file(self, request: Request) -> Response:
-        return await self._decoded(request, self._file)
-
-    def embed_text(self, request: Request) -> Response:
-        return JSONResponse({"embedding": self.now().embed_text(_query(request))})
-
-    async def embed_file(self, request: Request) -> Response:
-        return await self._decoded(request, self._embedding)
-
-    async def _decoded(self, request: Request, answer: Callable[[Request, bytes], Response]) -> Response:
-        self.waiting += 1
         async with self.uploads:
-            self.waiting -= 1
-            content = await self._received(request)
-            return await asyncio.get_running_loop().run_in_executor(
-                self.decoder, self._answered, answer, request, content
-            )
+            try:
+                content = await asyncio.wait_for(_body(request), _SECONDS)
+            except asyncio.TimeoutError as error:
+                raise HTTPException(408, "The file arrives too slowly. Shrink it, or try again.") from error
+            return await asyncio.get_running_loop().run_in_executor(self.decoder, self._file, request, content)
 
-    async def _received(self, request: Request) -> bytes:
-        """Return the body; a slow one makes room for a file that waits."""
-        body = asyncio.ensure_future(_body(request))
+    def _file(self, request: Request, content: bytes) -> Response:
+        searcher = self.within(request)
         try:
-            for _ in range(_SECONDS // _PATIENCE):
-                await asyncio.wait({body}, timeout=_PATIENCE)
-                if body.done() or self.waiting:
-                    break
-            if not body.done():
-                raise HTTPException(408, "The file arrives too slowly. Shrink it, or try again.")
-            return body.result()
-        finally:
-            body.cancel()
+            return _page(request, searcher, searcher.search_file(content, _wanted(request)))
+        except UnreadableImageError as error:
+            if isinstance(error.__cause__, UnidentifiedImageError):
+                reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
+            else:
+                reason = re.sub("^(embedded image|the file): ", "", str(error))
+            raise HTTPException(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
 
     def similar(self, request: Request) -> Response:
         searcher = self.within(request)
@@ -282,27 +221,10 @@ class _Api:
         except UnreadableImageError as error:
             raise HTTPException(404, f"{error}.") from error
 
-    def _file(self, request: Request, content: bytes) -> Response:
-        searcher = self.within(request)
-        return _page(request, searcher, searcher.search_file(content, _wanted(request)))
-
-    def _embedding(self, request: Request, content: bytes) -> Response:
-        return JSONResponse({"embedding": self.now().embed_file(content)})
-
-    def _answered(self, answer: Callable[[Request, bytes], Response], request: Request, content: bytes) -> Response:
-        try:
-            return answer(request, content)
-        except UnreadableImageError as error:
-            if isinstance(error.__cause__, UnidentifiedImageError):
-                reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
-            else:
-                reason = re.sub("^(embedded image|the file): ", "", str(error))
-            raise HTTPException(400, f"The {self.searcher.info.medium} cannot be read: {reason}.") from error
-
 
 def _page(request: Request, searcher: Searcher, hits: list[Hit], floor: float = -1.0) -> Response:
     """Return a page of hits; those are weak behind which none has a cosine above the floor."""
-    count, offset = _shown(request)
+    count, offset = _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)
     reranked = sorted((hit for hit in hits if hit.reranked is not None), key=lambda hit: -hit.score)
     before = {hit.row: place for place, hit in enumerate(reranked, 1)}
     answers = max((place for place, hit in enumerate(hits, 1) if hit.score > floor), default=0)
@@ -368,21 +290,6 @@ async def _body(request: Request) -> bytes:
     return bytes(content)
 
 
-def _query(request: Request) -> str:
-    query = request.query_params.get("q", "").strip()
-    if not 0 < len(query) <= MOST_LETTERS:
-        raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
-    return query
-
-
-def _filter(request: Request) -> Filter:
-    given = {name: request.query_params.get(name, "").strip() for name in ("folder", "since", "until")}
-    try:
-        return Filter(**given)
-    except ValueError as error:
-        raise HTTPException(400, str(error).removeprefix("--")) from error
-
-
 def _row(request: Request, searcher: Searcher) -> int:
     """Return the row that an address names, with `id` wherever that is by now; an IndexError if it is none."""
     given, name = request.path_params["row"], request.query_params.get("id")
@@ -398,13 +305,10 @@ def _number(request: Request, name: str, default: int, least: int, most: int) ->
     return int(value)
 
 
-def _shown(request: Request) -> tuple[int, int]:
-    return _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)
-
-
 def _wanted(request: Request) -> int:
     """Return how many hits are looked for: those of the page and one more, rounded up so that the next pages have them too."""
-    return min(MOST_HITS, 1 << sum(_shown(request)).bit_length())
+    last = _number(request, "k", 24, 1, 100) + _number(request, "offset", 0, 0, MOST_HITS)
+    return min(MOST_HITS, 1 << last.bit_length())
 
 
 def _hostname(host: str) -> str | None:

@@ -4,19 +4,18 @@ A row of the index, or of a part that a killed run left, is kept if its image is
 same bytes. The main process decides, and writes the index; every process embeds its share and writes parts.
 """
 
+import json
 import logging
-import math
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -34,9 +33,11 @@ from mm_utils.data.media.medium import Medium
 from mm_utils.data.paths import MEDIA_LIMITS, read_file
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.distributed import RunError
-from mm_utils.files import is_about
+from mm_utils.files import is_about, write_atomic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.search.index import (
+    PARTS,
+    SKIPPED,
     STAMPS,
     IndexInfo,
     check_same_model,
@@ -44,12 +45,8 @@ from mm_utils.search.index import (
     read_info,
     read_parts,
     read_rows,
-    remove_parts,
     replace_rows,
-    schema,
-    stored_files,
     write_part,
-    write_skipped,
 )
 from mm_utils.search.listing import Listing, Reader, Skip, stamps
 
@@ -57,51 +54,18 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 20.0  # of work that a killed run loses at most, and a batch
 FLUSH_BYTES = 64 << 20  # of clips and sounds that wait to be written
-KEPT_BYTES = (
-    64 << 20
-)  # of a file of rows from which on an update leaves it as it is; smaller ones are written anew with what is new
 _ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the index is written anew
+_SHOWN = STAMPS.names[:-1]  # all but the hash, which a listing of files does not know
 _PASSING = ("permission_denied", "read_error")  # reasons that say nothing of an image that was embedded before
-_SHOWN = [name for name in STAMPS.names if name != "content_hash"]
 
 
-@dataclass(frozen=True)
-class Embedder:
-    """A model on its device, and how its media are read.
-
-    Attributes:
-        model: in evaluation mode.
-        medium: how its media are read.
-        batch_size: media per process and forward pass.
-        workers: processes that decode, per process.
-        states: shapes of the taps to keep for the fusion head, from `tap_shapes`; None to keep none.
-    """
+class Embedder(NamedTuple):
+    """A model in evaluation mode on its device, how its media are read, media per forward pass, and decoding processes."""
 
     model: FusionDualEncoderModel
     medium: Medium
     batch_size: int
     workers: int
-    states: list[list[int]] | None = None
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digits of the weights and of how media are read."""
-        return model_fingerprint(self.model, self.medium)
-
-    @property
-    def width(self) -> int:
-        """Numbers of an embedding."""
-        return self.model.config.projection_dim
-
-    @property
-    def columns(self) -> pa.Schema:
-        """The columns of an index of these embeddings."""
-        return schema(self.width, self.states, self.medium.kind)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of an image's states."""
-        return 2 * sum(map(math.prod, self.states or ()))
 
 
 @dataclass
@@ -123,11 +87,6 @@ class Plan:
     parts: set[str]
     kept: list[int | None]
     removed: int
-
-    @property
-    def todo(self) -> list[int]:
-        """Places in the listing of images that must be embedded."""
-        return [place for place, row in enumerate(self.kept) if row is None]
 
 
 @dataclass(frozen=True)
@@ -158,48 +117,27 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
     held: list[tuple[IndexInfo, Plan]] = []  # on the main process
     with ExitStack() as locked, _explained(folder):
 
-        def begin() -> list[int]:
+        def begin() -> tuple[IndexInfo, list[int]]:
+            read_info(folder)
             locked.enter_context(_lock(folder))
-            info = start_index(folder, model, embedder)
+            info = read_info(folder)  # again: another run may have made the index meanwhile
+            if info is None:
+                name = os.path.abspath(model) if Path(model).is_dir() else model
+                fingerprint = model_fingerprint(embedder.model, embedder.medium)
+                info = IndexInfo(name, fingerprint, embedder.model.config.projection_dim, embedder.medium.kind)
+                info.save(folder)
+            check_same_model(info, embedder.model, embedder.medium, model, folder)
             plan = make_plan(folder, listing, info.columns)
             held.append((info, plan))
-            logger.info("%s", describe(plan, info.medium))
-            return plan.todo
+            todo = [place for place, row in enumerate(plan.kept) if row is None]
+            counts = tuple(f"{count:,}" for count in (len(todo), len(plan.kept) - len(todo), plan.removed))
+            logger.info("%d %ss: %s to embed, %s unchanged; %s removed", len(plan.kept), info.medium, *counts)
+            return info, todo
 
-        todo = distributed.on_first(begin)
+        info, todo = distributed.on_first(begin)
         mine = todo[accelerator.process_index :: accelerator.num_processes]
-        skipped = embed_share(folder, listing, mine, len(todo), embedder, accelerator)
-        skipped = gather_object(skipped)
+        skipped = gather_object(embed_share(folder, info, listing, mine, len(todo), embedder, accelerator))
         return distributed.on_first(lambda: _finish(folder, *held[0], listing, skipped))
-
-
-def start_index(folder: Path, model: str, embedder: Embedder) -> IndexInfo:
-    """Return what `index.json` says, written now if the index is new.
-
-    Raises:
-        RunError: if the index was made with another model, or without the states that are asked for.
-    """
-    info = read_info(folder)
-    if info is None:
-        name = os.path.abspath(model) if Path(model).is_dir() else model
-        info = IndexInfo(
-            *(name, embedder.fingerprint, embedder.medium.key["image_size"], embedder.width),
-            states=embedder.states,
-            medium=embedder.medium.kind,
-        )
-        info.save(folder)
-    check_same_index(info, model, folder, embedder)
-    return info
-
-
-def check_same_index(info: IndexInfo, model: str, folder: Path, embedder: Embedder) -> None:
-    """Raise RunError unless this model made the index, with states if it has them."""
-    check_same_model(info, embedder.model, embedder.medium, model, folder)
-    if info.states != embedder.states:
-        raise RunError(
-            f"--keep_fusion_states is given; the index {folder} was made without. Embed into a new --index_dir, or delete this "
-            "one first."
-        )
 
 
 def make_plan(folder: Path, listing: Listing, columns: pa.Schema) -> Plan:
@@ -219,22 +157,13 @@ def make_plan(folder: Path, listing: Listing, columns: pa.Schema) -> Plan:
         if place is not None and _unchanged(old, listed[place]):
             kept[place] = row
         if place is None and row < len(indexed):
-            is_unseen = bool(out_of_reach) and not out_of_reach.isdisjoint([old["id"], *_folders_of(old["id"])])
+            around = [folder.as_posix() for folder in PurePosixPath(old["id"]).parents]
+            is_unseen = not out_of_reach.isdisjoint([old["id"], *around])
             unseen += [row] if is_unseen else []
             removed += not is_unseen
     if unseen:
         table = pa.concat_tables([table, known.select(table.column_names).take(pa.array(unseen))])
     return Plan(table, known, len(indexed), set(parts), [*kept, *unseen], removed)
-
-
-def _folders_of(name: str) -> list[str]:
-    return [folder.as_posix() for folder in PurePosixPath(name).parents]
-
-
-def describe(plan: Plan, medium: str) -> str:
-    """Return what a run has to do, in a line."""
-    todo = len(plan.todo)
-    return f"{len(plan.kept):,} {medium}s: {todo:,} to embed, {len(plan.kept) - todo:,} unchanged; {plan.removed:,} removed"
 
 
 def _unchanged(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -265,37 +194,15 @@ def _finish(folder: Path, info: IndexInfo, plan: Plan, listing: Listing, skipped
         raise RunError(
             f"No {info.medium} can be read; the first reasons are: {'; '.join(each['detail'] for each in lines[:3])}"
         )
-    place_of = np.full(len(known), -1)
-    place_of[[row for _, row in wanted]] = [place for place, _ in wanted]
-    kept, is_anew = _kept_files(folder, plan, place_of)
-    if is_anew.any() or (place_of[: plan.indexed] < 0).any():
-        anew = [(place, row) for place, row in wanted if is_anew[row]]
-        replace_rows(folder, _merged(plan, known, anew, _ROWS[info.medium]), info.columns, kept)
-    write_skipped(folder, lines)
+    places = pa.array([place for place, _ in wanted])
+    is_new = [row for _, row in wanted] != list(range(plan.indexed))
+    if is_new or not known.slice(0, plan.indexed).select(_SHOWN).equals(plan.table.select(_SHOWN).take(places)):
+        replace_rows(folder, _merged(plan, known, wanted, _ROWS[info.medium]), info.columns)
+    write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in lines))
     replace(info, images=len(wanted), skipped=len(lines)).save(folder)
-    remove_parts(folder)
-    todo = len(plan.todo)
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
+    todo = plan.kept.count(None)
     return Outcome(todo - len(skipped), len(plan.kept) - todo, plan.removed, len(lines), len(wanted))
-
-
-def _kept_files(folder: Path, plan: Plan, place_of: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """Return the files of the index that stay, and a mask of the known rows that are written anew.
-
-    A file stays if all its rows are listed and as they were; a small one only if nothing is written at all.
-    """
-    same, begin = [], 0
-    for path, count in stored_files(folder):
-        places = place_of[begin : begin + count]
-        shown = plan.known.select(_SHOWN).slice(begin, count)
-        if (places >= 0).all() and shown.equals(plan.table.select(_SHOWN).take(pa.array(places))):
-            same.append((path, range(begin, begin + count)))
-        begin += count
-    if sum(len(rows) for _, rows in same) < np.count_nonzero(place_of >= 0):
-        same = [(path, rows) for path, rows in same if path.stat().st_size >= KEPT_BYTES]
-    anew = place_of >= 0
-    for _, rows in same:
-        anew[rows.start : rows.stop] = False
-    return [path.name for path, _ in same], anew
 
 
 def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]], count: int) -> Iterator[pa.Table]:
@@ -306,16 +213,14 @@ def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]], count: i
         table = rows_of_known[list(rows)]
         is_new = pa.array([row >= len(plan.known) for row in rows])
         listed = plan.table.take(pa.array(places))
-        for name in _SHOWN:
-            column = pc.if_else(is_new, table[name], listed[name])
-            table = table.set_column(table.column_names.index(name), name, column)
+        for at, name in enumerate(_SHOWN):
+            table = table.set_column(at, name, pc.if_else(is_new, table[name], listed[name]))
         yield table
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Let no other run write to the index."""
-    read_info(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -343,41 +248,9 @@ def _explained(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def try_out(folder: Path, model: str, listing: Listing, embedder: Embedder, accelerator: Accelerator) -> None:
-    """Log what `update_index` would do, its time and the index's size; write nothing."""
-    info = read_info(folder)
-    if info is not None:
-        check_same_index(info, model, folder, embedder)
-    plan = make_plan(folder, listing, embedder.columns if info is None else info.columns)
-    begin = time.monotonic()
-    sample = plan.todo[: 2 * embedder.batch_size]
-    skipped = embed_share(None, listing, sample, len(sample), embedder, accelerator)
-    seconds = (time.monotonic() - begin) / max(1, len(sample)) * len(plan.todo) / accelerator.num_processes
-    kept = f" What the head reads takes {embedder.state_bytes / 1e3:,.1f} kB an image." if embedder.states else ""
-    logger.info(
-        "Nothing was written. %s. %d of the first %d cannot be read; all would take about %.0f s.%s",
-        describe(plan, embedder.medium.kind), len(skipped), len(sample), seconds, kept,
-    )  # fmt: skip
-
-
-# -- embedding ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def tap_shapes(model: FusionDualEncoderModel, medium: Medium) -> list[list[int]]:
-    """Return the shapes of what the fusion head reads of a medium.
-
-    Raises:
-        ValueError: if the model has no head.
-    """
-    if model.fusion is None:
-        raise ValueError("--keep_fusion_states is given; the model has no fusion head. Drop the flag.")
-    _, taps = model.vision_features(medium.features(medium.blank(1).to(model.device)))
-    return [list(tap.shape[1:]) for tap in taps]
-
-
 def embed_share(
-    folder: Path | None,
+    folder: Path,
+    info: IndexInfo,
     listing: Listing,
     mine: Sequence[int],
     total: int,
@@ -396,21 +269,18 @@ def embed_share(
     held: list[dict[str, Any]] = []
     flushed = time.monotonic()
     with tqdm(
-        total=total,
-        desc="Embedding",
-        unit=f" {embedder.medium.kind}s",
-        disable=not (accelerator.is_main_process and total),
+        total=total, desc="Embedding", unit=f" {info.medium}s", disable=not (accelerator.is_main_process and total)
     ) as bar:
         for batch in loader:
             skipped += [each for each in batch if "reason" in each]
             held += embed_batch([each for each in batch if "square" in each], embedder, accelerator)
             bar.update(min(len(batch) * accelerator.num_processes, total - bar.n))
-            is_due = time.monotonic() - flushed > FLUSH_SECONDS or sum(map(_kept_bytes, held)) > FLUSH_BYTES
-            if folder is not None and held and is_due:
-                write_part(folder, held, embedder.columns)
+            waiting = sum(len(row.get("content", b"")) for row in held)
+            if held and (time.monotonic() - flushed > FLUSH_SECONDS or waiting > FLUSH_BYTES):
+                write_part(folder, held, info.columns)
                 held, flushed = [], time.monotonic()
-    if folder is not None and held:
-        write_part(folder, held, embedder.columns)
+    if held:
+        write_part(folder, held, info.columns)
     return skipped
 
 
@@ -421,24 +291,15 @@ def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator:
         return []
     shown = [each.pop("square") for each in examples]
     parts = [each if each.dim() > len(embedder.medium.shape) else each[None] for each in shown]
-    counts, squares = list(map(len, parts)), torch.cat(parts)
-    pixels_b = embedder.medium.features(squares.to(embedder.model.device))
+    pixels_b = embedder.medium.features(torch.cat(parts).to(embedder.model.device))
     with accelerator.autocast():
-        pooled, taps = embedder.model.vision_features(pixels_b, with_taps=embedder.states is not None)
+        pooled, _ = embedder.model.vision_features(pixels_b, with_taps=False)
         embeds_bE, _ = embedder.model.project_image(pooled, ())
-    units = normalize(embeds_bE.float(), dim=-1).split(counts)
+    units = normalize(embeds_bE.float(), dim=-1).split(list(map(len, parts)))
     means = [part[0] if len(part) == 1 else normalize(part.mean(0), dim=0) for part in units]
-    columns = {"embedding": torch.stack(means).half().cpu()}
-    if taps:
-        middle = [sum(counts[:at]) + count // 2 for at, count in enumerate(counts)]
-        columns["states"] = torch.cat([tap.flatten(1) for tap in taps], 1)[middle].half().cpu()
-    if not all(values.isfinite().all() for values in columns.values()):
+    rounded = torch.stack(means).half().cpu()
+    if not rounded.isfinite().all():
         raise RunError(
-            "The model's embeddings are not finite in float16. Try another checkpoint, or leave --mixed_precision or "
-            "--keep_fusion_states out."
+            "The model's embeddings are not finite in float16. Try another checkpoint, or leave --mixed_precision out."
         )
-    return [{**each, **{name: values[at] for name, values in columns.items()}} for at, each in enumerate(examples)]
-
-
-def _kept_bytes(row: dict[str, Any]) -> int:
-    return len(row.get("content", b""))
+    return [{**each, "embedding": embedding} for each, embedding in zip(examples, rounded, strict=True)]

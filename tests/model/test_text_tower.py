@@ -69,9 +69,9 @@ def test_an_index_of_the_whole_model_is_searched_with_the_new_text_tower(words: 
     processor: Any = load_processor(args, [])
     model, medium = build_model(args, processor.tokenizer), read_by(processor)
     own = load_model(start, fusion_layers=0)
-    info = IndexInfo(start, model_fingerprint(own, read_by(load_processor_of(start))), 32, 24)
+    info = IndexInfo(start, model_fingerprint(own, read_by(load_processor_of(start))), 24)
     check_same_model(info, model, medium, "new", tmp_path)
-    changed = IndexInfo(other, model_fingerprint(model, medium), 32, 24)
+    changed = IndexInfo(other, model_fingerprint(model, medium), 24)
     with torch.no_grad():
         model.get_parameter("visual_projection.weight").mul_(1.01)
     for wrong in (info, changed):

@@ -12,7 +12,7 @@ import torch
 from mm_utils.data.batches.column_cache import to_arrow
 from mm_utils.search import first_pass
 from mm_utils.search.first_pass import Hits, best
-from mm_utils.search.index import read_rows, replace_rows, schema
+from mm_utils.search.index import IndexInfo, read_rows, replace_rows
 
 WIDTH, ROWS = 48, 3000
 KINDS = ["Flat", "IVF8,Flat;nprobe=8", "HNSW16;efSearch=200"]
@@ -27,7 +27,7 @@ def write(folder: Path, embeds_NE: torch.Tensor, block: int = 700) -> datasets.D
             known = {"embedding": to_arrow(part), "id": pa.array(map(str, range(low, low + len(part))))}
             yield pa.table([known.get(each.name, pa.nulls(len(part), each.type)) for each in columns], columns)
 
-    columns = schema(embeds_NE.shape[1])
+    columns = IndexInfo("", "", embeds_NE.shape[1]).columns
     folder.mkdir(exist_ok=True)
     replace_rows(folder, tables(), columns)
     rows = read_rows(folder, columns)
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> datasets.Dataset:
-    found = read_rows(folder, schema(WIDTH))
+    found = read_rows(folder, IndexInfo("", "", WIDTH).columns)
     assert found is not None
     return found
 

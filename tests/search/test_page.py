@@ -3,7 +3,6 @@
 import base64
 import copy
 import io
-import re
 import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -255,14 +254,11 @@ def test_mistakes_are_said(visit: Visit) -> None:
 
 
 def test_a_click_opens_the_picture_large(visit: Visit) -> None:
-    visit.tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
     visit.find("a blue square")
     visit.tab.get_by_role("button", name="Open number 1, a blue square").click()
     dialog = visit.tab.get_by_role("dialog")
     expect(dialog.locator("img")).to_have_js_property("naturalWidth", 480)
-    dialog.get_by_role("button", name="Copy path").click()
-    expect(dialog.get_by_role("button", name="Copied")).to_be_visible()
-    assert visit.tab.evaluate("navigator.clipboard.readText()") == dialog.locator(".path").inner_text()
+    assert dialog.locator(".path").inner_text().startswith("/photos/blue/square-")
     visit.tab.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     visit.tab.get_by_role("button", name="Open number 1, a blue square").click()
@@ -273,7 +269,7 @@ def test_a_click_opens_the_picture_large(visit: Visit) -> None:
 def test_a_filter_narrows_every_query_and_stays_in_the_address(visit: Visit) -> None:
     visit.find("a blue square")
     visit.tab.get_by_role("button", name="Filter").click()
-    visit.tab.get_by_label("Folder").press_sequentially("green/")  # a slash elsewhere leads to the text
+    visit.tab.get_by_label("Folder").fill("green/")
     visit.tab.get_by_label("Folder").press("Enter")
     visit.finds("10 of 10 images, best first.")
     assert set(visit.titles(10)) == {"a green circle", "a green square"}
@@ -302,12 +298,6 @@ def test_keys_alone(visit: Visit) -> None:
     visit.tab.keyboard.press("Enter")
     visit.finds("24 of 40 images, best first.")
     press = visit.tab.keyboard.press
-    places = []
-    for key in ("ArrowDown", "ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp", "ArrowUp"):
-        press(key)
-        places.append(re.sub(r"\D", "", focused.get_attribute("aria-label") or "0"))
-    assert places == ["1", "2", "8", "7", "1", "0"]  # six columns
-    expect(visit.tab.get_by_role("searchbox")).to_be_focused()
     for name in (
         "Search",
         "Search by image…",
@@ -327,10 +317,6 @@ def test_keys_alone(visit: Visit) -> None:
     expect(visit.tab.get_by_role("status")).to_be_focused()
     press("Tab")
     assert "Open number 1," in focused.get_attribute("aria-label")
-    press("/")
-    expect(visit.tab.get_by_role("searchbox")).to_be_focused()
-    press("/")
-    expect(visit.tab.get_by_role("searchbox")).to_have_value("/")
 
 
 # -- attacks ------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from mm_utils.distributed import RunError
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import center_square
-from mm_utils.search import first_pass
 from mm_utils.search.searcher import Searcher
 from scripts import embed, eval_retrieval, search
 from tests.kit.stock_folders import KINDS, write_stock
@@ -63,42 +60,6 @@ def test_text_is_scored_as_by_the_model(searcher: Searcher, model: Path, photos:
     assert all(hit.reranked is None for hit in hits)
     assert not searcher.reranks
     assert searcher.search_text(QUERY, 7) == hits[:7]
-
-
-def test_blocks_change_nothing(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = searcher.search_text(QUERY, 30)
-    monkeypatch.setattr(first_pass, "BLOCK", 7 * searcher.info.width)
-    blocks = searcher.search_text(QUERY, 30)
-    assert {hit.id: hit.score for hit in blocks} == pytest.approx({hit.id: hit.score for hit in whole}, abs=1e-6)
-
-
-def test_queries_that_wait_are_answered_together(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [
-        f"a {colour} {shape}" for colour in ("red", "blue", "green") for shape in ("circle", "square", "triangle")
-    ]
-    alone, find, batches = [searcher.search_text(text, 5) for text in texts], searcher._find, []
-
-    def slow(query_QE: torch.Tensor, count: int) -> list:
-        batches.append(len(query_QE))
-        time.sleep(0.3)
-        return find(query_QE, count)
-
-    def refuse(query_QE: torch.Tensor, count: int) -> list:
-        time.sleep(0.1)
-        raise MemoryError(count)
-
-    monkeypatch.setattr(searcher, "_find", slow)
-    with ThreadPoolExecutor(len(texts)) as pool:
-        found = list(pool.map(lambda text: searcher.search_text(text, 5), texts))
-        monkeypatch.setattr(searcher, "_find", refuse)
-        failed = [pool.submit(searcher.search_text, text, 5) for text in texts]
-        assert all(isinstance(each.exception(60), MemoryError) for each in failed)
-    for hits, expected in zip(found, alone, strict=True):
-        assert {hit.row: hit.score for hit in hits} == pytest.approx(
-            {hit.row: hit.score for hit in expected}, abs=1e-5
-        )
-    assert sum(batches) == len(texts)
-    assert len(batches) < len(texts) / 2
 
 
 def test_an_image_finds_itself_first(searcher: Searcher, photos: Path) -> None:

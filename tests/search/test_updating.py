@@ -24,7 +24,7 @@ from mm_utils.data.faults import Fault
 from mm_utils.distributed import RunError
 from mm_utils.search import index as index_folder
 from mm_utils.search import updating
-from mm_utils.search.index import open_index, read_parts, read_rows, replace_rows, schema
+from mm_utils.search.index import open_index, read_parts, replace_rows
 from mm_utils.search.listing import Listing, folder_listing, list_folder
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
@@ -41,7 +41,7 @@ def contents(index: Path) -> dict[str, dict]:
 def assert_same(index: Path, other: Path) -> None:
     """The same rows in the same order; embeddings up to the rounding of other batches."""
     found, expected = contents(index), contents(other)
-    assert (list(found) if updating.KEPT_BYTES else sorted(found)) == list(expected)
+    assert list(found) == list(expected)
     for name, row in expected.items():
         assert found[name].pop("embedding") == pytest.approx(row.pop("embedding"), abs=2e-3)
         assert found[name] == row
@@ -54,7 +54,7 @@ def test_an_index_is_a_data_set_of_unit_vectors(index: Path, photos: Path) -> No
     assert norms == pytest.approx(1, abs=2e-3)
     assert all(row["thumbnail"].startswith(b"\xff\xd8\xff") for row in rows.values())
     info = json.loads((index / "index.json").read_text())
-    assert (info["images"], info["skipped"], info["image_size"]) == (30, 0, 32)
+    assert (info["images"], info["skipped"]) == (30, 0)
     assert not (index / "parts").exists()
 
 
@@ -71,28 +71,6 @@ def test_only_added_and_changed_files_are_embedded(model: Path, tmp_path: Path) 
     update(tmp_path / "fresh", model, photos)
     assert_same(index, tmp_path / "fresh")
     assert len(list(index.glob("data-*.arrow"))) == 1
-
-
-def test_an_update_leaves_large_files_as_they_are(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is added is written alone; a file of which a row changed or went is written anew, and small files grow together."""
-    photos, index = tmp_path / "photos", tmp_path / "index"
-    write_photos(photos, range(40))
-    update(index, model, photos)
-    first = {path.name for path in index.glob("data-*.arrow")}
-    monkeypatch.setattr(updating, "KEPT_BYTES", next(index.glob("data-*.arrow")).stat().st_size)
-    for last in (42, 44):
-        write_photos(photos, range(last - 2, last))
-        assert update(index, model, photos).embedded == 2
-        files = {path.name for path in index.glob("data-*.arrow")}
-        assert first < files
-        assert len(files) == 2
-    (photos / "0/000.png").unlink()
-    assert update(index, model, photos).images == 43
-    assert first.isdisjoint(path.name for path in index.glob("data-*.arrow"))
-    assert sorted(contents(index)) == sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
-    assert len(Searcher(index, device="cpu").search_text("a red circle", 99)) == 43
 
 
 def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) -> None:
@@ -117,12 +95,12 @@ def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) ->
     assert (done.embedded, done.kept, done.images) == (1, 3, 4)
 
 
-def killed_everywhere(model: Path, folder: Path, least: int) -> tuple[int, int]:
+def killed_everywhere(model: Path, folder: Path) -> tuple[int, int]:
     """Kill an update before the 1st, the 2nd ... file that it opens to write, renames or removes, until one has ended."""
-    photos, index, columns = folder / "photos", folder / "index", schema(make_embedder(model).width)
+    photos, index = folder / "photos", folder / "index"
     torch.set_num_threads(1)
     write_photos(photos, range(4))
-    updating.FLUSH_SECONDS, updating.KEPT_BYTES = 0.0, least
+    updating.FLUSH_SECONDS = 0.0
     update(index, model, photos)
     old = list(contents(index))
     write_photos(photos, range(4, 12))
@@ -140,19 +118,17 @@ def killed_everywhere(model: Path, folder: Path, least: int) -> tuple[int, int]:
                 os._exit(0)
         if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
             break
-        rows = read_rows(folder / f"{kills}", columns)
-        assert rows is not None
-        assert sorted(rows["id"][:]) in (old, list(contents(folder / "whole")))
-        parts = max(parts, len(read_parts(folder / f"{kills}", columns)))
+        info, rows = open_index(folder / f"{kills}")
+        assert rows["id"][:] in (old, list(contents(folder / "whole")))
+        parts = max(parts, len(read_parts(folder / f"{kills}", info.columns)))
         update_index(folder / f"{kills}", *task, Accelerator(cpu=True))
         assert_same(folder / f"{kills}", folder / "whole")
         kills += 1
     return kills, parts
 
 
-@pytest.mark.parametrize("least", [updating.KEPT_BYTES, 0], ids=["all rows are written", "files stay"])
-def test_killed_at_any_write_an_index_has_its_old_rows_or_the_new(least: int, model: Path, tmp_path: Path) -> None:
-    status, (kills, parts) = alone(killed_everywhere, model, tmp_path, least)
+def test_killed_at_any_write_an_index_has_its_old_rows_or_the_new(model: Path, tmp_path: Path) -> None:
+    status, (kills, parts) = alone(killed_everywhere, model, tmp_path)
     assert (status, parts) == (0, 2)
     assert kills > 10
 
@@ -200,20 +176,8 @@ def _flip(folder: Path) -> None:
     path.write_bytes(content)
 
 
-def _without_numbers(folder: Path) -> None:
-    """Embeddings that are NaN, in an index of before checksums."""
-    info, rows = open_index(folder)
-    table, column = rows.data.table, rows.data.table.schema.get_field_index("embedding")
-    holes = pa.FixedSizeListArray.from_arrays(
-        pa.array(np.full(len(table) * info.width, np.nan, np.float16)), info.width
-    )
-    replace_rows(folder, [table.set_column(column, "embedding", holes)], info.columns)
-    _set(folder / "state.json", tandem_crc32=None)
-
-
 def _set(path: Path, **values: Any) -> None:
-    content = {**json.loads(path.read_text()), **values}
-    path.write_text(json.dumps({name: value for name, value in content.items() if name != "tandem_crc32" or value}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def _rows(folder: Path) -> Path:
@@ -224,14 +188,12 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "rows cut": lambda folder: _cut(_rows(folder), 9999),
     "rows gone": lambda folder: _rows(folder).unlink(),
     "a bit of a row": _flip,
-    "not finite": _without_numbers,
     "state empty": lambda folder: _cut(folder / "state.json", 0),
     "state without files": lambda folder: _set(folder / "state.json", _data_files=[]),
     "state of a file outside": lambda folder: _set(folder / "state.json", _data_files=[{"filename": "/etc/passwd"}]),
     "description cut": lambda folder: _cut(folder / "dataset_info.json", 40),
     "info cut": lambda folder: _cut(folder / "index.json", 40),
     "info deep": lambda folder: (folder / "index.json").write_text("[" * 100_000),
-    "states of an index without": lambda folder: _set(folder / "index.json", states=[[3, 4]]),
     "another width": lambda folder: _set(folder / "index.json", width=7),
     "another medium": lambda folder: _set(folder / "index.json", medium="sound"),
 }

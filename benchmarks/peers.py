@@ -40,6 +40,7 @@ from mm_utils.data.media.medium import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import build_model
+from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.processor import load_processor
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.memory import peak_bytes
@@ -103,7 +104,7 @@ class Bench:
 
     def stock_model(self) -> Any:
         """The same model as transformers' class, in the memory layout that it has there; what flags freeze is frozen."""
-        stock = self.model.to_dual_encoder().to(self.device).train()
+        stock = to_dual_encoder(self.model).to(self.device).train()
         stock.vision_model.requires_grad_(not self.args.freeze_vision)
         stock.text_model.requires_grad_(not self.args.freeze_text)
         self.count_tokens_of(stock.text_model)

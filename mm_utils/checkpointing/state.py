@@ -27,6 +27,7 @@ from mm_utils.checkpointing.files import STATE_FILE
 from mm_utils.distributed import full_tensor, on_first, raise_everywhere, shard_like
 from mm_utils.files import readable
 from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
+from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
 from mm_utils.model.stock import stock_processor
 from mm_utils.objectives.joint import Objective
@@ -237,7 +238,7 @@ def _write_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
     """Write the stock model of the saved one; log why if impossible."""
     try:
         model = FusionDualEncoderModel.from_pretrained(folder)
-        stock = model.to_dual_encoder()
+        stock = to_dual_encoder(model)
         if stock.config.model_type != DUAL_ENCODERS[0]:
             processor = stock_processor(processor, stock.config, model.config.text_padding)
     except ValueError as error:

@@ -25,7 +25,8 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.model.encoding import encode_image, stored_text
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.model.fusion import KeysValues
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most
 LISTED = 10  # items of a ranked list that nDCG and MRR read

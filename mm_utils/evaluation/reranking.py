@@ -39,7 +39,8 @@ from mm_utils.evaluation.embeddings import (
     right_items,
     top_candidates,
 )
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.model.fusion import KeysValues
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 PAIRS = 256  # pairs per forward of the head
 FOLDS = 2  # of the images, by their id, for weights that were fitted on the other one

@@ -25,7 +25,8 @@ from transformers import Siglip2VisionModel
 
 from mm_utils.distributed import RunError
 from mm_utils.files import is_about
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_name, input_shape, target_mask
+from mm_utils.model.fusion import target_mask
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_name, input_shape
 from mm_utils.text import one_line
 
 IMAGES, TEXTS, LENGTH = (

@@ -31,7 +31,8 @@ from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.evaluation.reranking import PAIRS, stored_weights
 from mm_utils.finetuning.confusion import draw_confusion
 from mm_utils.finetuning.labels import LabelledImages
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.model.fusion import KeysValues
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import no_formula, shortened
 
 logger = logging.getLogger(__name__)

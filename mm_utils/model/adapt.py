@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,12 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mm_utils.arguments import arg
 from mm_utils.distributed import load_full_weights, shard_like
-from mm_utils.model.modeling_fusion_dual_encoder import (
-    FusionDualEncoderModel,
-    input_shape,
-    on_gpu,
-    probe_input,
-)
+from mm_utils.model.fusion import on_gpu
+from mm_utils.model.join import probe_input
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_shape
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +90,8 @@ def multiply_patches(tower: nn.Module) -> None:
                 and (conv.stride, conv.padding, conv.dilation, conv.groups) == (conv.kernel_size, (0, 0), (1, 1), 1)
                 and conv.in_channels <= 4  # of later ones there are enough channels for a convolution to be fast
             ):
-                made = PatchProduct(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, device="meta")
+                side: Any = conv.kernel_size
+                made = PatchProduct(conv.in_channels, conv.out_channels, side, side, device="meta")
                 made.weight, made.bias = conv.weight, conv.bias
                 setattr(parent, name, made.train(conv.training))
 

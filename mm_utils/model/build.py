@@ -25,6 +25,7 @@ from mm_utils.model.adapters import add_adapters
 from mm_utils.model.arguments import TEXT_PRESETS, ModelArguments, check_reads, preset, vision_preset
 from mm_utils.model.encoding import use_known_padding
 from mm_utils.model.image_size import resize
+from mm_utils.model.join import join_backbones, probe
 from mm_utils.model.modeling_fusion_dual_encoder import (
     DUAL_ENCODERS,
     FusionDualEncoderConfig,
@@ -89,9 +90,9 @@ def _joined(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: st
     if first is None:
         text_model, text_pooling = _backbone(args, "text", tokenizer)
         config |= {"text_pooling": text_pooling, "projection_dim": args.projection_dim}
-        return FusionDualEncoderModel.from_backbones(vision_model, text_model, **config)
+        return join_backbones(vision_model, text_model, **config)
     config |= {name: getattr(first.config, name) for name in ("text_pooling", "projection_dim", "text_padding")}
-    model = FusionDualEncoderModel.from_backbones(vision_model, first.text_model, **config)
+    model = join_backbones(vision_model, first.text_model, **config)
     projection: Any = model.text_projection
     if isinstance(first.text_projection, nn.Identity):  # SigLIP's; a product with ones is exact
         nn.init.eye_(projection.weight)
@@ -196,7 +197,8 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
             )
         with explained(title, name):
             model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
-            model.check_repeatable()
+            probe(model.vision_model, "vision")
+            probe(model.text_model, "text")
             return model
     except OwnCodeError as error:
         raise ValueError(

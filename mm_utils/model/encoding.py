@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues
+from mm_utils.model.fusion import KeysValues
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import part_of_rows
 
 

@@ -15,13 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Siglip2VisionModel
 
-from mm_utils.model.modeling_fusion_dual_encoder import (
-    MOST_SPECIAL_TOKENS,
-    image_backbone,
-    input_name,
-    input_shape,
-    take_images,
-)
+from mm_utils.model.fusion import MOST_SPECIAL_TOKENS
+from mm_utils.model.modeling_fusion_dual_encoder import image_backbone, input_name, input_shape, take_images
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)

@@ -1,14 +1,11 @@
 """Embed texts and images, clips or sounds with any `AutoModel` towers; re-rank with a head.
 
 The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`, `CLIPModel`,
-`ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`, and `FusionDualEncoderModel.to_dual_encoder` converts to them. In the fusion
-head (`fusion.`), text tokens attend to image tokens. `FusionHead.encode_vision` computes keys and values once per image, and
-every candidate text reuses them.
-
-This file and `reading`, which reads media and texts, depend on nothing of this project: they are saved with every model.
+`ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`. The heads over them are in `fusion`, and `reading` reads media and texts.
+These three files are saved with every model, and depend on torch and transformers alone.
 
 The medium may be a clip or a sound: `vision_model` is its tower, `pixel_values` that tower's input, and "image" in a name
-stands for any of the three. Hidden states of clips and sounds become maps `[B, C, places, T]`, see `_along_time`.
+stands for any of the three. Hidden states of clips and sounds become maps `[B, C, places, T]`, see `along_time`.
 
 Shape letters: B images or texts, P pairs, R boxes, C channels of a backbone, N image tokens, L text tokens, M chosen tokens,
 V words of the vocabulary, D fusion width, E embedding width.
@@ -20,9 +17,9 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +41,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceCl
 from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer
 from transformers.utils import ModelOutput
 
+from .fusion import (
+    CaptionAdapter,
+    FusionHead,
+    KeysValues,
+    LevelAdapter,
+    RegionHead,
+    TokenHead,
+    as_map,
+    target_mask,
+)
 from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, token_ids
 
 logger = logging.getLogger(__name__)
@@ -54,15 +61,10 @@ PROJECTIONS = ("linear", "mlp", "classes")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
 DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap")
 UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
-MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 PROJECTION_HIDDEN = 1_024
 FEATURE_DROPOUT = {"vision": 0.7, "text": 0.5}  # of `ResidualProjection`
-MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
 _MOST_TOKENS = 512  # of a text, where neither tokenizer nor tower says it
 _POSITIONS = ("position_embedding", "position_embeddings", "embed_positions", "wpe")
-KeysValues = tuple[Tensor, ...]
-"""The image side of the fusion head for B images, one tensor per block with the image as dimension 1: keys and values
-`[2, B, heads, N, D / heads]`."""
 
 
 # -- configuration and output -----------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             does not count: after pretraining it is untrained, or knows next-sentence prediction alone. For a map of a
             spectrogram it is `timed`: the pooler, and when in the window a channel is heard (`_pool_over_time`).
         vision_widths, vision_pooled_width, text_width: channels of the hidden states and of the pooled outputs, measured by
-            `FusionDualEncoderModel.from_backbones`.
+            `join.join_backbones`.
         fusion_layers: number of blocks of the fusion head; 0 for no head.
         fusion_dim: width of the head; default: half the text tower's, a multiple of 32, at most 512.
         fusion_heads: attention heads; default: one per 32 channels.
@@ -95,7 +97,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
             cosine, as fitted on the validation split; 0 for one that does not help, None if nothing was fitted.
         freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
-        dual_encoder_type: the model type of the class that `to_dual_encoder` returns, one of `DUAL_ENCODERS` or a further one
+        dual_encoder_type: the model type of the stock class that it can be saved as, one of `DUAL_ENCODERS` or a further one
             of transformers that has the parts of a CLIP.
         text_padding: `length`, `side` and `pad_token_id`, if the text tower reads padding like words, as SigLIP's was trained
             to; None if padding is masked.
@@ -313,65 +315,6 @@ def take_images(vision_model: PreTrainedModel) -> None:
     vision_model.register_forward_pre_hook(add_missing, with_kwargs=True)
 
 
-def probe_input(backbone: Any, tower: str) -> dict[str, Tensor]:
-    """Return a fixed input of a `vision` backbone, one medium, or of a `text` backbone, two tokens."""
-    parameter = next(backbone.parameters())
-    if tower == "text":
-        ones = torch.ones(1, 2, dtype=torch.long, device=parameter.device)
-        return {"input_ids": ones, "attention_mask": ones}
-    shape = input_shape(backbone)
-    return {input_name(backbone): torch.linspace(-1, 1, math.prod(shape)).view(1, *shape).to(parameter)}
-
-
-@torch.no_grad()
-def _probe(backbone: Any, tower: str) -> ModelOutput:
-    """Run the backbone on `probe_input` in evaluation mode.
-
-    Raises:
-        ValueError: if it cannot run, as on images smaller than its patches, returns no hidden states, or its output is another in
-            a second run, or in a batch with other rows.
-    """
-    was_training = backbone.training
-    inputs, name = probe_input(backbone, tower), type(backbone).__name__
-    batch = {field: torch.cat([value, value.flip(-1)]) for field, value in inputs.items()}
-    if tower == "text":  # the first row is padded to the length of the second
-        pad = getattr(backbone.config, "pad_token_id", None) or 0
-        batch["input_ids"] = F.pad(batch["input_ids"], (0, 4), value=1)
-        batch["attention_mask"] = F.pad(batch["attention_mask"], (0, 4), value=1)
-        batch["input_ids"][0, 2:], batch["attention_mask"][0, 2:] = pad, 0
-    try:
-        first, second, among = (
-            backbone.eval()(**given, output_hidden_states=True, return_dict=True) for given in (inputs, inputs, batch)
-        )
-    except RuntimeError as error:
-        sizes = ", ".join(f"{field} of {list(value.shape)}" for field, value in inputs.items())
-        raise ValueError(
-            f"{name} cannot run on {sizes}: {str(error).splitlines()[0]}. Give it another size."
-        ) from error
-    backbone.train(was_training)
-    if first.get("last_hidden_state") is None or first.get("hidden_states") is None:
-        raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")
-    one, again, row = (output["last_hidden_state"] for output in (first, second, among))
-    if not _close(one, again):
-        why = "it draws random numbers. Choose another backbone."
-        if backbone.config.model_type == "vit_mae":
-            why = "it hides random patches. Load its weights as a ViTModel, with model_type vit."
-        raise ValueError(f"{name} returns other outputs for the same input each time, in evaluation too: {why}")
-    row = row[:1] if tower == "vision" else row[:1, : one.shape[1]]
-    if len(among["last_hidden_state"]) != 2 or not _close(one, row):
-        why = "an image's output depends on the other images" if tower == "vision" else "a text's depends on padding"
-        raise ValueError(f"{name} does not keep the rows of a batch apart: {why}. Choose another backbone.")
-    return first
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    """Return whether two outputs are equal up to rounding, of half precision too."""
-    if one.shape != other.shape:
-        return False
-    tolerance = 1e-3 if one.dtype == torch.float32 else 5e-2
-    return bool((one - other).abs().max() <= tolerance * one.abs().max().clamp(min=1e-6))
-
-
 def text_positions(text_model: nn.Module) -> int | None:
     """Return for how many tokens a text tower has positions; None if it reads texts of any length."""
     for name, table in text_model.named_modules():
@@ -379,14 +322,6 @@ def text_positions(text_model: nn.Module) -> int | None:
             before = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
             return table.num_embeddings - before
     return None
-
-
-def _has_bert_pooler(text_model: PreTrainedModel) -> bool:
-    """Return whether the tower has BERT's layers and pooler, a dense layer on the first token."""
-    layers = getattr(getattr(text_model, "encoder", None), "layer", None)
-    return hasattr(getattr(text_model, "pooler", None), "dense") and hasattr(
-        layers[0] if layers else None, "attention"
-    )
 
 
 def pool_output(output: ModelOutput, pooling: str, attention_mask: Tensor | None = None) -> Tensor:
@@ -431,40 +366,7 @@ def _pad_unmasked(
     return torch.empty_like(tokens).scatter(1, column, tokens), column[:, : input_ids.shape[1]]
 
 
-def _num_channels(hidden: Tensor) -> int:
-    return hidden.shape[1] if hidden.dim() == 4 else hidden.shape[-1]
-
-
-def _num_positions(hidden: Tensor) -> int:
-    return hidden.shape[-2] * hidden.shape[-1] if hidden.dim() == 4 else hidden.shape[1]
-
-
-def _default_taps(positions: Sequence[int], most: int) -> list[int]:
-    """Choose up to `most` hidden states by their numbers of positions, the last one first.
-
-    With several resolutions these are the last of each; else the last one and others at equal distances before it. The
-    embeddings, which come first, are not among them.
-    """
-    last_of_each = [at for at in range(1, len(positions)) if positions[at : at + 2] != [positions[at]] * 2]
-    if len(last_of_each) > 1:
-        return [at - len(positions) for at in last_of_each[::-1][:most]]
-    distance = max(1, (len(positions) - 1) // most)
-    return list(range(-1, -len(positions), -distance))[:most] or [-1]
-
-
-def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Split tokens of a vision transformer into special tokens and patches.
-
-    `[B, N, C]` -> `[B, s, C]` and a map `[B, C, h, h]`; all tokens and None if the number of patches is not a square.
-    """
-    side = math.isqrt(tokens.shape[1])
-    special = tokens.shape[1] - side**2
-    if special > MOST_SPECIAL_TOKENS:
-        return tokens, None
-    return tokens[:, :special], tokens[:, special:].transpose(1, 2).unflatten(2, (side, side))
-
-
-def _along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
+def along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
     """Lay a clip's or a sound's hidden state out as `[B, C, places or frequencies, T]`."""
     config = tower.config
     if medium == "image" or isinstance(tower, FramesTower):
@@ -483,126 +385,6 @@ def _along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
     if hasattr(config, "frequency_stride") or config.model_type == "timesformer":
         return tokens.unflatten(2, (places, steps))
     return tokens.unflatten(2, (steps, places)).transpose(2, 3)
-
-
-def on_gpu(values: Tensor) -> bool:
-    """Return whether CUDA computes with the values; sums that repeat and products are written otherwise there."""
-    return values.is_cuda
-
-
-def rows_of(values: Tensor, places: Tensor, dim: int = 0) -> Tensor:
-    """Select rows, whose gradients add up in a fixed order: by indexing on CUDA, which sorts, else by `index_select`."""
-    return values[(slice(None),) * dim + (places,)] if on_gpu(values) else values.index_select(dim, places)
-
-
-def average_pool(grid: Tensor, height: int, width: int) -> Tensor:
-    """Average `[B, C, h, w]` to `[B, C, height, width]`, as `F.adaptive_avg_pool2d` does.
-
-    On CUDA its gradients add up in no fixed order where windows overlap; there it is a product with ones and zeros.
-    """
-    if not on_gpu(grid) or (grid.shape[2] % height == 0 and grid.shape[3] % width == 0):
-        return F.adaptive_avg_pool2d(grid, (height, width))
-    windows = []
-    for side, steps in zip(grid.shape[2:], (height, width), strict=True):
-        place, step = torch.arange(side, device=grid.device), torch.arange(steps, device=grid.device)[:, None]
-        windows.append((place >= step * side // steps) & (place * steps < (step + 1) * side))
-    is_in = torch.kron(*windows)
-    return (grid.flatten(2) @ is_in.T.to(grid) / is_in.sum(1)).unflatten(2, (height, width)).to(grid)
-
-
-class LevelAdapter(nn.Module):
-    """Projection of a hidden state to at most `max_tokens` tokens `[B, n, D]`.
-
-    The state is a map `[B, C, h, w]` or tokens `[B, N, C]`; a `timed` map, `[B, C, places, T]`, loses places before time.
-    """
-
-    def __init__(self, width: int, dim: int, max_tokens: int, timed: bool = False):
-        super().__init__()
-        self.max_tokens, self.timed = max_tokens, timed
-        self.norm = nn.LayerNorm(width)
-        self.projection = nn.Linear(width, dim)
-        self.level = nn.Parameter(torch.zeros(dim))
-
-    def pool(self, hidden: Tensor) -> Tensor:
-        """Average neighbours until at most `max_tokens` are left; keep special tokens."""
-        side = int(self.max_tokens**0.5)
-        if self.timed:
-            steps = min(hidden.shape[3], self.max_tokens)
-            return average_pool(hidden, min(hidden.shape[2], self.max_tokens // steps), steps)
-        if hidden.dim() == 4:
-            return average_pool(hidden, side, side) if hidden.shape[-1] * hidden.shape[-2] > side**2 else hidden
-        if hidden.shape[1] <= self.max_tokens:
-            return hidden
-        special, grid = split_grid(hidden)
-        if grid is None:
-            return average_pool(hidden.transpose(1, 2)[:, :, None], 1, self.max_tokens)[:, :, 0].transpose(1, 2)
-        return torch.cat([special, average_pool(grid, side, side).flatten(2).transpose(1, 2)], 1)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        """Project a pooled state; add the level's embedding, and to a map the positions."""
-        positions: Tensor | float = 0.0
-        if pooled.dim() == 4:
-            height, width = pooled.shape[-2:]
-            positions = _sincos_positions(height, width, self.projection.out_features, pooled.device)
-            pooled = pooled.flatten(2).transpose(1, 2)
-        tokens = self.projection(self.norm(pooled))
-        return tokens + self.level + (positions.to(tokens.dtype) if isinstance(positions, Tensor) else 0.0)
-
-
-def _sincos_positions(height: int, width: int, dim: int, device: torch.device) -> Tensor:
-    """Return fixed 2-D sine-cosine positions `[height * width, dim]` for any resolution."""
-    frequency = 100.0 ** -(torch.arange(dim // 4, device=device) / (dim // 4))
-    rows, columns = (
-        (torch.arange(size, device=device) + 0.5)[:, None] / size * 2 * math.pi * frequency for size in (height, width)
-    )
-    rows = torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, width, -1)
-    columns = torch.cat([columns.sin(), columns.cos()], 1)[None].expand(height, -1, -1)
-    return torch.cat([rows, columns], -1).flatten(0, 1)
-
-
-# -- fusion head ------------------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Multi-head attention with keys and values apart from queries, so that they can be kept."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.query = nn.Linear(dim, dim)
-        self.key_value = nn.Linear(dim, 2 * dim)
-        self.output = nn.Linear(dim, dim)
-
-    def keys_values(self, tokens: Tensor) -> Tensor:
-        """`[B, N, D]` -> `[2, B, heads, N, D / heads]`."""
-        batch, length, _ = tokens.shape
-        return self.key_value(tokens).view(batch, length, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
-
-    def forward(self, tokens: Tensor, keys_values: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend from `[P, L, D]` to P sequences; `mask` is True where attention is allowed."""
-        pairs, length, dim = tokens.shape
-        query = self.query(tokens).view(pairs, length, self.heads, -1).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, keys_values[0], keys_values[1], attn_mask=mask)
-        return self.output(mixed.transpose(1, 2).reshape(pairs, length, dim))
-
-
-class FusionLayer(nn.Module):
-    """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward."""
-
-    def __init__(self, dim: int, heads: int, mlp_ratio: int):
-        super().__init__()
-        self.self_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.self_attention = Attention(dim, heads)
-        self.cross_attention = Attention(dim, heads)
-        self.gate = nn.Parameter(torch.ones(1))
-        self.mlp = nn.Sequential(nn.Linear(dim, mlp_ratio * dim), nn.GELU(), nn.Linear(mlp_ratio * dim, dim))
-
-    def forward(self, tokens: Tensor, keys_values: Tensor, text_mask: Tensor) -> Tensor:
-        """`[P, L, D]` -> `[P, L, D]`; `text_mask` is `[P, 1, 1, L]` or, per query, `[P, 1, L, L]`."""
-        normed = self.self_norm(tokens)
-        tokens = tokens + self.self_attention(normed, self.self_attention.keys_values(normed), text_mask)
-        tokens = tokens + self.gate * self.cross_attention(self.cross_norm(tokens), keys_values)
-        return tokens + self.mlp(self.mlp_norm(tokens))
 
 
 class FramesTower(nn.Module):
@@ -644,232 +426,6 @@ class FramesTower(nn.Module):
         waves = (math.pi * at * (torch.arange(frames.shape[2], device=frames.device) % 16)).cos().to(frames)
         told = [F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.expand_as(frames)]
         return self.layers(frames + self.mix(torch.cat(told, -1)))
-
-
-class TextBridge(nn.Module):
-    """Layers of the text tower, mixed by learned weights and projected.
-
-    This is ManagerTower's static manager (arXiv 2306.00103).
-    """
-
-    def __init__(self, width: int, taps: int, dim: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix = nn.Parameter(torch.zeros(taps)) if taps > 1 else None
-        self.projection = nn.Linear(width, dim)
-
-    def forward(self, text_states: Tensor) -> Tensor:
-        """`[P, L, taps x width]` -> `[P, L, D]`."""
-        if self.mix is None:
-            return self.projection(self.norm(text_states))
-        levels = self.norm(text_states.unflatten(-1, (len(self.mix), -1)))
-        return self.projection((levels * self.mix.softmax(0).to(levels)[:, None]).sum(-2))
-
-
-class FusionHead(nn.Module):
-    """Cross-attention of a text to an image; a learned `[CLS]` token collects the answer.
-
-    The image does not attend to the text, so its side is computed once per image (ALBEF, BLIP and BridgeTower project the same
-    image again for every candidate text).
-
-    Block k attends to the vision taps up to its own, coarse ones first and the last block to all, and the text tower's states
-    are added again through a bridge (BridgeTower, arXiv 2206.08657), which is zero at initialisation.
-    """
-
-    def __init__(self, config: FusionDualEncoderConfig):
-        super().__init__()
-        dim, blocks = config.fusion_dim, config.fusion_layers
-        self.taps = list(config.fusion_vision_taps)
-        self.adapters: Iterable[LevelAdapter] = nn.ModuleList(  # type: ignore[assignment]
-            LevelAdapter(config.vision_widths[tap], dim, config.fusion_tokens_per_tap, config.medium != "image")
-            for tap in self.taps
-        )
-        self.vision_norm = nn.LayerNorm(dim)
-        self.bridges: Any = nn.ModuleList(
-            TextBridge(config.text_width, len(config.fusion_text_taps), dim) for _ in range(blocks)
-        )
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
-        self.layers: Iterable[FusionLayer] = nn.ModuleList(  # type: ignore[assignment]
-            FusionLayer(dim, config.fusion_heads, config.fusion_mlp_ratio) for _ in range(blocks)
-        )
-        self.output_norm = nn.LayerNorm(dim)
-        self.match = nn.Linear(dim, 1)
-        # number of taps that each block reads
-        self.reach = [-(-len(self.taps) * (block + 1) // blocks) for block in range(blocks)]
-
-    def pool_taps(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Select the tapped hidden states, and pool each to at most `fusion_tokens_per_tap` tokens."""
-        return tuple(adapter.pool(hidden_states[tap]) for adapter, tap in zip(self.adapters, self.taps, strict=True))
-
-    def encode_vision(self, taps: Sequence[Tensor]) -> KeysValues:
-        """Compute the image side: pooled taps of B images -> keys and values for every block."""
-        levels = [adapter(tap) for adapter, tap in zip(self.adapters, taps, strict=True)]
-        tokens = self.vision_norm(torch.cat(levels, 1))
-        ends = list(itertools.accumulate(level.shape[1] for level in levels))
-        return tuple(
-            layer.cross_attention.keys_values(tokens[:, : ends[reach - 1]])
-            for layer, reach in zip(self.layers, self.reach, strict=True)
-        )
-
-    def encode_text(self, states: Tensor) -> Tensor:
-        """Compute the text side: `[B, L, taps x C]` -> input of every block `[B, L, blocks x D]`."""
-        return torch.cat([bridge(states) for bridge in self.bridges], -1)
-
-    def forward(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return fused states `[P, 1 + L, D]` of P pairs, `[CLS]` first, independent of padding."""
-        first, *later = text_states.chunk(len(self.bridges), -1)
-        tokens = torch.cat([self.cls_token.expand(first.shape[0], -1, -1), first], 1)
-        mask = F.pad(attention_mask.bool(), (1, 0), value=True)[:, None, None]
-        return self._run(tokens, mask, keys_values, [F.pad(states, (0, 0, 1, 0)) for states in later])
-
-    def match_logits(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return logits `[P]` that the pairs belong together."""
-        fused = self.forward(keys_values, text_states, attention_mask)
-        return self.match(fused[:, 0])[:, 0]
-
-    def decode(self, keys_values: KeysValues, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return fused states of `tokens` `[P, L, D]`; each sees itself, those before, the image."""
-        length = tokens.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        itself = torch.eye(length, dtype=torch.bool, device=tokens.device)  # so that padding sees something
-        mask = (causal & attention_mask.bool()[:, None, None]) | itself
-        return self._run(tokens, mask, keys_values)
-
-    def _run(self, tokens: Tensor, mask: Tensor, keys_values: KeysValues, bridged: Sequence[Tensor] = ()) -> Tensor:
-        for block, (layer, image) in enumerate(zip(self.layers, keys_values, strict=True)):
-            if 0 < block <= len(bridged):
-                tokens = tokens + bridged[block - 1]
-            tokens = layer(tokens, image, mask)
-        return self.output_norm(tokens)
-
-
-# -- heads for words and regions --------------------------------------------------------------------------------------
-
-
-class TokenHead(nn.Module):
-    """Logits over the text tower's vocabulary, by comparing fused states with its embeddings.
-
-    A word whose bias is `ABSENT` has probability 0, to the last digit, and `among_known` does not compute it.
-    """
-
-    ABSENT = -1e4
-
-    def __init__(self, dim: int, width: int, vocabulary: int):
-        super().__init__()
-        self.transform = nn.Sequential(nn.Linear(dim, width), nn.GELU(), nn.LayerNorm(width))
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
-        self._places: tuple[Tensor, Tensor] | Literal[False] | None = False
-
-    def forward(self, fused: Tensor, embeddings: Tensor) -> Tensor:
-        """`[M, D]` and `[V, width]` -> `[M, V]`."""
-        return F.linear(self.transform(fused), embeddings, self.bias)
-
-    def known(self) -> Tensor:
-        """Return which words are predicted, bool `[V]`."""
-        return self.bias.detach() > self.ABSENT / 2
-
-    def places(self) -> tuple[Tensor, Tensor] | None:
-        """Return the ids `[W]` of the known words, and where every word is among them, `[V]`; None if all words are known.
-
-        It is found once, as the host waits for it: training leaves the words that are known.
-        """
-        if self._places is False:
-            known = self.known()
-            where = (known.cumsum(0) - 1).masked_fill(~known, -100)
-            self._places = None if known.all() else (known.nonzero()[:, 0], where)
-        return self._places
-
-    def among_known(self, fused: Tensor, embeddings: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits `[M, W]` of the W known words, and the places of words `ids`, `[M]`, among these; -100: not known."""
-        if (places := self.places()) is None:
-            return self(fused, embeddings), ids
-        chosen, where = (each.to(fused.device) for each in places)
-        return F.linear(self.transform(fused), rows_of(embeddings, chosen), rows_of(self.bias, chosen)), where[ids]
-
-    def predict(self, known: Tensor) -> None:
-        """Let the words be known for which `known`, bool `[V]`, is true; those that were not start without a preference."""
-        was = self.known()
-        self.bias.data[was & ~known] = self.ABSENT
-        self.bias.data[known & ~was] = 0
-        self._places = False
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._places = False
-
-
-class CaptionAdapter(nn.Module):
-    """Word embeddings and positions as input of the fusion head, without the text tower."""
-
-    def __init__(self, width: int, dim: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.projection = nn.Linear(width, dim)
-
-    def forward(self, embeddings: Tensor) -> Tensor:
-        """`[P, L, width]` -> `[P, L, D]`, with the sine-cosine positions of arXiv 1706.03762."""
-        tokens = self.projection(self.norm(embeddings))
-        frequency = 10000.0 ** -(torch.arange(0, tokens.shape[2], 2, device=tokens.device) / tokens.shape[2])
-        angle = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequency
-        return tokens + torch.cat([angle.sin(), angle.cos()], 1).to(tokens.dtype)
-
-
-def target_mask(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks `[P, L]` of predicted tokens, all but the first, and of those before these."""
-    is_target = attention_mask.bool() & (torch.arange(attention_mask.shape[1], device=attention_mask.device) > 0)
-    return is_target, F.pad(is_target[:, 1:], (0, 1))
-
-
-class RegionHead(nn.Module):
-    """Unit embeddings of boxes and grid cells in the space of the texts.
-
-    It reads the last vision tap of the fusion head, the finest (X-VLM, arXiv 2111.08276). A box is the mean of the cells under
-    it, weighted by covered area: exact for boxes smaller than a cell too, and differentiable with respect to the cells.
-    """
-
-    def __init__(self, width: int, dim: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.projection = nn.Linear(width, dim, bias=False)
-
-    def forward(self, grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
-        """Embed R boxes, `[R, E]`, of maps `[B, C, h, w]`; see `region_embeds`."""
-        return self._embed(mean_in_boxes(grid, boxes, image))
-
-    def cells(self, grid: Tensor) -> Tensor:
-        """Embed all cells, `[B, h, w, E]`; each equals the embedding of a box inside it."""
-        return self._embed(grid.permute(0, 2, 3, 1))
-
-    def _embed(self, pooled: Tensor) -> Tensor:
-        return F.normalize(self.projection(self.norm(pooled)), dim=-1)
-
-
-def _as_map(tap: Tensor) -> Tensor:
-    """Return a hidden state, a map or tokens, as the map `[B, C, h, w]`."""
-    grid = tap if tap.dim() == 4 else split_grid(tap)[1]
-    if grid is None:
-        raise ValueError(
-            f"Regions need a map or a square grid of patches; the last of fusion_vision_taps has {tap.shape[1]} tokens."
-        )
-    return grid
-
-
-def mean_in_boxes(grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
-    """Return the area-weighted mean `[R, C]` of the cells under each box; 0 for an empty box."""
-    weight = cells_covered(boxes, *grid.shape[-2:])
-    weight = weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-6)
-    return torch.einsum("rhw,rchw->rc", weight.to(grid), rows_of(grid, image))
-
-
-def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
-    """Return the share of each grid cell that lies in each box, `[R, height, width]`."""
-
-    def along(spans: Tensor, cells: int) -> Tensor:
-        begin = torch.arange(cells, device=spans.device)
-        spans = spans * cells
-        return (torch.minimum(spans[:, 1:], begin + 1) - torch.maximum(spans[:, :1], begin)).clamp(min=0)
-
-    return along(boxes[:, 1::2], height)[:, :, None] * along(boxes[:, ::2], width)[:, None]
 
 
 # -- dual encoder -----------------------------------------------------------------------------------------------------
@@ -961,7 +517,7 @@ class ClassesProjection(nn.Linear):
 class FusionDualEncoderModel(PreTrainedModel):
     """Two towers with one embedding space, and a fusion head that looks at image and text.
 
-    Build it with `from_backbones` (or `mm_utils.model.build.build_model`), load it with `from_pretrained`.
+    Build it with `mm_utils.model.build.build_model`, load it with `from_pretrained`.
     """
 
     config_class = FusionDualEncoderConfig
@@ -984,7 +540,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if not config.vision_widths:
             raise ValueError(
                 "The config does not say how wide the backbones' outputs are. Build new models with "
-                "FusionDualEncoderModel.from_backbones(vision_model, text_model), which measures them."
+                "mm_utils.model.join.join_backbones(vision_model, text_model), which measures them."
             )
         self.vision_model: Any = _media_tower(config, vision_model)
         self.text_model = text_model if text_model is not None else _text_tower(config.text_config)
@@ -997,7 +553,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.fusion = FusionHead(config) if config.fusion_layers else None
         self.region_head: RegionHead | None = None
         if config.region_head:
-            self._make_region_head()
+            self.add_region_head()
         self.token_head: TokenHead | None = None
         self.caption_adapter: CaptionAdapter | None = None
         if config.token_head:
@@ -1027,60 +583,6 @@ class FusionDualEncoderModel(PreTrainedModel):
             nn.init.normal_(module.level, std=0.02)
 
     @classmethod
-    def from_backbones(cls, vision_model: Any, text_model: PreTrainedModel, **config: Any) -> "FusionDualEncoderModel":
-        """Join two backbones, after one run of each on a blank input to measure its outputs.
-
-        Args:
-            config: fields of `FusionDualEncoderConfig`. Without `fusion_vision_taps` or `fusion_text_taps`, the head reads
-                one hidden state of that tower per block, at most three: the last of each resolution, or, if there is only
-                one resolution, the last one and others at equal distances before it.
-
-        Raises:
-            ValueError: if a backbone returns no hidden states, or lacks the pooling or a tap that `config` asks for.
-        """
-        take_images(image_backbone(vision_model))
-        medium = config.get("medium", FusionDualEncoderConfig.medium)
-        vision, text = _probe(vision_model, "vision"), _probe(text_model, "text")
-        for name, output in (("vision_pooling", vision), ("text_pooling", text)):
-            pooler = output.get("pooler_output")
-            wanted = config.get(name, "auto")
-            if wanted == "pooler" and pooler is None:
-                raise ValueError(f"{name} is 'pooler'; this backbone has none. Set {name} to mean or cls.")
-            first_token_only = name == "text_pooling" and _has_bert_pooler(text_model)
-            is_map = medium == "sound" and output["last_hidden_state"].dim() == 4
-            is_map &= not hasattr(vision_model.config, "spec_size")  # CLAP's, which is four stretches of time
-            best = "timed" if is_map else "pooler"
-            best = "mean" if pooler is None or first_token_only else best
-            config[name] = best if wanted == "auto" else wanted
-        pooled_width = pool_output(vision, config["vision_pooling"]).shape[-1]
-        if medium == "clip" and len(input_shape(vision_model)) == 3:
-            vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width)
-            vision = _probe(vision_model, "vision")
-        hidden_states = [_along_time(hidden, vision_model, medium) for hidden in vision["hidden_states"]]
-        most = max(1, min(MOST_TAPS, config.get("fusion_layers", FusionDualEncoderConfig().fusion_layers)))
-        taps = _default_taps(list(map(_num_positions, hidden_states)), most)
-        # Regions are read from the last tap: of frames, what the layers over time give.
-        over_frames = isinstance(vision_model, FramesTower)
-        config.setdefault("fusion_vision_taps", sorted(taps, key=lambda tap: over_frames and tap == -1))
-        config.setdefault("fusion_text_taps", _default_taps([1] * len(text["hidden_states"]), most))
-        resolved = FusionDualEncoderConfig(
-            vision_model.config,
-            text_model.config,
-            vision_widths=list(map(_num_channels, hidden_states)),
-            vision_pooled_width=pooled_width,
-            text_width=text["last_hidden_state"].shape[-1],
-            **config,
-        )
-        for name, states in (("vision", hidden_states), ("text", text["hidden_states"])):
-            for tap in getattr(resolved, f"fusion_{name}_taps"):
-                if not -len(states) <= tap < len(states):
-                    raise ValueError(
-                        f"fusion_{name}_taps holds {tap}; the {name} backbone has {len(states)} hidden states, so give "
-                        f"indices from {-len(states)} to {len(states) - 1}."
-                    )
-        return cls(resolved, vision_model, text_model)
-
-    @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load as `PreTrainedModel` does, and warn of weights that are too many.
 
@@ -1103,11 +605,6 @@ class FusionDualEncoderModel(PreTrainedModel):
                 )
             logger.warning("%s has %d weights that are not of its model: %s", model.name_or_path, len(names), shown)
         return (model, info) if output_loading_info else model
-
-    def check_repeatable(self) -> None:
-        """Raise ValueError if a tower returns other outputs for the same input each time."""
-        _probe(self.vision_model, "vision")
-        _probe(self.text_model, "text")
 
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
         """Set the mode, except for frozen towers, frozen projections and fixed batch norms, which stay in evaluation."""
@@ -1153,25 +650,16 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.config.token_head, self.config.caption_head = True, captions or self.config.caption_head
 
     def add_region_head(self) -> None:
-        """Add a head that embeds boxes, if there is none.
-
-        Raises:
-            ValueError: if the model has no fusion head, whose taps it reads, or the last tap is not a square grid.
-        """
+        """Add a head that embeds boxes, if there is none; ValueError if the model has no fusion head, whose taps it reads."""
         if self.fusion is None:
             raise ValueError(
                 "This model was built with fusion_layers=0; regions are read from the fusion head's taps."
             )
-        if self.config.medium == "image":
-            _as_map(_probe(self.vision_model, "vision")["hidden_states"][self.config.fusion_vision_taps[-1]])
         if self.region_head is None:
-            self._make_region_head()
+            width = self.config.vision_widths[self.config.fusion_vision_taps[-1]]
+            self.region_head = RegionHead(width, self.config.projection_dim).to(self.logit_scale)
+            self.region_head.apply(self._init_weights)
         self.config.region_head = True
-
-    def _make_region_head(self) -> None:
-        width = self.config.vision_widths[self.config.fusion_vision_taps[-1]]
-        self.region_head = RegionHead(width, self.config.projection_dim).to(self.logit_scale)
-        self.region_head.apply(self._init_weights)
 
     def encode_image(self, pixel_values: Tensor, with_keys_values: bool = True) -> tuple[Tensor, KeysValues | None]:
         """Return unit embeddings `[B, E]` of images `[B, 3, H, W]` or other media (`input_shape`), and the head's image side."""
@@ -1198,7 +686,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             # Convolutions run fastest on this layout, and pass it on: MobileNetV2 trains 4 times as fast on a CPU.
             pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
         output = tower(**{name: pixel_values}, output_hidden_states=head is not None, return_dict=True)
-        states = () if head is None else [_along_time(state, tower, medium) for state in output.hidden_states]
+        states = () if head is None else [along_time(state, tower, medium) for state in output.hidden_states]
         return pool_output(output, config.vision_pooling), () if head is None else head.pool_taps(states)
 
     def project_image(self, pooled: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, KeysValues | None]:
@@ -1263,13 +751,13 @@ class FusionDualEncoderModel(PreTrainedModel):
     def _region_grid(self, taps: Sequence[Tensor]) -> tuple[RegionHead, Tensor]:
         if self.region_head is None:
             raise ValueError("This model has no embeddings of regions. Train it with regions among --objectives.")
-        return self.region_head, _as_map(taps[-1]) if self.config.medium == "image" else taps[-1].mean(2, keepdim=True)
+        return self.region_head, as_map(taps[-1]) if self.config.medium == "image" else taps[-1].mean(2, keepdim=True)
 
     def match_pairs(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Return logits `[P]` that pair p, given by its image side and text side, belongs together."""
         if self.fusion is None:
             raise ValueError("This model was built with fusion_layers=0; it has no head to score pairs with.")
-        return self.fusion.match_logits(keys_values, text_states, attention_mask)
+        return self.fusion.match(self.fusion(keys_values, text_states, attention_mask)[:, 0])[:, 0]
 
     @property
     def voices(self) -> list[str]:
@@ -1317,14 +805,6 @@ class FusionDualEncoderModel(PreTrainedModel):
         assert self.token_head is not None
         fused = self.fusion(keys_values, text_states, attention_mask)[:, 1:]
         return self.token_head(fused[is_target], self.text_model.get_input_embeddings().weight)
-
-    def caption_logits(
-        self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor, is_before: Tensor
-    ) -> Tensor:
-        """Return logits `[M, V]` of the tokens after those where `is_before`, bool `[P, L]`."""
-        assert self.token_head is not None
-        states = self.caption_states(keys_values, input_ids, attention_mask)[is_before]
-        return self.token_head(states, self.text_model.get_input_embeddings().weight)
 
     def caption_states(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return what the token after each one is predicted from, `[P, L, D]`."""
@@ -1539,105 +1019,6 @@ class FusionDualEncoderModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **arguments)
         if self.processor is not None:
             self.processor.save_pretrained(save_directory)
-
-    def to_dual_encoder(self) -> PreTrainedModel:
-        """Return a stock model of `config.dual_encoder_type` with the same logits, which shares this model's tensors.
-
-        For `VisionTextDualEncoderModel`, a vision config without `hidden_size` (ConvNeXt, MobileNet) gets one, which is all
-        that the stock class lacks. That class pools texts by the pooler, so a mean becomes one more layer of the text tower
-        (`_mean_as_layer`), if the tower has BERT's layers.
-
-        Raises:
-            ValueError: if the stock class cannot express this model, with the reason.
-        """
-        kind, weights = self.config.dual_encoder_type, dict(self.state_dict())
-        if self.config.projection != "linear":
-            raise ValueError(
-                f"the stock class has linear projections, and this model --projection {self.config.projection}"
-            )
-        if self.config.medium != "image" and kind != "clap":
-            raise ValueError(f"the stock class reads images, and this model {self.config.medium}s")
-        if kind == "clap" and not hasattr(self.config.text_config, "projection_hidden_act"):
-            raise ValueError("the stock class has CLAP's own text tower, and this model another")
-        configs = {
-            "vision_config": self.vision_model.config.to_dict(),
-            "text_config": self.text_model.config.to_dict(),
-        }
-        if kind == DUAL_ENCODERS[0]:
-            self._fit_dual_encoder(weights, **configs)
-        if kind not in UNPROJECTED:
-            configs["projection_dim"] = self.config.projection_dim
-            configs["logit_scale_init_value"] = self.config.logit_scale_init_value
-        if kind == "clap":  # the names of sounds, and the temperature twice
-            configs["audio_config"] = configs.pop("vision_config")
-            configs["projection_hidden_act"] = self.config.text_config.projection_hidden_act
-            configs["logit_scale_init_value"] = math.exp(self.config.logit_scale_init_value)
-            weights |= {f"audio_{name.partition('_')[2]}": weights[name] for name in weights if name.startswith("vis")}
-            weights |= {f"logit_scale_{side}": self.logit_scale.detach().clone() for side in "at"}
-        stock = AutoModel.from_config(AutoConfig.for_model(kind, **configs))
-        weights.setdefault("logit_bias", torch.zeros_like(self.logit_scale))
-        stock.load_state_dict({name: weights[name].view_as(v) for name, v in stock.state_dict().items()}, assign=True)
-        return stock.train(self.training)
-
-    def _fit_dual_encoder(
-        self, weights: dict[str, Tensor], vision_config: dict[str, Any], text_config: dict[str, Any]
-    ) -> None:
-        """Change weights and configs such that `VisionTextDualEncoderModel` takes them."""
-        vision = _probe(self.vision_model, "vision")
-        if self.config.vision_pooling != "pooler" or vision["pooler_output"].dim() != 2:
-            raise ValueError(
-                "the stock class takes one pooled vector per image from the vision tower, and here is none"
-            )
-        vision_config["hidden_size"] = self.config.vision_pooled_width
-        if self.config.text_pooling != "pooler":
-            if self.config.text_pooling != "mean" or not _has_bert_pooler(self.text_model):
-                raise ValueError("the stock class pools texts by a pooler, and this text tower has none")
-            weights |= _mean_as_layer(self)
-            text_config["num_hidden_layers"] += 1
-
-
-@torch.no_grad()
-def _mean_as_layer(model: FusionDualEncoderModel) -> dict[str, Tensor]:
-    """Return weights of a BERT layer, pooler and projection that compute the projected mean.
-
-    With queries and keys of zero, attention is uniform over the unmasked tokens, so the first token receives the values'
-    mean. The output matrix maps it to U P mean: P is the trained projection, and U an isometry into the vectors whose
-    entries sum to zero, which layer normalisation only scales. The factor `loud` drowns the residual, half of it by
-    shrinking the input of the layer, so that float16 does not overflow. The feed-forward part adds nothing, the pooler
-    stays where tanh is linear, and U transposed undoes U. The result is P mean up to its length, which the embedding
-    does not keep: equal within 1e-5 in fp32.
-    """
-    width, embed = model.config.text_width, model.config.projection_dim
-    if embed >= width:
-        raise ValueError("the stock class needs a projection narrower than the text tower, to pool by the mean")
-    loud, quiet = 1e3, 1e-3
-    trained: Any = model.text_projection.weight
-    projection = trained.double()
-    zero_sum = torch.eye(width, dtype=torch.double, device=projection.device) - 1 / width
-    isometry = torch.linalg.qr(zero_sum[:, :embed])[0]  # columns: orthonormal, each summing to zero
-    eye = torch.eye(width)
-    encoder: Any = model.text_model.encoder
-    depth, before = len(encoder.layer), encoder.layer[-1].state_dict()
-    last = {
-        "attention.self.value.weight": loud * eye,
-        "attention.output.dense.weight": loud * isometry @ projection,
-        "attention.output.LayerNorm.weight": torch.ones(width),
-        "output.LayerNorm.weight": torch.ones(width),
-    }
-    if any(name not in before or before[name].shape != value.shape for name, value in last.items()):
-        raise ValueError("the stock class pools texts by a pooler, and this text tower's layers are not BERT's")
-    last = {name: torch.zeros_like(value) for name, value in before.items()} | last
-    weights = {
-        **{f"text_model.encoder.layer.{depth}.{name}": value for name, value in last.items()},
-        **{
-            f"text_model.encoder.layer.{depth - 1}.{name}": before[name] / loud
-            for name in ("output.LayerNorm.weight", "output.LayerNorm.bias")
-        },
-        "text_model.pooler.dense.weight": quiet * eye,
-        "text_model.pooler.dense.bias": torch.zeros(width),
-        "text_projection.weight": isometry.T.contiguous(),
-    }
-    return {name: value.to(trained) for name, value in weights.items()}
 
 
 # -- classifier -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, ProcessorMixin
 
 from mm_utils.data.media.medium import image_geometry
+from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.pretrained import explained
 from mm_utils.stored import key_of, stamp, stored
@@ -188,7 +189,7 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
     Raises:
         ValueError: if its towers are not CLIP's.
     """
-    stock: Any = model.to_dual_encoder() if model.config.dual_encoder_type == "clip" else None
+    stock: Any = to_dual_encoder(model) if model.config.dual_encoder_type == "clip" else None
     vision, text = (getattr(model.config, f"{side}_config") for side in ("vision", "text"))
     if stock is None or vision.hidden_act != text.hidden_act or vision.hidden_act not in ("gelu", "quick_gelu"):
         raise ValueError(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig
 
-from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig, probe_input
+from mm_utils.model.join import probe_input
+from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer, ProcessorMixin, Siglip2ImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import (
     DUAL_ENCODERS,
     UNPROJECTED,
     FusionDualEncoderModel,
     class_of_tower,
-    probe_input,
 )
 from mm_utils.model.pretrained import explained
 from mm_utils.model.processor import complete, set_outputs
@@ -126,7 +126,7 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
         config: fields of the new config. A SigLIP model needs `text_padding`.
 
     Raises:
-        ValueError: if it is not given, or as in `FusionDualEncoderModel.from_backbones`.
+        ValueError: if it is not given, or as in `join_backbones`.
     """
     kind, bias = stock.config.model_type, getattr(stock, "logit_bias", None)
     if kind in UNPROJECTED and not config.get("text_padding"):
@@ -150,7 +150,7 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
         "projection_dim": width,
         "logit_bias_init_value": None if bias is None else bias.item(),
     }
-    model = FusionDualEncoderModel.from_backbones(tower, stock.text_model, **{**taken, **config})
+    model = join_backbones(tower, stock.text_model, **{**taken, **config})
     if kind not in UNPROJECTED:
         model.text_projection = projections[1] or identity_projection(model.config.text_width)
         own = stock.audio_projection if kind == "clap" else projections[0]

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
+from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
 from mm_utils.model.stock import identity_projection
 
@@ -27,11 +28,11 @@ def with_text_tower(
         head: fields of the configuration for the new fusion head.
 
     Raises:
-        ValueError: as in `FusionDualEncoderModel.from_backbones`.
+        ValueError: as in `join_backbones`.
     """
     own: Any = model.config
     projection: Any = model.visual_projection
-    made = FusionDualEncoderModel.from_backbones(
+    made = join_backbones(
         model.vision_model,
         text_model,
         medium=own.medium,

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from mm_utils import distributed
 from mm_utils.copies import to_device
 from mm_utils.data.batches.tokens import occurring_tokens
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, KeysValues, rows_of
+from mm_utils.model.fusion import KeysValues, rows_of
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm
 

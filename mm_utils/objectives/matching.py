@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from mm_utils import distributed
 from mm_utils.copies import to_device
 from mm_utils.model.encoding import knows_padding, length_groups
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, rows_of
+from mm_utils.model.fusion import rows_of
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
 from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
 from mm_utils.objectives.negatives import Negatives

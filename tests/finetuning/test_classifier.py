@@ -13,6 +13,7 @@ from mm_utils import distributed
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
 from mm_utils.model.adapt import LoraArguments
+from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout
 from tests.kit.objectives import step_in_parts
@@ -27,7 +28,7 @@ WEIGHTS = torch.tensor([0.5, 1.0, 2.0])
 def tiny(fusion_layers: int = 1) -> FusionDualEncoderModel:
     torch.manual_seed(0)
     text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return FusionDualEncoderModel.from_backbones(
+    return join_backbones(
         AutoModel.from_config(
             AutoConfig.for_model("convnext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=16)
         ),

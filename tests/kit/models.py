@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from mm_utils.data.media.medium import settle_window
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
+from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 
@@ -89,7 +90,7 @@ def build(vision: str = "vit", text: str = "bert", seed: int = 0, **config) -> F
     """A tiny model in evaluation mode, its batch norms calibrated, its match logits no longer 0."""
     torch.manual_seed(seed)
     towers = backbone(VISION[vision]), backbone(TEXT[text])
-    model = FusionDualEncoderModel.from_backbones(*towers, **{"projection_dim": 16, **config})
+    model = join_backbones(*towers, **{"projection_dim": 16, **config})
     if model.fusion is not None:
         torch.nn.init.xavier_uniform_(model.fusion.match.weight)
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]

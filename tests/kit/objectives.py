@@ -15,7 +15,9 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from mm_utils import distributed
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, TokenHead
+from mm_utils.model.fusion import TokenHead
+from mm_utils.model.join import join_backbones
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.distillation import Distillation
@@ -71,7 +73,7 @@ def tiny_model(fusion_layers: int = 2, projection: str = "linear") -> FusionDual
     vision = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 16}
     text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = FusionDualEncoderModel.from_backbones(
+    model = join_backbones(
         AutoModel.from_config(AutoConfig.for_model("convnext", **vision)),
         AutoModel.from_config(AutoConfig.for_model("bert", **text, **dropout, vocab_size=50)),
         fusion_layers=fusion_layers,

@@ -19,7 +19,8 @@ from mm_utils.model.adapt import (
 )
 from mm_utils.model.adapters import add_adapters, attention_layers
 from mm_utils.model.build import freeze_unreached
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, probe_input
+from mm_utils.model.join import join_backbones, probe_input
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from tests.kit.objectives import global_batch, tiny_objective
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -31,7 +32,7 @@ def tiny(seed: int = 0, vision: str = "vit") -> FusionDualEncoderModel:
         "vit": {**SMALL, "image_size": 16, "patch_size": 8},
         "resnet": {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]},
     }
-    model = FusionDualEncoderModel.from_backbones(
+    model = join_backbones(
         AutoModel.from_config(AutoConfig.for_model(vision, **shape[vision])),
         AutoModel.from_config(AutoConfig.for_model("bert", **SMALL, vocab_size=50)),
         fusion_layers=1,
@@ -106,7 +107,7 @@ IMAGE = {"image_size": 32, "patch_size": 8}
 def join(vision, **config) -> FusionDualEncoderModel:
     torch.manual_seed(0)
     text = AutoModel.from_config(BertConfig(**TOWER, vocab_size=100))
-    return FusionDualEncoderModel.from_backbones(AutoModel.from_config(vision), text, **config)
+    return join_backbones(AutoModel.from_config(vision), text, **config)
 
 
 def trained(model: torch.nn.Module) -> set[str]:

@@ -30,6 +30,8 @@ from mm_utils.data.media.medium import image_geometry
 from mm_utils.model import processor as processors
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
+from mm_utils.model.dual_encoder import to_dual_encoder
+from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
 from mm_utils.model.reading import center_square
@@ -65,7 +67,7 @@ def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
     CLIPImageProcessor(size={"shortest_edge": 36}, crop_size=32).save_pretrained(root / "clip")
     tokenizer.save_pretrained(root / "clip")
     towers = (AutoModel.from_pretrained(root / name, dtype="float32") for name in ("vision", "text"))
-    FusionDualEncoderModel.from_backbones(*towers).to_dual_encoder().save_pretrained(root / "stock")
+    to_dual_encoder(join_backbones(*towers)).save_pretrained(root / "stock")
     VisionTextDualEncoderProcessor(processor, tokenizer).save_pretrained(root / "stock")
     return {folder.name: str(folder) for folder in root.iterdir()}
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoProcesso
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
+from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.image_size import resize
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.model.stock import stock_processor
@@ -88,7 +89,7 @@ def test_a_whole_model_at_another_size_opens_with_stock_tools(kind: str, tmp_pat
     assert image_geometry(its)[0] == SIDE
     with torch.no_grad():
         torch.testing.assert_close(again.encode_image(pixels)[0], found)
-        stock = again.to_dual_encoder()
+        stock = to_dual_encoder(again)
         stock.save_pretrained(tmp_path / "stock")
         stock_processor(its, stock.config).save_pretrained(tmp_path / "stock")
         stock, whole = AutoModel.from_pretrained(tmp_path / "stock"), AutoProcessor.from_pretrained(tmp_path / "stock")

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, BertConfig, BertModel
 
+from mm_utils.model.dual_encoder import to_dual_encoder
+from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import (
     FramesTower,
     FusionDualEncoderConfig,
@@ -32,7 +34,7 @@ def tower_of(kind: str) -> Any:
 
 def model_of(kind: str, **config: Any) -> FusionDualEncoderModel:
     text = BertModel(BertConfig(**LAYERS, vocab_size=50))
-    return FusionDualEncoderModel.from_backbones(tower_of(kind), text, medium=MEDIUM[kind], **config).eval()
+    return join_backbones(tower_of(kind), text, medium=MEDIUM[kind], **config).eval()
 
 
 def media(model: FusionDualEncoderModel, rows: int = 2) -> Tensor:
@@ -155,4 +157,4 @@ def test_the_medium_is_part_of_the_config() -> None:
         FusionDualEncoderConfig(AutoConfig.for_model("vit"), text, medium="smell")
     assert "medium" not in FusionDualEncoderConfig(AutoConfig.for_model("vit"), text).to_dict()
     with pytest.raises(ValueError, match="reads images, and this model sounds"):
-        model_of("convnext").to_dual_encoder()
+        to_dual_encoder(model_of("convnext"))

@@ -20,6 +20,9 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports
 
 from mm_utils.model import modeling_fusion_dual_encoder as modeling
+from mm_utils.model.dual_encoder import to_dual_encoder
+from mm_utils.model.fusion import LevelAdapter, split_grid
+from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
 from mm_utils.model.stock import from_dual_encoder
 from tests.kit.models import TEXT, VISION, Batch, backbone, batch_for, build
@@ -110,7 +113,7 @@ def test_modelling_file_needs_torch_and_transformers_alone():
 
 # The stock class
 def export(model: FusionDualEncoderModel, folder: Path, **options) -> VisionTextDualEncoderModel:
-    model.to_dual_encoder().save_pretrained(folder)
+    to_dual_encoder(model).save_pretrained(folder)
     return VisionTextDualEncoderModel.from_pretrained(folder, **options).eval()
 
 
@@ -151,7 +154,7 @@ def test_export_leaves_the_model_as_it_was(pooling):
     model = build(text_pooling=pooling)
     batch, before, attention = batch_for(model), copy.deepcopy(model), attention_of(model)
     expected = outputs(model, batch)
-    stock = model.to_dual_encoder()
+    stock = to_dual_encoder(model)
     assert None not in attention
     assert attention_of(model) == attention == attention_of(stock)
     assert_same_state(before, model)
@@ -176,7 +179,7 @@ def test_a_stock_model_is_converted_and_back(fusion_layers):
     assert (model.fusion is None) == (fusion_layers == 0)
     assert model.config.projection_dim == 12
     assert model.logit_scale.item() == 1.5
-    for other in (model, model.to_dual_encoder(), stock):
+    for other in (model, to_dual_encoder(model), stock):
         actual = outputs(other, batch, tuple(expected))
         for name in EMBEDS:
             assert torch.equal(expected[name], actual[name]), name
@@ -199,7 +202,7 @@ def test_padding_changes_nothing(text):
 def test_padding_changes_nothing_however_the_model_was_made(tmp_path):
     model = build()
     model.save_pretrained(tmp_path)
-    stock = build(text_pooling="pooler").to_dual_encoder()
+    stock = to_dual_encoder(build(text_pooling="pooler"))
     FusionDualEncoderConfig(model.vision_model.config, model.text_model.config)
     for other in (model, AutoModel.from_pretrained(tmp_path), from_dual_encoder(stock).eval()):
         assert max(padding_error(other).values()) < 1e-5
@@ -249,7 +252,7 @@ def test_residuals_are_kept():
 
 def test_a_head_that_was_not_trained_adds_nothing():
     towers = backbone(VISION["vit"]), backbone(TEXT["bert"])
-    model = FusionDualEncoderModel.from_backbones(*towers, projection_dim=16).eval()
+    model = join_backbones(*towers, projection_dim=16).eval()
     assert not outputs(model, batch_for(model))["match_logits"].any()
     assert model.voices == []
     model.add_token_head(captions=True)
@@ -296,14 +299,14 @@ def test_what_no_model_has_any_more_is_refused(entry):
 
 def test_patches_are_pooled_in_two_dimensions():
     """A token of the pooled map is the mean of the patches it covers; the class token stays."""
-    adapter = modeling.LevelAdapter(1, 4, max_tokens=4)
+    adapter = LevelAdapter(1, 4, max_tokens=4)
     tokens = torch.arange(17.0)[None, :, None]
     grid = torch.arange(1.0, 17.0).view(4, 4)
     quarters = [grid[row : row + 2, column : column + 2].mean() for row in (0, 2) for column in (0, 2)]
     torch.testing.assert_close(adapter.pool(tokens)[0, :, 0], torch.stack([torch.tensor(0.0), *quarters]))
-    assert modeling.split_grid(torch.zeros(1, 201, 3))[0].shape == (1, 5, 3)
-    assert modeling.split_grid(torch.zeros(1, 1500, 3))[1] is None
-    assert modeling.split_grid(torch.zeros(1, 49, 3))[0].shape == (1, 0, 3)
+    assert split_grid(torch.zeros(1, 201, 3))[0].shape == (1, 5, 3)
+    assert split_grid(torch.zeros(1, 1500, 3))[1] is None
+    assert split_grid(torch.zeros(1, 49, 3))[0].shape == (1, 0, 3)
 
 
 @pytest.mark.parametrize("captions", [True, False])
@@ -368,7 +371,7 @@ def test_config_leaves_the_towers_configs_alone():
 
 
 def test_model_without_measured_widths_is_refused():
-    with pytest.raises(ValueError, match="from_backbones"):
+    with pytest.raises(ValueError, match="join_backbones"):
         FusionDualEncoderModel(FusionDualEncoderConfig(VISION["vit"], TEXT["bert"]))
 
 

@@ -21,11 +21,11 @@ from transformers import (
     ViTModel,
 )
 
-from mm_utils.model import modeling_fusion_dual_encoder as modeling
+from mm_utils.model import join
 from mm_utils.model.adapt import load_weights
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.join import join_backbones
 from mm_utils.model.pretrained import load_tower
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
 from tests.kit.models import CAPTIONS
@@ -61,11 +61,11 @@ def test_an_encoder_that_is_random_in_evaluation_is_refused(tmp_path: Path) -> N
     with pytest.raises(
         ValueError, match=r"ViTMAEModel returns other outputs for the same input each time.*as a ViTModel"
     ):
-        FusionDualEncoderModel.from_backbones(vision, text)
+        join_backbones(vision, text)
     text.get_input_embeddings().register_forward_hook(lambda module, given, found: found * torch.rand_like(found))
     vit = AutoModel.from_config(ViTConfig(**TOWER, **IMAGE))
     with pytest.raises(ValueError, match=r"BertModel returns other outputs.*draws random numbers"):
-        FusionDualEncoderModel.from_backbones(vit, text)
+        join_backbones(vit, text)
 
 
 @pytest.mark.parametrize(("kind", "place"), [("pixtral", "other images"), ("fnet", "padding")])
@@ -77,15 +77,15 @@ def test_a_backbone_that_mixes_the_rows_of_a_batch_is_refused(kind: str, place: 
     vision, text = (own, bert) if kind == "pixtral" else (vit, own)
     towers = [tower if tower is own else AutoModel.from_config(tower) for tower in (vision, text)]
     with pytest.raises(ValueError, match=f"does not keep the rows of a batch apart: .* depends on .*{place}"):
-        FusionDualEncoderModel.from_backbones(*towers)
+        join_backbones(*towers)
 
 
 def test_a_saved_model_with_a_random_encoder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vision = AutoModel.from_config(ViTMAEConfig(**TOWER, **IMAGE, mask_ratio=0.75))
     text = AutoModel.from_config(AutoConfig.for_model("bert", **TOWER, vocab_size=50))
     with monkeypatch.context() as patched:
-        patched.setattr(modeling, "_close", lambda one, other: True)
-        FusionDualEncoderModel.from_backbones(vision, text, fusion_layers=0).save_pretrained(tmp_path)
+        patched.setattr(join, "_close", lambda one, other: True)
+        join_backbones(vision, text, fusion_layers=0).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="ViTMAEModel returns other outputs"):
         load_model(str(tmp_path))
 

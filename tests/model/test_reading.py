@@ -32,6 +32,7 @@ from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Sound
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.media.sound_files import read_sound
+from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import center_square, frames_of, open_picture, samples_of
 from mm_utils.search.listing import Listing, Reader, stock_file
@@ -56,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> FusionDualEncoderModel:
     vision = ConvNextModel(ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=SIDE))
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     text = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=16, **shape))
-    built = FusionDualEncoderModel.from_backbones(vision, text, projection_dim=16, fusion_layers=0)
+    built = join_backbones(vision, text, projection_dim=16, fusion_layers=0)
     built.processor = VisionTextDualEncoderProcessor(images, tokenizer)
     folder = str(tmp_path_factory.mktemp("model"))
     built.save_pretrained(folder)

@@ -10,7 +10,9 @@ from torch import Tensor
 from torchvision.ops import roi_align
 from transformers import AutoConfig, AutoModel
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, RegionHead, mean_in_boxes
+from mm_utils.model.fusion import RegionHead, mean_in_boxes
+from mm_utils.model.join import join_backbones
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 
 def boxes_of(count: int, seed: int = 0) -> Tensor:
@@ -64,9 +66,7 @@ def vision(kind: str) -> Any:
 def model_of(kind: str, taps: Sequence[int] = (-1,), fusion_layers: int = 1) -> FusionDualEncoderModel:
     text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     text_model = AutoModel.from_config(AutoConfig.for_model("bert", **text, vocab_size=50))
-    return FusionDualEncoderModel.from_backbones(
-        vision(kind), text_model, fusion_layers=fusion_layers, fusion_vision_taps=list(taps)
-    ).eval()
+    return join_backbones(vision(kind), text_model, fusion_layers=fusion_layers, fusion_vision_taps=list(taps)).eval()
 
 
 @pytest.mark.parametrize("kind", ["convnext", "vit", "swin"])

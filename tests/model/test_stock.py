@@ -13,6 +13,7 @@ from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
+from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.encoding import encode_in_groups
 from mm_utils.model.modeling_fusion_dual_encoder import _pad_unmasked
 from mm_utils.model.processor import load_processor_of
@@ -88,7 +89,7 @@ def test_a_start_is_saved_loaded_and_written_as_its_own_class(folder, kind, tmp_
     again = load_model(str(tmp_path / "run"))
     right = our_logits(model, folder(kind))
     close(our_logits(again, tmp_path / "run"), right)
-    stock = again.to_dual_encoder()
+    stock = to_dual_encoder(again)
     stock.save_pretrained(tmp_path / "stock")
     stock_processor(processor, stock.config).save_pretrained(tmp_path / "stock")
     written, before = (AutoConfig.from_pretrained(path) for path in (tmp_path / "stock", folder(kind)))
@@ -137,7 +138,7 @@ def test_every_trained_parameter_gets_a_gradient(folder, kind, objective, tmp_pa
     trained.train()(batch, 1)["loss"].backward()
     lacking = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
     assert not lacking
-    close_to = model.eval().to_dual_encoder()  # also after the bias was removed
+    close_to = to_dual_encoder(model.eval())  # also after the bias was removed
     assert type(close_to).__name__.lower().startswith(kind.replace("_", ""))
 
 

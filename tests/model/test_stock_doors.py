@@ -14,6 +14,7 @@ from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
+from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 from tests.kit.awkward import TEXTS as AWKWARD
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = build_model(args, processor.tokenizer)
     model.add_token_head(True)
     model.config.rerank_weights = WEIGHTS
-    for part, place in ((model, path), (model.to_dual_encoder(), path / "dual_encoder")):
+    for part, place in ((model, path), (to_dual_encoder(model), path / "dual_encoder")):
         part.save_pretrained(place)
         processor.save_pretrained(place)
     tuned = ClassifierArguments(str(path), classifier_inputs="image")

@@ -12,6 +12,7 @@ from mm_utils.distributed import RunError
 from mm_utils.model.adapt import multiply_patches, use_channels_last
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
+from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.search.index import IndexInfo, check_same_model, model_fingerprint
 from scripts import pretrain
@@ -97,4 +98,4 @@ def test_sounds_and_clips_get_another_text_tower_too(medium: str, words: str, tm
             assert each.encode_text(*2 * [torch.ones(1, 3, dtype=torch.long)])[0].shape == (1, 24)
     if medium == "sound":
         with pytest.raises(ValueError, match="CLAP's own text tower, and this model another"):
-            model.to_dual_encoder()
+            to_dual_encoder(model)

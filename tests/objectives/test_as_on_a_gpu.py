@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils.model.adapt import PatchProduct, multiply_patches
-from mm_utils.model.modeling_fusion_dual_encoder import rows_of
+from mm_utils.model.fusion import rows_of
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
 from tests.kit.models import TEXT, VISION, batch_for, build
@@ -65,7 +65,7 @@ class Unordered(TorchDispatchMode):
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
     with (
-        mock.patch("mm_utils.model.modeling_fusion_dual_encoder.on_gpu", return_value=True),
+        mock.patch("mm_utils.model.fusion.on_gpu", return_value=True),
         mock.patch("mm_utils.model.adapt.on_gpu", return_value=True),
     ):
         yield

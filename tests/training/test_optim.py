@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreTrainedConfig, ViTConfig
 
+from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.training.optim import (
     OPTIMIZERS,
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 def model() -> FusionDualEncoderModel:
     vision = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 16}
     text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return FusionDualEncoderModel.from_backbones(
+    return join_backbones(
         AutoModel.from_config(AutoConfig.for_model("convnext", **vision)),
         AutoModel.from_config(AutoConfig.for_model("bert", **text, vocab_size=50)),
         fusion_layers=1,

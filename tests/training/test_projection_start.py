@@ -19,6 +19,7 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
+from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
 from mm_utils.training.starts import closed_form
@@ -159,7 +160,7 @@ def test_a_projection_of_classes_has_the_scores_of_its_closed_form(
         torch.testing.assert_close(cosines.double(), expected, rtol=0, atol=1e-4)
     assert expected.std() > 0.1
     with pytest.raises(ValueError, match="linear projections, and this model --projection classes"):
-        model.to_dual_encoder()
+        to_dual_encoder(model)
 
 
 def start_on_rank(towers: dict[str, str]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:

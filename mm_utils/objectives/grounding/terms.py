@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from mm_utils import distributed
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, cells_covered, rows_of
+from mm_utils.model.fusion import cells_covered, rows_of
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.grounding.moments import MomentEvaluator
 from mm_utils.objectives.grounding.pointing import PointingEvaluator
 from mm_utils.objectives.grounding.regions import RegionReader, regions_of

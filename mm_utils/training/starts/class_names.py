@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForAudioClassification, AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from mm_utils.model.modeling_fusion_dual_encoder import probe_input
+from mm_utils.model.join import probe_input
 from mm_utils.model.pretrained import explained, load_config
 
 TEMPERATURE = 2.0  # of the probabilities, so that the second and the third class count too

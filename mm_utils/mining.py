@@ -31,13 +31,14 @@ from torch import Tensor
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
-from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.images import open_image
 from mm_utils.data.prepare.on_disk import content_fingerprint, write_splits
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, groups, near_pairs
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, top_candidates
 from mm_utils.files import atomic_folder
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.reading import UnreadableImageError
 
 logger = logging.getLogger(__name__)
 

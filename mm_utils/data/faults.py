@@ -1,8 +1,10 @@
 """Reasons for which rows, images and captions are set aside, and notes on conversions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from mm_utils.model.reading import UnreadableImageError
 from mm_utils.text import redact, shortened
 
 REASONS = {
@@ -98,7 +100,6 @@ NOTES = {
     "trailing_bytes": "Bytes after the end of the image were ignored.",
     "wrong_extension": "The file name ends like another format's; the content decided.",
     # sounds and clips
-    "second_file": "A second file follows in the same one; it was left out, or mixed in. Join files with a program for them.",
     "packets_skipped": "A few damaged packets of a stream were skipped.",
     "turned": "The rotation that a camera wrote into a video was applied.",
     "frames_fitted": "Frames of several sizes were given the size of the first.",
@@ -133,6 +134,15 @@ class Fault(ValueError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}. {REASONS[self.reason]}"
+
+
+@contextmanager
+def unreadable_as_fault() -> Iterator[None]:
+    """Turn what `mm_utils.model.reading` cannot read into a fault."""
+    try:
+        yield
+    except UnreadableImageError as error:
+        raise Fault(error.reason, str(error)) from error
 
 
 def is_hopeless(bad: int, count: int, most: float = MOST_BAD) -> bool:

@@ -1,7 +1,4 @@
-"""Decode images of any kind to RGB by fixed rules; shrink them, and encode them for storage.
-
-The rules are those of `mm_utils.model.reading`, and `decode` names each that changes something in its notes.
-"""
+"""Open images as rows hold them, shrink them, and encode them for storage; the rules are those of `mm_utils.model.reading`."""
 
 import io
 import math
@@ -13,26 +10,15 @@ from PIL import Image
 
 from mm_utils.files import is_passing, read_regular_file, retry
 from mm_utils.model.reading import (
-    FORMATS,
     MOST_BYTES,
     MOST_PIXELS,
-    TooManyPixelsError,
     UnreadableImageError,
     decode,
+    decoder_message,
     read_header,
     resized,
     simplejpeg,
 )
-
-__all__ = [
-    "FORMATS",
-    "MOST_BYTES",
-    "MOST_PIXELS",
-    "TooManyPixelsError",
-    "UnreadableImageError",
-    "decode",
-    "read_header",
-]
 
 JPEG_QUALITY = 92
 _RAW = re.compile(r"raw:(\d{1,9})x(\d{1,9})")
@@ -84,13 +70,6 @@ def read_pixels(value: dict[str, Any], min_side: int | None = None) -> tuple[np.
             return found
     image, size = open_sized(value, min_side)
     return np.asarray(image), size
-
-
-def decoder_message(error: Exception) -> str:
-    """Return a decoder's message in one line, without the address of the object it read from."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = " ".join(text.split()) or type(error).__name__
-    return re.sub(r" ?<_io\.BytesIO[^>]*>", "", text)[:300]
 
 
 def raw_size(value: dict[str, Any]) -> tuple[int, int] | None:

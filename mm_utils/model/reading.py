@@ -1,7 +1,7 @@
-"""Read pictures, clips, sounds and texts by fixed rules: the same in training, evaluation, search and a model's `encode`.
+"""Open pictures, clips, sounds and texts by fixed rules: the same in preparation, training, search and a model's `encode`.
 
-This file is saved with every model, beside its code. It depends on numpy and Pillow alone; `center_square` needs torch, videos PyAV,
-and sounds of another rate scipy.
+No other file opens media. This one is saved with every model, beside its code, and with exports. It depends on numpy and Pillow
+alone; `center_square` needs torch, videos PyAV, and sounds of another rate scipy.
 
 The rules of pictures, which give the same pixels on every machine. `decode` names each that changes something in its notes:
     formats         those of `FORMATS`, by content and never by name; vector formats would start other programs
@@ -18,16 +18,18 @@ The rules of pictures, which give the same pixels on every machine. `decode` nam
 import io
 import math
 import os
+import re
 import struct
 import urllib.request
-import wave
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count, pairwise
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageSequence, UnidentifiedImageError, features
+from PIL import ExifTags, Image, features
 
 try:
     import simplejpeg
@@ -45,12 +47,7 @@ else:
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF") + (("AVIF",) if "avif" in features.modules else ()) + _HEIF
 # At the scale of decoding: 9000 x 9000 white pixels are a file of 10 kB and take 1.5 GB to decode.
 MOST_PIXELS = 40_000_000
-MOST_BYTES = 64 << 20  # of an image file
-CLIP_FPS = 4.0  # frames a second that are kept of clips, where nothing else is asked for
-_OWN_CLOCK = ("mov", "matroska", "avi", "asf", "flv")  # files whose time stamps count from their beginning
-_SAME_TIME = 1e-4  # seconds
-_Frame = tuple[float | None, float, Callable[[], Image.Image]]  # from when it is shown, for how long, its picture
-_STREAMED = 0xFFFFFF00  # bytes, from which on a WAV file's header says that its length is not known
+MOST_BYTES, MOST_MEDIUM_BYTES = 64 << 20, 512 << 20  # of an image file, and of a clip's or a sound's
 _STRIP = 8  # ratio of sides
 _LARGE = 8_000_000  # pixels; resizing more in one step would take twelve bytes a pixel
 _SECONDS = 30  # to wait for an address
@@ -68,11 +65,18 @@ _TURNS = {
 
 
 class UnreadableImageError(ValueError):
-    """An image that cannot be decoded; the message names it and the reason."""
+    """An image, a clip or a sound that cannot be read; `reason` is a key of `mm_utils.data.faults.REASONS`."""
+
+    def __init__(self, message: str, reason: str = "image_unreadable"):
+        super().__init__(message)
+        self.reason = reason
 
 
-class TooManyPixelsError(UnreadableImageError):
-    """An image whose decoding would take too much memory."""
+def decoder_message(error: Exception) -> str:
+    """Return a decoder's message in one line, without the address of the object it read from."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = " ".join(text.split()) or type(error).__name__
+    return re.sub(r" ?<_io\.BytesIO[^>]*>", "", text)[:300]
 
 
 def open_picture(source: Any, min_side: int | None = None) -> Image.Image:
@@ -90,21 +94,23 @@ def open_picture(source: Any, min_side: int | None = None) -> Image.Image:
     if not isinstance(source, (bytes, str, os.PathLike)):
         kind = type(source).__name__
         raise UnreadableImageError(f"a picture is of type {kind}. Give a path, an address, bytes or a PIL image.")
-    name = "the picture" if isinstance(source, bytes) else os.fspath(source)
     try:
-        if isinstance(source, bytes):
-            content = source
-        elif name.startswith(("http://", "https://")):
-            with urllib.request.urlopen(name, timeout=_SECONDS) as answer:
-                content = answer.read(MOST_BYTES + 1)
-        else:
-            with open(name, "rb") as file:
-                content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise UnreadableImageError(f"it has more than {MOST_BYTES:,} bytes")
+        content = source if isinstance(source, bytes) else _content_of(source, MOST_BYTES)
         return decode(read_header(content), content, min_side, most_pixels=MOST_PIXELS)[0]
     except Exception as error:  # a damaged file makes Pillow raise struct.error, RuntimeError and others, too
-        raise UnreadableImageError(f"{name}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        name = "the picture" if isinstance(source, bytes) else os.fspath(source)
+        raise UnreadableImageError(f"{name}: {decoder_message(error)}") from error
+
+
+def _content_of(place: Any, most: int) -> bytes:
+    """Return the bytes at a path or an address (http), at most so many."""
+    name = os.fspath(place)
+    is_address = name.startswith(("http://", "https://"))
+    with urllib.request.urlopen(name, timeout=_SECONDS) if is_address else open(name, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise UnreadableImageError(f"it has more than {most:,} bytes", "too_many_bytes")
+    return content
 
 
 def read_header(content: bytes) -> Image.Image:
@@ -131,16 +137,15 @@ def decode(
         Upright RGB without metadata, perhaps reduced; (width, height) of the whole upright image; notes.
 
     Raises:
-        TooManyPixelsError: above `most_pixels`.
+        UnreadableImageError: too_many_pixels, above `most_pixels`.
         Exception: what the decoder raises at a damaged file, among others struct.error and RuntimeError.
     """
     width, height = header.size
     if min_side is not None:
         _draft(header, min_side)
     if most_pixels is not None and header.width * header.height > most_pixels:
-        raise TooManyPixelsError(
-            f"it has {width:,} x {height:,} pixels, {most_pixels:,} are the most; prepare_data can shrink it once"
-        )
+        text = f"it has {width:,} x {height:,} pixels, {most_pixels:,} are the most; prepare_data can shrink it once"
+        raise UnreadableImageError(text, "too_many_pixels")
     if header.format == "PNG":
         header.load()  # here, as reading the EXIF block of a PNG decodes it, and hides its damage
     orientation, notes = _orientation(header), []
@@ -260,98 +265,319 @@ def center_of(width: int, height: int, size: int) -> tuple[int, int, int, int]:
     return width, height, (width - size) // 2, (height - size) // 2
 
 
-# -- clips and sounds ---------------------------------------------------------------------------------------------------
+# -- files of sound and video -------------------------------------------------------------------------------------------
+# The clock of a file counts seconds from its beginning, the same for all of its streams: a sound that starts 0.3 s after the
+# pictures stays 0.3 s behind them. Containers with time stamps of their own count from 0; one that begins more than a second
+# later was cut out of a recording, and counts from its first frame, as do all others, whose stamps start anywhere.
+#
+# Files are untrusted. The kind is decided by the first bytes, before FFmpeg sees them; only demuxers of such files are
+# allowed, and none of them may open a second file. Streams, frames and pixels have limits.
+
+TOLERANCE = 0.25  # seconds by which a span may leave its medium: annotators round
+_DEMUXERS = (
+    "mov,mp4,matroska,webm,avi,asf,flv,mpegts,mpeg,ogg,flac,mp3,aac,wav,w64,aiff,au,caf,amr,amrnb,amrwb,ac3,eac3"
+)
+_OWN_CLOCK = ("mov", "matroska", "avi", "asf", "flv")
+_CUT_OUT = 1.0  # second
+_SIGNATURES = {
+    "WAV": rb"(RIFF|RF64)....WAVE",
+    "AVI": rb"RIFF....AVI ",
+    "MP4": rb"....(ftyp(?!avi[fs]|hei[cmsx]|hev[cmsx]|mif1|msf1)|moov|mdat|wide|free|skip)",  # AVIF and HEIF are pictures
+    "Matroska": rb"\x1aE\xdf\xa3",
+    "Ogg": rb"OggS",
+    "FLAC": rb"fLaC",
+    "MP3": rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]",
+    "AAC": rb"\xff[\xf0\xf1\xf8\xf9]",
+    "AIFF": rb"FORM....AIF[FC]",
+    "AU": rb"\.snd",
+    "CAF": rb"caff",
+    "AMR": rb"#!AMR",
+    "AC-3": rb"\x0bw",
+    "ASF": rb"0&\xb2u\x8ef\xcf\x11",
+    "FLV": rb"FLV\x01",
+    "MPEG-TS": rb"G.{187}G",
+    "MPEG-PS": rb"\0\0\x01\xba",
+}
+_MOST_STREAMS = 64
+_MOST_DAMAGED = 0.02  # share of the packets of a stream that may fail, beside the first two
+_SEEK_FROM, _SEEK_BACK = 10.0, 1.0  # seconds: where seeking pays; decoders need a while to come to the right sound
 
 
-def frames_of(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
-    """Return `count` frames of a clip, each the one that is shown in the middle of an equal part.
+def check_cut(start: float | None, end: float | None, seconds: float | None = None) -> None:
+    """Raise span_reversed, span_empty or span_outside for a part, in seconds, of a medium that may not have it."""
+    begin = 0.0 if start is None else start
+    if begin < 0:
+        raise UnreadableImageError(f"it starts at {begin:g} s", "span_outside")
+    if end is not None and end <= begin:
+        raise UnreadableImageError(f"from {begin:g} to {end:g} s", "span_empty" if end == begin else "span_reversed")
+    if seconds is not None and (begin >= seconds or (end is not None and end > seconds + TOLERANCE)):
+        last = seconds if end is None else end
+        raise UnreadableImageError(f"{begin:g} to {last:g} s of {seconds:.3f} s", "span_outside")
 
-    Args:
-        clip: a path, of which the middle `seconds` are taken if they are given, or PIL images, each shown for as long.
+
+def check_length(seconds: float, most: float) -> None:
+    """Raise too_long if a medium, or its wanted part, has more than `most` seconds."""
+    if seconds > most + TOLERANCE:
+        raise UnreadableImageError(f"it has {seconds:,.1f} s or more, and --max_seconds is {most:g}", "too_long")
+
+
+def _check_whole(end: float, said: float | None, is_exact: bool = False) -> None:
+    """Raise medium_truncated if a stream ends at `end`, long before the header says, or at all where that counts samples."""
+    if said is not None and end < said - (0.01 if is_exact else max(0.5, 0.05 * said)):
+        raise UnreadableImageError(f"it ends at {end:.2f} s of {said:,.2f}", "medium_truncated")
+
+
+def _kind_of(content: bytes) -> str | None:
+    """Return the kind of a sound or video file by its first bytes, None for any other file."""
+    return next((name for name, magic in _SIGNATURES.items() if re.match(magic, content, re.DOTALL)), None)
+
+
+@contextmanager
+def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
+    """Open a file by PyAV; yield its container, and the stream of `video` or `audio` in it that players show.
+
+    Raises:
+        UnreadableImageError: also for whatever PyAV raises inside of the block.
     """
-    if isinstance(clip, (list, tuple, range)):
-        return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
-    name = os.fspath(clip)
-    stamps, last = [], 0.0
-    for time, last, _ in _shown(name):  # noqa: B007
-        stamps.append(time)
-    stored = max(1, math.ceil((last - _SAME_TIME) * CLIP_FPS))  # as clips are stored
-    length = stored / CLIP_FPS
-    window = seconds or length
-    begin = max(0.0, length - window) / 2
-    grid = [int((begin + (at + 0.5) / count * window) * CLIP_FPS) for at in range(count)]
-    places = [max(0, bisect_right(stamps, min(at, stored - 1) / CLIP_FPS + _SAME_TIME) - 1) for at in grid]
-    pictures = {
-        at: picture() for at, (*_, picture) in zip(range(max(places) + 1), _shown(name), strict=False) if at in places
-    }
-    return [pictures[at] for at in places]
-
-
-def _shown(name: str) -> Iterator[tuple[float, float, Callable[[], Image.Image]]]:
-    """Yield the frames of a file of a clip: from when and until when each is shown, and what returns it as upright RGB."""
-    last, usual = None, 0.1
-    for time, lasts, picture in _animation(name) or _video(name):
-        at = (0.0 if last is None else last + usual) if time is None else time
-        if last is None or at > last:  # stamps that go back show nothing new
-            yield at, at + lasts, picture
-            last, usual = at, lasts
-    if last is None:
-        raise ValueError(f"{name} holds no frame that can be shown. Pass another file, or a list of PIL images.")
-
-
-def _animation(name: str) -> Iterator[_Frame] | None:
-    """Return the frames of an animated GIF, WebP or PNG file, transparency on white; None of another file."""
-    with open(name, "rb") as file:
-        if file.read(4) not in (b"GIF8", b"RIFF", b"\x89PNG"):
-            return None
-    try:
-        header = Image.open(name, formats=("GIF", "WEBP", "PNG"))
-    except UnidentifiedImageError:  # AVI and WAV files are RIFF, too
-        return None
-    if not getattr(header, "is_animated", False):
-        raise ValueError(f"{name} is a still picture. Pass a video, or a list of PIL images.")
-    return _pages(header)
-
-
-def _pages(header: Image.Image) -> Iterator[_Frame]:
-    time = 0.0
-    for page in ImageSequence.Iterator(header):
-        page.load()
-        asked = float(page.info.get("duration") or 0) / 1000
-        lasts = 0.1 if asked < 0.011 else asked  # as browsers show a GIF that asks for less
-        yield time, lasts, partial(_flatten, page.convert("RGBA"), [])
-        time += lasts
-
-
-def _video(name: str) -> Iterator[_Frame]:
+    kind = _kind_of(content)
+    if kind is None:
+        raise UnreadableImageError(f"it begins with {content[:16]!r}", "medium_unknown_format")
+    if kind == "MP4" and b"moov" not in content:
+        raise UnreadableImageError("MP4 without its index, which programs write last", "medium_truncated")
     try:  # also hides it from what transformers wants installed before it loads any model with this file
         import av
     except ImportError as error:
-        raise ImportError(f"{name} is read by PyAV. pip install av, or pass a list of PIL images.") from error
-    opened: Any = av.open(name)
-    with opened as container:
-        stream = container.streams.best("video")
-        if stream is None:
-            raise ValueError(f"{name} holds no video. Pass a video, or a list of PIL images.")
-        start = (container.start_time or 0) / 1e6
-        zero = 0.0 if container.format.name.split(",")[0] in _OWN_CLOCK and start <= 1 else start
-        rate = stream.average_rate or stream.guessed_rate or 25
-        for frame in container.decode(stream):
-            lasts = float(frame.duration * frame.time_base) if frame.duration else 1 / float(rate)
-            time = None if frame.pts is None else float(frame.pts * frame.time_base) - zero
-            yield time, lasts, partial(upright, frame, stream.sample_aspect_ratio)
+        raise UnreadableImageError(f"{kind} is not read without PyAV", "needs_av") from error
+
+    def refuse(url: str, flags: int, options: Any) -> Any:
+        raise PermissionError(f"the file names another one, {url}, which is not opened")
+
+    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", "max_streams": str(_MOST_STREAMS)}
+    try:
+        with av.open(io.BytesIO(content), options=options, metadata_errors="replace", io_open=refuse) as container:
+            yield container, _best_stream(container, medium)
+    except UnreadableImageError:
+        raise
+    except EOFError as error:
+        raise UnreadableImageError(f"{kind}: {decoder_message(error)}", "medium_truncated") from error
+    except MemoryError as error:
+        text = f"{kind} of more than {_MOST_STREAMS} streams, or of a huge one"
+        raise UnreadableImageError(text, "too_many_parts") from error
+    except Exception as error:  # FFmpeg's errors, ValueError and others, as the bytes have it
+        raise UnreadableImageError(f"{kind}: {decoder_message(error)}", "medium_unreadable") from error
 
 
-def upright(frame: Any, shape: Any) -> Image.Image:
-    """Return a frame of PyAV as RGB, turned as the camera says, with square pixels; `shape` is the width of one over its height."""
-    image: Image.Image = frame.to_image()
+def _best_stream(container: Any, medium: str) -> Any:
+    streams, name = container.streams, container.format.name
+    if len(streams) > _MOST_STREAMS:
+        raise UnreadableImageError(f"{len(streams):,} streams", "too_many_parts")
+    if not streams.video and not streams.audio:
+        raise UnreadableImageError(f"{name} without a stream that can be read", "medium_unreadable")
+    usable = [
+        stream
+        for stream in getattr(streams, medium)
+        if stream.codec_context is not None
+        and "attached_pic" not in str(stream.disposition).lower()  # the cover of a recording
+    ]
+    if not usable:
+        held = ", ".join(sorted({str(stream.type) for stream in streams}))
+        raise UnreadableImageError(f"{name} that holds {held}", f"no_{medium}_stream")
+    best = streams.best(medium)
+    stream = best if best in usable else usable[0]
+    stream.codec_context.thread_count = 1
+    return stream
+
+
+def _clock_zero(container: Any) -> float:
+    """Return the time stamp in seconds at which the clock of a file begins."""
+    start = (container.start_time or 0) / 1e6
+    return 0.0 if container.format.name.split(",")[0] in _OWN_CLOCK and start <= _CUT_OUT else start
+
+
+def _declared_end(container: Any, stream: Any) -> float | None:
+    """Return a stream's end on the file's clock by the header; None where it only guesses."""
+    name, zero = container.format.name, _clock_zero(container)
+    if name in ("mp3", "aac", "mpegts", "mpeg", "amr", "ac3", "eac3"):
+        return None
+    if stream.duration is not None and stream.time_base is not None:
+        return float((stream.duration + (stream.start_time or 0)) * stream.time_base) - zero
+    if container.duration is None:
+        return None
+    start = 0 if name.startswith("matroska") else container.start_time or 0  # Matroska counts from 0
+    return (container.duration + start) / 1e6 - zero
+
+
+def _decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Iterator[tuple[float | None, Any]]:
+    """Yield a stream's frames with their times on the file's clock, None where they have none.
+
+    A file that breaks off ends there. Frames that end before `start`, in seconds, may be left out. A few damaged packets are
+    skipped and noted as packets_skipped; more are medium_unreadable.
+    """
+    zero, count, failed = _clock_zero(container), 0, 0
+    if start >= _SEEK_FROM:
+        try:
+            container.seek(int(max(0.0, start + zero - _SEEK_BACK) * 1e6))
+        except OSError:  # of FFmpeg: then everything is decoded from the beginning
+            container.seek(0)
+    for packet in _packets(container, stream):
+        count += 1
+        try:
+            frames = packet.decode()
+        except Exception as error:  # see `_opened`
+            failed += 1
+            if failed > max(2, _MOST_DAMAGED * count):
+                text = f"{failed:,} of {count:,} packets: {decoder_message(error)}"
+                raise UnreadableImageError(text, "medium_unreadable") from error
+            continue
+        for frame in frames:
+            yield None if frame.pts is None else float(frame.pts * frame.time_base) - zero, frame
+    if failed:
+        notes.append("packets_skipped")
+
+
+def _packets(container: Any, stream: Any) -> Iterator[Any]:
+    """Yield the packets of a stream; a file that breaks off ends there."""
+    packets = container.demux(stream)
+    while True:
+        try:
+            packet = next(packets, None)
+        except MemoryError:
+            raise
+        except Exception:  # see `_opened`
+            return
+        if packet is None:
+            return
+        yield packet
+
+
+# -- clips --------------------------------------------------------------------------------------------------------------
+
+CLIP_FPS = 4.0  # frames a second that are kept of clips, where nothing else is asked for
+_SAME_TIME, _HOUR = 1e-4, 3600.0  # seconds
+_MOST_PIXELS_IN_ALL = 20_000_000_000  # of all frames of a clip: a minute of 4K
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame that is shown from `time` to `end`, in seconds; `picture` decodes it to upright RGB."""
+
+    time: float
+    end: float
+    picture: Callable[[], Image.Image]
+
+
+def read_frames(
+    content: bytes,
+    fps: float,
+    start: float | None = None,
+    end: float | None = None,
+    *,
+    max_seconds: float = 60.0,
+    max_pixels: int = MOST_PIXELS,
+    notes: list[str] | None = None,
+) -> Iterator[Frame]:
+    """Yield the frames of a clip's file at `start`, `start` + 1 / fps, ... before `end`, by its own clock; see `at_rate`.
+
+    Animated GIF, WebP and PNG files are read by Pillow, all else by PyAV.
+
+    Args:
+        content: the whole file.
+        fps: frames a second of the result.
+        start, end: seconds; None for the beginning and the end.
+        max_seconds: the longest clip that is wanted.
+        max_pixels: of a frame; files with larger ones are refused before they are decoded.
+        notes: keys of `mm_utils.data.faults.NOTES` are added.
+
+    Raises:
+        UnreadableImageError: if there is no such clip, for whatever reason; nothing else is raised, whatever the bytes.
+    """
+    check_cut(start, end)
+    if end is not None:
+        check_length(end - (start or 0.0), max_seconds)
+    notes, begin = [] if notes is None else notes, start or 0.0
+    header = None if _kind_of(content) else _animation_header(content)
+    if header is not None:
+        yield from at_rate(_animation(header, max_pixels), fps, begin, end, max_seconds)
+        return
+    with _opened(content, "video") as (container, stream):
+        said = _declared_end(container, stream)
+        if said is not None and end is None:
+            check_length(said - begin, max_seconds)
+        yield from at_rate(_video(container, stream, max_pixels, begin, notes), fps, begin, end, max_seconds, said)
+
+
+def at_rate(
+    frames: Iterable[Frame],
+    fps: float,
+    begin: float,
+    end: float | None,
+    most: float,
+    said: float | None = None,
+) -> Iterator[Frame]:
+    """Yield the frames that are shown at begin, begin + 1 / fps, ...; one that is shown for longer comes again.
+
+    The frame of a time t is the one that players show then: the last whose time stamp is not after t, or the first frame
+    if all are. `most` is the longest clip in seconds, and `said` where the file says that its frames end.
+    """
+    shown: Frame | None = None
+    count, last = 0, 0.0
+    for frame in chain(frames, [None]):
+        if frame is None:
+            if shown is None:
+                _check_whole(0.0, said)
+                raise UnreadableImageError("it holds no frame that can be shown", "medium_empty")
+            until = last = shown.end
+            if end is None or last < end:
+                _check_whole(last, said if end is None else min(said or 0.0, end))
+                if begin or end is not None:
+                    check_cut(begin, end, last)
+        elif shown is not None and frame.time <= shown.time:
+            continue  # stamps that go back show nothing new
+        else:
+            until = frame.time
+        current = shown or frame
+        assert current is not None
+        while begin + count / fps < (until if end is None else min(until, end)) - _SAME_TIME:
+            check_length(count / fps, most)
+            yield current
+            count += 1
+        if frame is None or (end is not None and until >= end):
+            break
+        shown = frame
+    if not count:
+        raise UnreadableImageError("it holds no frame that is shown for any time", "medium_empty")
+
+
+def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: list[str]) -> Iterator[Frame]:
+    """Yield the frames of a stream; raise too_many_pixels before memory is taken for more."""
+    _check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels)
+    rate = stream.average_rate or stream.guessed_rate or 25
+    pixels, last = 0, -1 / float(rate)
+    for stamp, frame in _decoded(container, stream, begin, notes):
+        _check_pixels(frame.width, frame.height, max_pixels)
+        pixels += frame.width * frame.height
+        if pixels > _MOST_PIXELS_IN_ALL:
+            raise UnreadableImageError(f"{pixels:,} in all frames", "too_many_pixels")
+        time = last + 1 / float(rate) if stamp is None else stamp
+        lasts = float(frame.duration * frame.time_base) if frame.duration else 1 / float(rate)
+        last, turn = time, _turn_of(frame)
+        if turn is not None and "turned" not in notes:
+            notes.append("turned")
+        yield Frame(time, time + lasts, partial(_upright, frame, stream.sample_aspect_ratio, turn))
+
+
+def _upright(frame: Any, shape: Any, turn: Image.Transpose | None) -> Image.Image:
+    """Return a frame of PyAV as RGB, turned, with square pixels; `shape` is the width of one over its height."""
+    try:
+        image: Image.Image = frame.to_image()
+    except Exception as error:  # see `_opened`
+        raise UnreadableImageError(f"a frame: {decoder_message(error)}", "medium_unreadable") from error
     if shape and shape != 1 and 0.25 <= shape <= 4:
         image = image.resize((max(1, round(image.width * float(shape))), image.height), Image.Resampling.BICUBIC)
-    turn = turn_of(frame)
     return image if turn is None else image.transpose(turn)
 
 
-def turn_of(frame: Any) -> Image.Transpose | None:
+def _turn_of(frame: Any) -> Image.Transpose | None:
     """Return what the display matrix of a frame of PyAV does to it: a turn, or the mirror of a front camera; None if nothing."""
     parts = [bytes(each) for each in frame.side_data if each.type.name == "DISPLAYMATRIX"]
     a, b, _, c, d, *_ = struct.unpack("=9i", parts[0][:36]) if parts else (1, 0, 0, 0, 1)
@@ -362,52 +588,300 @@ def turn_of(frame: Any) -> Image.Transpose | None:
     return (_Turn.ROTATE_90, _Turn.ROTATE_180, _Turn.ROTATE_270)[turns - 1] if turns else None
 
 
+def _animation_header(content: bytes) -> Image.Image | None:
+    """Return the header of an animated GIF, WebP or PNG file; None if it is no picture at all."""
+    try:
+        header = Image.open(io.BytesIO(content), formats=("GIF", "WEBP", "PNG", "JPEG", "BMP", "TIFF", "AVIF"))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UnreadableImageError(decoder_message(error), "too_many_pixels") from error
+    except Exception as error:  # decoders raise no closed set of errors
+        if content[:4] in (b"GIF8", b"\x89PNG") or (content[:4] == b"RIFF" and content[8:12] == b"WEBP"):
+            raise UnreadableImageError("an animation with a damaged header", "medium_unreadable") from error
+        return None
+    if header.format not in ("GIF", "WEBP", "PNG") or not getattr(header, "is_animated", False):
+        raise UnreadableImageError(f"a still picture, {header.format}", "no_video_stream")
+    return header
+
+
+def _animation(header: Image.Image, max_pixels: int) -> Iterator[Frame]:
+    """Yield the frames of an animation, transparency on white."""
+    _check_pixels(*header.size, max_pixels)
+    time = 0.0
+    for at in count():
+        try:
+            header.seek(at)
+            header.load()
+        except EOFError as error:
+            if at < 2:
+                raise UnreadableImageError(f"{header.format}: {decoder_message(error)}", "medium_truncated") from error
+            return
+        except Exception as error:  # see `_animation_header`
+            text = decoder_message(error)
+            reason = "medium_truncated" if "truncated" in text.lower() else "medium_unreadable"
+            raise UnreadableImageError(f"{header.format}, frame {at}: {text}", reason) from error
+        pixels = (at + 1) * header.width * header.height
+        if pixels > _MOST_PIXELS_IN_ALL:
+            raise UnreadableImageError(f"{pixels:,} in all frames", "too_many_pixels")
+        asked = float(header.info.get("duration") or 0) / 1000
+        lasts = 0.1 if asked < 0.011 else asked  # as browsers show a GIF that asks for less
+        yield Frame(time, time + lasts, partial(_flatten, header.convert("RGBA"), []))
+        time += lasts
+
+
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise UnreadableImageError(f"{width:,} x {height:,} pixels", "too_many_pixels")
+
+
+def frames_of(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
+    """Return `count` frames of a clip, each the one that is shown in the middle of an equal part.
+
+    Args:
+        clip: a path, of which the middle `seconds` are taken if they are given, or PIL images, each shown for as long.
+    """
+    if isinstance(clip, (list, tuple, range)):
+        return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
+    try:
+        content = _content_of(clip, MOST_MEDIUM_BYTES)
+        stored = sum(1 for _ in read_frames(content, CLIP_FPS, max_seconds=_HOUR))
+        begin, window = middle(stored / CLIP_FPS, seconds or stored / CLIP_FPS)
+        grid = [int((begin + (at + 0.5) / count * window) * CLIP_FPS) for at in range(count)]
+        places = [min(at, stored - 1) for at in grid]
+        frames = zip(range(max(places) + 1), read_frames(content, CLIP_FPS, max_seconds=_HOUR), strict=False)
+        pictures = {at: frame.picture() for at, frame in frames if at in places}
+    except UnreadableImageError as error:
+        raise ValueError(f"{clip}: {error}. Pass another file, or a list of PIL images.") from error
+    return [pictures[at] for at in places]
+
+
+def middle(length: float, seconds: float) -> tuple[float, float]:
+    """Return begin and length of the window of `seconds` that evaluations take of a medium of that length."""
+    return max(0.0, length - seconds) * 0.5, seconds
+
+
+# -- sounds -------------------------------------------------------------------------------------------------------------
+
+LEAST_RATE, MOST_RATE = 1_000, 384_000  # samples a second
+_MOST_CHANNELS = 64
+_SILENT = 3 / 32768  # the noise of rounding and dither
+_SURPLUS = 0.1  # seconds
+_GAP = 0.02  # seconds: where time stamps and samples differ by more, something is missing
+_INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
+_WAV_TYPES = {
+    (_INTEGERS, 8): "u1",
+    (_INTEGERS, 16): "<i2",
+    (_INTEGERS, 24): "u1",
+    (_INTEGERS, 32): "<i4",
+    (_FLOATS, 32): "<f4",
+    (_FLOATS, 64): "<f8",
+}
+
+
+def read_sound(
+    content: bytes,
+    rate: int,
+    start: float | None = None,
+    end: float | None = None,
+    *,
+    max_seconds: float = 60.0,
+    notes: list[str] | None = None,
+    codecs: bool = True,
+) -> np.ndarray:
+    """Read a file's sound, the mean of its channels, from `start` to `end` on its clock: int16 `[n]`.
+
+    Sound that is missing at the beginning or in between, as time stamps have it, is silence.
+
+    Args:
+        content: the whole file.
+        rate: samples a second of the result.
+        start, end: seconds; None for the beginning and the end.
+        max_seconds: the longest sound that is wanted.
+        notes: keys of `mm_utils.data.faults.NOTES` are added.
+        codecs: read more than WAV files of plain samples.
+
+    Raises:
+        UnreadableImageError: if there is no such sound, for whatever reason; nothing else is raised, whatever the bytes.
+    """
+    check_cut(start, end)
+    if end is not None:
+        check_length(end - (start or 0.0), max_seconds)
+    plain = wav_samples(content)
+    if plain is not None:
+        whole, own = plain
+        check_cut(start, end, len(whole) / own)
+        first, last = round((start or 0.0) * own), len(whole) if end is None else min(len(whole), round(end * own))
+        check_length((last - first) / own, max_seconds)
+        samples = _floats(whole[first:last]).mean(axis=1)
+    elif codecs:
+        samples, own = _read_stream(content, start, end, max_seconds, [] if notes is None else notes)
+    else:
+        raise UnreadableImageError("it is not a WAV file of plain samples", "medium_unknown_format")
+    if not len(samples):
+        raise UnreadableImageError("it holds no samples", "medium_empty")
+    if not np.isfinite(samples).all():
+        raise UnreadableImageError("it holds samples that are not finite", "medium_unreadable")
+    if abs(samples).max() <= _SILENT:
+        raise UnreadableImageError(f"{len(samples) / own:.2f} s without a sound", "silent")
+    return _stored(samples, own, rate)
+
+
+def _stored(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
+    """Return samples `[n]` of one rate at another one, as prepared sets store them: int16."""
+    if own != rate:
+        try:
+            from scipy.signal import resample_poly
+        except ImportError as error:
+            raise ImportError(f"a sound of {own} Hz is resampled by scipy to {rate}. pip install scipy.") from error
+        samples = resample_poly(samples, rate, own)
+    return (samples * 32768).round().clip(-32768, 32767).astype(np.int16)
+
+
+def wav_samples(content: bytes) -> tuple[np.ndarray, int] | None:
+    """View the samples `[n, channels]` of a WAV file of plain samples, and return their rate; None of any other file.
+
+    Raises:
+        UnreadableImageError: if it is cut or damaged.
+    """
+    if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
+        return None
+    layout, data = _wav_chunks(content)
+    tag, channels, rate, _, frame, bits = struct.unpack_from("<HHIIHH", layout)
+    if tag == _EXTENSIBLE and len(layout) >= 26:
+        tag = int.from_bytes(layout[24:26], "little")
+    if tag not in (_INTEGERS, _FLOATS):
+        return None
+    _check_layout(rate, channels)
+    if (tag, bits) not in _WAV_TYPES:
+        raise UnreadableImageError(f"a WAV file of {bits} bits a sample", "medium_unreadable")
+    if frame != channels * bits // 8:
+        text = f"a WAV file of {channels} channels of {bits} bits in {frame} bytes"
+        raise UnreadableImageError(text, "medium_unreadable")
+    values = np.frombuffer(data[: len(data) // frame * frame], _WAV_TYPES[tag, bits])
+    if not len(values):
+        raise UnreadableImageError("a WAV file of no samples", "medium_empty")
+    if bits == 24:
+        values = np.pad(values.reshape(-1, 3), ((0, 0), (1, 0))).view("<i4")
+    return values.reshape(-1, channels), rate
+
+
+def _wav_chunks(content: bytes) -> tuple[bytes, memoryview]:
+    """Return the format and the samples of a WAV file."""
+    at, layout = 12, b""
+    while at + 8 <= len(content):
+        name, size, at = content[at : at + 4], int.from_bytes(content[at + 4 : at + 8], "little"), at + 8
+        if name == b"fmt ":
+            layout = content[at : at + size]
+        if name == b"data":
+            size = len(content) - at if size in (0, 0xFFFFFFFF) else size  # of a program that wrote into a pipe
+            data = memoryview(content)[at : at + size]
+            if len(data) < size:
+                text = f"a WAV file with {len(data):,} of {size:,} bytes of sound"
+                raise UnreadableImageError(text, "medium_truncated")
+            if len(layout) < 16:
+                raise UnreadableImageError("a WAV file without its format", "medium_unreadable")
+            return layout, data
+        at += size + size % 2
+    raise UnreadableImageError("a WAV file without its sound", "medium_truncated")
+
+
+def _floats(samples: np.ndarray) -> np.ndarray:
+    """Return samples of any type as float32, 1 at full scale."""
+    if samples.dtype.kind == "u":
+        return (samples.astype(np.float32) - 128) / 128
+    if samples.dtype.kind == "i":
+        return samples.astype(np.float32) / np.float32(2.0 ** (8 * samples.dtype.itemsize - 1))
+    return samples.astype(np.float32)
+
+
+def _check_layout(rate: int, channels: int) -> None:
+    if not LEAST_RATE <= rate <= MOST_RATE:
+        raise UnreadableImageError(f"{rate:,} samples a second", "bad_sound_rate")
+    if not 1 <= channels <= _MOST_CHANNELS:
+        raise UnreadableImageError(f"{channels} channels", "medium_unreadable")
+
+
+def _read_stream(
+    content: bytes, start: float | None, end: float | None, most: float, notes: list[str]
+) -> tuple[np.ndarray, int]:
+    """Decode the best stream of sound of a file and put it on the clock: float32 `[n]`, and its rate."""
+    _check_one_ogg(content)
+    begin, pieces, count, rate = start or 0.0, [np.empty(0, np.float32)], 0, 0
+    longest, limit = most + TOLERANCE if end is None else end - begin, 0
+    with _opened(content, "audio") as (container, stream):
+        said, is_flac = _declared_end(container, stream), container.format.name == "flac"
+        if said is not None and end is None:
+            check_length(said - begin, most)
+        for time, frame in _decoded(container, stream, begin, notes):
+            if not rate:
+                rate = frame.sample_rate
+                _check_layout(rate, len(frame.layout.channels))
+                limit = round(longest * rate)
+            if frame.sample_rate != rate:
+                text = f"its rate changes from {rate:,} to {frame.sample_rate:,}"
+                raise UnreadableImageError(text, "medium_unreadable")
+            at = count if time is None else round((time - begin) * rate)
+            if count and abs(at - count) <= _GAP * rate:
+                at = count
+            gap = np.zeros(max(0, min(at, limit) - count), np.float32)
+            pieces += [gap, _mono(frame)[max(0, count - at) :]]
+            count += len(gap) + len(pieces[-1])
+            if count >= limit:
+                break
+    if rate and count >= limit:
+        if end is None:
+            raise UnreadableImageError(f"it has more than {most:g} s, which is --max_seconds", "too_long")
+    else:
+        seconds = count / rate if rate else 0.0
+        _check_whole(begin + seconds, said if end is None else min(said or 0.0, end), is_flac)
+        if start is not None or end is not None:
+            check_cut(start, end, begin + seconds)
+    samples = np.concatenate(pieces)[:limit]
+    surplus = len(samples) - round(((said or 0.0) - begin) * rate)
+    # The last packet of Ogg Vorbis is longer than the sound in it.
+    return samples[: len(samples) - surplus] if 0 < surplus < _SURPLUS * rate else samples, rate
+
+
+def _check_one_ogg(content: bytes) -> None:
+    """Refuse what recorders of radio write; decoders mix the times of its parts."""
+    pages = re.finditer(rb"OggS\0(.)", content, re.DOTALL) if content[:4] == b"OggS" else ()
+    if any(begins and not before for before, begins in pairwise(page[1][0] & 2 for page in pages)):
+        raise UnreadableImageError("several Ogg files one behind another; join them with ffmpeg", "medium_unreadable")
+
+
+def _mono(frame: Any) -> np.ndarray:
+    """Return the mean of the channels of a frame of PyAV, float32 `[n]`."""
+    channels, values = len(frame.layout.channels), _floats(frame.to_ndarray())
+    return values.mean(axis=0) if len(values) == channels else values.reshape(-1, channels).mean(axis=1)
+
+
 def samples_of(sound: Any, extractor: Any) -> np.ndarray:
     """Return the samples `[n]` of the middle of a sound, as a feature extractor takes them; silence follows where it is short.
 
     Args:
-        sound: (samples in [-1, 1], rate) or the path of a WAV file of 16 bits.
+        sound: (samples in [-1, 1], rate) or the path of a file.
         extractor: its `window_seconds` say how much is taken; it repeats or pads a short sound by itself if its `padding` says so,
             or its `pads_frames`.
     """
+    rate = extractor.sampling_rate
     if isinstance(sound, tuple):
-        samples, rate = np.asarray(sound[0]), sound[1]
+        samples, own = np.asarray(sound[0]), sound[1]
         if samples.ndim != 1 or samples.dtype.kind != "f":  # filled up to the window, a second dimension is huge
             shape = f"{samples.dtype} {list(samples.shape)}"
             raise ValueError(
                 f"a sound is (samples, rate), and its samples are {shape}. Give floats of one channel, [n]."
             )
-        samples = samples.astype(np.float32)
+        stored = _stored(samples.astype(np.float32), own, rate)
     else:
         try:
-            with wave.open(os.fspath(sound)) as file:
-                channels, width, rate, count = file.getparams()[:4]
-                content = file.readframes(count)
-            if width != 2:
-                raise wave.Error(f"{8 * width} bits a sample")
-            wanted = count * channels * width
-            if not content or len(content) % (channels * width) or len(content) < wanted < _STREAMED:
-                raise wave.Error(f"{len(content):,} of {wanted:,} bytes of sound")
-        except (wave.Error, EOFError, TypeError) as error:
-            raise ValueError(
-                f"{sound} is not a WAV file of 16 bits: {error}. Decode it and give (samples, rate)."
-            ) from error
-        samples = np.frombuffer(content, "<i2").reshape(-1, channels).astype(np.float32).mean(1) / 32768
-    wanted = extractor.sampling_rate
-    if rate != wanted:
-        try:
-            from scipy.signal import resample_poly
-        except ImportError as error:
-            raise ImportError(f"a sound of {rate} Hz is resampled by scipy to {wanted}. pip install scipy.") from error
-        samples = resample_poly(samples, wanted, rate)
-    length = len(samples) / wanted
-    seconds = getattr(extractor, "window_seconds", length)
-    first = int(max(0.0, length - seconds) / 2 * wanted)
-    samples = samples[first : first + round(seconds * wanted)]
-    samples = (samples * 32768).round().clip(-32768, 32767) / 32768  # as they are stored
+            stored = read_sound(_content_of(sound, MOST_MEDIUM_BYTES), rate, max_seconds=_HOUR)
+        except UnreadableImageError as error:
+            raise ValueError(f"{sound}: {error}. Give another file, or (samples, rate).") from error
+    length = len(stored) / rate
+    begin, seconds = middle(length, getattr(extractor, "window_seconds", length))
+    shown = stored[int(begin * rate) :][: round(seconds * rate)].astype(np.float32) / 32768
     if "repeat" in getattr(extractor, "padding", "") or getattr(extractor, "pads_frames", False):
-        return samples.astype(np.float32)
-    return np.pad(samples, (0, max(0, round(seconds * wanted) - len(samples)))).astype(np.float32)
+        return shown
+    return np.pad(shown, (0, max(0, round(seconds * rate) - len(shown))))
 
 
 # -- texts --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
-from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
@@ -22,6 +21,7 @@ from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
+from mm_utils.model.reading import UnreadableImageError
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
     DIRECTIONS,

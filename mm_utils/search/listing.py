@@ -14,21 +14,19 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from mm_utils.data.faults import REASONS, Fault, storable
-from mm_utils.data.images import MOST_PIXELS, UnreadableImageError, encode, open_image, pixels, raw_size, shrink
+from mm_utils.data.faults import REASONS, Fault, storable, unreadable_as_fault
+from mm_utils.data.images import encode, open_image, pixels, raw_size, shrink
 from mm_utils.data.media import FEATURES
-from mm_utils.data.media.clip_files import read_clip
 from mm_utils.data.media.medium import Medium, Sound
 from mm_utils.data.media.pictures import picture
-from mm_utils.data.media.riff import write_avi, write_wav
-from mm_utils.data.media.sound_files import read_sound
+from mm_utils.data.media.riff import store_clip, write_wav
 from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits, read_file
 from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.folders import RAW_SUFFIXES, Unread, walk
 from mm_utils.files import changed_ns
-from mm_utils.model.reading import CLIP_FPS, center_square
+from mm_utils.model.reading import CLIP_FPS, MOST_PIXELS, UnreadableImageError, center_square, read_frames, read_sound
 from mm_utils.search.index import STAMPS
 
 logger = logging.getLogger(__name__)
@@ -161,25 +159,24 @@ def is_clip_among_images(path: str, medium: Medium) -> bool:
 
 
 def moments_of(content: bytes, side: int) -> list[Image.Image]:
-    """Return eight moments, evenly spread over the first minute of a clip; raise Fault if there are none."""
+    """Return eight moments, evenly spread over the first minute of a clip."""
     try:
-        clip = read_clip(content, CLIP_FPS, side)
-    except Fault as fault:
-        if fault.reason != "too_long":
+        clip = store_clip(read_frames(content, CLIP_FPS), CLIP_FPS, side)
+    except UnreadableImageError as error:
+        if error.reason != "too_long":
             raise
-        clip = read_clip(content, CLIP_FPS, side, end=_SECONDS)
+        clip = store_clip(read_frames(content, CLIP_FPS, end=_SECONDS), CLIP_FPS, side)
     shown = list(accumulate(clip.jpegs, lambda before, own: own or before))
     places = [int((at + 0.5) / _FRAMES * len(shown)) for at in range(_FRAMES)]
     return [open_image({"bytes": shown[place], "path": None}) for place in places]
 
 
 def stock_file(content: bytes, medium: Medium) -> bytes:
-    """Return a medium's file as prepared sets store it, for `Medium.read`, or raise Fault."""
+    """Return a medium's file as prepared sets store it, for `Medium.read`; raise UnreadableImageError."""
     if isinstance(medium, Sound):
         rate = medium.log_mel.rate
-        return write_wav(read_sound(content, rate)[0], rate)
-    clip = read_clip(content, CLIP_FPS, THUMBNAIL)
-    return write_avi(clip.jpegs, CLIP_FPS, clip.size)
+        return write_wav(read_sound(content, rate), rate)
+    return store_clip(read_frames(content, CLIP_FPS), CLIP_FPS, THUMBNAIL).content
 
 
 class Reader(Dataset):
@@ -198,7 +195,8 @@ class Reader(Dataset):
         place = self.places[number]
         name, row = self.listing.ids[place], self.listing.rows[place]
         try:
-            return {"id": name, "captions": row["captions"], **self._read(row["image"])}
+            with unreadable_as_fault():
+                return {"id": name, "captions": row["captions"], **self._read(row["image"])}
         except Fault as fault:
             return dict(skip(name, fault))
 
@@ -224,10 +222,7 @@ class Reader(Dataset):
 
     def _show_timed(self, stored: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a clip or a sound that evaluations take, its picture, and its file."""
-        try:
-            square, shown = self.medium.read(stored)[0], picture(stored, self.medium.kind, THUMBNAIL // 2)
-        except UnreadableImageError as error:
-            raise Fault("medium_unreadable", str(error)) from error
+        square, shown = self.medium.read(stored)[0], picture(stored, self.medium.kind, THUMBNAIL // 2)
         thumbnail = encode(shrink(shown, THUMBNAIL), "jpeg", _QUALITY)
         return {"square": square, "thumbnail": thumbnail, "content": stored["bytes"]}
 
@@ -241,16 +236,13 @@ class Reader(Dataset):
     def _show(self, image: dict[str, Any]) -> tuple[torch.Tensor, bytes]:
         """Return the square, as evaluations cut it, and the thumbnail."""
         side = max(THUMBNAIL, self.side)
-        try:
-            if raw_size(image) is None:
-                checked = check_image(image["bytes"], self.checks, image["path"] or "", self.side, MOST_PIXELS)
-                shown, shorter = checked.image, min(checked.width, checked.height)
-            else:
-                shown = Image.fromarray(pixels(image))
-                shorter = min(shown.size)
-            square = center_square(shown, self.side)
-            if min(shown.size) < min(side, shorter):  # decoded at a reduced scale
-                shown = open_image(image, side)
-        except UnreadableImageError as error:
-            raise Fault("image_unreadable", str(error)) from error
+        if raw_size(image) is None:
+            checked = check_image(image["bytes"], self.checks, image["path"] or "", self.side, MOST_PIXELS)
+            shown, shorter = checked.image, min(checked.width, checked.height)
+        else:
+            shown = Image.fromarray(pixels(image))
+            shorter = min(shown.size)
+        square = center_square(shown, self.side)
+        if min(shown.size) < min(side, shorter):  # decoded at a reduced scale
+            shown = open_image(image, side)
         return square, encode(shrink(shown, side), "jpeg", _QUALITY)

@@ -26,12 +26,12 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.reading import center_square, open_picture
+from mm_utils.model.reading import UnreadableImageError, center_square, open_picture, read_sound
 from mm_utils.search.first_pass import StoredVectors, among, open_find
 from mm_utils.search.index import STAMPS, IndexInfo, check_same_model, open_index, stamp
 from mm_utils.search.narrowed import Filter, copies
@@ -306,15 +306,14 @@ def read_query(file: str | bytes, medium: Any) -> Tensor:
     if medium.kind == "sound":
         from mm_utils.data.faults import Fault
         from mm_utils.data.media.riff import write_wav
-        from mm_utils.data.media.sound_files import read_sound
         from mm_utils.data.paths import Limits, read_file
 
         name = file if isinstance(file, str) else "the file"
         try:
             content = read_file(file, Limits()) if isinstance(file, str) else file
             rate = medium.log_mel.rate
-            stored = write_wav(read_sound(content, rate, codecs=False)[0], rate)  # strangers' files meet no codec
-        except Fault as fault:
-            raise UnreadableImageError(f"{name}: {fault.detail}") from fault
+            stored = write_wav(read_sound(content, rate, codecs=False), rate)  # strangers' files meet no codec
+        except (Fault, UnreadableImageError) as error:
+            raise UnreadableImageError(f"{name}: {error.detail if isinstance(error, Fault) else error}") from error
         return medium.read({"bytes": stored, "path": None})[0]
     return medium.read(value)[0]

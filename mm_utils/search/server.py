@@ -38,10 +38,10 @@ from urllib.parse import urlsplit
 
 from PIL import UnidentifiedImageError
 
-from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.pictures import animation
 from mm_utils.distributed import RunError
 from mm_utils.files import allow_open_files
+from mm_utils.model.reading import UnreadableImageError
 from mm_utils.search.narrowed import Filter
 from mm_utils.search.searcher import Hit, Searcher
 

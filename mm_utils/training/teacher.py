@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from mm_utils.arguments import Parsed
 from mm_utils.data.batches.column_cache import column_digest, image_digest
 from mm_utils.data.batches.tokens import fingerprint, tokenizer_digest
-from mm_utils.data.images import UnreadableImageError, open_image
+from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
+from mm_utils.model.reading import UnreadableImageError
 from mm_utils.objectives.distillation import Distillation
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback

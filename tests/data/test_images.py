@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mm_utils.data import images
-from mm_utils.data.images import UnreadableImageError, encode, open_image, pixels, psnr, read_pixels, shrink
+from mm_utils.data.images import encode, open_image, pixels, psnr, read_pixels, shrink
+from mm_utils.model.reading import UnreadableImageError
 
 RED = (200, 30, 60)
 

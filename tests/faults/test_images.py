@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mm_utils.data.images import UnreadableImageError, open_image, read_pixels
+from mm_utils.data.images import open_image, read_pixels
 from mm_utils.data.prepare.checks import CheckArguments, check_image
+from mm_utils.model.reading import UnreadableImageError
 from tests.kit.fault_images import BROKEN, ODD, Broken, Odd, draw, png
 from tests.kit.prepared import CLOSE, pixels_apart
 from tests.kit.tiny_run import alone

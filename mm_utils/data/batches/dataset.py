@@ -26,8 +26,8 @@ from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensor
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import collate_all_captions, pad_captions
-from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.medium import Medium, Window
+from mm_utils.model.reading import UnreadableImageError
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning

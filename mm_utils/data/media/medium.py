@@ -31,9 +31,9 @@ from PIL import Image as PictureFile
 from torch import Tensor
 from typing_extensions import override
 
-from mm_utils.data.images import UnreadableImageError, read_pixels
+from mm_utils.data.images import read_pixels
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.model.reading import center_of, center_square, resized
+from mm_utils.model.reading import UnreadableImageError, center_of, center_square, resized
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin

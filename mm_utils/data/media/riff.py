@@ -6,14 +6,17 @@ Specifications 1.0", IBM and Microsoft, 1991).
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+from PIL import Image
 
-from mm_utils.data.images import UnreadableImageError
+from mm_utils.data.images import encode, shrink
+from mm_utils.model.reading import Frame, UnreadableImageError, wav_samples
 
-MOST_RATE = 384_000  # samples a second
+_REASON = "medium_unreadable"
 _MOST_CHUNKS = 250_000  # of a file: an hour of 60 frames a second
 _JPEG = b"\xff\xd8"  # the first bytes of a frame
 _PCM, _SAMPLE = 1, 2  # format tag of plain samples; bytes of one
@@ -38,17 +41,53 @@ def read_wav(content: bytes) -> tuple[np.ndarray, int]:
     Raises:
         UnreadableImageError: if it is none.
     """
-    chunks = {name: data for name, data in _chunks(memoryview(content), b"RIFF", b"WAVE") if name != b"LIST"}
-    if b"data" not in chunks or len(chunks.get(b"fmt ", b"")) < _WAV_FORMAT.size:
-        raise UnreadableImageError("a WAV file without its format or its samples")
-    tag, channels, rate, _, _, bits = _WAV_FORMAT.unpack_from(chunks[b"fmt "])
-    if (tag, channels, bits) != (_PCM, 1, 8 * _SAMPLE) or len(chunks[b"data"]) % _SAMPLE or not rate:
-        raise UnreadableImageError(
-            f"a WAV file of {channels} channels of {bits} bits; prepared sounds are mono, 16 bits"
-        )
-    if rate > MOST_RATE:  # the filter that changes it would take memory by the rate
-        raise UnreadableImageError(f"a WAV file of {rate:,} samples a second; {MOST_RATE:,} are the most")
-    return np.frombuffer(chunks[b"data"], "<i2"), rate
+    found = wav_samples(content)
+    if found is None or found[0].dtype != np.int16 or found[0].shape[1] != 1:
+        raise UnreadableImageError("it is no WAV file of one channel of 16 bits, as prepared sounds are", _REASON)
+    return found[0][:, 0], found[1]
+
+
+@dataclass
+class StoredClip:
+    """A clip as prepared sets store it.
+
+    Attributes:
+        jpegs: JPEG files of one size; an empty one shows the frame before for longer.
+        content: the AVI file of them.
+        size: their width and height in pixels.
+        original_size: width and height of the first frame of the file, upright.
+    """
+
+    jpegs: list[bytes]
+    content: bytes
+    size: tuple[int, int]
+    original_size: tuple[int, int]
+
+
+def store_clip(
+    frames: Iterable[Frame], fps: float, short_side: int | None = None, notes: list[str] | None = None
+) -> StoredClip:
+    """Encode frames of a constant rate, as `read_frames` yields them.
+
+    Args:
+        short_side: larger frames are shrunk to it, in pixels; None keeps their size.
+        notes: frames_fitted is added if they differ in size.
+    """
+    jpegs, size, original_size, last = list[bytes](), (0, 0), (0, 0), None
+    for frame in frames:
+        if frame is last:
+            jpegs.append(b"")
+            continue
+        last, image = frame, frame.picture()
+        original_size = original_size if jpegs else image.size
+        image = image if short_side is None else shrink(image, short_side)
+        size = size if jpegs else image.size
+        if image.size != size:
+            image = image.resize(size, Image.Resampling.BICUBIC)
+            if notes is not None:
+                notes.append("frames_fitted")
+        jpegs.append(encode(image, "jpeg"))
+    return StoredClip(jpegs, write_avi(jpegs, fps, size), size, original_size)
 
 
 def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> bytes:
@@ -97,9 +136,9 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
         elif name == b"LIST" and data[:4] == b"movi":
             frames = [frame for kind, frame in _walk(data[4:]) if kind == _FRAME]
     if header is None or not frames or not len(frames[0]):
-        raise UnreadableImageError("an AVI file without JPEG frames; prepared clips have one stream of them")
+        raise UnreadableImageError("an AVI file without JPEG frames; prepared clips have one stream of them", _REASON)
     if any(len(frame) and bytes(frame[:2]) != _JPEG for frame in frames):  # only these are decoded at a small scale
-        raise UnreadableImageError("an AVI file with frames that are not JPEG files")
+        raise UnreadableImageError("an AVI file with frames that are not JPEG files", _REASON)
     for at, frame in enumerate(frames):
         frames[at] = frame if len(frame) else frames[at - 1]
     return frames, header
@@ -122,10 +161,10 @@ def _chunk(name: bytes, content: bytes) -> bytes:
 
 def _chunks(content: memoryview, name: bytes, form: bytes) -> Iterator[tuple[bytes, memoryview]]:
     if content[:4] != name or content[8:12] != form:
-        raise UnreadableImageError(f"it is not in the format {form.decode().strip()}")
+        raise UnreadableImageError(f"it is not in the format {form.decode().strip()}", _REASON)
     end = 8 + int.from_bytes(content[4:8], "little")
     if end > len(content):
-        raise UnreadableImageError(f"it has {len(content):,} of its {end:,} bytes")
+        raise UnreadableImageError(f"it has {len(content):,} of its {end:,} bytes", _REASON)
     yield from _walk(content[12:end])
 
 
@@ -135,9 +174,9 @@ def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     while at < len(content):
         count += 1
         if count > _MOST_CHUNKS:
-            raise UnreadableImageError(f"it has more than {_MOST_CHUNKS:,} parts")
+            raise UnreadableImageError(f"it has more than {_MOST_CHUNKS:,} parts", _REASON)
         size = int.from_bytes(content[at + 4 : at + 8], "little")
         if at + 8 + size > len(content):
-            raise UnreadableImageError(f"it ends within a part of {size:,} bytes")
+            raise UnreadableImageError(f"it ends within a part of {size:,} bytes", _REASON)
         yield bytes(content[at : at + 4]), content[at + 8 : at + 8 + size]
         at += 8 + size + size % 2

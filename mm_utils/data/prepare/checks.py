@@ -19,7 +19,7 @@ from PIL import Image
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
-from mm_utils.data.images import FORMATS, MOST_BYTES, TooManyPixelsError, decode, decoder_message, read_header
+from mm_utils.model.reading import FORMATS, MOST_BYTES, UnreadableImageError, decode, decoder_message, read_header
 
 PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
 
@@ -79,7 +79,7 @@ _EXTENSIONS = {
 def check_image(
     data: bytes, limits: CheckArguments, name: str = "", min_side: int | None = None, most_pixels: int | None = None
 ) -> CheckedImage:
-    """Decode an image file to the last byte, by the rules of `mm_utils.data.images`.
+    """Decode an image file to the last byte, by the rules of `mm_utils.model.reading`.
 
     A PNG's own check sums find every flipped byte in it. Other formats have none: there a flipped byte may pass, though
     simplejpeg, where it is installed, finds most damage of more than a few bytes in a JPEG.
@@ -103,8 +103,8 @@ def check_image(
     header = _header(data, limits)
     try:
         image, (width, height), notes = decode(header, data, min_side, strict=True, most_pixels=most_pixels)
-    except TooManyPixelsError as error:
-        raise Fault("too_many_pixels", decoder_message(error)) from error
+    except UnreadableImageError as error:
+        raise Fault(error.reason, str(error)) from error
     except Exception as error:  # the decoders raise no closed set of errors, either
         raise _decoder_fault(error) from error
     form = "JPEG" if header.format == "MPO" else str(header.format)

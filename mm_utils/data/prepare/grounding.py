@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mm_utils.data.faults import Fault
-from mm_utils.data.media.containers import TOLERANCE, check_cut, seconds_of
+from mm_utils.data.faults import Fault, unreadable_as_fault
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
 from mm_utils.data.rows.records import Record
+from mm_utils.model.reading import TOLERANCE, check_cut
 
 Parts = tuple[list[dict[str, Any]] | None, list[Fault], list[str]]
 """What is stored, the faults of the others, and notes."""
+_FOREVER = 1e9  # seconds
 
 
 def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArguments) -> Parts:
@@ -63,7 +64,8 @@ def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArgum
             if not isinstance(span, (list, tuple)) or len(span) != 2 or "phrase" not in moment:
                 raise Fault("bad_moments", f"{str(moment)[:200]} has no span of two times, or no phrase")
             start, end = map(seconds_of, span)
-            check_cut(start, end, None if is_cut else max(seconds, TOLERANCE))
+            with unreadable_as_fault():
+                check_cut(start, end, None if is_cut else max(seconds, TOLERANCE))
             low, high = max(0.0, start - begin), min(seconds, end - begin)
             if is_cut and (low, high) != (start - begin, end - begin):
                 notes.append("moment_cut")
@@ -74,6 +76,14 @@ def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArgum
         except Fault as fault:
             faults.append(fault)
     return good, faults, notes
+
+
+def seconds_of(value: Any) -> float:
+    """Return a time that a row states, in seconds; raises bad_times."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) < _FOREVER:
+        raise Fault("bad_times", f"{value!r:.80} is not a time in seconds")
+    return float(value)
 
 
 STORED = {"regions": stored_regions, "moments": stored_moments}

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mm_utils.data.faults import UNREAD, Fault, storable
-from mm_utils.data.images import MOST_PIXELS, encode, shrink
+from mm_utils.data.images import encode, shrink
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.grounding import STORED
@@ -32,6 +32,7 @@ from mm_utils.data.prepare.timed import TimedArguments, store_medium
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, ImageRef, Record
 from mm_utils.files import write_atomic
+from mm_utils.model.reading import MOST_PIXELS
 from mm_utils.stored import stamp, version_of
 
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them

@@ -22,7 +22,6 @@ from PIL import Image, ImageOps
 from mm_utils.arguments import launch_command
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.faults import NOTES, REASONS
-from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.prepare.arguments import PrepareArguments
@@ -30,6 +29,7 @@ from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.prepare.pipeline import Ingested
 from mm_utils.data.rows.columns import too_few
+from mm_utils.model.reading import UnreadableImageError
 from mm_utils.plots import LIGHT, MUTED, draw_text, save_figure, wrap
 from mm_utils.text import byte_size, markdown_table, markdown_text, publishable, redact, without_secrets
 

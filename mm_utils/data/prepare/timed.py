@@ -1,21 +1,35 @@
 """Store clips and sounds: the arguments, and the columns of a row."""
 
 import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from PIL import Image
+
 from mm_utils.arguments import arg
-from mm_utils.data.faults import Fault
-from mm_utils.data.media.clip_files import clip_of_frames, read_clip, strip
-from mm_utils.data.media.containers import holds_second, seconds_of
-from mm_utils.data.media.riff import MOST_RATE, write_avi, write_wav
-from mm_utils.data.media.sound_files import LEAST_RATE, loudness_picture, read_sound
+from mm_utils.data.faults import Fault, unreadable_as_fault
+from mm_utils.data.media.pictures import loudness_picture, strip
+from mm_utils.data.media.riff import store_clip, write_wav
 from mm_utils.data.paths import MEDIA_LIMITS, Limits
 from mm_utils.data.prepare.checks import CheckArguments, check_image
+from mm_utils.data.prepare.grounding import seconds_of
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.rows.records import FramesImage, ImageRef, Record
-from mm_utils.model.reading import CLIP_FPS
+from mm_utils.model.reading import (
+    CLIP_FPS,
+    LEAST_RATE,
+    MOST_RATE,
+    Frame,
+    at_rate,
+    check_cut,
+    check_length,
+    read_frames,
+    read_sound,
+)
 
 _MOST_FPS, _MOST_SECONDS = 60, 3600
 
@@ -56,24 +70,26 @@ def store_medium(
     contents = _contents(record.image, checks)
     times = record.image.times if isinstance(record.image, FramesImage) else None
     start, end = (None if time is None else seconds_of(time) for time in record.cut)
-    options: dict[str, Any] = {"start": start, "end": end, "max_seconds": args.max_seconds, "notes": notes}
-    if record.medium == "sound":
-        samples, _ = read_sound(contents[0], args.sound_rate, **options)
-        stored, picture = write_wav(samples, args.sound_rate), loudness_picture(samples, args.sound_rate)
-        row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate}
-    else:
-        if isinstance(record.image, FramesImage):
-            pictures = [partial(lambda content: check_image(content, checks).image, content) for content in contents]
-            clip = clip_of_frames(pictures, times, args.clip_fps, short_side, **options)
+    options: dict[str, Any] = {"start": start, "end": end, "max_seconds": args.max_seconds}
+    with unreadable_as_fault():
+        if record.medium == "sound":
+            samples = read_sound(contents[0], args.sound_rate, **options, notes=notes)
+            stored, picture = write_wav(samples, args.sound_rate), loudness_picture(samples, args.sound_rate)
+            row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate}
         else:
-            most = checks.max_image_pixels
-            clip = read_clip(contents[0], args.clip_fps, short_side, max_pixels=most, **options)
-        stored, picture = write_avi(clip.jpegs, args.clip_fps, clip.size), strip(clip.jpegs)
-        row = {"seconds": clip.seconds}
-        row |= dict(zip(("width", "height"), clip.size, strict=True))
-        row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
-    if not isinstance(record.image, FramesImage) and holds_second(contents[0]):
-        notes.append("second_file")
+            if isinstance(record.image, FramesImage):
+                pictures = [
+                    partial(lambda content: check_image(content, checks).image, content) for content in contents
+                ]
+                frames = frames_of_pictures(pictures, times, args.clip_fps, **options)
+            else:
+                most = checks.max_image_pixels
+                frames = read_frames(contents[0], args.clip_fps, **options, max_pixels=most, notes=notes)
+            clip = store_clip(frames, args.clip_fps, short_side, notes)
+            stored, picture = clip.content, strip(clip.jpegs)
+            row = {"seconds": len(clip.jpegs) / args.clip_fps}
+            row |= dict(zip(("width", "height"), clip.size, strict=True))
+            row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
     file_hash = _hash_of(contents, times)
     is_whole = not start and end is None
     return row | {
@@ -85,6 +101,38 @@ def store_medium(
         "original_bytes": sum(map(len, contents)),
         "fingerprint": fingerprint(picture),
     }
+
+
+def frames_of_pictures(
+    pictures: Sequence[Callable[[], Image.Image]],
+    times: Sequence[Any] | None,
+    fps: float,
+    start: float | None,
+    end: float | None,
+    max_seconds: float,
+) -> Iterator[Frame]:
+    """Yield the frames of a clip that is given as pictures, as `read_frames` does.
+
+    Args:
+        pictures: what decodes each to upright RGB, in order.
+        times: when each is shown, in seconds; None shows them one after another, each once. The last is shown as long as
+            the others are on average.
+    """
+    check_cut(start, end)
+    if times is None:
+        begins = [at / fps for at in range(len(pictures))]
+    elif not isinstance(times, Sequence) or isinstance(times, str) or len(times) != len(pictures):
+        raise Fault("bad_times", f"{len(pictures)} frames, and times are {times!r:.80}")
+    else:
+        begins = [seconds_of(time) for time in times]
+    if not begins:
+        raise Fault("medium_empty", "the list of frames is empty")
+    if begins[0] < 0 or any(after <= before for before, after in itertools.pairwise(begins)):
+        raise Fault("bad_times", f"times do not rise from 0 on: {begins!r:.80}")
+    gap = (begins[-1] - begins[0]) / (len(begins) - 1) if len(begins) > 1 else 1 / fps
+    ends = [*begins[1:], begins[-1] + gap]
+    check_length(min(ends[-1], math.inf if end is None else end) - (start or 0.0), max_seconds)
+    return at_rate(map(Frame, begins, ends, pictures), fps, start or 0.0, end, max_seconds)
 
 
 def _contents(ref: ImageRef, checks: CheckArguments) -> list[bytes]:

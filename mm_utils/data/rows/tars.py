@@ -15,7 +15,6 @@ from itertools import chain, islice
 from typing import Any
 
 from mm_utils.data.faults import Fault, storable
-from mm_utils.data.images import MOST_BYTES
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import Limits, check_own_file, is_url, read_file
 from mm_utils.data.rows.class_folders import captions_of_class, class_names
@@ -37,6 +36,7 @@ from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tar_patterns import files_of_pattern
 from mm_utils.data.rows.text_files import checked_object, parse_json
 from mm_utils.files import read_regular_file
+from mm_utils.model.reading import MOST_BYTES
 
 _TEXTS = ("txt", "caption", "json", "cls")
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")

@@ -29,7 +29,6 @@ from datasets import Sequence as ListOf
 
 from mm_utils.data import media
 from mm_utils.data.faults import Fault, is_hopeless
-from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import shard_kind
@@ -43,6 +42,7 @@ from mm_utils.data.rows.tar_patterns import files_of_pattern
 from mm_utils.data.rows.tars import BoundedHeader, medium_of_samples, read_samples, record_of_sample
 from mm_utils.data.rows.text_files import BadLine, Rows
 from mm_utils.files import is_passing, regular_file, retry
+from mm_utils.model.reading import UnreadableImageError
 from mm_utils.stored import key_of, stored_value
 from mm_utils.text import one_line
 

@@ -17,11 +17,11 @@ from transformers import ClapFeatureExtractor
 
 from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Sound, default_seconds, kind_of_processor, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
+from mm_utils.model.reading import UnreadableImageError
 from tests.kit.media_files import jpeg
 
 RATE = 1000
@@ -102,8 +102,8 @@ def test_training_windows_may_leave_a_sound_by_a_share_of_it(count: int, seed: i
 
 
 def test_sounds_are_resampled_onto_the_towers_clock() -> None:
-    tone = (8000 * np.sin(2 * np.pi * 50 * np.arange(1500) / 500)).astype(np.int16)
-    shown, size, window = sounds(2.0).read({"bytes": write_wav(tone, 500), "path": None}, None)
+    tone = (8000 * np.sin(2 * np.pi * 50 * np.arange(6000) / 2000)).astype(np.int16)
+    shown, size, window = sounds(2.0).read({"bytes": write_wav(tone, 2000), "path": None}, None)
     assert (size, shown.shape) == ((3.0, 1.0), (2000,))
     begin = round(window.left * 3 * RATE)
     expected = 8000 * np.sin(2 * np.pi * 50 * (begin + np.arange(2000)) / RATE)
@@ -146,7 +146,7 @@ def test_damage_is_named_and_replaced() -> None:
     pairs = TrainingPairs(rows, transform)
     examples = pairs.__getitems__([(row, 0) for row in range(4)])
     assert [example.get("skipped_id") for example in examples] == [None, "m1", None, None]
-    assert "of its" in examples[1]["skipped"]
+    assert "6 of 6,000 bytes" in examples[1]["skipped"]
     batch = Collator(0, transform.medium, longest_first=True)(examples)
     assert batch["pixel_values"].shape == (4, 2000)
     assert batch["pixel_values"].dtype == torch.int16

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mm_utils.data.images import UnreadableImageError
 from mm_utils.data.media.pictures import animation, picture
 from mm_utils.data.media.riff import write_wav
+from mm_utils.model.reading import UnreadableImageError
 from tests.kit.media_files import clip, damaged, tone
 
 

@@ -890,7 +890,7 @@ class FusionDualEncoderModel(PreTrainedModel):
             texts: a sentence, or a list of these.
             batch_size: how many go through a tower at a time.
             clips: a path, which needs `av`, or a list of PIL images, or a list of these; frames at equal distances are read.
-            sounds: the path of a WAV file of 16 bits or (samples in [-1, 1], rate), or a list of these; its middle is read.
+            sounds: a path (`av` reads all but WAV files) or (samples in [-1, 1], rate), or a list of these; its middle is read.
 
         Raises:
             ValueError: if nothing is given or other media than the model reads, or the model has no processor.

@@ -31,7 +31,8 @@ from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
-from mm_utils.finetuning.labels import LabelledArguments, load_labelled
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.finetuning.labels import UNREAD, LabelledArguments, load_labelled
 from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
@@ -61,11 +62,12 @@ class EvalZeroShotArguments:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (EvalZeroShotArguments, LabelledArguments, ZeroShotArguments, LoaderArguments)
+    groups = (EvalZeroShotArguments, DataArguments, LabelledArguments, ZeroShotArguments, LoaderArguments)
     given = parse_args(*groups, argv=argv, doc=__doc__)
-    args, data_args = given[EvalZeroShotArguments], given[LabelledArguments]
+    args, data_args, labels = given[EvalZeroShotArguments], given[DataArguments], given[LabelledArguments]
     zero_shot_args, loader_args = given[ZeroShotArguments], given[LoaderArguments]
-    given.refuse(OF_TRAINING, "nothing is trained")
+    given.refuse(f"{OF_TRAINING} max_train_samples", "nothing is trained")
+    given.refuse(f"{UNREAD} caption_column", "classes of media are measured")
     check_model(args.model_name_or_path)
     if args.output_dir:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with distributed.first_then_others():
-        images = load_labelled(data_args, kind_of_processor(processor))
+        images = load_labelled(data_args, labels, kind_of_processor(processor))
     loaders = make_loaders(loader_args, accelerator.device, processor)
     counts = f"{len(images.rows):,}", loaders.medium.kind, f"{len(images.classes):,}"
     logger.info("%s: %s %ss, %s classes", images.split, *counts)
@@ -93,7 +95,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 5. Report.
     report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir)
     report_classes(accelerator, evaluator, args.output_dir)
-    names = data_names({"dataset_name": data_args.dataset_name or data_args.classes}, "")
+    names = data_names({**given.settings, "dataset_name": data_args.dataset_name or labels.classes}, "")
     sizes = {f"{loaders.medium.kind}s": len(images.rows), "classes": len(images.classes)}
     data = EvaluatedData(*names, images.split, sizes, loaders.medium.kind)
     record_zero_shot(accelerator, args.model_name_or_path, data, metrics)

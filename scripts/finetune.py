@@ -9,7 +9,7 @@ The same from both embeddings side by side, for comparison:
 
 Questions about your own images, answered by one of the 1,000 most frequent answers:
     python scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl \\
-        --text_column question --label_column answers --num_answers 1000
+        --caption_column question --label_column answers --num_answers 1000
 
 Sounds of a prepared set, whose captions tell the classes; a folder per class, or a file with a column of labels, goes as well:
     python scripts/finetune.py --model_name_or_path outputs/sounds --dataset_name data/sounds
@@ -36,11 +36,12 @@ from transformers import TrainerCallback
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
-from mm_utils.finetuning.labels import TaskArguments, open_task
+from mm_utils.finetuning.labels import UNREAD, TaskArguments, open_task
 from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
@@ -56,7 +57,15 @@ from mm_utils.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 FLAGS = (
-    *(TaskArguments, LoaderArguments, ClassifierArguments, LoraArguments, OptimizerArguments, FinetuningArguments),
+    *(
+        DataArguments,
+        TaskArguments,
+        LoaderArguments,
+        ClassifierArguments,
+        LoraArguments,
+        OptimizerArguments,
+        FinetuningArguments,
+    ),
     RunArguments,
 )
 
@@ -69,6 +78,7 @@ def main(
     given = parse_args(*FLAGS, *flags_of_callbacks("finetune"), argv=argv, doc=__doc__)
     classifier_args, args = given[ClassifierArguments], given[FinetuningArguments]
     check_flags(given)
+    given.refuse(UNREAD, "labelled rows have the model's medium, and no ids")
     attached = attach("finetune", given, callbacks)
     if given["dry_run"]:
         return dry_run(main, "finetune", argv, args, given.settings)
@@ -76,7 +86,9 @@ def main(
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
     processor = load_processor_of(classifier_args.model_name_or_path)
-    task, data = open_task(run.accelerator, given[TaskArguments], given[LoaderArguments], args, processor)
+    task, data = open_task(
+        run.accelerator, given[DataArguments], given[TaskArguments], given[LoaderArguments], args, processor
+    )
     rows, classes = data.splits["train"], len(task.classes)
     logger.info("%s classes", f"{classes:,}")
 

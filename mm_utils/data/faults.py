@@ -81,6 +81,8 @@ REASONS = {
     "caption_list": "A program wrote a list of captions as text. Write a JSON list, or a row a caption.",
     "caption_is_file_name": "The caption is a file name or web address. Write what is to be seen or heard.",
     "no_caption_left": "The row has no usable caption. Write one, or remove the row.",
+    # labels
+    "bad_label": "The label is missing, or neither a name nor a number. Set --label_column, or choose data whose labels are public.",
     # between rows
     "near_duplicate": "Another row is nearly the same. Keep one of them.",
     "leaked": "It is also in an evaluation split. Keep it there only.",

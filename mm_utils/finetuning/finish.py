@@ -13,6 +13,7 @@ from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import too_few
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.gained import Evaluations, read_evaluations
 from mm_utils.finetuning.confusion import draw_confusion
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
@@ -22,7 +23,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClas
 from mm_utils.plots import plot_training
 from mm_utils.reports.model_card import CardInfo, EvaluatedData, an, data_names, write_model_card
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.commands import longer_command
+from mm_utils.run.commands import SOURCES, longer_command
 from mm_utils.run.finish import EMBEDDED, choices, chosen_on_validation, listing, next_lines, run_card
 from mm_utils.run.start import Run
 from mm_utils.text import no_formula
@@ -210,9 +211,13 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
         lines.append(f"  {sentence}")
         if gained and evaluations.rise:
             commands.append(longer_command(run.name, run.output_dir, run.settings))
-    if (
-        model.config.classifier_inputs == "image" and run.settings["dataset_name"]
-    ):  # what the start does without training
-        words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
-        commands.append(launch_command("eval_zero_shot", [*words, *to_words(LabelledArguments, run.settings)]))
+    if model.config.classifier_inputs == "image" and any(run.settings[name] for name in SOURCES):
+        words = [
+            "--model_name_or_path",
+            str(run.settings["model_name_or_path"]),
+        ]  # what the start does without training
+        words += to_words(DataArguments, run.settings, ["max_train_samples"]) + to_words(
+            LabelledArguments, run.settings
+        )
+        commands.append(launch_command("eval_zero_shot", words))
     return [*lines, *listing(run.output_dir, contents, context.published), *next_lines(commands)]

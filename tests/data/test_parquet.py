@@ -13,13 +13,13 @@ from mm_utils.data.parquet import ParquetRows, check_files
 from mm_utils.data.paths import Limits
 from mm_utils.data.rows.records import ParquetImage
 from mm_utils.data.rows.source import DataArguments, PathArguments
-from mm_utils.finetuning.labels import TaskArguments, load_task
+from tests.kit.finetuning import task_of
 from tests.kit.reading import read
 
 DOORS = {
     "pretrain": lambda path: load_pairs(DataArguments(train_file=str(path))),
     "a folder": lambda path: load_pairs(DataArguments(dataset_name=str(path.parent))),
-    "finetune": lambda path: load_task(TaskArguments(train_file=str(path))),
+    "finetune": lambda path: task_of(train_file=str(path)),
     "prepare_data": lambda path: read(path, PathArguments()),
 }
 

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     import torch
+
+    from mm_utils.finetuning.labels import LabelledImages, LabelledTask
 
 from tests.kit.corpora import COLOURS, SHAPES, draw
 
@@ -44,6 +46,24 @@ def finetuning_flags(pretrained: str, questions: Path) -> list[str]:
     data = ["--train_file", str(questions / "train.jsonl"), "--validation_file", str(questions / "test.jsonl")]
     short = ["--global_batch_size", "8", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
     return ["--model_name_or_path", pretrained, *data, *short]
+
+
+def task_of(medium: str = "image", **flags: Any) -> "LabelledTask":
+    """Load the task that the flags of scripts/finetune.py name."""
+    from mm_utils.data.rows.source import DataArguments
+    from mm_utils.finetuning.labels import TaskArguments, load_task
+
+    own = {name: flags.pop(name) for name in ("task", "label_column", "num_answers") if name in flags}
+    return load_task(DataArguments(**flags), TaskArguments(**own), medium)
+
+
+def labelled_of(medium: str = "image", **flags: Any) -> "LabelledImages":
+    """Load the labelled split that the flags of scripts/eval_zero_shot.py name."""
+    from mm_utils.data.rows.source import DataArguments
+    from mm_utils.finetuning.labels import LabelledArguments, load_labelled
+
+    own = {name: flags.pop(name) for name in ("split", "label_column", "classes") if name in flags}
+    return load_labelled(DataArguments(**flags), LabelledArguments(**own), medium)
 
 
 def weights(folder: Path) -> dict[str, "torch.Tensor"]:

@@ -5,28 +5,33 @@ import logging
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from datasets import DatasetDict
+import pyarrow as pa
+from datasets import Dataset, DatasetDict
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.data.faults import REASONS
+from mm_utils.data.media import FEATURES
 from mm_utils.data.prepare.checks import PILLOW_PIXELS, CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, Reconciled, reconcile
-from mm_utils.data.prepare.ingest import FIRST_CHUNK, IN_PLACE, key_of_rows
+from mm_utils.data.prepare.ingest import FIRST_CHUNK, IN_PLACE, PART_SCHEMA, key_of_rows, read_part
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
 from mm_utils.data.prepare.pipeline import Ingested, IngestPlan, flush, ingest_sources, rows_of
+from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.stored import stored
+from mm_utils.stored import open_rows, stored
 from mm_utils.text import redact
 
 logger = logging.getLogger(__name__)
 
 RAW_CHECKS = CheckArguments(max_image_pixels=PILLOW_PIXELS, min_image_side=1, max_aspect_ratio=math.inf)
 _RECONCILE = ReconcileArguments(validation_fraction=0.0, on_leakage="keep")
+_LABELLED = ("image", "seconds", "file_hash", "captions", "answers", "split")  # columns
 _NAMED = 3  # places that a warning names
 
 
@@ -40,13 +45,45 @@ def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int |
         ValueError: if a source cannot be read, more than half of its rows are bad, an id names two images, or the cache
             cannot be written.
     """
-    names = ", ".join(source.name for source in sources)
+    rows = (row for source in sources for row in rows_of(source, paths))
+    folder = _checked(rows, sources, paths, num_proc)
+    return open_prepared(str(folder), ", ".join(source.name for source in sources), allow_outside=True)
+
+
+def load_labelled_rows(
+    sources: list[Source], paths: PathArguments, num_proc: int | None
+) -> tuple[Dataset, tuple[str, ...]]:
+    """Load the rows of labelled sources as `load_or_prepare` does, all of them, in order.
+
+    Returns:
+        The rows: `image`, without bytes and path in a row of none, `captions` (a text, or none), `answers`, and the split, if the
+        source says it; of clips and sounds also `seconds`, and the `file_hash` that parts of a file have in common. And the names of
+        all classes in order, if the source has them.
+    """
+    classes: dict[tuple[str, ...], None] = {}
+
+    def rows() -> Iterator[Record | BadRow]:
+        for source in sources:
+            for row in rows_of(source, paths):
+                if isinstance(row, Record):
+                    classes[row.classes] = None
+                yield row
+
+    found, medium = open_rows(_checked(rows(), sources, paths, num_proc)), sources[0].medium
+    found = found.cast_column("image", FEATURES[medium])
+    found = found.remove_columns(["seconds", "file_hash"]) if medium == "image" else found
+    return found, next(iter(classes), ())
+
+
+def _checked(
+    rows: Iterable[Record | BadRow], sources: list[Source], paths: PathArguments, num_proc: int | None
+) -> Path:
+    """Return the folder of what is made of the rows of the sources, once; log what it warns of."""
+    names, labelled = ", ".join(source.name for source in sources), sources[0].labelled
     title, hidden = f"Reading {redact(names)}", distributed.rank() > 0
-    given = tqdm(
-        (row for source in sources for row in rows_of(source, paths)),
-        desc=title, unit=" rows", leave=False, disable=hidden,
-    )  # fmt: skip
-    key, count = key_of_rows(given, sources, paths, RAW_CHECKS, IN_PLACE, _RECONCILE)
+    given = tqdm(rows, desc=title, unit=" rows", leave=False, disable=hidden)
+    storage = replace(IN_PLACE, captioned=not labelled)
+    key, count = key_of_rows(given, sources, paths, RAW_CHECKS, storage, _RECONCILE)
 
     def make(folder: Path) -> None:
         logger.info(
@@ -54,13 +91,14 @@ def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int |
             names, f"{count:,}", folder.parent,
         )  # fmt: skip
         with unfinished(folder.parent / f"{key}.partial") as work:
-            _prepare(folder, work, sources, paths, workers_for(num_proc, count))
+            plan = IngestPlan(RAW_CHECKS, storage, workers_for(num_proc, count), max_bad_fraction=0.5)
+            _prepare(folder, work, sources, paths, plan)
 
-    folder = stored("pairs", key, make)
+    folder = stored("labels" if labelled else "pairs", key, make)
     if distributed.rank() == 0:
         for message in json.loads((folder / "report.json").read_text(encoding="utf-8"))["warnings"]:
             logger.warning("%s", message)
-    return open_prepared(str(folder), names, allow_outside=True)
+    return folder
 
 
 def workers_for(num_proc: int | None, count: int) -> int:
@@ -83,20 +121,28 @@ def unfinished(work: Path) -> Iterator[Path]:
     shutil.rmtree(work)
 
 
-def _prepare(folder: Path, work: Path, sources: list[Source], paths: PathArguments, workers: int) -> None:
-    plan = IngestPlan(RAW_CHECKS, IN_PLACE, workers, max_bad_fraction=0.5)
+def _prepare(folder: Path, work: Path, sources: list[Source], paths: PathArguments, plan: IngestPlan) -> None:
     ingested = ingest_sources(sources, paths, plan, work)
+    place = work.with_suffix("")
+    if not plan.storage.captioned:
+        schema = pa.schema([PART_SCHEMA.field(name) for name in _LABELLED])
+        with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for part in ingested.parts:
+                writer.write_table(read_part(part, _LABELLED))
+        write_findings(folder, {"warnings": _faults(ingested, place)}, ingested.faults)
+        flush(folder)
+        return
     found = reconcile(ingested.parts, _RECONCILE, work / "leaks.jsonl", own_ids=True)
     if found.faults:  # images that share an id, as nothing else is set aside here
         fault = found.faults[0]
         raise ValueError(f"{fault['source']}, {fault['where']}: {fault['detail']}. {REASONS[fault['reason']]}")
     write_pairs(found, ingested.parts, folder)
-    write_findings(folder, {"warnings": _warnings(ingested, found, work.with_suffix(""))}, ingested.faults)
+    write_findings(folder, {"warnings": _faults(ingested, place) + _relations(found)}, ingested.faults)
     flush(folder)
 
 
-def _warnings(ingested: Ingested, found: Reconciled, place: Path) -> list[str]:
-    """Describe the faults of each source by reason, the merged rows and the leaks; `place` is the result's."""
+def _faults(ingested: Ingested, place: Path) -> list[str]:
+    """Describe the faults of each source by reason; `place` is the result's."""
     by_reason = defaultdict(list)
     for fault in ingested.faults:
         by_reason[fault["source"], fault["reason"]].append(fault)
@@ -108,11 +154,14 @@ def _warnings(ingested: Ingested, found: Reconciled, place: Path) -> list[str]:
             f"{source}: {reason}, {len(faults):,} times in {rows:,} rows ({places}), such as: {faults[0]['detail']}. "
             f"{REASONS[reason]} {place / 'quarantine.jsonl'} lists all."
         )
+    return messages
+
+
+def _relations(found: Reconciled) -> list[str]:
+    """Log the merged rows; describe the leaks."""
     merged = found.duplicates["merged_rows"]
     if merged:
         logger.info("%s rows merged into an earlier row of the same image", f"{merged:,}")
-    if found.leaks:
-        messages.append(
-            f"{found.leaks}; what is measured there is no measure of unseen images. prepare_data lists all."
-        )
-    return messages
+    if not found.leaks:
+        return []
+    return [f"{found.leaks}; what is measured there is no measure of unseen images. prepare_data lists all."]

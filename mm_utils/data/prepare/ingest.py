@@ -29,8 +29,8 @@ from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_cap
 from mm_utils.data.prepare.grounding import STORED
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.timed import TimedArguments, store_medium
-from mm_utils.data.rows.columns import NEGATIVES
-from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, ImageRef, Record
+from mm_utils.data.rows.columns import NEGATIVES, is_null
+from mm_utils.data.rows.records import NO_MEDIUM, BadRow, FileImage, FramesImage, ImageRef, Record
 from mm_utils.files import write_atomic
 from mm_utils.model.reading import MOST_PIXELS
 from mm_utils.stored import stamp, version_of
@@ -63,10 +63,11 @@ PART_SCHEMA = pa.schema(
         "original_height": pa.int32(),
         "fingerprint": pa.binary(),
         "group": pa.string(),
+        "answers": pa.list_(pa.string()),
     }
 )
 FIRST_CHUNK = 64  # rows
-_VERSION = 6  # part of every key; raise it with every change of the rows that are written
+_VERSION = 7  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
 _CHECKED_SIDE = 256  # pixels; images that are not shrunk are checked at no larger scale than they need
@@ -81,7 +82,7 @@ class Storage:
             they are and are named by their paths.
         short_side: larger images are shrunk to it, in pixels; None keeps the original bytes.
         timed: the form of clips and sounds.
-        captioned: whether records have captions, which are checked.
+        captioned: whether records have captions, which are checked; labelled ones have an answer, and at most one text.
     """
 
     store: str
@@ -130,7 +131,7 @@ def key_of_rows(items: Iterable[Record | BadRow], *settings: Any) -> tuple[str, 
     archives: dict[str, str] = {}
     count = 0
     for item in items:
-        row = f"{item!r}{_stamps(item.image, archives)}{item.timing}" if isinstance(item, Record) else repr(item)
+        row = f"{item!r}{_stamps(item.image, archives)}{item.beside}" if isinstance(item, Record) else repr(item)
         digest.update(f"{row}\n".encode("utf-8", "backslashreplace"))
         count += 1
     return digest.hexdigest(), count
@@ -247,7 +248,7 @@ class Worker:
             try:
                 if isinstance(item, BadRow):
                     raise item.fault
-                captions = self._captions(item) if self.storage.captioned else item.captions
+                captions = self._captions(item) if self.storage.captioned else _labelled_text(item)
                 image = self._image(item)
                 yield {
                     **image,
@@ -261,6 +262,7 @@ class Worker:
                     "where": item.where,
                     "split": item.split,
                     "group": item.group,
+                    "answers": item.answers,
                 }
             except Fault as fault:
                 self.result.bad[item.source] += is_row
@@ -301,6 +303,8 @@ class Worker:
 
     def _image(self, record: Record) -> dict[str, Any]:
         """Return the columns of a record's image, clip or sound; raises a `Fault`."""
+        if record.image == NO_MEDIUM:
+            return {"image": {"bytes": None, "path": None}}
         key = record.image, record.cut
         if self.last is None or self.last[0] != key:
             said: list[str] = []
@@ -352,3 +356,15 @@ class Worker:
         lossless = checked.format == "PNG" or (checked.format == "JPEG" and store == "jpeg")
         kept = untouched and lossless and len(data) <= len(encoded) and not _METADATA.search(data)
         return data if kept else encoded, None, image.size
+
+
+def _labelled_text(record: Record) -> list[str]:
+    """Return the text of a labelled row, none where a medium has a list of captions; raises a `Fault`."""
+    if not record.answers:
+        raise Fault("bad_label", "it has no label")
+    texts = record.captions
+    if len(texts) > 1 and record.image != NO_MEDIUM:
+        return []
+    if texts and (len(texts) > 1 or not isinstance(texts[0], str) or is_null(texts[0])):
+        raise Fault("caption_not_text", "its text is empty or no text")
+    return texts

@@ -234,7 +234,7 @@ def _named(sources: list[Source]) -> list[Source]:
 def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str]]) -> None:
     title = tally.source.title
     if tally.rows == 0:
-        raise ValueError(f"{title}; it holds no rows. Give a source with images and captions.")
+        raise ValueError(f"{title}; it holds no rows. Give a source that has some.")
     if not is_hopeless(tally.bad, tally.rows, most):
         return
     reasons = Counter(fault["reason"] for fault in faults if fault["source"] == tally.source.name).most_common(3)

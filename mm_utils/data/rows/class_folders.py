@@ -44,15 +44,16 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
             fault = Fault("unmatched_image", detail)
             yield builder.bad(f"folder {place}", fault)
             continue
-        name = _class_name(parts[0], names, source)
-        if not name:
+        label = parts[0] if source.labelled else _class_name(parts[0], names, source)
+        if not label:
             yield builder.bad(f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class"))
             continue
-        captions = captions_of_class(source, name, builder.medium)
+        captions = [] if source.labelled else captions_of_class(source, label, builder.medium)
         for name in images:
             path = os.path.relpath(os.path.join(place, name), source.path)
             try:
-                yield builder.record(f"file {path}", builder.image(path), list(captions), split=split)
+                image = builder.image(path)
+                yield builder.record(f"file {path}", image, list(captions), split=split, answers=[label])
             except Fault as fault:
                 yield builder.bad(f"file {path}", fault, path)
     yield from unread.rows(builder)

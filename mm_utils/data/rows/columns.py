@@ -5,17 +5,21 @@ import difflib
 import hashlib
 import heapq
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
 
-from mm_utils.data.faults import Fault, first_repeated, storable
+from mm_utils.data.faults import Fault, excerpt, first_repeated, storable
 from mm_utils.data.media.medium import MEDIA, Image
 from mm_utils.text import shortened
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = {kind: medium.suffixes for kind, medium in MEDIA.items()}
 _CAPTION_NAMES = "caption,captions,text,texts,sentence,sentences,sentences_raw,raw,title,alt_text,alt,txt,description"
@@ -25,6 +29,11 @@ USUAL_NAMES = {
     # `id` comes last: in files made from COCO's annotations it numbers the captions, and `image_id` the images.
     "id": ["image_id", "imgid", "cocoid", "id"],
 }
+LABEL_NAMES = [
+    *("label", "labels", "class", "class_name", "category", "target", "fine_label"),
+    *("multiple_choice_answer", "answer", "answers", "gold_label"),
+]
+TEXT_NAMES = ["question", "hypothesis", "query", *USUAL_NAMES["caption"]]  # of the text of a labelled row
 MEDIUM_NAMES = {kind: medium.names for kind, medium in MEDIA.items()}
 _ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
 NEGATIVES = "negatives"
@@ -47,7 +56,8 @@ class Columns:
 
     `image` is the column of the medium, whatever its kind is: `medium`, in a request also auto. `option` is how a request
     names the column of a kind, in error messages. `template` makes the caption of several columns: "{brand} {title}". Rows of one
-    `group` come into one split.
+    `group` come into one split. A `labelled` row has a label, and a medium, one text as its caption, or both; `classes` are the
+    names of labels that are numbers.
     """
 
     image: str | None = None
@@ -57,6 +67,9 @@ class Columns:
     medium: str = "image"
     template: str | None = None
     group: str | None = None
+    labelled: bool = False
+    label: str | None = None
+    classes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def parts(self) -> list[str]:
@@ -71,6 +84,7 @@ def find_columns(
     spare_image: str | None = None,
     typed: Mapping[str, str] | None = None,
     first: Mapping[str, Any] | None = None,
+    labels: Mapping[str, Sequence[str]] | None = None,
 ) -> Columns:
     """Find the columns of a table, by `wanted` or else by their usual names in any case.
 
@@ -79,6 +93,7 @@ def find_columns(
         spare_image: the image column if no usual name is found.
         typed: the kinds of columns whose type says it.
         first: values of the first rows, which tell the kind of files in columns such as `path`.
+        labels: the names of the classes of columns whose type has them.
 
     Raises:
         ValueError: if a wanted column, or any for images or captions, is missing, two columns share a name, or columns
@@ -91,6 +106,8 @@ def find_columns(
         find_column("caption_template", names, title, part, ())
     group = find_column("group_column", names, title, wanted.group, ())
     medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed or {}, first or {})
+    if wanted.labelled:
+        return _find_labelled(names, title, wanted, spare_image, typed or {}, first or {}, labels or {})
     found: dict[str, str | None] = {}
     for kind, usual in {**USUAL_NAMES, "image": names_of(medium)}.items():
         spare = spare_image if kind == "image" else None
@@ -113,6 +130,61 @@ def find_columns(
         )
     names_found = (found["image"], found["caption"], found["id"])
     return Columns(*names_found, medium=medium, template=wanted.template, group=group)
+
+
+def _find_labelled(
+    names: Sequence[str],
+    title: str,
+    wanted: Columns,
+    spare_image: str | None,
+    typed: Mapping[str, str],
+    first: Mapping[str, Any],
+    labels: Mapping[str, Sequence[str]],
+) -> Columns:
+    """Find the columns of labels, and of media, texts or both; see `find_columns`."""
+    option, medium = wanted.option.format, wanted.medium
+    if wanted.label is None and len(labels) == 1:
+        label: str | None = next(iter(labels))
+    else:
+        among = names if wanted.label or not labels else list(labels)
+        label = find_column(option("label"), among, title, wanted.label, LABEL_NAMES) or spelt_otherwise(
+            names, LABEL_NAMES
+        )
+    if label is None:
+        raise ValueError(f"{title}; no label column was recognised. {listed(names)} Set {option('label')}.")
+    others = [name for name in names if name != label]
+    usual = names_of(medium)
+    image = find_column(option("image"), others if wanted.image is None else names, title, wanted.image, usual)
+    image = image or spare_image or spelt_otherwise(others, usual)
+    others = [name for name in others if name != image]
+    text = find_column(
+        option("caption"), others if wanted.caption is None else names, title, wanted.caption, TEXT_NAMES
+    )
+    own = {name: kind for kind in MEDIA for name in MEDIUM_NAMES[kind] if kind != medium and name not in _ANY_FILE}
+    other = next((name for name in others if image is None and name.lower() in own and name != text), None)
+    if other is not None:
+        raise wrong_kind(f"{title}; the column {other}", own[other.lower()], medium)
+    if typed.get(str(image), medium) != medium:
+        raise wrong_kind(f"{title}; the column {image}", typed[str(image)], medium)
+    if image is None and text is None:
+        raise ValueError(
+            f"{title}; no {medium} column and no text column was recognised. {listed(names)} Set {option('image')}, "
+            f"{option('caption')} or both."
+        )
+    files = [name for name in others if str(first.get(name)).lower().endswith(SUFFIXES[medium])]
+    if image is None and files:
+        logger.warning(
+            "%s: the column %s names files of %ss and is not read. Set %s to read them.",
+            title, files[0], medium, option("image"),
+        )  # fmt: skip
+    return Columns(image, text, medium=medium, labelled=True, label=label, classes=tuple(labels.get(label, ())))
+
+
+def wrong_kind(what: str, kind: str, medium: str) -> ValueError:
+    """Return the error that `what` holds media of another kind than the model's."""
+    return ValueError(
+        f"{what} holds {kind}s, and the model is for {medium}s. Give {medium}s, or --model_name_or_path of a model for {kind}s."
+    )
 
 
 def kind_of_value(value: Any) -> str | None:
@@ -225,8 +297,36 @@ def texts_of(value: Any) -> list[Any]:
     return [value]
 
 
+def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
+    """Return the names of the labels in a cell, several where several people answered, none where there is no label.
+
+    A list may be written as text, by JSON or Python; an item may be an object with a key `answer`, or the number of one of the
+    `classes`. Raises bad_label.
+    """
+    items = value if isinstance(value, list) else [value]
+    if isinstance(value, str):
+        items = texts_of(value)
+        for parse in (json.loads, ast.literal_eval):  # lists of other things than texts
+            if items == [value] and value.strip().startswith("[") and len(value) <= _LONGEST_LIST:
+                with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                    parsed = parse(value.strip())
+                    items = parsed if isinstance(parsed, list) else items
+    found = []
+    for item in items:
+        answer = item.get("answer", item) if isinstance(item, dict) else item
+        if isinstance(answer, (list, dict)):
+            raise Fault("bad_label", f"a label is {excerpt(str(answer))[:40]}, not a name or a number")
+        if classes and isinstance(answer, int):
+            found += [classes[answer]] if 0 <= answer < len(classes) else []
+        elif not is_null(answer):
+            found.append(str(answer).strip())
+    return found
+
+
 def captions_of(values: Mapping[str, Any], columns: Columns) -> list[Any]:
     """Return a row's unchecked captions."""
+    if columns.labelled and columns.caption is None:
+        return []
     value = values.get(str(columns.caption))
     if columns.template:  # a cell that is empty leaves no gap
         cells = ("" if is_null(cell := values.get(part)) else str(cell) for part in columns.parts)

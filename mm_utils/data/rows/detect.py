@@ -12,7 +12,7 @@ from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
 from mm_utils.data.rows.caption_files import is_captioned, read_caption_files
 from mm_utils.data.rows.class_folders import check_classes, read_classes
-from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
+from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES, wrong_kind
 from mm_utils.data.rows.folders import is_service, walk
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import FORMATS, PathArguments, Source
@@ -52,6 +52,14 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     source = replace(source, format=source.format or detect(source))
     files = metadata_files(Path(source.path)) if source.format == "imagefolder" else []
     has_columns = source.format in _OF_COLUMNS or bool(files)
+    if source.labelled:
+        if source.format == "imagefolder" and not files:
+            source = replace(source, format="classes")
+        if not has_columns and source.format not in ("classes", "sqlite", "webdataset"):
+            raise ValueError(
+                f"{source.title}; the format {source.format} has no labels. Write a table (JSONL, CSV or Parquet) of the "
+                "files with a column label, or a folder per class."
+            )
     if source.caption_template is not None:
         _check_template(source, has_columns)
     if source.group_column is not None and not has_columns:
@@ -61,11 +69,16 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     if source.format in _OF_FILES and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
     if files:
-        return read_metadata(source, safety, files)
+        return _of_split(read_metadata(source, safety, files), source.only)
     is_named = source.format in ("datasets", "webdataset") or source.format not in FORMATS
     if not is_named and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
-    return _READERS.get(source.format, _read_own)(source, safety)
+    return _of_split(_READERS.get(source.format, _read_own)(source, safety), source.only)
+
+
+def _of_split(rows: Iterator[Record | BadRow], only: str | None) -> Iterator[Record | BadRow]:
+    """Leave out the records of other splits."""
+    return (row for row in rows if only is None or isinstance(row, BadRow) or (row.split or "train") == only)
 
 
 def _check_template(source: Source, has_columns: bool) -> None:
@@ -148,11 +161,13 @@ def _of_folder(path: Path, source: Source) -> str:
     files = _files_of(path)
     medium = _medium_of_folder(source)
     found = _of_names(files, path, medium)
+    if found is None and (kinds := kinds_of_folder(path)) and medium not in kinds:
+        raise wrong_kind(f"{source.title}; it", next(iter(kinds)), medium)
     if found is None:
         raise ValueError(
             f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(FORMATS)}."
         )
-    if found == "classes":
+    if found == "classes" and not source.labelled:
         check_classes(path, source.title, medium)
     return found
 

@@ -82,6 +82,10 @@ class BytesImage(ImageRef):
         return checked_bytes(self.data, self.name, limits)
 
 
+NO_MEDIUM = BytesImage("", None)
+"""Of a labelled text."""
+
+
 @dataclass(frozen=True, slots=True)
 class UrlImage(ImageRef):
     """An image at an http(s) address, which is its name."""
@@ -145,6 +149,8 @@ class Record:
         split: train, validation or test; None where the source does not say.
         notes: where the captions came from, keys of `NOTES`.
         group: rows of one group come into one split; None for a row of none.
+        answers: of a labelled row, the names of its label, several where several people answered. It has at most one caption.
+        classes: names of all classes in order, where the source has them.
     """
 
     source: str
@@ -160,11 +166,16 @@ class Record:
     cut: tuple[Any, Any] = field(default=(None, None), repr=False)
     moments: Any = field(default=None, repr=False)
     group: str | None = field(default=None, repr=False)
+    answers: list[str] | None = field(default=None, repr=False)
+    classes: tuple[str, ...] = field(default=(), repr=False)
 
     @property
-    def timing(self) -> str:
-        """Return what the record says about time and its group, for a hash of it; "" for an image of none."""
-        times, group = getattr(self.image, "times", None), self.group or ""
+    def beside(self) -> str:
+        """Return what the record says about time, its group and its labels, for a hash of it; "" for an image of none."""
+        times, group = (
+            getattr(self.image, "times", None),
+            (self.group or "") + (repr(self.answers) if self.answers else ""),
+        )
         return group if self.medium == "image" else repr((self.medium, self.cut, self.moments, times)) + group
 
 
@@ -244,13 +255,14 @@ class RecordBuilder:
         cut: tuple[Any, Any] = (None, None),
         moments: Any = None,
         group: str | None = None,
+        answers: list[str] | None = None,
     ) -> Record:
         """Return the record of an image with its id, to which a cut is added."""
         ref, key = image
         split = self.source.split or split
         captions = texts_of(captions)
         found = Record(self.source.name, storable(where), key, ref, captions, regions, split, negatives)
-        found.group = group
+        found.group, found.answers = group, answers
         if self.medium != "image":
             found.medium, found.cut, found.moments = self.medium, cut, moments
             if key is not None and cut != (None, None):

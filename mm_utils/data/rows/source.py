@@ -149,6 +149,8 @@ class Source:
         config: the configuration of a data set on the Hub, or the table of a database.
         delimiter: what stands between the cells of a CSV or TSV file; found in its header where None.
         medium: image, clip or sound; auto finds it by the columns, or the files of a folder.
+        labelled: rows have labels, of `label_column`, and at most one text, of `caption_column`.
+        only: a split; the rows of others are not read.
         title: beginning of error messages, which names the flag.
     """
 
@@ -168,6 +170,9 @@ class Source:
     caption_template: str | None = field(default=None, repr=False)
     group_column: str | None = field(default=None, repr=False)
     medium: str = field(default="auto", repr=False)  # what is read says it, too
+    labelled: bool = field(default=False, repr=False)
+    label_column: str | None = field(default=None, repr=False)
+    only: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -209,7 +214,8 @@ class Source:
         own = self.title.startswith("--sources")  # written behind the path, not as flags
         option = "{}_column" if own else "--{}_column"
         names = (self.image_column, self.caption_column, self.id_column)
-        return Columns(*names, option, self.medium, self.caption_template, self.group_column)
+        labels = self.labelled, self.label_column
+        return Columns(*names, option, self.medium, self.caption_template, self.group_column, *labels)
 
 
 def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:

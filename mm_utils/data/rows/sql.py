@@ -69,7 +69,8 @@ def _table(database: sqlite3.Connection, table: str, builder: RecordBuilder) -> 
         [row[1] for row in database.execute(f"PRAGMA table_xinfo({table})") if row[6] != 1],  # generated ones, too
     )
     columns = find_columns(names, builder.source.title, builder.source.columns)
-    image, key_name = _quoted(str(columns.image)), _key_of(database, table, names, builder.source.title)
+    image = "NULL" if columns.image is None else _quoted(columns.image)
+    key_name = _key_of(database, table, names, builder.source.title)
     cells = [
         f"iif(typeof({image}) = 'blob', length({image}), {name})" if name == image else name
         for name in map(_quoted, names)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from datasets import Audio, Dataset, Features, Image, Value, Video
+from datasets import Audio, ClassLabel, Dataset, Features, Image, Value, Video
 
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media import FEATURES
@@ -23,6 +23,7 @@ from mm_utils.data.rows.columns import (
     SPLIT_NAMES,
     SUFFIXES,
     Columns,
+    answers_of,
     captions_of,
     find_columns,
     id_of,
@@ -31,6 +32,7 @@ from mm_utils.data.rows.columns import (
 )
 from mm_utils.data.rows.folders import Unread, files_below, split_of_path, walk
 from mm_utils.data.rows.records import (
+    NO_MEDIUM,
     ArrowImage,
     BadRow,
     BytesImage,
@@ -187,12 +189,14 @@ def _record(
     if None in values:
         raise Fault("malformed_row", "more cells than columns; a separator without quotes?")
     columns = table.columns
-    for column in (columns.image, columns.caption):
+    for column in filter(None, (columns.image, columns.caption, columns.label)):
         if column not in values and column not in columns.parts:  # of a template, any may be missing
             raise Fault("missing_column", f"there is no {column}")
     captions = captions_of(values, columns)
     builder.medium = columns.medium
-    image, key = builder.image(values[str(columns.image)], table.jail, values.get("times"))
+    image, key = NO_MEDIUM, None
+    if columns.image is not None:
+        image, key = builder.image(values[columns.image], table.jail, values.get("times"))
     key = id_of(values, columns) or key
     if builder.source.split is None:
         if not is_null(values.get("split")):
@@ -203,7 +207,11 @@ def _record(
     cut = (time_of(values.get("start")), time_of(values.get("end")))
     group = values.get(columns.group) if columns.group else None
     beside["group"] = None if is_null(group) else storable(str(group).strip())
-    return builder.record(where, (image, key), captions, split=split, cut=cut, **beside)
+    if columns.label is not None:
+        beside["answers"] = answers_of(values[columns.label], columns.classes)
+    record = builder.record(where, (image, key), captions, split=split, cut=cut, **beside)
+    record.classes = columns.classes
+    return record
 
 
 def time_of(value: Any) -> Any:
@@ -242,14 +250,22 @@ def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Column
     """Find the columns of a table by their names; a single column of images may have any."""
     images = [field.name for field in schema if _is_image(field.type)]
     spare = images[0] if len(images) == 1 else None
-    held = pa.schema([field for field in schema if _is_image(field.type)], metadata=schema.metadata)
-    typed = {} if wanted.medium == "image" else _typed(Features.from_arrow_schema(held))  # others may have no feature
-    return find_columns(schema.names, title, wanted, spare_image=spare, typed=typed)
+    known = [
+        field for field in schema if _is_image(field.type) or pa.types.is_integer(field.type)
+    ]  # others may have no feature
+    features = Features.from_arrow_schema(pa.schema(known, metadata=schema.metadata))
+    typed = {} if wanted.medium == "image" and not wanted.labelled else _typed(features)
+    return find_columns(schema.names, title, wanted, spare_image=spare, typed=typed, labels=_classes(features))
 
 
 def _typed(features: Features) -> dict[str, str]:
     """Return the kinds of the columns whose feature is of one."""
     return {name: _KINDS[type(feature)] for name, feature in features.items() if type(feature) in _KINDS}
+
+
+def _classes(features: Features) -> dict[str, list[str]]:
+    """Return the names of the classes of the columns whose feature has them."""
+    return {name: feature.names for name, feature in features.items() if isinstance(feature, ClassLabel)}
 
 
 def _is_list(kind: Any) -> bool:
@@ -267,6 +283,8 @@ def _is_image(kind: pa.DataType) -> bool:
 
 def _embeds(file: pq.ParquetFile, columns: Columns, title: str) -> bool | None:
     """Return whether the image column holds bytes, by its type and the file's statistics; None if it has paths, too."""
+    if columns.image is None:
+        return False
     kind = file.schema_arrow.field(str(columns.image)).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -313,8 +331,11 @@ def _bytes_in(cell: Any) -> bool:
 def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: Jail) -> Table:
     typed = _typed(dataset.features)
     spare = next(iter(typed)) if len(typed) == 1 else None
-    columns = find_columns(dataset.column_names, title, builder.source.columns, spare, typed)
-    raw, embedded = with_raw_images(dataset, str(columns.image), title, columns.medium)
+    wanted = builder.source.columns
+    columns = find_columns(dataset.column_names, title, wanted, spare, typed, labels=_classes(dataset.features))
+    raw, embedded = dataset, False
+    if columns.image is not None:
+        raw, embedded = with_raw_images(dataset, columns.image, title, columns.medium)
     return Table("row", columns, dataset_rows(dataset, raw, columns, embedded), jail)
 
 
@@ -341,7 +362,7 @@ def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool
 def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
     """Return the columns to read: those beside the image and, where asked for, the image."""
     time = () if columns.medium == "image" else BESIDE_TIME
-    wanted = (columns.caption, *columns.parts, columns.id, columns.group, "split", *BESIDE, *time)
+    wanted = (columns.caption, *columns.parts, columns.id, columns.group, columns.label, "split", *BESIDE, *time)
     return [name for name in names if (with_image if name == columns.image else name in wanted)]
 
 

@@ -20,8 +20,11 @@ from mm_utils.data.paths import Limits, check_own_file, is_url, read_file
 from mm_utils.data.rows.class_folders import captions_of_class, class_names
 from mm_utils.data.rows.columns import (
     BESIDE,
+    LABEL_NAMES,
     SUFFIXES,
+    TEXT_NAMES,
     USUAL_NAMES,
+    answers_of,
     split_of,
 )
 from mm_utils.data.rows.folders import Unread, files_below, split_of_path, walk
@@ -346,7 +349,17 @@ def record_of_sample(
 ) -> Record:
     """Return a sample's record; `split` is its folder's, `a_line` as in `has_caption_a_line`."""
     values = sample.values()
-    captions = captions_of_sample(sample, values, builder.source, names)
+    answers = None
+    if builder.source.labelled:
+        wanted = builder.source.label_column, builder.source.caption_column
+        label = wanted[0] or next((name for name in LABEL_NAMES if name in values), None)
+        if label not in values and "cls" not in sample.texts:
+            raise sample.lacks("label")
+        answers = answers_of(values[label] if label in values else sample.text("cls"))
+        text = wanted[1] or next((name for name in TEXT_NAMES if name in values), None)
+        captions = [values[text]] if text in values else []
+    else:
+        captions = captions_of_sample(sample, values, builder.source, names)
     if a_line and len(captions) == 1 and isinstance(captions[0], str):
         captions = captions[0].splitlines()
     image: ImageRef
@@ -360,7 +373,7 @@ def record_of_sample(
     if values.get("split") is not None and not builder.source.split:
         split = split_of(values["split"])
     beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
-    beside["cut"] = values.get("start"), values.get("end")
+    beside |= {"cut": (values.get("start"), values.get("end")), "answers": answers}
     return builder.record(where, (image, storable(key)), captions, split=split, **beside)
 
 

@@ -14,8 +14,8 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments, PathArguments
 from mm_utils.data.streams.stream import _find_urls
-from mm_utils.finetuning.labels import LabelledArguments, TaskArguments, load_labelled, load_task
 from tests.kit.fault_images import draw, png
+from tests.kit.finetuning import labelled_of, task_of
 from tests.kit.reading import NAMES, lines, read, write, write_tar
 from tests.kit.recording_server import RecordingServer, recording
 
@@ -116,8 +116,8 @@ WAYS = [
 ]
 DOORS: dict[str, Callable[[str], Any]] = {
     "pretrain": lambda name: load_pairs(DataArguments(dataset_name=name)),
-    "finetune": lambda name: load_task(TaskArguments(dataset_name=name)),
-    "eval_zero_shot": lambda name: load_labelled(LabelledArguments(dataset_name=name)),
+    "finetune": lambda name: task_of(dataset_name=name),
+    "eval_zero_shot": lambda name: labelled_of(dataset_name=name),
     "prepare_data": lambda name: read_all(name),
 }
 
@@ -194,7 +194,7 @@ def test_files_of_the_folder_are_read(private: Path, tmp_path: Path) -> None:
     contents = [png(draw(at)) for at in range(30)]
     pq.write_table(table(["/elsewhere/x.png"] * 30, contents).data.table, private / "data" / "train.parquet")
     assert sum(map(len, load_pairs(DataArguments(dataset_name=str(private / "data"))).values())) == 30
-    assert len(load_labelled(LabelledArguments(dataset_name=str(private / "data"))).rows) == 30
+    assert len(labelled_of(dataset_name=str(private / "data")).rows) == 30
 
 
 def test_images_of_labelled_rows_lie_below_the_root(private: Path, tmp_path: Path) -> None:
@@ -209,11 +209,11 @@ def test_images_of_labelled_rows_lie_below_the_root(private: Path, tmp_path: Pat
         ).data.table,
         folder / "a.parquet",
     )
-    task = load_task(TaskArguments(train_file=str(folder / "a.parquet")))
+    task = task_of(train_file=str(folder / "a.parquet"))
     rows = [row["image"] for split in task.splits.values() for row in split]
     assert len(rows) == 21
     assert [row["path"] for row in rows if row["bytes"] is None] == [str(folder / "0.png")]
-    everything = load_task(TaskArguments(train_file=str(folder / "a.parquet"), allow_outside_root=True))
+    everything = task_of(train_file=str(folder / "a.parquet"), allow_outside_root=True)
     assert sum(map(len, everything.splits.values())) == 30
 
 

@@ -70,7 +70,7 @@ def test_figures_table_and_picture_are_left(flags: list[str], tmp_path: Path) ->
 def test_a_folder_of_clip_benchmark_gives_the_same_figures(
     flags: list[str], started: str, folders: str, tmp_path: Path
 ) -> None:
-    """The same images in tar shards, with the names and templates beside them."""
+    """The same images in tar shards, with the files of names and templates beside them."""
     names = sorted(path.name for path in Path(folders).iterdir())
     members = []
     for label, name in enumerate(names):
@@ -81,8 +81,13 @@ def test_a_folder_of_clip_benchmark_gives_the_same_figures(
     write_tar(tmp_path / "test/0.tar", members)
     (tmp_path / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
     (tmp_path / "zeroshot_classification_templates.txt").write_text("a {c}, number 0\nnumber 1: one {c}\n")
-    without_templates = flags[: flags.index("--templates")]
-    found = eval_zero_shot.main([*without_templates, "--dataset_name", str(tmp_path)])
+    beside = [
+        "--classes",
+        f"{tmp_path}/classnames.txt",
+        "--templates",
+        f"{tmp_path}/zeroshot_classification_templates.txt",
+    ]
+    found = eval_zero_shot.main([*flags[: flags.index("--templates")], "--dataset_name", str(tmp_path), *beside])
     assert found == pytest.approx(eval_zero_shot.main(flags))
     results = ModelCard.load(Path(started, "README.md")).data.eval_results
     own = [each for each in results if each.task_type == "zero-shot-image-classification"]

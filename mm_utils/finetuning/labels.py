@@ -233,12 +233,9 @@ def _sources(args: DataArguments, labels: LabelArguments, medium: str) -> list[S
         sources = [Source(name, kind, name, config=args.dataset_config_name, title=title)]
     else:
         sources = sources_of(args)
-    columns = {
-        "image_column": args.image_column,
-        "caption_column": args.caption_column,
-        "label_column": labels.label_column,
-    }
-    return [replace(source, labelled=True, medium=medium, id_column=None, **columns) for source in sources]
+    names = {"image_column": args.image_column, "caption_column": args.caption_column}
+    columns: dict[str, Any] = {**names, "label_column": labels.label_column, "id_column": None}
+    return [replace(source, labelled=True, medium=medium, **columns) for source in sources]
 
 
 def _paths(args: DataArguments) -> PathArguments:

@@ -82,7 +82,7 @@ class BytesImage(ImageRef):
         return checked_bytes(self.data, self.name, limits)
 
 
-NO_MEDIUM = BytesImage("", None)
+NO_MEDIUM: ImageRef = BytesImage("", None)
 """Of a labelled text."""
 
 

@@ -333,9 +333,9 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
     spare = next(iter(typed)) if len(typed) == 1 else None
     wanted = builder.source.columns
     columns = find_columns(dataset.column_names, title, wanted, spare, typed, labels=_classes(dataset.features))
-    raw, embedded = dataset, False
-    if columns.image is not None:
-        raw, embedded = with_raw_images(dataset, columns.image, title, columns.medium)
+    if columns.image is None:
+        return Table("row", columns, dataset_rows(dataset, dataset, columns, False), jail)
+    raw, embedded = with_raw_images(dataset, columns.image, title, columns.medium)
     return Table("row", columns, dataset_rows(dataset, raw, columns, embedded), jail)
 
 

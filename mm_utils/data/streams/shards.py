@@ -21,10 +21,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import aiohttp
 import fsspec
 import pyarrow as pa
-from datasets import Features, Image, Value
+from datasets import Features, Value
 from datasets import Sequence as ListOf
 
 from mm_utils.data import media
@@ -51,7 +50,6 @@ _Answer = TypeVar("_Answer")
 Row = dict[str, Any] | str
 """A training row with `features_of` its kind; or, of a row that cannot be used, the reason."""
 
-FEATURES = Features({"id": Value("string"), "image": Image(decode=False), "captions": ListOf(Value("string"))})
 _STORED: dict[str, Callable[[bytes], tuple[Any, float]]] = {"clip": read_avi, "sound": read_wav}
 _PREPARE = (
     "A stream reads sounds and clips as prepared sets keep them, without a codec. Run scripts/prepare_data.py, and stream its "
@@ -59,18 +57,22 @@ _PREPARE = (
 )
 _BATCH = 64  # rows read at a time, with their images
 _LOOKED_AT = 20  # rows that decide whether a tar, or sounds or clips, can be used
-_READ_AHEAD, _BUFFER = (
-    8 << 20,
-    1 << 20,
-)  # bytes per request to a server; of a column of a local file, else whole row groups
+_READ_AHEAD, _BUFFER = 8 << 20, 1 << 20  # bytes per request to a server; of a column of a local file
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
 _VERSION = 5  # of what is kept of a shard
 _PAUSES = (1, 4, 16)  # seconds between attempts to reach a server, or a network file system in a bad moment
 _BUSY = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO))  # what an answer of 5xx becomes
-_DAMAGE = (
-    OSError, EOFError, ValueError, ImportError, pa.ArrowException, tarfile.TarError, zlib.error, aiohttp.ClientError,
-)  # fmt: skip
+_DAMAGE = (OSError, EOFError, ValueError, ImportError, pa.ArrowException, tarfile.TarError, zlib.error)
+_UNREACHABLE = (
+    "ConnectionError",
+    "TimeoutError",
+    "HTTPClientError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ClientResponseError",
+)
 _OF_STORES = {
+    "aiohttp": ("ClientError",),
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
     "gcsfs.retry": ("HttpError",),
     "azure.core.exceptions": ("AzureError",),
@@ -99,15 +101,22 @@ def damage(*more: type[BaseException]) -> tuple[type[BaseException], ...]:
 
 
 def _may_pass(error: BaseException) -> bool:
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # Python's own, and botocore's of the same names
-    unreachable = kinds & {"ConnectionError", "TimeoutError", "HTTPClientError"}
-    is_busy = isinstance(error, OSError) and error.errno in _BUSY
-    return bool(unreachable) or is_busy or is_passing(error) or isinstance(error, aiohttp.ClientError)
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # Python's own, and those of stores of the same names
+    unreachable = kinds & {*_UNREACHABLE}
+    return bool(unreachable) or (isinstance(error, OSError) and error.errno in _BUSY) or is_passing(error)
 
 
-def _patiently(ask: Callable[[str], _Answer], url: str) -> _Answer:
-    """Return what a store answers about an address; errors that may pass are tried again for 21 s."""
-    return retry(lambda: ask(url), _may_pass, _PAUSES)
+def _ask(question: Callable[[str], _Answer], url: str, title: str = "shard {} cannot be opened") -> _Answer:
+    """Return what a store answers about an address; errors that may pass are tried again for 21 s.
+
+    Raises:
+        ValueError: begun by `title`, if it does not answer.
+    """
+    try:
+        return retry(lambda: question(url), _may_pass, _PAUSES)
+    except damage() as error:
+        advice = "Check its address, the credentials and the connection."
+        raise ValueError(f"{title.format(url)} ({one_line(error)}). {advice}") from error
 
 
 def expand(pattern: str) -> list[str]:
@@ -116,12 +125,7 @@ def expand(pattern: str) -> list[str]:
     Raises:
         ValueError: if its server cannot be reached.
     """
-    try:
-        return sorted(_patiently(files_of_pattern, pattern))
-    except damage() as error:
-        raise ValueError(
-            f"shards {pattern} cannot be listed ({one_line(error)}). Check the address, the credentials and the connection."
-        ) from error
+    return sorted(_ask(files_of_pattern, pattern, "shards {} cannot be listed"))
 
 
 def count_shards(urls: Sequence[str]) -> list[Shard]:
@@ -132,7 +136,7 @@ def count_shards(urls: Sequence[str]) -> list[Shard]:
     """
     with ThreadPoolExecutor(16) as pool:
         counts = list(pool.map(_cached_count, urls))
-    damaged = sum(found is None for found in counts)
+    damaged = counts.count(None)
     if is_hopeless(damaged, len(urls)):
         raise ValueError(f"{urls[0]}; {damaged} of {len(urls)} shards cannot be read. Write them anew.")
     return [Shard(url, 0, *found) for url, found in zip(urls, counts, strict=True) if found and found[0]]
@@ -141,7 +145,7 @@ def count_shards(urls: Sequence[str]) -> list[Shard]:
 def _cached_count(url: str) -> tuple[int, str] | None:
     """Return the number of rows, and a hash of size, first and last 64 KiB (pairs, a footer); None for a damaged file."""
 
-    def look(url: str) -> tuple[int, str]:
+    def look() -> tuple[int, str]:
         rows, (files, path) = count_rows(url), fsspec.url_to_fs(url)
         size = int(files.info(path).get("size") or 0)
         content = files.cat_file(path, 0, min(size, _SAMPLE))
@@ -149,8 +153,9 @@ def _cached_count(url: str) -> tuple[int, str] | None:
             content += files.cat_file(path, max(_SAMPLE, size - _SAMPLE), size)
         return rows, hashlib.blake2b(f"{size} ".encode() + content, digest_size=8).hexdigest()
 
+    key = key_of(_VERSION, pa.__version__, stamp_of(url))
     try:
-        return stored_value("shards", key_of(_VERSION, pa.__version__, stamp_of(url)), lambda: _patiently(look, url))
+        return stored_value("shards", key, lambda: retry(look, _may_pass, _PAUSES))
     except damage() as error:
         stamp_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
@@ -163,12 +168,7 @@ def stamp_of(url: str) -> str:
     Raises:
         ValueError: if the server cannot be reached, or does not have the file.
     """
-    try:
-        about = _patiently(lambda url: fsspec.url_to_fs(url)[0].info(fsspec.url_to_fs(url)[1]), url)
-    except damage() as error:
-        raise ValueError(
-            f"shard {url} cannot be opened ({one_line(error)}). Check its address, the credentials and the connection."
-        ) from error
+    about = _ask(lambda url: fsspec.url_to_fs(url)[0].info(fsspec.url_to_fs(url)[1]), url)
     dates = ("mtime", "ETag", "etag", "LastModified", "last_modified", "last_commit", "blob_id", "updated")
     return json.dumps([url, about.get("size"), *(str(about.get(date)) for date in dates)])
 
@@ -212,8 +212,8 @@ def count_rows(url: str) -> int:
 
 def features_of(medium: str) -> Features:
     """Return the columns of a medium's rows; clips and sounds have their `seconds`, too."""
-    timed = {"image": media.FEATURES[medium], "seconds": Value("float64")} if medium in _STORED else {}
-    return Features({**FEATURES, **timed})
+    columns = {"id": Value("string"), "image": media.FEATURES[medium], "captions": ListOf(Value("string"))}
+    return Features(columns | ({"seconds": Value("float64")} if medium in _STORED else {}))
 
 
 def find_medium(url: str, source: Source) -> str:

@@ -7,8 +7,8 @@
   - Without a validation split, the first rows of some shards are held out. A later row with the id or the bytes of one of
     their images is not trained on, and is counted; nor is one with the bytes of an image of a given validation split.
   - A shard that grows, shrinks, is added or written anew makes another stream: `Stream.fingerprint` changes.
-  - Batches do not depend on the number of workers: each collates the rows of its shard groups, and `merge_parts` puts the
-    parts of a step together as one process would have.
+  - Batches do not depend on the number of workers: each makes the examples of its shard groups, and `merge` puts those of a
+    step together in the stream's order.
 
 Each of the interleaved shard groups keeps the encoded images of a block in memory: `GROUPS` * `BLOCK` images, over all
 processes. With 100 kB an image that is 1.6 GB.
@@ -17,24 +17,24 @@ processes. With 100 kB an image that is 1.6 GB.
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.dataset import Batch, Collator, TrainingTransform
+from mm_utils.data.batches.dataset import Batch, Collator, Example, TrainingTransform
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key, tokenize_splits
@@ -49,7 +49,6 @@ from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.data.streams.order import InterleavedOrder, Reader, Slot
 from mm_utils.data.streams.shards import (
-    FEATURES,
     Row,
     Shard,
     ShardReader,
@@ -158,7 +157,7 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
         )
     held_out |= {_by_bytes(row) for row in validation}
     validation = validation.take(min(most or len(validation), len(validation)))
-    files = _first_rows(files, data.max_train_samples)
+    files = _first_rows(files, data.max_train_samples or sys.maxsize)
     size, shards = max(block, sum(file.rows for file in files) // (groups * SHARDS_PER_GROUP)), []
     for file in files:  # one that can be read from the middle is cut, so that distant rows meet
         parts = -(-file.rows // size) if file.divisible else 1
@@ -239,15 +238,13 @@ def _hold_out(files: list[Shard]) -> tuple[list[Shard], list[Shard]]:
     return heads, [file for file in rest if file.rows]
 
 
-def _first_rows(files: list[Shard], most: int | None) -> list[Shard]:
-    if most is None:
-        return files
-    kept = []
-    for file in files:
-        if most > 0:
-            kept.append(replace(file, rows=min(file.rows, most)))
-        most -= file.rows
-    return kept
+def _first_rows(files: list[Shard], most: int) -> list[Shard]:
+    before = accumulate((file.rows for file in files), initial=0)
+    return [
+        replace(file, rows=min(file.rows, most - begin))
+        for file, begin in zip(files, before, strict=False)
+        if begin < most
+    ]
 
 
 def _read_all(shards: list[Shard], source: Source) -> Dataset:
@@ -316,19 +313,19 @@ def train_stream(
     """Return this rank's share of the global batches of steps `start` to `stop` of a stream."""
     transform = loaders.training_transform(stream.order.seed)
     collate = Collator(loaders.pad_token_id, loaders.medium, longest_first=True)
-    steps = StreamSteps(stream, tokenizer, loaders.arguments.max_seq_length, transform, collate, start, stop)
-    return loaders.on_device(StreamLoader(steps, loaders.arguments.num_workers, loaders.device.type == "cuda"))
+    steps = StreamSteps(stream, tokenizer, loaders.arguments.max_seq_length, transform, start, stop)
+    return loaders.on_device(StreamLoader(steps, collate, loaders.arguments.num_workers))
 
 
 @dataclass
-class StreamSteps(IterableDataset[Batch]):
-    """Turns steps of a stream into collated batches; iterated, in a data worker, into this worker's part of every step.
+class StreamSteps(IterableDataset[list[Example]]):
+    """Turns steps of a stream into examples; iterated, in a data worker, into this worker's part of every step.
 
     An example is a pure function of (seed, epoch, image id); its `row` is the row's position in the stream.
 
     Attributes:
         tokenizer, max_seq_length: how captions become tokens, by the rules of `mm_utils.data.batches.tokens`.
-        transform, collate: make training examples of rows, and stack them.
+        transform: makes training examples of rows.
         start, stop: the steps.
     """
 
@@ -336,86 +333,98 @@ class StreamSteps(IterableDataset[Batch]):
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int
     transform: TrainingTransform
-    collate: Collator
     start: int
     stop: int
 
     def __post_init__(self) -> None:
         self.rank = distributed.rank(), distributed.world_size()  # which a worker process does not know
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[list[Example]]:
         worker = get_worker_info()
         part = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        return self.batches(self.start, self.stop, Reader(*self.rank, *part))
+        return self.examples(self.start, self.stop, Reader(*self.rank, *part))
 
-    def batches(self, start: int, stop: int, reader: Reader) -> Iterator[Batch]:
-        """Yield the part of steps `start` to `stop` that `reader` reads.
+    def examples(self, start: int, stop: int, reader: Reader) -> Iterator[list[Example]]:
+        """Yield the examples of steps `start` to `stop` that `reader` reads, in the stream's order.
 
         An unusable row is named in `skipped`, and another one of its block takes its place, if any of those that
         `replacement_rows` names can be used.
         """
         order, readers = self.stream.order, dict[tuple[int, int], ShardReader]()
         for step in range(start, stop):
-            slots, blocks = order.batch(step, reader), dict[tuple[int, ...], list[int]]()
-            for place, slot in enumerate(slots):
-                blocks.setdefault((slot.epoch, slot.group, slot.shard, slot.block), []).append(place)
+            slots = order.batch(step, reader)
             readers = {key: opened for key, opened in readers.items() if not slots or key[0] >= slots[0].epoch}
-            examples: list[dict[str, Any]] = [{}] * len(slots)
-            for (epoch, group, shard, block), places in blocks.items():
-                opened = readers.setdefault((epoch, group), ShardReader(self.stream.shards, self.stream.source))
-                first, last = order.span_of(shard, block)
-                rows, mine = opened.read(shard, first, last), [slots[place] for place in places]
-                made = self._examples(mine, [slot.row for slot in mine], [rows[slot.row - first] for slot in mine])
-                for place, slot, example in zip(places, mine, made, strict=True):
-                    examples[place] = example
-                    for other in replacement_rows(order.seed, epoch, slot.position, len(rows)):
-                        if "row" in examples[place]:
-                            break
-                        [found] = self._examples([slot], [first + other], [rows[other]])
-                        examples[place] = {**example, **found} if "row" in found else example
-            yield self.collate(examples)
+            blocks = []  # of each slot: the first row, and all rows
+            for slot in slots:
+                opened = readers.setdefault(slot[1:3], ShardReader(self.stream.shards, self.stream.source))
+                first, last = order.span_of(slot.shard, slot.block)
+                blocks.append((first, opened.read(slot.shard, first, last)))
+            examples = self._examples(
+                [(slot, slot.row, rows[slot.row - first]) for slot, (first, rows) in zip(slots, blocks, strict=True)]
+            )
+            for place, (slot, (first, rows)) in enumerate(zip(slots, blocks, strict=True)):
+                for other in replacement_rows(order.seed, slot.epoch, slot.position, len(rows)):
+                    if "row" in examples[place]:
+                        break
+                    [found] = self._examples([(slot, first + other, rows[other])])
+                    examples[place] |= found if "row" in found else {}
+            yield examples
 
-    def _examples(self, slots: list[Slot], numbers: list[int], read: list[Row]) -> list[dict[str, Any]]:
-        """Return each slot's example from its row of the shard, or why there is none."""
-        checked = [
-            self.stream.check(row, slot.shard, number) for slot, number, row in zip(slots, numbers, read, strict=True)
-        ]
-        examples: list[dict[str, Any]] = [
-            {"skipped": row, "skipped_id": self.stream.place_of(slot.shard, number)}
-            for slot, number, row in zip(slots, numbers, checked, strict=True)
-        ]
-        good = [at for at, row in enumerate(checked) if isinstance(row, dict)]
+    def _examples(self, drawn: list[tuple[Slot, int, Row]]) -> list[Example]:
+        """Return each slot's example of a row of its shard, by the number there, or why there is none."""
+        examples: list[Example] = []
+        good: dict[int, dict[str, Any]] = {}
+        for at, (slot, number, row) in enumerate(drawn):
+            checked, place = self.stream.check(row, slot.shard, number), self.stream.place_of(slot.shard, number)
+            examples.append({"skipped": checked, "skipped_id": place, "position": slot.position})
+            if isinstance(checked, dict):
+                key = image_key(checked["id"])
+                good[at] = {**checked, "image_key": key, "epoch": slot.epoch, "position": slot.position}
         if not good:
             return examples
-        rows: list[Any] = [checked[at] for at in good]
-        keys, epochs = [image_key(row["id"]) for row in rows], [slots[at].epoch for at in good]
-        counts = np.array([len(row["captions"]) for row in rows])
-        shown = choose_captions(self.stream.order.seed, np.array(epochs), np.array(keys), counts).tolist()
-        captions = [row["captions"][place] for row, place in zip(rows, shown, strict=True)]
-        batch: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in FEATURES}
-        batch |= {"epoch": epochs, "image_key": keys}
-        batch["caption_keys"] = [[caption_key(caption) for caption in row["captions"]] for row in rows]
+        batch = {name: [row[name] for row in good.values()] for name in next(iter(good.values()))}
+        keys, counts = np.array(batch["image_key"]), np.array(list(map(len, batch["captions"])))
+        shown = choose_captions(self.stream.order.seed, np.array(batch["epoch"]), keys, counts).tolist()
+        texts = [captions[place] for captions, place in zip(batch["captions"], shown, strict=True)]
+        batch["caption_keys"] = [list(map(caption_key, captions)) for captions in batch["captions"]]
         batch["input_ids"] = [[[]] * count for count in counts.tolist()]
         for ids, place, tokens in zip(
-            batch["input_ids"], shown, encode_captions(self.tokenizer, captions, self.max_seq_length), strict=True
+            batch["input_ids"], shown, encode_captions(self.tokenizer, texts, self.max_seq_length), strict=True
         ):
             ids[place] = tokens  # of the shown caption alone, at 45 us each
         for at, example in zip(good, self.transform.examples(batch), strict=True):
-            examples[at] = example if "skipped" in example else {**example, "row": slots[at].position}
+            position = drawn[at][0].position
+            examples[at] = {**example, "position": position, **({} if "skipped" in example else {"row": position})}
         return examples
+
+
+def pack(examples: list[Example]) -> tuple[list[Example], Tensor | None]:
+    """Stack the media of a part of a step, so that a worker sends one tensor and not one a row."""
+    media = [example.pop("pixel_values") for example in examples if "row" in example]
+    return examples, default_collate(media) if media else None
+
+
+def merge(parts: list[tuple[list[Example], Tensor | None]]) -> list[Example]:
+    """Return the examples of a step whose parts were packed, in the stream's order."""
+    for examples, media in parts:
+        for example, medium in zip(
+            (each for each in examples if "row" in each), () if media is None else media, strict=True
+        ):
+            example["pixel_values"] = medium
+    return sorted((example for examples, _ in parts for example in examples), key=lambda example: example["position"])
 
 
 class StreamLoader:
     """This rank's share of the global batches of the steps.
 
     Args:
-        steps: reads and collates.
+        steps: reads and makes examples.
+        collate: stacks them.
         workers: processes that read and decode; no more than this rank has shard groups are started.
-        pin_memory: whether batches go to a GPU.
     """
 
-    def __init__(self, steps: StreamSteps, workers: int, pin_memory: bool = False):
-        self.steps, self.pin_memory = steps, pin_memory
+    def __init__(self, steps: StreamSteps, collate: Collator, workers: int):
+        self.steps, self.collate = steps, collate
         self.num_workers = min(workers, steps.stream.order.groups // steps.rank[1])
 
     def __len__(self) -> int:
@@ -427,37 +436,11 @@ class StreamLoader:
         def name(number: int) -> str:
             """Name a step, and the files that its rows are in."""
             step, stream = self.steps.start + number // parts, self.steps.stream
-            urls = sorted(
-                {stream.shards[slot.shard].url for slot in stream.order.batch(step, Reader(*self.steps.rank))}
-            )
+            slots = stream.order.batch(step, Reader(*self.steps.rank))
+            urls = sorted({stream.shards[slot.shard].url for slot in slots})
             return f"step {step + 1} ({len(urls)} shards: {', '.join(urls[:_SHOWN])}{', ...' * (len(urls) > _SHOWN)})"
 
-        loader = DataLoader(self.steps, batch_size=None, **worker_options(self.num_workers))
-        batches = iter(WorkerLoader(loader, len(self) * parts, name, self.num_workers))
-        while of_step := list(islice(batches, parts)):  # workers take turns, and each yields one part per step
-            yield merge_parts(of_step, self.steps.collate.pad_token_id, self.pin_memory)
-
-
-def merge_parts(parts: list[Batch], pad_token_id: int, pin_memory: bool = False) -> Batch:
-    """Merge parts as `Collator` would: longest caption first, then the stream's order; each row is copied once."""
-    lengths = [length for part in parts for length in part["lengths"]]
-    positions = [position for part in parts for position in part["rows"].tolist()]
-    order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], positions[place]))
-    place_of = torch.tensor(order, dtype=torch.long).argsort()
-    merged: Batch = {}
-    for name, value in parts[0].items():
-        values = [part[name] for part in parts]
-        if not isinstance(value, Tensor):
-            items = [item for each in values for item in each]
-            merged[name] = (
-                [items[place] for place in order] if name in ("image_ids", "lengths", "all_lengths") else items
-            )
-            continue
-        inner = tuple(map(max, zip(*(each.shape[1:] for each in values), strict=True)))
-        whole = merged[name] = torch.empty((len(order), *inner), dtype=value.dtype, pin_memory=pin_memory)
-        if any(each.shape[1:] != inner for each in values):
-            whole.fill_(pad_token_id if name.endswith("input_ids") else 0)
-        for each, places in zip(values, place_of.split(list(map(len, values))), strict=True):
-            whole[(places, *map(slice, each.shape[1:]))] = each
-    merged["caption_image"] = torch.arange(len(order))
-    return merged
+        loader = DataLoader(self.steps, batch_size=None, collate_fn=pack, **worker_options(self.num_workers))
+        packed = iter(WorkerLoader(loader, len(self) * parts, name, self.num_workers))
+        while of_step := list(islice(packed, parts)):  # workers take turns, and each yields one part per step
+            yield self.collate(merge(of_step))

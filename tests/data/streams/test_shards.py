@@ -16,7 +16,7 @@ from datasets import disable_progress_bars
 from mm_utils.data.rows import tars
 from mm_utils.data.rows.source import Source
 from mm_utils.data.streams import shards
-from mm_utils.data.streams.shards import FEATURES, Shard, ShardReader, count_shards, expand, find_medium, read_rows
+from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, expand, features_of, find_medium, read_rows
 from tests.kit import numbered_shards as kit
 from tests.kit.reading import write_tar
 
@@ -197,7 +197,7 @@ def rows_of(folder: Path, *records: dict[str, Any], **columns: Any) -> list[Any]
 def test_usable_captions_are_kept(changed: dict[str, Any], captions: list[str], tmp_path: Path) -> None:
     [row] = rows_of(tmp_path, {**GOOD, **changed})
     assert row == {"id": "7", "image": changed.get("image", {"bytes": b"bytes", "path": None}), "captions": captions}
-    pa.Table.from_pylist([row], FEATURES.arrow_schema)
+    pa.Table.from_pylist([row], features_of("image").arrow_schema)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,10 @@ from mm_utils.data.streams.stream import (
     Stream,
     StreamLoader,
     StreamSteps,
-    merge_parts,
+    merge,
     open_stream,
     open_streamed,
+    pack,
 )
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.processor import load_processor, train_tokenizer
@@ -47,7 +48,7 @@ from tests.kit.reading import write_tar
 datasets.disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES, SCHEDULE = [30, 22, 41, 9, 38, 20], BatchSizes((0, 5), (12, 20))
-IMAGE, RATE = media.Image(8, min_crop_area=0.5), 1000
+IMAGE, RATE, WHOLE = media.Image(8, min_crop_area=0.5), 1000, Reader()
 KINDS = (
     "parquet",
     "tar",
@@ -75,7 +76,15 @@ def opened(source: str, sizes: BatchSizes = SCHEDULE, groups: int = 4, **flags: 
 
 def steps_of(stream: Stream, tokenizer: PreTrainedTokenizerFast, medium: Medium = IMAGE) -> StreamSteps:
     transform = TrainingTransform(medium, seed=stream.order.seed)
-    return StreamSteps(stream, tokenizer, 16, transform, Collator(0, medium, longest_first=True), 3, 9)
+    return StreamSteps(stream, tokenizer, 16, transform, 3, 9)
+
+
+def collator(steps: StreamSteps) -> Collator:
+    return Collator(0, steps.transform.medium, longest_first=True)
+
+
+def batches_of(steps: StreamSteps, start: int, stop: int, reader: Reader = WHOLE) -> list[dict[str, Any]]:
+    return list(map(collator(steps), steps.examples(start, stop, reader)))
 
 
 def timed_rows(medium: str) -> datasets.Dataset:
@@ -160,7 +169,7 @@ def test_examples_are_those_of_a_set_on_disk_and_every_image_comes_once_an_epoch
     stream, rows, medium = case
     steps, sizes = steps_of(stream, tokenizer, medium), stream.order.sizes
     last = sizes.step_of(2 * stream.num_rows) + 1
-    straight = list(steps.batches(0, last, Reader()))
+    straight = batches_of(steps, 0, last)
     held = stream.validation["id"]
     assert (kind_of(stream.validation.features), len(held)) == (medium.kind, min(30, len(rows) // 5))
     pairs = Pairs(tokenize_captions(rows, tokenizer, 16), TrainingTransform(medium, seed=3))
@@ -186,25 +195,30 @@ def test_a_step_is_the_same_for_any_readers_and_after_a_restart(
 ) -> None:
     stream, _, medium = case
     steps = steps_of(stream, tokenizer, medium)
-    straight = list(steps.batches(0, 12, Reader()))
+    straight = batches_of(steps, 0, 12)
     for world_size, workers, start in ((1, 2, 1), (2, 1, 4), (3, 3, 7), (stream.order.groups, 1, 0)):
         per_rank = [
-            [list(steps.batches(start, start + 4, Reader(rank, world_size, part, workers))) for part in range(workers)]
+            [
+                list(steps.examples(start, start + 4, Reader(rank, world_size, part, workers)))
+                for part in range(workers)
+            ]
             for rank in range(world_size)
         ]
         for at, whole in enumerate(straight[start : start + 4]):
-            merged = [merge_parts([part[at] for part in parts], 0) for parts in per_rank]
+            merged = [collator(steps)(merge([pack(part[at]) for part in parts])) for parts in per_rank]
             assert sorted(pair for batch in merged for pair in pairs_of(batch)) == content(whole)
             if world_size == 1:
                 assert_same(merged[0], whole)
 
     for _ in range(2):
-        for batch, whole in zip(StreamLoader(steps, 2), straight[3:9], strict=True):
+        for batch, whole in zip(StreamLoader(steps, collator(steps), 2), straight[3:9], strict=True):
             assert_same(batch, whole)
     monkeypatch.setattr(distributed, "rank", lambda: 1)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     of_rank = steps_of(stream, tokenizer, medium)
-    for batch, mine in zip(StreamLoader(of_rank, 0), of_rank.batches(3, 9, Reader(1, 2)), strict=True):
+    for batch, mine in zip(
+        StreamLoader(of_rank, collator(steps), 0), batches_of(of_rank, 3, 9, Reader(1, 2)), strict=True
+    ):
         assert content(batch) == content(mine)
 
 
@@ -243,7 +257,7 @@ def test_another_row_of_its_block_takes_the_place_of_a_bad_one_the_same_for_any_
     stream = opened(str(folder / "*.parquet"), BatchSizes((0,), (23,)), validation_file=validation)
     assert stream.num_rows == 80  # nothing is held out
     steps = steps_of(stream, tokenizer)
-    straight = list(steps.batches(0, start + 2, Reader()))
+    straight = batches_of(steps, 0, start + 2)
     for step, batch in enumerate(straight):
         slots = {slot.position: slot for slot in stream.order.batch(step)}
         shard_of = {position: stream.shards[slot.shard] for position, slot in slots.items()}
@@ -257,7 +271,7 @@ def test_another_row_of_its_block_takes_the_place_of_a_bad_one_the_same_for_any_
             assert number not in bad
             assert number == drawn[position] or (drawn[position] in bad and abs(number - drawn[position]) < 8)
     readers = [Reader(rank, world_size, part, workers) for rank in range(world_size) for part in range(workers)]
-    resumed = zip(*(steps.batches(start, start + 2, reader) for reader in readers), strict=True)
+    resumed = zip(*(batches_of(steps, start, start + 2, reader) for reader in readers), strict=True)
     for whole, parts in zip(straight[start:], resumed, strict=True):
         assert sorted(pair for part in parts for pair in pairs_of(part)) == content(whole)
         assert sorted(name for part in parts for name in part["skipped"]) == sorted(whole["skipped"])
@@ -270,7 +284,7 @@ def test_images_of_validation_are_kept_out_of_training(tmp_path: Path, tokenizer
     path = str(shards.write_parquet(tmp_path / "a.parquet", rows))
     stream = opened(path, BatchSizes((0,), (10,)), 1, max_eval_samples=1)
     assert (stream.validation["id"], stream.num_rows) == (["id-0"], 48)  # twelve are held out, whatever is evaluated
-    batches = list(steps_of(stream, tokenizer).batches(0, 48, Reader()))
+    batches = batches_of(steps_of(stream, tokenizer), 0, 48)
     shown = [image_id for batch in batches for image_id in batch["image_ids"]]
     assert set(shown) == {f"id-{number}" for number in range(12, 60) if number not in (30, 40)}
     assert len(shown) == 480  # others take their places
@@ -309,9 +323,9 @@ def test_a_file_that_vanishes_amid_an_epoch_loses_only_its_rows(
 ) -> None:
     stream = opened(shards.write_shards(tmp_path, "tar", [40, 40]), BatchSizes((0,), (10,)), groups=2)
     steps = steps_of(stream, tokenizer)
-    before = list(steps.batches(0, 7, Reader()))
+    before = batches_of(steps, 0, 7)
     os.remove(stream.shards[0].url)
-    after = list(steps.batches(0, 7, Reader()))
+    after = batches_of(steps, 0, 7)
     for step, (old, new) in enumerate(zip(before, after, strict=True)):
         lost = sum(slot.shard == 0 for slot in stream.order.batch(step))
         assert len(new["skipped"]) == lost

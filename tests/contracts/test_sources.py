@@ -1,0 +1,221 @@
+"""Every format gives the same pairs through every door: prepared, trained on raw, streamed."""
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
+
+from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.media import COLUMNS, FEATURES
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.on_disk import open_prepared
+from mm_utils.data.rows.detect import detect
+from mm_utils.data.rows.source import DataArguments, Source
+from mm_utils.data.streams.shards import ShardReader
+from mm_utils.data.streams.stream import open_stream
+from scripts import prepare_data
+from tests.kit.fault_images import draw, png
+from tests.kit.media_files import COLOURS, clip, tone
+from tests.kit.reading import content, lines, read, write, write_tar
+
+disable_progress_bars()
+COUNT = 6
+CAPTIONS = [f'picture {at}, a "red" one; or | not, of {at}' for at in range(COUNT)]
+ENDINGS = {"image": "png", "sound": "wav", "clip": "avi"}
+CONTENTS = {
+    "image": [png(draw(at)) for at in range(COUNT)],
+    "sound": [tone(200 + 100 * at, each=0.5 + at / 8) for at in range(COUNT)],
+    "clip": [clip([COLOURS[place % 4] for place in range(4 + at)]) for at in range(COUNT)],
+}
+
+
+class Made:
+    """A folder with the media of one kind, and the pairs in rows of paths or bytes."""
+
+    def __init__(self, folder: Path, medium: str):
+        self.folder, self.medium, self.column = folder, medium, COLUMNS[medium]
+        self.names = [f"{at}.{ENDINGS[medium]}" for at in range(COUNT)]
+        for name, data in zip(self.names, CONTENTS[medium], strict=True):
+            (folder / name).write_bytes(data)
+        self.rows = [{self.column: name, "caption": text} for name, text in zip(self.names, CAPTIONS, strict=True)]
+
+    def write(self, name: str, text: str) -> Path:
+        return write(self.folder / name, text)
+
+    def lines(self, name: str, join: Callable[[str, str], str], header: str = "") -> Path:
+        joined = [join(row[self.column], row["caption"]) for row in self.rows]
+        return self.write(name, lines(*filter(None, [header]), *joined))
+
+    def cells(self, name: str, sign: str) -> Path:
+        return self.lines(name, lambda image, text: f"{image}{sign}" + '"{}"'.format(text.replace('"', '""')),
+                          f"{self.column}{sign}caption")  # fmt: skip
+
+    def embedded(self) -> Dataset:
+        cells = [{"bytes": data, "path": None} for data in CONTENTS[self.medium]]
+        features = Features({self.column: FEATURES[self.medium], "caption": Value("string")})
+        return Dataset(pa.table({self.column: cells, "caption": CAPTIONS}).cast(features.arrow_schema))
+
+    def table(self, name: str, rows: Any, **options: Any) -> Path:
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(
+            rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows), self.folder / name, **options
+        )
+        return self.folder / name
+
+    def parts(self) -> Path:
+        for at in range(COUNT):
+            self.table(f"parts/train-{at}.parquet", self.embedded().data.table.slice(at, 1))
+        return self.folder / "parts"
+
+    def database(self, cells: list[Any]) -> Path:
+        with sqlite3.connect(self.folder / "pairs.db") as made:
+            made.execute(f"CREATE TABLE pairs ({self.column}, caption TEXT)")
+            made.executemany("INSERT INTO pairs VALUES (?, ?)", zip(cells, CAPTIONS, strict=True))
+        made.close()
+        return self.folder / "pairs.db"
+
+    def coco(self) -> Path:
+        images = [{"id": at, "file_name": name} for at, name in enumerate(self.names)]
+        texts = [{"id": 9 - at, "image_id": at, "caption": text} for at, text in enumerate(CAPTIONS)][::-1]
+        return self.write("captions_train2017.json", json.dumps({"info": {}, "images": images, "annotations": texts}))
+
+    def karpathy(self) -> Path:
+        place = {"filepath": self.folder.name, "split": "restval"}
+        images = [
+            {"filename": name, "sentences": [{"raw": text}], **place}
+            for name, text in zip(self.names, CAPTIONS, strict=True)
+        ]
+        (self.folder / self.folder.name).symlink_to(".")
+        return self.write("dataset_coco.json", json.dumps({"images": images, "dataset": "coco"}))
+
+    def beside(self, split: str = "") -> Path:
+        for name, text in zip(self.names, CAPTIONS, strict=True):
+            self.write(f"set/{split}{name[:1]}.txt", f"\n{text}\n")
+            (self.folder / name).rename(self.folder / f"set/{split}{name}")
+        return self.folder / "set"
+
+    def image_folder(self, file: str) -> Path:
+        rows = [{"file_name": row[self.column], "text": row["caption"]} for row in self.rows]
+        if file.endswith(".parquet"):
+            return self.table(file, rows).parent
+        return self.write(file, lines(*rows)).parent
+
+    def saved(self, splits: bool) -> Path:
+        (DatasetDict(train=self.embedded()) if splits else self.embedded()).save_to_disk(self.folder / "saved")
+        return self.folder / "saved"
+
+    def repository(self) -> Path:
+        self.write("repo/README.md", "A data set.")
+        return self.table("repo/data/train-00000-of-00001.parquet", self.embedded().data.table).parents[1]
+
+    def tars(self, *names: str) -> Path:
+        (self.folder / "shards").mkdir()
+        each = COUNT // len(names)
+        for place, name in enumerate(names):
+            own = range(place * each, place * each + each)
+            members = [
+                item
+                for at in own
+                for item in ((self.names[at], CONTENTS[self.medium][at]), (f"{at}.txt", CAPTIONS[at].encode()))
+            ]
+            write_tar(self.folder / "shards" / name, members)
+        return self.folder / "shards"
+
+
+Make = Callable[[Made], Path]
+ALL, STILL = ("image", "sound", "clip"), ("image",)
+# name: what makes it, its format, its media, the flag of training, and whether it can be streamed
+FORMATS: dict[str, tuple[Make, str, tuple[str, ...], str, bool]] = {
+    "lines": (lambda made: made.write("p.jsonl", lines(*made.rows)), "jsonl", ALL, "train_file", False),
+    "an array": (lambda made: made.write("p.json", json.dumps(made.rows)), "json", STILL, "train_file", False),
+    "commas": (lambda made: made.cells("p.csv", ","), "csv", ALL, "train_file", False),
+    "semicolons": (lambda made: made.cells("p.csv", ";"), "csv", STILL, "train_file", False),
+    "tabs": (lambda made: made.cells("p.tsv", "\t"), "tsv", STILL, "train_file", False),
+    "Parquet of paths": (lambda made: made.table("p.parquet", made.rows), "parquet", ALL, "train_file", False),
+    "Parquet of bytes": (
+        lambda made: made.table("p.parquet", made.embedded().data.table, row_group_size=2),
+        "parquet", ALL, "train_file", True,
+    ),
+    "a folder of Parquet": (Made.parts, "parquet", STILL, "dataset_name", True),
+    "a database of paths": (lambda made: made.database(made.names), "sqlite", STILL, "train_file", False),
+    "a database of bytes": (lambda made: made.database(CONTENTS[made.medium]), "sqlite", STILL, "train_file", False),
+    "COCO": (Made.coco, "coco", STILL, "train_file", False),
+    "Karpathy's": (Made.karpathy, "karpathy", STILL, "train_file", False),
+    "Flickr30k": (
+        lambda made: made.lines("results.token", lambda image, text: f"{image}#0\t{text}"),
+        "flickr", STILL, "train_file", False,
+    ),
+    "Flickr8k": (
+        lambda made: made.lines("captions.txt", lambda image, text: f"{image},{text}", "image,caption"),
+        "flickr", STILL, "train_file", False,
+    ),
+    "metadata in lines": (
+        lambda made: made.image_folder("metadata.jsonl"), "imagefolder", ALL, "dataset_dir", False
+    ),
+    "metadata in Parquet": (
+        lambda made: made.image_folder("metadata.parquet"), "imagefolder", STILL, "dataset_dir", False
+    ),
+    "captions beside": (Made.beside, "imagefolder", ALL, "dataset_dir", False),
+    "captions beside in a split": (lambda made: made.beside("Train/"), "imagefolder", STILL, "dataset_dir", False),
+    "a saved set": (lambda made: made.saved(splits=False), "datasets", ALL, "dataset_name", True),
+    "saved splits": (lambda made: made.saved(splits=True), "datasets", STILL, "dataset_name", True),
+    "a repository": (Made.repository, "datasets", STILL, "dataset_name", True),
+    "a tar": (lambda made: made.tars("0.tar") / "0.tar", "webdataset", ALL, "train_file", True),
+    "a folder of tars": (lambda made: made.tars("train-0.tar", "train-1.tar"), "webdataset", STILL, "dataset_name", False),
+    "a pattern of tars": (lambda made: made.tars("0.tar", "1.tar") / "{0..1}.tar", "webdataset", STILL, "train_file", True),
+}  # fmt: skip
+CASES = [(name, medium) for name, (_, _, media, _, _) in FORMATS.items() for medium in media]
+
+
+def shown(row: dict[str, Any], medium: str) -> tuple[str, Any]:
+    """The caption, and what tells the medium: the bytes of an image, the seconds of a clip or sound, no two alike."""
+    [caption] = row["captions"]
+    image = row["image"]
+    return caption, row["seconds"] if medium != "image" else image["bytes"] or Path(image["path"]).read_bytes()
+
+
+def prepared(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
+    words = ["--sources", f"{path},medium={medium}", "--keep_originals", "--num_proc", "1", "--max_seconds", "60"]
+    output = str(path.parent / "out of it")
+    prepare_data.main([*words, "--min_image_side", "8", "--validation_fraction", "0", "--output_dir", output])
+    return [row for split in open_prepared(output, "it").values() for row in split]
+
+
+def raw(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
+    args = DataArguments(**{flag: str(path)}, medium=medium, preprocessing_num_workers=1)
+    return [row for split in load_pairs(args, need_train=False).values() for row in split]
+
+
+def streamed(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
+    stream = open_stream(DataArguments(**{flag: str(path)}, medium=medium), BatchSizes((0,), (2,)), 0)
+    reader = ShardReader(stream.shards, stream.source)
+    train = [row for at, shard in enumerate(stream.shards) for row in reader.read(at, 0, shard.rows)]
+    return [*stream.validation, *train]
+
+
+@pytest.mark.parametrize(("kind", "medium"), CASES)
+def test_every_format_gives_the_same_pairs_through_every_door(
+    kind: str, medium: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    make, form, _, flag, streams = FORMATS[kind]
+    (tmp_path / "data").mkdir()
+    path = make(Made(tmp_path / "data", medium))
+    assert detect(Source(str(path))) == form
+    records, bad = read(path)
+    assert (len({record.where for record in records}), bad) == (COUNT, [])
+    assert {record.medium for record in records} == {medium}
+    found = {record.captions[0]: content(record) for record in records}
+    assert found == dict(zip(CAPTIONS, CONTENTS[medium], strict=True))
+    wanted = (
+        CONTENTS["image"] if medium == "image" else [(at + 4) / (8 if medium == "sound" else 4) for at in range(COUNT)]
+    )
+    for door in (prepared, raw, *([streamed] if streams else [])):
+        pairs = [shown(row, medium) for row in door(path, medium, flag)]
+        assert sorted(pairs) == list(zip(CAPTIONS, wanted, strict=True)), door.__name__

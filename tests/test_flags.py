@@ -11,7 +11,6 @@ MISTAKES = [
     ("scripts.eval_retrieval", "--model_name_or_path x --rerank_weights match:-1", "--rerank_weights is match:-1"),
     ("scripts.eval_zero_shot", "", "--model_name_or_path is missing"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --split dev2", "--split is dev2; a split is train"),
-    ("scripts.eval_zero_shot", "--model_name_or_path x --classes cifar11", "no such benchmark. Known are imagenet1k, "),
     ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --per_device_eval_batch_size 0", "--per_device_eval_batch_size is 0"),
     ("scripts.embed", "--index_dir x", "--model_name_or_path is missing"),

@@ -102,7 +102,6 @@ class LabelledArguments(LabelArguments):
     def __post_init__(self) -> None:
         if self.split is not None and self.split.lower() not in SPLIT_NAMES:
             raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
-        _ = self.benchmark  # or what names it is refused
 
     @property
     def benchmark(self) -> Benchmark | None:

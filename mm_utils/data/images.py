@@ -1,7 +1,6 @@
 """Open images as rows hold them, shrink them, and encode them for storage; the rules are those of `mm_utils.model.reading`."""
 
 import io
-import math
 import re
 from typing import Any
 
@@ -123,13 +122,6 @@ def encode(image: Image.Image, store: str, quality: int = JPEG_QUALITY) -> bytes
     else:
         raise ValueError(f"store is {store!r}; images are stored as jpeg, png or raw. Give one of these.")
     return buffer.getvalue()
-
-
-def psnr(image: Image.Image, other: Image.Image) -> float:
-    """Return the peak signal-to-noise ratio in dB, 10 log10(255^2 / mean squared error)."""
-    difference = np.asarray(image, np.float64) - np.asarray(other, np.float64)
-    error = float((difference**2).mean())
-    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
 
 
 def _read(path: str) -> bytes:

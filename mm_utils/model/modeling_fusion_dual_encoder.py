@@ -52,6 +52,7 @@ from .fusion import (
     target_mask,
 )
 from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, token_ids
+from .spectrograms import LogMel
 
 logger = logging.getLogger(__name__)
 
@@ -983,10 +984,11 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def _sound_input(self, sound: Any, processor: Any) -> Tensor:
         extractor = processor.feature_extractor
-        samples = samples_of(sound, extractor)
-        found = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt")
-        features = found[extractor.model_input_names[0]][0]
-        return features[:1] if features.dim() == 3 else features  # a fused CLAP's has four copies of a window
+        log_mel = LogMel.of(extractor)
+        seconds = getattr(extractor, "window_seconds", None)
+        samples = samples_of(sound, log_mel.rate, seconds)
+        shown = log_mel.window(samples, round(seconds * log_mel.rate) if seconds else len(samples))
+        return log_mel(torch.from_numpy(shown)[None].float() / 32768)[0]
 
     def text_inputs(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask `[B, L]` of texts, read as in training; ValueError if one is not text."""

@@ -854,15 +854,12 @@ def _mono(frame: Any) -> np.ndarray:
     return values.mean(axis=0) if len(values) == channels else values.reshape(-1, channels).mean(axis=1)
 
 
-def samples_of(sound: Any, extractor: Any) -> np.ndarray:
-    """Return the samples `[n]` of the middle of a sound, as a feature extractor takes them; silence follows where it is short.
+def samples_of(sound: Any, rate: int, seconds: float | None = None) -> np.ndarray:
+    """Return the samples `[n]` of a sound at a rate, int16; of the middle `seconds` if they are given.
 
     Args:
-        sound: (samples in [-1, 1], rate) or the path of a file.
-        extractor: its `window_seconds` say how much is taken; it repeats or pads a short sound by itself if its `padding` says so,
-            or its `pads_frames`.
+        sound: (samples in [-1, 1], their rate) or the path of a file.
     """
-    rate = extractor.sampling_rate
     if isinstance(sound, tuple):
         samples, own = np.asarray(sound[0]), sound[1]
         if samples.ndim != 1 or samples.dtype.kind != "f":  # filled up to the window, a second dimension is huge
@@ -876,12 +873,8 @@ def samples_of(sound: Any, extractor: Any) -> np.ndarray:
             stored = read_sound(_content_of(sound, MOST_MEDIUM_BYTES), rate, max_seconds=_HOUR)
         except UnreadableImageError as error:
             raise ValueError(f"{sound}: {error}. Give another file, or (samples, rate).") from error
-    length = len(stored) / rate
-    begin, seconds = middle(length, getattr(extractor, "window_seconds", length))
-    shown = stored[int(begin * rate) :][: round(seconds * rate)].astype(np.float32) / 32768
-    if "repeat" in getattr(extractor, "padding", "") or getattr(extractor, "pads_frames", False):
-        return shown
-    return np.pad(shown, (0, max(0, round(seconds * rate) - len(shown))))
+    begin, seconds = middle(len(stored) / rate, seconds or len(stored) / rate)
+    return stored[int(begin * rate) :][: round(seconds * rate)]
 
 
 # -- texts --------------------------------------------------------------------------------------------------------------

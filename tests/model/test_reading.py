@@ -27,12 +27,12 @@ from transformers import (
 from mm_utils.data.batches.dataset import Pairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Sound
 from mm_utils.data.media.riff import store_clip, write_wav
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import center_square, frames_of, open_picture, read_frames, read_sound, samples_of
+from mm_utils.model.spectrograms import LogMel
 from mm_utils.search.listing import Listing, Reader, stock_file
 from mm_utils.search.searcher import read_query
 from mm_utils.training.flops import measure_flops
@@ -194,7 +194,8 @@ def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
             trained = sound.read({"bytes": stored, "path": None})[0]
             assert stock_file(content, sound) == stored
             assert torch.equal(read_query(content, sound), trained)
-            assert np.array_equal(samples_of(tmp_path / "a.wav", extractor) * 32768, trained)
+            read = samples_of(tmp_path / "a.wav", 8000, window)
+            assert np.array_equal(sound.log_mel.window(read, len(trained)), trained)
 
 
 def test_what_is_no_whole_sound_is_refused(tmp_path: Path) -> None:
@@ -202,11 +203,11 @@ def test_what_is_no_whole_sound_is_refused(tmp_path: Path) -> None:
     sound, extractor = wav(np.arange(900, dtype=np.int16), 8000), Wav2Vec2FeatureExtractor(sampling_rate=8000)
     path, medium = tmp_path / "a.wav", Sound(LogMel.of(extractor), 1.0)
     path.write_bytes(sound[:40] + b"\xff" * 4 + sound[44:])
-    assert len(samples_of(path, extractor)) == 900
+    assert len(samples_of(path, 8000)) == 900
     for content in (sound[:901], sound[:900], sound[:40] + bytes(4), b"no sound"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"a.wav: .*Give another file"):
-            samples_of(path, extractor)
+            samples_of(path, 8000)
         with pytest.raises(ValueError, match=r"a.wav: (a WAV file|it is not a WAV file)"):
             read_query(str(path), medium)
 

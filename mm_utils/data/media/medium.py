@@ -6,7 +6,7 @@ or a clip as an AVI file of JPEG frames (`mm_utils.data.media.riff`). The column
 
 Clips and sounds last, and an example is a window of them. Seconds are counted here and in preparation, and nowhere else frames or
 samples. Training takes a random window, evaluation the middle; what is shorter than the window begins with it, and then the last
-frame stays, or silence follows, or the sound again (`LogMel.loops`). A window is stated in shares of the medium's length, so that
+frame stays, or silence follows, or the sound again (`LogMel.window`). A window is stated in shares of the medium's length, so that
 moments of it (`mm_utils.objectives.grounding.regions`) follow into the window, and none lies in what comes after the end.
 
 Three attributes of ours are saved among the stock ones of a processor. `window_seconds` is the length of what the model is shown of a
@@ -20,7 +20,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import datasets
@@ -33,12 +33,12 @@ from typing_extensions import override
 
 from mm_utils.data.images import read_pixels
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.model.reading import UnreadableImageError, center_of, center_square, resized
+from mm_utils.model.reading import UnreadableImageError, center_of, center_square, middle, resized
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from mm_utils.data.media.log_mel import LogMel
+    from mm_utils.model.spectrograms import LogMel
 
 
 MOST_SECONDS = 10.0  # of a sound's window, where nothing else is asked for
@@ -291,23 +291,16 @@ class Sound(Medium):
         from scipy.signal import resample_poly
 
         samples, rate = read_wav(value["bytes"] or b"")
-        if not len(samples):
-            raise UnreadableImageError("a WAV file of no samples")
         length, wanted = len(samples) / rate, self.log_mel.rate
         begin, seconds = _window(length, self.seconds, rng, 1 - self.min_share)
         first, count = int(begin * rate), round(seconds * rate)
         part = samples[max(0, first) : first + count]
         if rate != wanted:
             part = resample_poly(part.astype(np.float32), wanted, rate).round().clip(-32768, 32767)
-        shown = np.zeros(self.shape, np.int16)
-        part = np.tile(part, self.log_mel.loops(len(part)))
-        silent = max(0, -first) * wanted // rate
-        shown[silent : silent + len(part)] = part[: len(shown) - silent]
+        vary = None
         if rng is not None and self.jitter:
-            shown = vary_loudness(shown, wanted, self.jitter, rng)
-        if self.log_mel.after_end:
-            shown = shown.clip(self.log_mel.after_end + 1)
-            shown[silent + len(part) :] = self.log_mel.after_end
+            vary = partial(vary_loudness, rate=wanted, decibels=self.jitter, rng=rng)
+        shown = self.log_mel.window(part, self.shape[0], max(0, -first) * wanted // rate, vary)
         window = Window(first / len(samples), 0.0, (first + count) / len(samples), 1.0)
         return torch.from_numpy(shown), (length, 1.0), window
 
@@ -320,7 +313,7 @@ def _window(length: float, seconds: float, rng: random.Random | None, beyond: fl
     """
     room, most = length - seconds, beyond * seconds
     if rng is None:
-        return max(0.0, room) * 0.5, seconds
+        return middle(length, seconds)
     low, high = (min(-most, room), room + most) if beyond else (0.0, room)
     return rng.uniform(low, max(0.0, high)), seconds
 
@@ -374,7 +367,7 @@ def read_by(
 ) -> Any:
     """Return the `Medium` that reads as a processor says, with training's augmentation."""
     if kind_of_processor(processor) == "sound":
-        from mm_utils.data.media.log_mel import LogMel  # here, as preparing needs no extractors
+        from mm_utils.model.spectrograms import LogMel  # here, as preparing needs no extractors
 
         extractor: Any = processor.feature_extractor  # type: ignore[attr-defined]
         side = math.sqrt(min_crop_area)  # of which the smallest square leaves the rest

@@ -32,16 +32,6 @@ def window_of(square: torch.Tensor, width: int, height: int) -> tuple[float, flo
     return float(across), float(down)
 
 
-@pytest.mark.parametrize(("width", "height"), [(64, 64), (200, 100), (100, 200), (3, 500), (1, 1), (500, 7)])
-@pytest.mark.parametrize("size", [16, 224])
-def test_shapes_and_types(width: int, height: int, size: int) -> None:
-    image = photo(width, height)
-    for square in (center_square(image, size), random_square(np.asarray(image), size, 0.5, random.Random(0))[0]):
-        assert square.shape == (3, size, size)
-        assert square.dtype == torch.uint8
-        assert square.is_contiguous()
-
-
 def test_center_square_is_the_centre() -> None:
     image = Image.new("RGB", (300, 100), "black")
     image.paste(RED, (100, 0, 200, 100))
@@ -73,14 +63,6 @@ def test_crops_stay_inside_and_keep_their_area(
         assert (across + 0.5) / max(0.1, down - 0.5) >= 3 / 4 - 1e-9
 
 
-def test_crop_is_what_the_pixels_show() -> None:
-    rng = random.Random(3)
-    for _ in range(20):
-        across, down = window_of(random_square(np.asarray(photo(240, 180)), 64, 0.4, rng)[0], 240, 180)
-        assert 0.36 * 180**2 < across * down < 1.08 * 180**2
-        assert 0.7 < across / down < 1.45
-
-
 def test_crops_reach_every_place() -> None:
     rng, image = random.Random(0), np.asarray(photo(100, 100))
     squares = [random_square(image, 8, 0.2, rng)[0].float() for _ in range(300)]
@@ -106,10 +88,6 @@ def test_resizing_differs_from_pillow_by_two_at_most(width: int, height: int) ->
 
 
 # -- colours ------------------------------------------------------------------------------------------------------------
-def blend(one: np.ndarray, other: np.ndarray, share: float) -> np.ndarray:
-    return share * one + (1 - share) * other
-
-
 def tones(loud: float, count: int = 4000, rate: int = 8000) -> np.ndarray:
     """Two tones of 500 and 3,000 Hz, which are bins of the spectrum."""
     time = np.arange(count) / rate
@@ -133,12 +111,9 @@ def test_bands_are_louder_or_softer_and_nothing_moves(seed: int, decibels: float
 
 
 def test_bands_differ_from_draw_to_draw_and_from_each_other() -> None:
-    drawn = [
-        abs(np.fft.rfft(vary_loudness(tones(1000), 8000, 6, random.Random(seed))))[[250, 1500]] for seed in range(9)
-    ]
+    drawn = [abs(np.fft.rfft(vary_loudness(tones(1000), 8000, 6, random.Random(n))))[[250, 1500]] for n in range(9)]
     louder = np.log10(np.array(drawn))
-    assert louder.std(0).min() > 0.05
-    assert (louder[:, 0] - louder[:, 1]).std() > 0.05
+    assert min(*louder.std(0), (louder[:, 0] - louder[:, 1]).std()) > 0.05
 
 
 def test_what_would_be_too_loud_is_softer_as_a_whole() -> None:

@@ -18,10 +18,10 @@ from transformers import ClapFeatureExtractor
 from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.media import FEATURES, kind_of
-from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Sound, default_seconds, kind_of_processor, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.spectrograms import LogMel
 from tests.kit.media_files import jpeg
 
 RATE = 1000

@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data import images
 from mm_utils.data.faults import NOTES, Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.prepare import cache, checks, pipeline
@@ -35,6 +34,7 @@ from mm_utils.data.rows.tars import MemberImage
 from mm_utils.model import reading
 from tests.data.prepare.fault_layouts import add_member
 from tests.kit.fault_images import ODD, draw, jpeg, save
+from tests.kit.prepared import pixels_apart
 from tests.kit.processes import wait_until
 from tests.kit.ranks import forks
 
@@ -104,7 +104,7 @@ def test_a_photograph_of_a_telephone_is_read_and_its_damage_is_found(orientation
     content = oriented(orientation, "HEIF", quality=100)
     found = check_image(content, LIMITS, "a.heic")
     assert (found.format, found.width, found.height, found.notes) == ("HEIF", 96, 64, ())
-    assert images.psnr(found.image, corner_mark()) > 25
+    assert pixels_apart(found.image, corner_mark()) < 10
     with pytest.raises(Fault, match=r"image_unreadable|image_truncated"):
         check_image(content[: len(content) // 2], LIMITS)
 
@@ -158,7 +158,7 @@ def test_no_part_of_an_image_passes(content: bytes, data: st.DataObject) -> None
 
 
 def test_a_strict_decoder_finds_inner_damage_and_changes_no_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
-    if images.simplejpeg is None:
+    if reading.simplejpeg is None:
         pytest.skip("simplejpeg is not installed")
     whole = save(photo(640, 480), "JPEG")
     damaged = whole[:20_000] + bytes(2_000) + whole[22_000:]
@@ -274,7 +274,7 @@ def test_an_image_is_shrunk_once_and_a_small_one_is_not_compressed_again(tmp_pat
     assert (row["original_width"], row["original_height"], row["original_bytes"]) == (200, 150, len(data))
     assert row["image_hash"] == hashlib.sha256(data).hexdigest()
     assert row["stored_hash"] == stored_hash(row["image"]["bytes"])
-    assert images.psnr(open_image(row["image"]), picture(85, 64)) > 30
+    assert pixels_apart(open_image(row["image"]), picture(85, 64)) < 6
     small = save(picture(70, 60), "JPEG", quality=80)
     [row], _ = stored(tmp_path, record(small))
     assert row["image"] == {"bytes": small, "path": None}

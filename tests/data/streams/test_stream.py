@@ -24,7 +24,6 @@ from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
-from mm_utils.data.media.log_mel import LogMel
 from mm_utils.data.media.medium import Clip, Medium, Sound
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.rows.source import DataArguments
@@ -40,6 +39,7 @@ from mm_utils.data.streams.stream import (
 )
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.processor import load_processor, train_tokenizer
+from mm_utils.model.spectrograms import LogMel
 from tests.kit import numbered_shards as shards
 from tests.kit.media_files import COLOURS, clip, media_rows, tone
 from tests.kit.numbered_rows import pairs_of

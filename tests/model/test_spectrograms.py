@@ -14,7 +14,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from mm_utils.data.media.log_mel import LogMel
+from mm_utils.model.spectrograms import LogMel
 
 CLAP: dict[str, Any] = {"truncation": "rand_trunc", "sampling_rate": 16000, "max_length_s": 1, "frequency_max": 8000}
 EXTRACTORS = {
@@ -81,7 +81,7 @@ def test_autocast_and_batches_change_nothing(name: str, monkeypatch: pytest.Monk
     expected = log_mel(waveforms)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(log_mel(waveforms), expected)
-    monkeypatch.setattr("mm_utils.data.media.log_mel._MAX_SAMPLES", 1)
+    monkeypatch.setattr("mm_utils.model.spectrograms._MAX_SAMPLES", 1)
     assert torch.allclose(log_mel(waveforms), expected, atol=1e-6)
     assert torch.equal(pickle.loads(pickle.dumps(log_mel))(waveforms), log_mel(waveforms))
 

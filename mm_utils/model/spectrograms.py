@@ -1,12 +1,14 @@
-"""The input of a sound tower, as its own feature extractor computes it, in batches.
+"""The input of a sound tower, as its own feature extractor computes it, in batches; saved with every model, beside its code.
 
 Sizes, filters, window, mean and standard deviation are those of the extractor. The sums are done in float64 where the
 device has it: in float32, rounding of a loud tone covers what is 100 dB below it, and two devices would not agree.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -63,6 +65,22 @@ class LogMel(ABC):
     def describe(self) -> dict[str, Any]:
         """Return what decides the numbers, equal on every machine: for keys and identities."""
         return dict(self.description)
+
+    def window(
+        self, part: np.ndarray, size: int, silent: int = 0, change: Callable[[np.ndarray], np.ndarray] | None = None
+    ) -> np.ndarray:
+        """Return the int16 samples of a window, `[size]`: of a sound, `[n]`, that begins after `silent` ones of silence.
+
+        It comes again, or silence or empty frames follow it, as the extractor does. `change` is applied to all before that.
+        """
+        part = np.tile(part, self.loops(len(part)))
+        shown = np.zeros(size, np.int16)
+        shown[silent : silent + len(part)] = part[: size - silent]
+        shown = shown if change is None else change(shown)
+        if self.after_end:
+            shown = shown.clip(self.after_end + 1)
+            shown[silent + len(part) :] = self.after_end
+        return shown
 
     def loops(self, samples: int) -> int:
         """Return how many times the extractor repeats a sound of `samples` to fill the window."""

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,56 +83,9 @@ def pixels(image: dict[str, Any]) -> bytes:
     return PILImage.open(io.BytesIO(image["bytes"])).tobytes()
 
 
-def file_of(name: str, rows: Callable[[Path], Rows]) -> Callable[[Path], DataArguments]:
-    return lambda folder: DataArguments(train_file=write(folder / name, rows(folder)))
-
-
 def saved(folder: Path, dataset: Dataset | DatasetDict) -> DataArguments:
     dataset.save_to_disk(folder / "saved")
     return DataArguments(dataset_name=str(folder / "saved"))
-
-
-def local_repository(folder: Path) -> DataArguments:
-    (folder / "repo" / "data").mkdir(parents=True)
-    embedded(folder, rows_of()).to_parquet(folder / "repo" / "data" / "train-00000-of-00001.parquet")
-    return DataArguments(dataset_name=str(folder / "repo"), image_column="image")
-
-
-def image_folder(folder: Path) -> DataArguments:
-    write(folder / "metadata.jsonl", [{"file_name": row["image"], "text": row["captions"]} for row in rows_of()])
-    return DataArguments(dataset_dir=str(folder))
-
-
-def contents_of(folder: Path) -> Rows:
-    return [{**row, "image": (folder / row["image"]).read_bytes()} for row in rows_of()]
-
-
-SOURCES: dict[str, Callable[[Path], DataArguments]] = {
-    "lines": file_of("p.jsonl", lambda _: rows_of()),
-    "cells": file_of("p.csv", lambda _: flat(rows_of())),
-    "Parquet of paths": file_of("p.parquet", lambda _: rows_of()),
-    "Parquet of bytes": file_of("p.parquet", contents_of),
-    "a saved data set": lambda folder: saved(folder, embedded(folder, rows_of())),
-    "saved splits": lambda folder: saved(folder, DatasetDict({"train": embedded(folder, rows_of())})),
-    "a local repository": local_repository,
-    "an image folder": image_folder,
-    "another image root": lambda folder: DataArguments(
-        train_file=write(folder / "elsewhere" / "p.jsonl", rows_of()), image_root=str(folder)
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_every_source_gives_the_same_pairs_twice(kind: str, folder: Path) -> None:
-    args = SOURCES[kind](folder)
-    first, second = (load_pairs(args, need_train=False) for _ in range(2))
-    assert list(first) == ["train"]
-    assert first["train"].to_list() == second["train"].to_list()
-    assert len(set(first["train"]["id"])) == COUNT
-    assert list(first["train"]["captions"]) == [row["captions"] for row in rows_of()]
-    assert [pixels(row["image"]) for row in first["train"]] == [
-        PILImage.open(folder / row["image"]).tobytes() for row in rows_of()
-    ]
 
 
 def test_without_a_source_the_embedded_scenes_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +94,6 @@ def test_without_a_source_the_embedded_scenes_are_loaded(tmp_path: Path, monkeyp
     loaded = load_pairs(DataArguments(max_train_samples=10, max_eval_samples=3))
     assert {split: len(rows) for split, rows in loaded.items()} == {"train": 10, "validation": 3, "test": 3}
     assert loaded["train"].to_list() == scenes["train"].to_list()[:10]
-
-
-def test_splits_of_a_repository_are_renamed(folder: Path) -> None:
-    splits = {"train": embedded(folder, rows_of(range(4))), "dev": embedded(folder, rows_of(range(4, 8)))}
-    loaded = load_pairs(saved(folder, DatasetDict(splits)))
-    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 4, "validation": 4}
 
 
 def test_an_image_column_is_found_by_its_type_and_others_are_refused(folder: Path) -> None:

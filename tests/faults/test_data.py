@@ -225,8 +225,6 @@ REFUSED = {  # kind: file, its content (None: there is none), further keys and f
     "a file that is not there": ("a.jsonl", None, "", "there is no such file or folder. Check the path"),
     "an archive that is not there": ("{000..002}.tar", None, "", "000.tar. Check the path and the range"),
     "an unknown suffix": ("a.xlsx", LINES, "", "its format is not known by '.xlsx'. Known are .jsonl"),
-    "an unknown format": ("a.jsonl", LINES, ",format=jsonlines", "Did you mean"),
-    "an unknown key": ("a.jsonl", LINES, ",caption=x", "--sources has the key caption; known are"),
     "no such column": ("a.jsonl", LINES, ",caption_column=captoin", "Did you mean 'caption'? The columns are"),
     "no column of captions": ("a.csv", b"image,words\n0.png,a dog\n", "", "no caption column was recognised"),
     "a column twice": (
@@ -240,12 +238,24 @@ REFUSED = {  # kind: file, its content (None: there is none), further keys and f
     "Parquet that is none": ("a.parquet", LINES, "", "cannot be read as Parquet"),
     "Parquet that is cut": ("a.parquet", b"PAR1" + bytes(50), "", "cannot be read as Parquet"),
     "COCO that is cut": ("a.json", b'{"images": [{"id": 1', ",format=coco", "Copy or repair the file"),
+    "COCO of boxes": (
+        "a.json",
+        b'{"images": [], "annotations": [{"image_id": 1, "bbox": []}]}',
+        ",format=coco",
+        "no annotation has image_id and caption",
+    ),
+    "COCO nested without end": ("a.json", b"[" * 100_000, ",format=coco", "nested too deeply"),
+    "COCO of sounds": (
+        "a.json",
+        b'{"images": [], "annotations": []}',
+        ",medium=sound",
+        "coco is read for images alone",
+    ),
     "COCO of objects": ("a.json", b'{"images": [], "categories": []}', ",format=coco", "no list 'annotations'"),
     "only images that are missing": ("a.jsonl", GONE * 20, "", "20 of 20 rows are bad"),
     "every tenth image missing": ("a.jsonl", (LINES * 9 + GONE * 2) * 3, "", "6 of 60 rows are bad, more than"),
     "no good row, though all may be bad": ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left"),
     "a single pair": ("a.jsonl", LINES.splitlines()[0], " --validation_fraction 0", "at least 2. Add some"),
-    "a split of another name": ("a.jsonl", LINES, ",split=dev2", "Name one of them"),
     "an image root that is none": ("a.jsonl", LINES, ",image_root=/nowhere", "Give the folder of the images"),
 }
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.detect import detect, read_source
+from mm_utils.data.rows.detect import read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from tests.data.prepare.fault_layouts import add_member
@@ -99,24 +99,3 @@ def check_linked(build: Build, kind: str, root: Path, count: int = 1) -> None:
     good, found = read(root / "set", format=kind)
     assert len({record.image.name for record in good}) == 1
     assert reasons(found) == [("folder dog", "linked_folder")] * count
-
-
-TEXTS = [f"about {name}" for name in NAMES]
-PAIRS = list(zip(NAMES, TEXTS, strict=True))
-
-
-def joined(sign: str, header: str | None = None) -> str:
-    return lines(*([header] if header else []), *(f"{name}{sign}{text}" for name, text in PAIRS))
-
-
-def check_format(folder: Path, made: Path, expected: str) -> None:
-    """A source of NAMES is recognised, and its records are PAIRS."""
-    source = Source(str(made))
-    assert detect(source) == expected
-    records, bad = read(source.path)
-    assert not bad
-    assert sorted((content(record), record.captions) for record in records) == [
-        (f"bytes of {name}".encode(), [text]) for name, text in PAIRS
-    ]
-    assert len({record.where for record in records}) == len(NAMES)
-    assert {record.source for record in records} == {source.name}

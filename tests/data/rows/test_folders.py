@@ -1,42 +1,12 @@
-"""Folders and lists are joined by key, whatever their order."""
+"""Folders of classes and of images beside their list, and a reader of one's own."""
 
 import json
-import os
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.kit.reading import NAMES, content, read, reasons, write
-
-
-def test_captions_beside_images_are_joined_by_name(folder: Path) -> None:
-    write(folder / "a.txt", "one\n\ntwo\n")
-    write(folder / "z.txt", "nobody's")
-    write(folder / "val" / "d.txt", "val's")
-    (folder / "val" / "d.png").write_bytes(b"d")
-    (folder / "b.txt").write_bytes(b"\xff")
-    good, bad = read(folder)
-    assert [(record.id, record.captions, record.split) for record in good] == [
-        ("a.jpg", ["one", "two"], None),
-        ("val/d.png", ["val's"], "validation"),
-    ]
-    assert reasons(bad) == [
-        ("file b.jpg", "bad_encoding"),
-        ("file c.jpg", "unmatched_image"),
-        ("file z.txt", "unmatched_caption"),
-    ]
-
-
-def test_names_that_are_not_utf8_are_read_and_written_as_escapes(folder: Path) -> None:
-    for name in NAMES:
-        (folder / name).unlink()
-    (folder / os.fsdecode(b"caf\xe9.jpg")).write_bytes(b"image")
-    (folder / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"a caption")
-    (record,), bad = read(folder)
-    assert not bad
-    assert content(record) == b"image"
-    assert record.id == r"caf\udce9.jpg"
-    assert record.where == r"file caf\udce9.jpg"
+from tests.kit.reading import lines, read, reasons, write
 
 
 def test_classes_get_captions_from_templates(folder: Path) -> None:
@@ -55,3 +25,36 @@ def test_classes_get_captions_from_templates(folder: Path) -> None:
         read(folder / "set", format="classes")
     imagenet = write(folder / "index.json", json.dumps({"0": ["n02123045", "tiger_cat"]}))
     assert read(folder / "set", classes=str(imagenet))[0][1].captions[0] == "a photo of a tiger cat."
+
+
+def test_a_folder_of_images_beside_their_list_points_at_the_list(folder: Path) -> None:
+    write(folder / "set" / "README.txt", "about")
+    write(folder / "set" / "captions.jsonl", lines({"image": "images/a.jpg", "caption": "a"}))
+    (folder / "set" / "images").mkdir()
+    (folder / "a.jpg").rename(folder / "set" / "images" / "a.jpg")
+    with pytest.raises(ValueError, match=r"holds images and captions\.jsonl, .* Give .*captions\.jsonl as the source"):
+        read(folder / "set")
+    assert len(read(folder / "set", format="classes")[0]) == 1
+    assert len(read(folder / "set" / "captions.jsonl")[0]) == 1
+    with pytest.raises(ValueError, match="the format of this folder is not recognised"):
+        read(write(folder / "other" / "README.txt", "about").parent)
+
+
+def test_a_function_of_ones_own_reads_a_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    [block] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def read_diary" in block]
+    assert len(block.splitlines()) <= 20
+    (folder / "diary.py").write_text(block + "\n\ndef odd(source, paths):\n    yield 1\n")
+    monkeypatch.syspath_prepend(str(folder))
+    file = write(folder / "diary.txt", "a.jpg: a house\nno colon\n9.png: gone\nb.jpg: a street\n")
+    good, bad = read(file, format="diary.read_diary")
+    assert [(record.id, record.captions) for record in good] == [("a.jpg", ["a house"]), ("b.jpg", ["a street"])]
+    assert reasons(bad) == [("line 2", "malformed_row"), ("line 3", "image_missing")]
+    for name, message in (
+        ("diary.odd", "it yields int. Yield Record or BadRow"),
+        ("diary.no", "format has diary.no; module 'diary' has no attribute"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(file, format=name)
+    with pytest.raises(ValueError, match=r"known are .*sqlite.*, and a function of your own as module.function"):
+        read(file, format="diary")

@@ -13,16 +13,7 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
 from mm_utils.data.rows.records import BytesImage, FileImage, UrlImage
 from mm_utils.data.rows.source import PathArguments
-from mm_utils.data.rows.tables import with_raw_images
 from tests.kit.reading import NAMES, content, lines, read, reasons, write
-
-
-def test_captions_are_given_as_they_are(folder: Path) -> None:
-    values = ["", None, float("nan"), 5, {"a": 1}, ["a", None], "half \ud83d", []]
-    good, bad = read(write(folder / "p.jsonl", lines(*({"image": "a.jpg", "caption": value} for value in values))))
-    assert not bad
-    expected = [value if isinstance(value, list) else [value] for value in values]
-    assert repr([record.captions for record in good]) == repr(expected)
 
 
 def test_columns_ids_regions_negatives_and_splits_are_read(folder: Path) -> None:
@@ -79,14 +70,6 @@ def test_a_group_is_read_of_any_table(folder: Path) -> None:
         read(folder / "p.jsonl", group_column="sight")
     with pytest.raises(ValueError, match=r"group_column=site; the format classes has no columns"):
         read(folder / "p.jsonl", format="classes", group_column="site")
-
-
-def test_a_column_that_is_not_there_is_an_error(folder: Path) -> None:
-    path = write(folder / "p.jsonl", lines({"image": "a.jpg", "caption": "a"}))
-    with pytest.raises(ValueError, match=r"caption_column is captoin; there is no such column .*p\.jsonl.*'caption'"):
-        read(path, caption_column="captoin")
-    with pytest.raises(ValueError, match=r"no caption column was recognised"):
-        read(write(folder / "q.jsonl", lines({"image": "a.jpg"})))
 
 
 def test_the_root_may_be_elsewhere_and_may_be_left_when_allowed(folder: Path) -> None:
@@ -169,21 +152,3 @@ def test_metadata_of_each_split_or_one_above_them(folder: Path) -> None:
     write(folder / "set" / "metadata.jsonl", lines(*rows))
     good, _ = read(folder / "set")
     assert [(row.split, row.id) for row in good] == [("train", "train/a.jpg"), ("validation", "val/b.jpg")] * 2
-
-
-@pytest.mark.parametrize(
-    ("feature", "value", "embedded"),
-    [
-        (Value("string"), "a.png", False),
-        (Value("large_string"), "a.png", False),
-        (Value("binary"), b"x", True),
-        (Value("large_binary"), b"x", True),
-        (Image(decode=False), {"bytes": b"x", "path": None}, True),
-        (Image(decode=False), {"bytes": None, "path": "a.png"}, False),
-        ({"bytes": Value("binary"), "path": Value("string")}, {"bytes": b"x", "path": "a.png"}, True),
-    ],
-    ids=str,
-)
-def test_images_are_bytes_or_paths(feature: object, value: object, embedded: bool) -> None:
-    dataset = Dataset.from_dict({"image": [value]}, features=Features({"image": feature}))
-    assert with_raw_images(dataset, "image", "t")[1] is embedded

@@ -4,9 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from datasets import Audio, Dataset, DatasetDict, Features, Value, Video
+from datasets import Dataset
 
 from mm_utils.data.paths import Limits
 from mm_utils.data.rows.caption_files import read_cues
@@ -91,19 +90,6 @@ def test_a_list_of_frames_is_one_reference(tmp_path: Path) -> None:
         tmp_path / "a.parquet"
     )
     assert read(tmp_path / "a.parquet")[0].image == record.image
-
-
-@pytest.mark.parametrize(("feature", "medium"), [(Audio(decode=False), "sound"), (Video(decode=False), "clip")])
-def test_columns_of_datasets_hold_bytes(feature: Any, medium: str, tmp_path: Path) -> None:
-    features = Features({"medium": feature, "caption": Value("string")})
-    cells = [{"bytes": b"content", "path": None}]
-    table = pa.table({"medium": cells, "caption": ["a dog"]}).cast(features.arrow_schema)
-    rows = Dataset(table)
-    DatasetDict(train=rows).save_to_disk(str(tmp_path / "saved"))
-    rows.to_parquet(tmp_path / "rows.parquet")
-    for path in (tmp_path / "saved", tmp_path / "rows.parquet"):
-        [record] = read(path)
-        assert (record.medium, record.image.read(Limits()), record.captions) == (medium, b"content", ["a dog"])
 
 
 def test_class_folders_of_sounds(tmp_path: Path) -> None:

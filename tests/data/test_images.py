@@ -57,7 +57,8 @@ def test_png_with_a_transparent_colour(kind: str) -> None:
 # -- broken images ------------------------------------------------------------------------------------------------------
 JPEG = stored(photo(80, 60), "JPEG")["bytes"]
 _HEADER = b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
-BOMB = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + _HEADER + struct.pack(">I", zlib.crc32(_HEADER))
+PNG = stored(photo(8, 6))["bytes"]
+BOMB = PNG[:8] + struct.pack(">I", 13) + _HEADER + struct.pack(">I", zlib.crc32(_HEADER)) + PNG[33:]
 UNREADABLE: list[tuple[bytes | None, str | None, str]] = [
     # bytes and path of the value, and what the message names; a path of bytes is written
     *((content, None, "embedded image: .") for content in (b"", b"<html>404</html>", JPEG[: len(JPEG) // 2], None)),

@@ -8,8 +8,7 @@ The rank of a query is 1 + the number of wrong items that score at least as high
 count against the model. Right are an image's own captions and those that are equal to one of them but for case and spacing, as
 in the losses: no model can tell such captions apart, and they are true of both images. So a perfect model's recall@1 is 1.0.
 
-Shape letters: M images and T captions of the split, Q queries, N items, K candidates, R right items among the first ten,
-L tokens, E embedding width.
+Shape letters: M images and T captions of the split, Q queries, N items, K candidates, L tokens, E embedding width.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +28,6 @@ from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most
-LISTED = 10  # items of a ranked list that nDCG and MRR read
 
 
 @dataclass
@@ -289,23 +287,13 @@ def size_in_bytes(keys_values: KeysValues) -> int:
 # -- ranking by cosine ------------------------------------------------------------------------------------------------
 
 
-class Places(NamedTuple):
-    """Where each query's right items stand in its list, from 1, the same on all ranks."""
+def cosine_ranks(queries: Keyed, items: Keyed) -> Tensor:
+    """Return where each query's best right item stands in its list, from 1, the same on all ranks."""
 
-    rank_Q: Tensor  # of the best one
-    listed_QR: Tensor  # of all, see `listed_places`
-    right_Q: Tensor  # their number
+    def block_ranks(part: slice) -> tuple[Tensor, ...]:
+        return (best_rank(queries.embeds[part] @ items.embeds.T, right_items(queries.take(part), items)),)
 
-
-def cosine_places(queries: Keyed, items: Keyed) -> Places:
-    """Return the places of each query's right items."""
-
-    def block_places(part: slice) -> tuple[Tensor, ...]:
-        score_QN = queries.embeds[part] @ items.embeds.T
-        right_QN = right_items(queries.take(part), items)
-        return best_rank(score_QN, right_QN), listed_places(score_QN, right_QN), right_QN.sum(1)
-
-    return Places(*_by_block(queries, items, block_places))
+    return _by_block(queries, items, block_ranks)[0]
 
 
 def top_candidates(queries: Keyed, items: Keyed, top_k: int) -> tuple[Tensor, ...]:
@@ -318,24 +306,6 @@ def best_rank(score_QN: Tensor, right_QN: Tensor) -> Tensor:
     """Return the rank `[Q]`, from 1, of the best right item among N scores."""
     best_Q1 = score_QN.masked_fill(~right_QN, -torch.inf).amax(1, keepdim=True)
     return 1 + (~(score_QN < best_Q1) & ~right_QN).sum(1)
-
-
-def listed_places(score_QN: Tensor, right_QN: Tensor) -> Tensor:
-    """Return the places `[Q, R]`, from 1, of right items among the first ten, R = min(10, N).
-
-    Wrong items of an equal score stand before a right one, as in `best_rank`. A place above 10 says only that there is no
-    further right item among the first ten.
-    """
-    count = min(LISTED, score_QN.shape[1])
-    right_QR, wrong_QR = (
-        score_QN.masked_fill(mask, -torch.inf).topk(count, 1).values for mask in (~right_QN, right_QN)
-    )
-    number_R, rights_Q1 = torch.arange(count, device=score_QN.device), right_QN.sum(1, keepdim=True)
-    is_wrong_QR = number_R < score_QN.shape[1] - rights_Q1
-    before_QRR = ~(wrong_QR[:, None] < right_QR[..., None]) & is_wrong_QR[:, None]
-    # A right item whose score is NaN sorts first; nothing behind it may stand before it.
-    place_QR = 1 + number_R + before_QRR.sum(2).cummax(1).values
-    return place_QR.where(number_R < rights_Q1, LISTED + 1)
 
 
 def _by_block(queries: Keyed, items: Keyed, function: Callable[[slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

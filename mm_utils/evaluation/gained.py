@@ -88,7 +88,7 @@ def recall_gained(
     if split is None or not ranks:
         return None
     groups = {name: each.queries.group for name, each in ranks.items()}
-    after = {name: each.cosine_Q if each.reranked is None else each.reranked_Q for name, each in ranks.items()}
+    after = {name: each.cosine_Q if each.reranked_Q is None else each.reranked_Q for name, each in ranks.items()}
     by_head = ", re-ranked" if any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items()) else ""
     never = {name: torch.full_like(rank_Q, NEVER) for name, rank_Q in after.items()}
     recall, half, _ = mean_gain((never[name], after[name], groups[name]) for name in ranks)

@@ -1,7 +1,6 @@
-"""Recalls, nDCG, MRR from ranks, their intervals, and the health of the embeddings.
+"""Recalls from ranks, their intervals, and the health of the embeddings.
 
-Shape letters: M images and T captions of the split, Q queries, R right items among the first ten, B rows of a block,
-K different images, E embedding width.
+Shape letters: M images of the split, Q queries, B rows of a block, E embedding width.
 """
 
 import math
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mm_utils.evaluation.embeddings import LISTED, Embeddings, Keyed, Places, cosine_places
+from mm_utils.evaluation.embeddings import Embeddings, Keyed, cosine_ranks, count_right
 from mm_utils.evaluation.reranking import DirectionRanks
 
 CUTOFFS = (1, 5, 10)  # of recall
@@ -62,33 +61,11 @@ def half_width(value_Q: Tensor, queries: Keyed) -> float | None:
     return None if groups < min(images, FEW_GROUPS) else mean_interval(value_Q, queries.group)[1]
 
 
-# -- recall, nDCG, MRR --------------------------------------------------------------------------------------------------
-
-
-def measures_of_queries(places: Places) -> dict[str, Tensor]:
-    """Return, of each query `[Q]`, recall at 1, 5 and 10, nDCG@10 and MRR@10, from 0 to 1.
-
-    With the places p of a query's right items, of which there are n:
-        MRR@10: 1 / p of the first, 0 if p > 10.
-        nDCG@10: the sum of 1 / log2(1 + p) over all p <= 10, divided by its highest value, that of p = 1, 2 ... min(n, 10).
-    These are trec_eval's `recip_rank` cut at 10 and `ndcg_cut_10` (Järvelin and Kekäläinen, doi 10.1145/582415.582418) with gains
-    of 0 and 1, as mteb has them; but trec_eval orders equal scores by name, and here wrong items come first.
-    """
-    rank_Q, gain_R = places.rank_Q, _gain(torch.arange(1, LISTED + 1, device=places.rank_Q.device))
-    ideal_Q = gain_R.cumsum(0)[places.right_Q.clamp(1, LISTED) - 1]
-    return {
-        **{f"recall@{k}": (rank_Q <= k).double() for k in CUTOFFS},
-        f"ndcg@{LISTED}": _gain(places.listed_QR).sum(1) / ideal_Q,
-        f"mrr@{LISTED}": (rank_Q <= LISTED) / rank_Q.double(),
-    }
-
-
-def _gain(place: Tensor) -> Tensor:
-    return (place <= LISTED) / (1 + place).double().log2()
+# -- recall -------------------------------------------------------------------------------------------------------------
 
 
 def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) -> dict[str, float]:
-    """Return recalls, nDCG, MRR and ranks by the towers, and re-ranked if there are such.
+    """Return recalls and ranks by the towers, and re-ranked if there are such.
 
     `mean_recall`, of the towers at all cut-offs in both directions, varies least, and so it chooses checkpoints of theirs;
     `rerank_mean_recall` is the same after re-ranking.
@@ -97,123 +74,55 @@ def retrieval_metrics(split: Embeddings, directions: dict[str, DirectionRanks]) 
     """
     metrics: dict[str, float] = {}
     for direction, ranks in directions.items():
-        metrics |= summarise_places(ranks.cosine, f"{direction}_")
-    metrics["mean_recall"] = mean_recall(ranks.cosine for ranks in directions.values())
-    right_T = directions["text_to_image"].cosine.right_Q
+        metrics |= summarise_ranks(ranks.cosine_Q, f"{direction}_")
+    metrics["mean_recall"] = mean_recall(ranks.cosine_Q for ranks in directions.values())
+    right_T = count_right(*split.directions["text_to_image"])
     metrics["text_to_image_chance@1"] = right_T.double().mean().item() / len(split.image_ME)
     if split.text_key_T is not None:
         for direction, (queries, items) in split.directions.items():
-            own = cosine_places(queries._replace(captions=None), items)
-            metrics |= _recalls(own.rank_Q, f"{direction}_recall_own")
-    reranked = {direction: ranks.reranked for direction, ranks in directions.items() if ranks.reranked is not None}
-    for direction, places in reranked.items():
-        metrics |= summarise_places(places, f"rerank_{direction}_")
+            own_Q = cosine_ranks(queries._replace(captions=None), items)
+            metrics |= _recalls(own_Q, f"{direction}_recall_own")
+    reranked = {name: ranks.reranked_Q for name, ranks in directions.items() if ranks.reranked_Q is not None}
+    for direction, rank_Q in reranked.items():
+        metrics |= summarise_ranks(rank_Q, f"rerank_{direction}_")
     if reranked:
         metrics["rerank_mean_recall"] = mean_recall(reranked.values())
     return metrics
 
 
-def mean_recall(directions: Iterable[Places]) -> float:
+def mean_recall(directions: Iterable[Tensor]) -> float:
     """Return the mean of the recalls at all cut-offs, in all directions."""
-    recalls = [value for places in directions for value in _recalls(places.rank_Q, "").values()]
+    recalls = [value for rank_Q in directions for value in _recalls(rank_Q, "").values()]
     return sum(recalls) / len(recalls)
 
 
-def summarise_places(places: Places, prefix: str = "") -> dict[str, float]:
-    """Return the means of `measures_of_queries`, and mean and median of the ranks."""
-    found = {f"{prefix}{name}": value_Q.mean().item() for name, value_Q in measures_of_queries(places).items()}
-    rank_Q = places.rank_Q.double()
-    return {
-        **found,
-        f"{prefix}mean_rank": rank_Q.mean().item(),
-        f"{prefix}median_rank": rank_Q.quantile(0.5).item(),
-    }
+def summarise_ranks(rank_Q: Tensor, prefix: str = "") -> dict[str, float]:
+    """Return recalls, and mean and median of the ranks."""
+    ranks = {"mean_rank": rank_Q.double().mean().item(), "median_rank": rank_Q.double().quantile(0.5).item()}
+    return {**_recalls(rank_Q, f"{prefix}recall"), **{f"{prefix}{name}": value for name, value in ranks.items()}}
 
 
 def _recalls(rank_Q: Tensor, name: str) -> dict[str, float]:
     return {f"{name}@{k}": (rank_Q <= k).double().mean().item() for k in CUTOFFS}
 
 
-# -- health of the embeddings -------------------------------------------------------------------------------------------
-
-
-def embedding_health(split: Embeddings) -> dict[str, float]:
-    """Return how a split's embeddings fill their space; in blocks, the same on all ranks.
-
-    Returns, for image and text each:
-        effective_rank: exp of the entropy of the singular values of the centred embeddings, divided by their sum (Roy and
-            Vetterli 2007; RankMe, arXiv 2210.02885, without the centring). 1 if there is but one point.
-        rank_share: of the highest effective rank that the width and the number of rows allow.
-        spread: mean squared distance from the centroid; one minus the mean cosine between any two rows.
-    And for both:
-        margin: mean cosine of true pairs minus mean cosine of all others.
-        modality_gap: distance between the centroids of images and texts (arXiv 2203.02053).
-    """
-    figures: dict[str, float] = {}
-    for name, rows in (("image", split.image_ME), ("text", split.text_TE)):
-        rank, spread = _rank_and_spread(rows)
-        limit = max(1, min(rows.shape[1], len(rows) - 1))
-        figures |= {f"{name}_effective_rank": rank, f"{name}_rank_share": rank / limit, f"{name}_spread": spread}
-    gap_E = _centroid(split.image_ME) - _centroid(split.text_TE)
-    return {**figures, "margin": _margin(split), "modality_gap": gap_E.norm().item()}
-
-
-def _blocks(rows: Tensor) -> Iterator[Tensor]:
-    """Yield the rows in double precision, a block at a time, on the CPU if the device has none."""
-    for block in rows.split(BLOCK):
-        yield (block.cpu() if block.device.type == "mps" else block).double()
-
-
-def _centroid(rows: Tensor) -> Tensor:
-    return torch.stack([block_BE.sum(0) for block_BE in _blocks(rows)]).sum(0) / len(rows)
-
-
-def _rank_and_spread(rows: Tensor) -> tuple[float, float]:
-    """Return effective rank and spread, from the eigenvalues of the E x E Gram matrix."""
-    centroid_E = _centroid(rows)
-    gram_EE = torch.zeros(len(centroid_E), len(centroid_E), dtype=centroid_E.dtype, device=centroid_E.device)
-    for block_BE in _blocks(rows):
-        centred_BE = block_BE - centroid_E
-        gram_EE.addmm_(centred_BE.T, centred_BE)
-    spread = gram_EE.trace().item() / len(rows)
-    if not math.isfinite(spread):  # there are no eigenvalues
-        return math.nan, math.nan
-    values_E = torch.linalg.eigvalsh(gram_EE).clamp(min=0).sqrt()
-    # Rows that are equal but for their rounding to fp32 would have noise of full rank.
-    values_E = values_E[values_E > torch.finfo(torch.float32).eps * math.sqrt(len(rows))]
-    shares_E = values_E / values_E.sum()
-    return math.exp(-(shares_E * shares_E.log()).sum().item()), spread
-
-
-def _margin(split: Embeddings) -> float:
-    """Return the margin, from sums of embeddings: of all pairs, and of those of an image's id."""
-    keys_K, place = torch.cat([split.image_key_M, split.caption_key_T]).unique(return_inverse=True)
-    sums, counts = [], []
-    for rows, at in ((split.image_ME, place[: len(split.image_ME)]), (split.text_TE, place[len(split.image_ME) :])):
-        sums.append(rows.new_zeros(len(keys_K), rows.shape[1]).index_add_(0, at, rows))
-        counts.append(at.bincount(minlength=len(keys_K)))
-    true_cosines = sum((one_BE * other_BE).sum().item() for one_BE, other_BE in zip(*map(_blocks, sums), strict=True))
-    true, pairs = int((counts[0] * counts[1]).sum()), len(split.image_ME) * len(split.text_TE)
-    cosines = pairs * (_centroid(split.image_ME) @ _centroid(split.text_TE)).item()
-    return true_cosines / max(1, true) - (cosines - true_cosines) / max(1, pairs - true)
-
-
 def half_widths(directions: dict[str, DirectionRanks]) -> dict[str, float]:
-    """Return half the width of the interval of each recall, nDCG and MRR, as `NAME_half_width_95`, where there is one.
+    """Return half the width of the interval of each recall, as `NAME_half_width_95`, where there is one.
 
     After re-ranking also by how much each is higher, `rerank_gain_NAME`, with the interval of the difference of each query.
     """
     found: dict[str, float | None] = {}
     for direction, ranks in directions.items():
-        measured = {"": measures_of_queries(ranks.cosine)}
-        if ranks.reranked is not None:
-            after = measured["rerank_"] = measures_of_queries(ranks.reranked)
-            gains = {name: value_Q - measured[""][name] for name, value_Q in after.items()}
-            found |= {f"rerank_gain_{direction}_{name}": gain_Q.mean().item() for name, gain_Q in gains.items()}
-            measured["rerank_gain_"] = gains
-        for prefix, values in measured.items():
-            for name, value_Q in values.items():
-                found[f"{prefix}{direction}_{name}_half_width_95"] = half_width(value_Q, ranks.queries)
+        for k in CUTOFFS:
+            name, hit_Q = f"{direction}_recall@{k}", (ranks.cosine_Q <= k).double()
+            measured = {name: hit_Q}
+            if ranks.reranked_Q is not None:
+                measured[f"rerank_{name}"] = (ranks.reranked_Q <= k).double()
+                gain_Q = measured[f"rerank_gain_{name}"] = measured[f"rerank_{name}"] - hit_Q
+                found[f"rerank_gain_{name}"] = gain_Q.mean().item()
+            found |= {
+                f"{each}_half_width_95": half_width(value_Q, ranks.queries) for each, value_Q in measured.items()
+            }
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -241,3 +150,43 @@ def helps(ranks: dict[str, DirectionRanks]) -> bool:
         (each.cosine_Q, each.reranked_Q, each.queries.group) for each in ranks.values()
     )
     return least >= 0 and mean > half_width
+
+
+# -- health of the embeddings -------------------------------------------------------------------------------------------
+
+
+def embedding_health(split: Embeddings) -> dict[str, float]:
+    """Return how a split's embeddings fill their space; in blocks, the same on all ranks.
+
+    Returns, for image and text each:
+        effective_rank: exp of the entropy of the singular values of the centred embeddings, divided by their sum (Roy and
+            Vetterli 2007; RankMe, arXiv 2210.02885, without the centring). 1 if there is but one point.
+        spread: mean squared distance from the centroid; one minus the mean cosine between any two rows.
+    """
+    figures: dict[str, float] = {}
+    for name, rows in (("image", split.image_ME), ("text", split.text_TE)):
+        figures[f"{name}_effective_rank"], figures[f"{name}_spread"] = _rank_and_spread(rows)
+    return figures
+
+
+def _blocks(rows: Tensor) -> Iterator[Tensor]:
+    """Yield the rows in double precision, a block at a time, on the CPU if the device has none."""
+    for block in rows.split(BLOCK):
+        yield (block.cpu() if block.device.type == "mps" else block).double()
+
+
+def _rank_and_spread(rows: Tensor) -> tuple[float, float]:
+    """Return effective rank and spread, from the eigenvalues of the E x E Gram matrix."""
+    centroid_E = torch.stack([block_BE.sum(0) for block_BE in _blocks(rows)]).sum(0) / len(rows)
+    gram_EE = torch.zeros(len(centroid_E), len(centroid_E), dtype=centroid_E.dtype, device=centroid_E.device)
+    for block_BE in _blocks(rows):
+        centred_BE = block_BE - centroid_E
+        gram_EE.addmm_(centred_BE.T, centred_BE)
+    spread = gram_EE.trace().item() / len(rows)
+    if not math.isfinite(spread):  # there are no eigenvalues
+        return math.nan, math.nan
+    values_E = torch.linalg.eigvalsh(gram_EE).clamp(min=0).sqrt()
+    # Rows that are equal but for their rounding to fp32 would have noise of full rank.
+    values_E = values_E[values_E > torch.finfo(torch.float32).eps * math.sqrt(len(rows))]
+    shares_E = values_E / values_E.sum()
+    return math.exp(-(shares_E * shares_E.log()).sum().item()), spread

@@ -2,22 +2,19 @@
 
 A model that reads captions as bags of words is right for half of the images of a probe of word order (Winoground, arXiv
 2204.03162). Scenes have one for every image (`mm_utils.data.scenes.order_pairs`); mirror twins swap its two captions, so that a
-model which reads the caption alone is right for half of them, too. Of each kind:
+model which reads the caption alone is right for half of them, too.
 
-    KIND_accuracy         share of the probes whose true caption scores higher, with its 95 % interval; by chance 0.5
-    rerank_KIND_accuracy  the same by the score of re-ranking
-    KIND_blind            the same by the mean of all images of the split in place of the own one: what the captions tell alone
-    KIND_rows             their number; an image has at most one of a kind
+    order_accuracy         share of the probes whose true caption scores higher, with its 95 % interval; by chance 0.5
+    rerank_order_accuracy  the same by the score of re-ranking
+    order_blind            the same by the mean of all images of the split in place of the own one: what the captions tell alone
+    order_rows             their number; an image has at most one
 
 Ties and NaN count against the model.
 
 Shape letters: M images and T captions of the split, P probes, L tokens, E embedding width.
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import datasets
 import torch
@@ -36,15 +33,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 BATCH = 128  # probes encoded at a time
 
 
-class Probe(NamedTuple):
-    """A true caption and a false one."""
-
-    kind: str
-    row: int  # of the image in the data set
-    true: str
-    false: str
-
-
 @dataclass
 class Probes:
     """Tokenised probes; texts 2p and 2p + 1 are the true and the false caption of probe p.
@@ -52,20 +40,16 @@ class Probes:
     Attributes:
         texts: the captions.
         row_P: the row of each probe's image in the data set.
-        kind_P: the place of its kind in `kinds`.
-        kinds: names.
     """
 
     texts: Texts
     row_P: Tensor
-    kind_P: Tensor
-    kinds: tuple[str, ...]
 
     @classmethod
     def none(cls) -> "Probes":
         """Return no probes."""
         nothing = torch.empty(0, dtype=torch.long)
-        return cls(Texts(nothing[:, None], nothing[:, None]), nothing, nothing, ())
+        return cls(Texts(nothing[:, None], nothing[:, None]), nothing)
 
     def of(self, split: Embeddings) -> "ProbesOfSplit":
         """Return the probes of images that were embedded, on their device."""
@@ -75,8 +59,7 @@ class Probes:
         known_P = row_M[place_P] == row_P
         texts, known_T = self.texts.to(row_M.device), known_P.repeat_interleave(2)
         texts = Texts(texts.input_ids[known_T], texts.attention_mask[known_T])
-        kind_P = self.kind_P.to(row_M.device)[known_P]
-        return ProbesOfSplit(texts, order_M[place_P[known_P]], kind_P, self.kinds)
+        return ProbesOfSplit(texts, order_M[place_P[known_P]])
 
 
 @dataclass
@@ -85,8 +68,6 @@ class ProbesOfSplit:
 
     texts: Texts
     image_P: Tensor
-    kind_P: Tensor
-    kinds: tuple[str, ...]
 
     def pairs(self, split: Embeddings) -> Tensor:
         """Return the pair numbers of each probe's true and false caption, `[P, 2]`.
@@ -102,50 +83,27 @@ class ProbesOfSplit:
 
     def measure(self, cosine_P2: Tensor, blind_P2: Tensor) -> dict[str, float]:
         """Return the towers' figures: accuracy, its interval, that of captions alone, rows."""
-        found = self.shares(cosine_P2, "{}_accuracy")
-        for kind, mine in self._by_kind():
-            found[f"{kind}_blind"] = (blind_P2[mine, 0] > blind_P2[mine, 1]).double().mean().item()
-            found[f"{kind}_rows"] = int(mine.sum())
-        return found
+        if not len(cosine_P2):
+            return {}
+        blind = (blind_P2[:, 0] > blind_P2[:, 1]).double().mean().item()
+        return {**self.share(cosine_P2, "order_accuracy"), "order_blind": blind, "order_rows": len(cosine_P2)}
 
-    def shares(self, score_P2: Tensor, name: str) -> dict[str, float]:
-        """Return each kind's share of higher true captions, with interval; {} in `name` is the kind."""
-        found: dict[str, float] = {}
-        for kind, mine in self._by_kind():
-            found |= share_with_interval(name.format(kind), score_P2[mine, 0] > score_P2[mine, 1])
-        return found
-
-    def _by_kind(self) -> list[tuple[str, Tensor]]:
-        """Return the kinds that there are, each with the mask of its probes."""
-        masks = ((kind, self.kind_P == number) for number, kind in enumerate(self.kinds))
-        return [(kind, mine) for kind, mine in masks if mine.any()]
-
-
-def word_order(rows: datasets.Dataset) -> list[Probe]:
-    """Return the probes of word order that scenes have; of other rows none."""
-    if not isinstance(rows.features.get("order_pair"), dict):
-        return []
-    return [Probe("order", row, true, false) for row, true, false in order_pairs(rows)]
+    def share(self, score_P2: Tensor, name: str) -> dict[str, float]:
+        """Return the share of higher true captions, with interval."""
+        return share_with_interval(name, score_P2[:, 0] > score_P2[:, 1]) if len(score_P2) else {}
 
 
 def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
-    """Return the probes of word order, tokenised; no kind of which there are fewer than 30."""
-    probes = word_order(rows)
-    counts = Counter(probe.kind for probe in probes)
-    enough = [probe for probe in probes if counts[probe.kind] >= HOLDOUT_LEAST]
-    return tokenize_probes(enough, tokenizer, max_seq_length)
+    """Return the probes of word order that scenes have, tokenised; none of fewer than 30, or of other rows.
 
-
-def tokenize_probes(probes: Sequence[Probe], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:
-    """Tokenise probes; those whose two captions become the same tokens are left out."""
-    captions = [caption for probe in probes for caption in (probe.true, probe.false)]
-    ids = encode_captions(tokenizer, captions, max_seq_length)
-    kept = [place for place in range(len(probes)) if ids[2 * place] != ids[2 * place + 1]]
+    Those whose two captions become the same tokens are left out.
+    """
+    pairs = list(order_pairs(rows)) if isinstance(rows.features.get("order_pair"), dict) else []
+    pairs = pairs if len(pairs) >= HOLDOUT_LEAST else []
+    ids = encode_captions(tokenizer, [caption for _, *both in pairs for caption in both], max_seq_length)
+    kept = [place for place in range(len(pairs)) if ids[2 * place] != ids[2 * place + 1]]
     texts = Texts(*pad_captions([ids[2 * place + side] for place in kept for side in (0, 1)], tokenizer.pad_token_id))
-    kinds = tuple(dict.fromkeys(probe.kind for probe in probes))
-    row_P = torch.tensor([probes[place].row for place in kept], dtype=torch.long)
-    kind_P = torch.tensor([kinds.index(probes[place].kind) for place in kept], dtype=torch.long)
-    return Probes(texts, row_P, kind_P, kinds)
+    return Probes(texts, torch.tensor([pairs[place][0] for place in kept], dtype=torch.long))
 
 
 @torch.no_grad()

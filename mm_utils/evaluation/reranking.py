@@ -22,20 +22,16 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.evaluation.embeddings import (
-    LISTED,
     Embeddings,
     Keyed,
-    Places,
     Texts,
     best_rank,
-    cosine_places,
+    cosine_ranks,
     image_shares,
-    listed_places,
     right_items,
     top_candidates,
 )
@@ -74,22 +70,11 @@ class DirectionRanks:
     """Ranks of all queries of one direction, from 1, the same on all ranks."""
 
     queries: Keyed
-    cosine: Places  # by the two towers alone
-    reranked: Places | None = None  # after re-ranking all K candidates; None without a head
+    cosine_Q: Tensor  # by the two towers alone
+    reranked_Q: Tensor | None = None  # after re-ranking all K candidates; None without a head
     # The K candidates of each query in their new order, and their scores, both `[Q, K]`; None without a head.
     reranked_items: Tensor | None = None
     reranked_scores: Tensor | None = None
-
-    @property
-    def cosine_Q(self) -> Tensor:
-        """Ranks by the two towers alone."""
-        return self.cosine.rank_Q
-
-    @property
-    def reranked_Q(self) -> Tensor:
-        """Ranks after re-ranking all K candidates."""
-        assert self.reranked is not None
-        return self.reranked.rank_Q
 
 
 @dataclass
@@ -160,21 +145,16 @@ def rank_directions(
     """
     ranks = {}
     for direction, (queries, items) in split.directions.items():
-        ranked = ranks[direction] = DirectionRanks(queries, cosine_places(queries, items))
+        ranked = ranks[direction] = DirectionRanks(queries, cosine_ranks(queries, items))
         if candidates is None or scores is None or weight_FV is None:
             continue
         found = candidates[direction]
-        right_QK = right_items(queries, items, found.item)
         score_QK = combine(scale * found.cosine, scores(found.pair), weight_FV, queries.group)
         ranked.reranked_scores, place_QK = score_QK.sort(1, descending=True)
         ranked.reranked_items = found.item.gather(1, place_QK)
-        towers, top_k = ranked.cosine, score_QK.shape[1]
         # Because ties count against it, a right item is among the first k exactly where its rank is at most k.
-        rank_Q = torch.where(towers.rank_Q <= top_k, best_rank(score_QK, right_QK), towers.rank_Q)
-        among_QR = listed_places(score_QK, right_QK)
-        among_QR = pad(among_QR, (0, towers.listed_QR.shape[1] - among_QR.shape[1]), value=LISTED + 1)
-        listed_QR = torch.where(towers.listed_QR <= top_k, among_QR, towers.listed_QR)
-        ranked.reranked = Places(rank_Q, listed_QR, towers.right_Q)
+        among_Q = best_rank(score_QK, right_items(queries, items, found.item))
+        ranked.reranked_Q = torch.where(ranked.cosine_Q <= score_QK.shape[1], among_Q, ranked.cosine_Q)
     return ranks
 
 

@@ -86,13 +86,13 @@ def parse_weights(text: str) -> dict[str, float] | None:
 
 
 class RetrievalEvaluator:
-    """Measure recall, nDCG, MRR, ranks and the embeddings' health; equal on all ranks.
+    """Measure recall, ranks and the embeddings' health; equal on all ranks.
 
     With `rerank_top_k` and a model with a fusion head, also measure `rerank_*`, after the head has reordered the first K
     candidates of each query.
 
     Args:
-        probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `KIND_accuracy` and so on of each kind.
+        probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `order_accuracy` and so on.
         fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.reranking`), and write
             them into the model's config.
         weights: what the head's scores of a pair are multiplied by; None: as training found best.
@@ -161,9 +161,9 @@ class RetrievalEvaluator:
             weight_FV, of_head = self._fit(model, split, candidates, scores, scale, list(weights))
         ranked = self.directions = rank_directions(split, candidates, scores, scale, weight_FV)
         score_P2 = combine(scale * cosine_P2, scores(pair_P2), weight_FV, split.group_M[probes.image_P])
-        others |= probes.shares(score_P2, "rerank_{}_accuracy")
+        others |= probes.share(score_P2, "rerank_order_accuracy")
         # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
-        judged = [each.reranked for each in (of_head or ranked).values() if each.reranked is not None]
+        judged = [each.reranked_Q for each in (of_head or ranked).values() if each.reranked_Q is not None]
         metrics = retrieval_metrics(split, ranked) | {"head_mean_recall": mean_recall(judged)}
         return metrics | others | embedding_health(split)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from mm_utils.distributed import RunError
-from mm_utils.evaluation.embeddings import cosine_places, embed_split
-from mm_utils.evaluation.metrics import summarise_places
+from mm_utils.evaluation.embeddings import cosine_ranks, embed_split
+from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.export.graphs import Head, ImageSide
 from mm_utils.export.layouts import text_length
 from mm_utils.export.sessions import ExportedTowers
@@ -127,7 +127,7 @@ def add_recall(
     for name, one in tqdm(towers.items(), desc="Recall", unit=" precisions"):
         split = embed_split(one, loader, accelerator)
         for direction, (queries, items) in split.directions.items():
-            measures = summarise_places(cosine_places(queries, items), f"{direction}_")
+            measures = summarise_ranks(cosine_ranks(queries, items), f"{direction}_")
             kept = ("recall@1", "recall@10")
             figures[name].recall |= {key: value for key, value in measures.items() if key.endswith(kept)}
 

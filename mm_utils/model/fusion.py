@@ -315,27 +315,16 @@ def target_mask(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RegionHead(nn.Module):
-    """Unit embeddings of boxes and grid cells in the space of the texts.
-
-    It reads the last vision tap of the fusion head, the finest (X-VLM, arXiv 2111.08276). A box is the mean of the cells under
-    it, weighted by covered area: exact for boxes smaller than a cell too, and differentiable with respect to the cells.
-    """
+    """Unit embeddings of grid cells in the space of the texts, from the last vision tap of the fusion head, the finest."""
 
     def __init__(self, width: int, dim: int):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, dim, bias=False)
 
-    def forward(self, grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
-        """Embed R boxes, `[R, E]`, of maps `[B, C, h, w]`; see `region_embeds`."""
-        return self._embed(mean_in_boxes(grid, boxes, image))
-
     def cells(self, grid: Tensor) -> Tensor:
-        """Embed all cells, `[B, h, w, E]`; each equals the embedding of a box inside it."""
-        return self._embed(grid.permute(0, 2, 3, 1))
-
-    def _embed(self, pooled: Tensor) -> Tensor:
-        return F.normalize(self.projection(self.norm(pooled)), dim=-1)
+        """Embed all cells of maps `[B, C, h, w]`, `[B, h, w, E]`."""
+        return F.normalize(self.projection(self.norm(grid.permute(0, 2, 3, 1))), dim=-1)
 
 
 def as_map(tap: Tensor) -> Tensor:
@@ -346,13 +335,6 @@ def as_map(tap: Tensor) -> Tensor:
             f"Regions need a map or a square grid of patches; the last of fusion_vision_taps has {tap.shape[1]} tokens."
         )
     return grid
-
-
-def mean_in_boxes(grid: Tensor, boxes: Tensor, image: Tensor) -> Tensor:
-    """Return the area-weighted mean `[R, C]` of the cells under each box; 0 for an empty box."""
-    weight = cells_covered(boxes, *grid.shape[-2:])
-    weight = weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-6)
-    return torch.einsum("rhw,rchw->rc", weight.to(grid), rows_of(grid, image))
 
 
 def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:

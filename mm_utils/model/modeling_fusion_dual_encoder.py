@@ -730,20 +730,6 @@ class FusionDualEncoderModel(PreTrainedModel):
             states = self.fusion.encode_text(states)
         return embeds, states
 
-    def region_embeds(self, taps: Sequence[Tensor], boxes: Tensor, image: Tensor) -> Tensor:
-        """Return unit embeddings `[R, E]` of R boxes, comparable with those of texts.
-
-        Args:
-            taps: from `vision_features`.
-            boxes: `[R, 4]` left, top, right and bottom as shares of the input, in [0, 1].
-            image: `[R]` index of each box's image.
-
-        Raises:
-            ValueError: if the model has no region head.
-        """
-        head, grid = self._region_grid(taps)
-        return head(grid, boxes, image)
-
     def cell_embeds(self, taps: Sequence[Tensor]) -> Tensor:
         """Return unit embeddings `[B, h, w, E]` of all cells of the last tap; of clips and sounds `[B, 1, T, E]`."""
         head, grid = self._region_grid(taps)

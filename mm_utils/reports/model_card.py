@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 RETRIEVAL_TAGS = ("dual-encoder", "contrastive-learning")
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
 STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
-MEASURES = ("recall@1", "recall@5", "recall@10", "ndcg@10", "mrr@10")
+MEASURES = ("recall@1", "recall@5", "recall@10")
 
 
 class EvaluatedData(NamedTuple):
@@ -104,7 +104,7 @@ def _slug(name: str) -> str:
 
 
 def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix: str = "") -> list[EvalResult]:
-    """Return both directions' recall, nDCG, MRR, and re-ranked ones, named by `prefix`."""
+    """Return both directions' recall, and re-ranked ones, named by `prefix`."""
     return [
         data.result(
             f"{COLUMNS[data.medium]}-text-retrieval",
@@ -124,7 +124,7 @@ EXAMPLES = {  # of code: the folder of a person's files, which files, and a text
     "clip": ("clips", "*.mp4", "something turns red"),  # pip install av
     "sound": ("sounds", "*.wav", "a low tone"),
 }
-_HEALTH = re.compile(r".*_(effective_rank|rank_share|spread|margin|modality_gap)")  # figures for those who train
+_HEALTH = re.compile(r".*_(effective_rank|spread)")  # figures for those who train
 _PLAIN_FOLDER = re.compile(
     r"(checkpoint|step)-?\d+|models?|snapshots?|final|best|last|weights|(dual_)?encoder|[0-9a-f]{40}"
 )

@@ -1,6 +1,5 @@
 """A model that looks up its answers, and the definition of ranks by sorting, for tests of evaluation."""
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -50,14 +49,10 @@ def ranks_by_sorting(*scores: Any) -> list[int]:
 
 
 def figures_of_lists(lists: list[list[bool]]) -> dict[str, float]:
-    """The figures of ranked lists, item by item: recall, the gains of trec_eval's `ndcg_cut_10`, its reciprocal rank."""
+    """The figures of ranked lists, item by item: recall and ranks."""
     ranks = sorted(hits.index(True) + 1 for hits in lists)
     middle = len(ranks) // 2
     found = {f"recall@{k}": sum(any(hits[:k]) for hits in lists) / len(lists) for k in (1, 5, 10)}
-    gained = [sum(hit / math.log2(place + 1) for place, hit in enumerate(hits[:10], 1)) for hits in lists]
-    highest = [sum(1 / math.log2(place + 1) for place in range(1, min(10, sum(hits)) + 1)) for hits in lists]
-    found["ndcg@10"] = sum(one / most for one, most in zip(gained, highest, strict=True)) / len(lists)
-    found["mrr@10"] = sum(1 / rank for rank in ranks if rank <= 10) / len(lists)
     return {**found, "mean_rank": sum(ranks) / len(ranks), "median_rank": (ranks[middle] + ranks[~middle]) / 2}
 
 

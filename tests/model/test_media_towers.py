@@ -49,8 +49,6 @@ def test_every_tower_is_joined_saved_and_trained(kind: str, tmp_path: Path) -> N
     taps = model.vision_features(pixels)[1]
     cells = model.cell_embeds(taps)
     assert cells.shape == (2, 1, STEPS[kind], model.config.projection_dim)
-    boxes = torch.tensor([[0.5, 0.0, 0.75, 1.0]])
-    assert model.region_embeds(taps, boxes, torch.tensor([1])).shape == (1, model.config.projection_dim)
     model.save_pretrained(tmp_path)
     loaded = FusionDualEncoderModel.from_pretrained(tmp_path).eval()
     assert (loaded.config.medium, type(loaded.vision_model)) == (model.config.medium, type(model.vision_model))

@@ -1,4 +1,4 @@
-"""Boxes are pooled exactly, from whatever grid a vision tower returns."""
+"""Boxes cover cells exactly, of whatever grid a vision tower returns."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.ops import roi_align
 from transformers import AutoConfig, AutoModel
 
-from mm_utils.model.fusion import RegionHead, mean_in_boxes
+from mm_utils.model.fusion import cells_covered
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
@@ -29,27 +29,16 @@ def test_boxes_are_means_by_area(height: int, width: int) -> None:
     pixels = boxes * 32 * torch.tensor([width, height, width, height])
     rois = torch.cat([image[:, None].float(), pixels], 1)
     expected = roi_align(large, rois, 1, sampling_ratio=64, aligned=True)[:, :, 0, 0]
-    torch.testing.assert_close(mean_in_boxes(grid, boxes, image), expected, atol=0.02, rtol=0)
+    weight = cells_covered(boxes, height, width)
+    mean = torch.einsum("rhw,rchw->rc", weight / weight.sum((1, 2), keepdim=True), grid[image])
+    torch.testing.assert_close(mean, expected, atol=0.02, rtol=0)
 
 
 def test_small_and_empty_boxes() -> None:
-    grid = torch.arange(16.0).view(1, 1, 4, 4)
-    inside = torch.tensor([[0.55, 0.3, 0.6, 0.31], [0.5, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5]])
-    assert mean_in_boxes(grid, inside, torch.zeros(3, dtype=torch.long)).flatten().tolist() == pytest.approx([6, 6, 0])
-    everything = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
-    assert mean_in_boxes(grid, everything, torch.zeros(1, dtype=torch.long)).item() == pytest.approx(7.5)
-
-
-def test_a_box_in_a_cell_is_the_cell_and_has_a_gradient() -> None:
-    head = RegionHead(6, 4).double()
-    grid = torch.randn(2, 6, 3, 3, dtype=torch.double, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    boxes = torch.tensor([[0.4, 0.7, 0.6, 0.9], [0.0, 0.0, 0.3, 0.3]])
-    found = head(grid, boxes, torch.tensor([1, 0]))
-    cells = head.cells(grid)
-    torch.testing.assert_close(found, torch.stack([cells[1, 2, 1], cells[0, 0, 0]]))
-    torch.testing.assert_close(found.norm(dim=-1), torch.ones(2, dtype=torch.double))
-    wide = torch.tensor([[0.1, 0.2, 0.7, 0.9]]).double()
-    assert torch.autograd.gradcheck(lambda of: head(of, wide, torch.tensor([1])), (grid,))
+    inside = torch.tensor([[0.55, 0.3, 0.6, 0.31], [0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 1.0, 1.0]])
+    weight = cells_covered(inside, 4, 4)
+    assert weight.sum((1, 2)).tolist() == pytest.approx([0.2 * 0.04, 0, 16], abs=1e-6)
+    assert weight[0, 1, 2].item() == pytest.approx(0.2 * 0.04, abs=1e-6)
 
 
 def vision(kind: str) -> Any:
@@ -75,12 +64,11 @@ def test_every_kind_of_tower_has_regions(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)
     model.add_region_head()
     taps = model.vision_features(torch.rand(2, 3, 32, 32))[1]
-    found = model.region_embeds(taps, boxes_of(5), torch.tensor([0, 1, 1, 0, 1]))
-    assert found.shape == (5, model.config.projection_dim)
-    assert model.cell_embeds(taps).shape == (2, 4, 4, model.config.projection_dim)
+    found = model.cell_embeds(taps)
+    assert found.shape == (2, 4, 4, model.config.projection_dim)
     model.save_pretrained(tmp_path)
     loaded = FusionDualEncoderModel.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(loaded.region_embeds(taps, boxes_of(5), torch.tensor([0, 1, 1, 0, 1])), found)
+    torch.testing.assert_close(loaded.cell_embeds(taps), found)
 
 
 def test_cells_are_where_the_image_is() -> None:

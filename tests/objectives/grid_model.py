@@ -26,11 +26,6 @@ class GridModel:
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, None]:
         return torch.nn.functional.pad(input_ids.float(), (0, 3 - input_ids.shape[1])), None
 
-    def region_embeds(self, taps: tuple[Tensor], boxes: Tensor, image: Tensor) -> Tensor:
-        """What lies in the middle of the box."""
-        across, down = ((boxes[:, side::2].mean(1) * CELLS).long().clamp(max=CELLS - 1) for side in (0, 1))
-        return taps[0][image, :, down, across]
-
 
 def whole_batch() -> dict[str, Any]:
     """Images of none to three regions; the fourth cannot be decoded, so it is not a row."""

@@ -1,4 +1,4 @@
-"""Pointing and choice against loops, on any number of processes; the loss of regions."""
+"""Pointing against loops, on any number of processes; the loss of regions."""
 
 from typing import Any
 
@@ -6,16 +6,11 @@ import pytest
 import torch
 
 from mm_utils.evaluation.retrieval import in_turn
-from mm_utils.objectives.grounding.pointing import (
-    PointingEvaluator,
-    chosen,
-    hits,
-)
-from mm_utils.objectives.grounding.regions import Regions
+from mm_utils.objectives.grounding.pointing import PointingEvaluator, hits
 from mm_utils.objectives.grounding.terms import RegionPointing
 from mm_utils.objectives.terms import Encoded
 from tests.kit.truthful_model import ACCELERATOR
-from tests.objectives.grid_model import CELLS, IMAGES, SLOTS, GridModel, batches, measured, whole_batch
+from tests.objectives.grid_model import CELLS, IMAGES, SLOTS, GridModel, batches, whole_batch
 
 
 def by_hand() -> tuple[list[tuple[int, int, bool]], float]:
@@ -46,31 +41,6 @@ def test_pointing_equals_a_loop(size: int) -> None:
     assert metrics["pointing_accuracy"] == pytest.approx(accuracy)
     assert metrics["pointing_chance"] == pytest.approx(chance)
     assert 0 <= metrics["pointing_accuracy_low"] < accuracy < metrics["pointing_accuracy_high"] <= 1
-
-
-def test_choice_equals_a_loop() -> None:
-    whole, model, right, chances = whole_batch(), GridModel(), [], []
-    for place in range(IMAGES):
-        slots = [slot for slot in range(SLOTS) if whole["region_attention_mask"][place, slot].any()]
-        phrases = whole["region_input_ids"][place].float()
-        for slot in slots if len(slots) > 1 else []:
-            box = whole["region_boxes"][place, slot][None]
-            [seen] = model.region_embeds((whole["pixel_values"],), box, torch.tensor([place]))
-            right.append(max(slots, key=lambda other: float(seen @ phrases[other])) == slot)
-            chances.append(1 / len(slots))
-    metrics = measured(4)
-    assert metrics["region_choice"] == pytest.approx(sum(right) / len(right))
-    assert metrics["region_choice_chance"] == pytest.approx(sum(chances) / len(chances))
-
-
-def test_equal_phrases_are_no_rivals() -> None:
-    one = torch.zeros(3, 4)
-    regions = Regions(torch.tensor([0, 0, 1]), one, one, one, torch.tensor([5, 5, 6]))
-    right, phrases = chosen(torch.zeros(3, 3), regions)
-    assert (right.tolist(), phrases.tolist()) == ([True] * 3, [1] * 3)
-    regions = regions._replace(keys=torch.tensor([5, 7, 6]))
-    right, phrases = chosen(torch.zeros(3, 3), regions)  # a tie is a mistake
-    assert (right.tolist(), phrases.tolist()) == ([False, False, True], [2, 2, 1])
 
 
 def test_the_loss_is_the_probability_of_pointing_outside() -> None:

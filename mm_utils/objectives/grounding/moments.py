@@ -1,4 +1,4 @@
-"""Measure moments: finding the span of a phrase in a clip or a sound, and pointing into it.
+"""Measure moments: finding the span of a phrase in a clip or a sound.
 
 The model's cells along time have a cosine each with a phrase. Their softmax, at the model's temperature, is the profile of the
 phrase over time; the box function that is nearest to it by least squares is the span that is found: no threshold and no parameter.
@@ -23,7 +23,7 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.data.media.medium import kind_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.grounding.pointing import grounded, hits, mean_with_interval
+from mm_utils.objectives.grounding.pointing import grounded, mean_with_interval
 from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.terms import Evaluator
 
@@ -50,15 +50,14 @@ class MomentEvaluator(Evaluator):
         if model.region_head is None:  # it was not trained to find moments
             return {}
         rows = [torch.empty(0, dtype=torch.long, device=device)]
-        columns = [torch.empty(0, 5, dtype=torch.double, device=device)]
+        columns = [torch.empty(0, 4, dtype=torch.double, device=device)]
         scale = distributed.full_tensor(model.logit_scale.detach()).float().exp()
-        for batch, moments, count, _, cells_bhTE, phrase_RE in grounded(model, loader, accelerator, "Moments"):
+        for batch, moments, count, cells_bhTE, phrase_RE in grounded(model, loader, accelerator, "Moments"):
             cosine_R1T = torch.einsum("re,rhte->rht", phrase_RE, cells_bhTE[moments.image])
             profile_RT = (scale * cosine_R1T[:, 0]).softmax(1)
             true_R2, found_R2 = moments.boxes[:, ::2].double(), fit_span(profile_RT).double()
-            is_hit_R, row_R = hits(cosine_R1T, moments.boxes), batch["rows"][moments.image]
-            rows.append(row_R[:count])
-            columns.append(torch.cat([true_R2, found_R2, is_hit_R[:, None]], 1)[:count])
+            rows.append(batch["rows"][moments.image][:count])
+            columns.append(torch.cat([true_R2, found_R2], 1)[:count])
         sizes = distributed.gather_sizes(sum(map(len, rows)), device)
         return moment_metrics(
             distributed.gather(torch.cat(rows), sizes), distributed.gather(torch.cat(columns), sizes)
@@ -99,31 +98,23 @@ def overlaps(one: Tensor, other: Tensor) -> Tensor:
     return shared / (lengths - shared).clamp(min=1e-9)
 
 
-def moment_metrics(row_N: Tensor, columns_N5: Tensor) -> dict[str, float]:
-    """Return `MEASURES` and `moment_pointing` with intervals; without moments, nothing.
+def moment_metrics(row_N: Tensor, columns_N4: Tensor) -> dict[str, float]:
+    """Return `MEASURES` with intervals; without moments, nothing.
 
     Args:
         row_N: the medium of each phrase.
-        columns_N5: start and end of the true span, of the one found, and whether the best cell's centre is in the true one.
+        columns_N4: start and end of the true span, and of the one found.
     """
     if not len(row_N):
         return {}
-    true_N2, found_N2, is_hit_N = columns_N5[:, :2], columns_N5[:, 2:4], columns_N5[:, 4]
+    true_N2, found_N2 = columns_N4[:, :2], columns_N4[:, 2:]
     others, fixed = _by_other_spans(true_N2), _by_fixed_span(true_N2)
     metrics: dict[str, float] = {}
     overlap_N = overlaps(found_N2, true_N2)
     for name, measure in MEASURES.items():
         metrics |= mean_with_interval(name, measure(overlap_N), row_N)
         metrics |= {f"{name}_chance": others[name], f"{name}_fixed": fixed[name]}
-    points = torch.arange(GRID + 1, device=true_N2.device) / GRID
-    is_in_NG = (true_N2[:, :1] <= points) & (points <= true_N2[:, 1:])
-    return {
-        **metrics,
-        **mean_with_interval("moment_pointing", is_hit_N, row_N),
-        "moment_pointing_chance": (true_N2[:, 1] - true_N2[:, 0]).mean().item(),
-        "moment_pointing_fixed": is_in_NG.double().mean(0).max().item(),
-        "moment_phrases": len(row_N),
-    }
+    return {**metrics, "moment_phrases": len(row_N)}
 
 
 def _by_other_spans(true_N2: Tensor) -> dict[str, float]:

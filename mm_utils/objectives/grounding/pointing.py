@@ -1,9 +1,8 @@
-"""Measure regions: finding a phrase in the image, and choosing the phrase of a box.
+"""Measure regions: finding a phrase in the image.
 
 Pointing (the pointing game, arXiv 1608.00507): the model points at the cell of the image's grid whose embedding has the highest
 cosine with the phrase. It is a hit if the cell's centre lies in the phrase's box. Chance is the mean share of the image that
-boxes cover. Choice: the box's own phrase has the highest cosine with the box, among the different phrases of its image. Ties and
-NaN count against the model.
+boxes cover. Ties and NaN count against the model.
 
 Shape letters: R regions of a batch, N of the split, h x w cells, E embedding width.
 """
@@ -24,7 +23,7 @@ from mm_utils.objectives.terms import Evaluator
 
 
 class PointingEvaluator(Evaluator):
-    """Measure pointing and choice; all ranks get the same metrics."""
+    """Measure pointing; all ranks get the same metrics."""
 
     readers = (RegionReader(),)
 
@@ -32,15 +31,12 @@ class PointingEvaluator(Evaluator):
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics of `region_metrics` for batches with regions."""
         device = accelerator.device
-        found = [torch.empty(0, 4, dtype=torch.long, device=device)]
+        found = [torch.empty(0, 2, dtype=torch.long, device=device)]
         areas = [torch.empty(0, dtype=torch.double, device=device)]
-        for batch, regions, count, taps, cells_bhwE, phrase_RE in grounded(model, loader, accelerator, "Pointing"):
-            with accelerator.autocast():
-                box_RE = model.region_embeds(taps, regions.boxes, regions.image).float()
+        for batch, regions, count, cells_bhwE, phrase_RE in grounded(model, loader, accelerator, "Pointing"):
             heat_Rhw = torch.einsum("re,rhwe->rhw", phrase_RE, cells_bhwE[regions.image])
             is_hit_R, row_R = hits(heat_Rhw, regions.boxes), batch["rows"][regions.image]
-            columns = (row_R, is_hit_R, *chosen(box_RE @ phrase_RE.T, regions))
-            found.append(torch.stack([column.long() for column in columns], 1)[:count])
+            found.append(torch.stack([row_R, is_hit_R.long()], 1)[:count])
             areas.append((regions.boxes[:, 2:] - regions.boxes[:, :2]).prod(1).double()[:count])
         sizes = distributed.gather_sizes(sum(map(len, found)), device)
         return region_metrics(distributed.gather(torch.cat(found), sizes), distributed.gather(torch.cat(areas), sizes))
@@ -48,8 +44,8 @@ class PointingEvaluator(Evaluator):
 
 def grounded(
     model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator, title: str
-) -> Iterator[tuple[dict[str, Any], Regions, int, tuple[Tensor, ...], Tensor, Tensor]]:
-    """Yield each batch with rows, its regions, taps, cells `[b, h, w, E]`, phrases `[R, E]`."""
+) -> Iterator[tuple[dict[str, Any], Regions, int, Tensor, Tensor]]:
+    """Yield each batch with rows, its regions, their number, cells `[b, h, w, E]`, phrases `[R, E]`."""
     for batch in tqdm(loader, desc=title, leave=False, disable=not accelerator.is_main_process, delay=2):
         if not len(batch["rows"]):
             continue
@@ -58,37 +54,20 @@ def grounded(
             _, taps = model.vision_features(batch["pixel_values"], with_taps=True)
             cells_bhwE = model.cell_embeds(taps).float()
             phrase_RE = model.encode_text(regions.input_ids, regions.attention_mask)[0].float()
-        yield batch, regions, count, taps, cells_bhwE, phrase_RE
+        yield batch, regions, count, cells_bhwE, phrase_RE
 
 
-def region_metrics(found_N4: Tensor, area_N: Tensor) -> dict[str, float]:
-    """Return `pointing_accuracy`, its interval (`_low`, `_high`), and `pointing_chance`.
-
-    If images have several phrases, also `region_choice` and `region_choice_chance`; without regions, nothing.
+def region_metrics(found_N2: Tensor, area_N: Tensor) -> dict[str, float]:
+    """Return `pointing_accuracy`, its interval (`_low`, `_high`), and `pointing_chance`; without regions, nothing.
 
     Args:
-        found_N4: columns image, is hit, is chosen, and number of phrases to choose from.
+        found_N2: columns image, is hit.
         area_N: area of each box.
     """
-    if not len(found_N4):
+    if not len(found_N2):
         return {}
-    row_N, is_hit_N, is_chosen_N, phrases_N = found_N4.unbind(1)
-    metrics = {
-        **mean_with_interval("pointing_accuracy", is_hit_N, row_N),
-        "pointing_chance": area_N.mean().item(),
-    }
-    several = phrases_N > 1
-    if several.any():
-        metrics["region_choice"] = is_chosen_N[several].double().mean().item()
-        metrics["region_choice_chance"] = (1 / phrases_N[several].double()).mean().item()
-    return metrics
-
-
-def chosen(cosine_RR: Tensor, regions: Regions) -> tuple[Tensor, Tensor]:
-    """Return for each box whether its own phrase is the nearest, and among how many, `[R]`."""
-    is_rival_RR = (regions.image[:, None] == regions.image) & (regions.keys[:, None] != regions.keys)
-    is_wrong_RR = ~(cosine_RR < cosine_RR.diagonal()[:, None]) & is_rival_RR
-    return ~is_wrong_RR.any(1), 1 + is_rival_RR.sum(1)
+    row_N, is_hit_N = found_N2.unbind(1)
+    return {**mean_with_interval("pointing_accuracy", is_hit_N, row_N), "pointing_chance": area_N.mean().item()}
 
 
 def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:

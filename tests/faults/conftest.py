@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.data.prepare.fault_corpus import Corpus
+    from tests.data.prepare.zoo import Corpus
 
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> "Corpus":
     """Sources of every format, full of faults, and what must become of each row."""
-    from tests.data.prepare.fault_sources import build  # datasets and torch take seconds, and few modules need them
+    from tests.data.prepare.zoo import build  # datasets and torch take seconds, and few modules need them
 
     return build(tmp_path_factory.mktemp("zoo"))
 

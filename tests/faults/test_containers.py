@@ -1,4 +1,4 @@
-"""Archives, tables and prepared data sets that are hostile, cut, damaged, half written or written by two at once."""
+"""Archives that are cut or damaged; preparations that are killed, and two at once in one folder."""
 
 import os
 import random
@@ -8,26 +8,21 @@ import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from datasets import disable_progress_bars, load_from_disk
 
-from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image
 from mm_utils.data.prepare import report
 from scripts.prepare_data import main
-from tests.data.prepare.fault_corpus import Corpus
-from tests.data.prepare.fault_layouts import add_member
-from tests.data.prepare.fault_sources import good_rows
+from tests.data.prepare.zoo import Corpus, good_rows
 from tests.kit.fault_images import draw, png
-from tests.kit.numbered_rows import new_tokenizer, rows_of
 from tests.kit.prepared import pixels_apart, quarantine_of, report_of
 from tests.kit.ranks import forks
+from tests.kit.reading import add_member
 
-TOKENIZER = new_tokenizer()
 LONGEST = 120.0  # seconds of a preparation on a busy machine
 disable_progress_bars()
 
@@ -86,16 +81,7 @@ def test_a_flipped_bit_in_a_header_never_pairs_wrongly(tmp_path: Path) -> None:
 
 
 def flags_of(zoo: Corpus, output: Path) -> list[str]:
-    return [
-        "--sources",
-        *zoo.sources,
-        "--num_proc",
-        "2",
-        "--validation_fraction",
-        "0.2",
-        "--output_dir",
-        str(output),
-    ]
+    return ["--sources", *zoo.sources, "--num_proc", "2", "--validation_fraction", "0.2", "--output_dir", str(output)]
 
 
 class Whole(NamedTuple):
@@ -198,83 +184,3 @@ def test_two_at_once_end_in_one_whole_data_set(delay: float, whole: Whole, tmp_p
     assert codes <= {0, 3}
     main(["--verify", str(output)])
     assert report_of(output)["fingerprint"] == whole.findings["fingerprint"]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small")
-    main([*flags_of(good_rows(folder, 6), folder / "out"), "--validation_fraction", "0"])
-    return folder / "out"
-
-
-@pytest.fixture
-def result(small: Path, tmp_path: Path) -> Path:
-    """A small prepared data set."""
-    return shutil.copytree(small, tmp_path / "out")
-
-
-def flip(content: bytes, at: int) -> bytes:
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
-DAMAGE: dict[str, Callable[[bytes, dict[str, Any]], bytes | None]] = {
-    "a bit in an image": lambda shard, row: flip(shard, shard.index(row["image"]["bytes"]) + 300),
-    "a bit in a caption": lambda shard, row: flip(shard, shard.index(row["captions"][0].encode())),
-    "a bit in a content id": lambda shard, row: flip(shard, shard.index(row["content_id"].encode())),
-    "a shard cut in half": lambda shard, row: shard[: len(shard) // 2],
-    "an empty shard": lambda shard, row: b"",
-    "a lost shard": lambda shard, row: None,
-    "zeros at the end": lambda shard, row: shard[: len(shard) // 2] + bytes(len(shard) - len(shard) // 2),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_to_a_prepared_data_set_is_named(kind: str, result: Path) -> None:
-    [shard] = (result / "train").glob("*.arrow")
-    row = load_from_disk(str(result))["train"][3]
-    damaged = DAMAGE[kind](shard.read_bytes(), row)
-    shard.unlink()
-    if damaged is not None:
-        shard.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"^[^\n]*Prepare it anew[^\n]*$") as caught:
-        main(["--verify", str(result)])
-    assert str(result) in str(caught.value)
-
-
-# -- the cache of tokens ------------------------------------------------------------------------------------------------
-
-
-def tokens(count: int = 12) -> list[list[list[int]]]:
-    return list(tokenize_captions(rows_of(count), TOKENIZER, 16)["input_ids"])
-
-
-def replace(path: Path, content: bytes) -> None:
-    """As another inode: who has the old one mapped keeps it."""
-    path.unlink()
-    path.write_bytes(content)
-
-
-def flip_at(content: bytes, share: float) -> bytes:
-    at = int(share * len(content))
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
-CACHE_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda content: b"",
-    "cut in half": lambda content: content[: len(content) // 2],
-    "cut by one byte": lambda content: content[:-1],
-    "zeros at the end": lambda content: content[:-900] + bytes(900),
-    **{f"a flipped bit at {share:.0%}": partial(flip_at, share=share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)},
-}
-
-
-@pytest.mark.parametrize("kind", CACHE_DAMAGE)
-def test_damaged_tokens_are_made_anew(kind: str, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wanted = tokens()
-    [path] = own_cache.glob("tandem_tokens/*/*.arrow")
-    replace(path, CACHE_DAMAGE[kind](path.read_bytes()))
-    assert tokens() == wanted
-    assert f"{path.parent} is damaged; it is made anew" in caplog.text
-    caplog.clear()
-    assert tokens() == wanted
-    assert not caplog.text

@@ -18,12 +18,12 @@ from mm_utils.data.images import open_image
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
-from tests.data.prepare.fault_corpus import Corpus, Pair, write_table
-from tests.data.prepare.fault_layouts import add_member
 from tests.data.prepare.fault_rows import CAPTION, TOKENS_GOOD, Row, line
+from tests.data.prepare.zoo import Corpus, Pair, write_table
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.prepared import CLOSE, pixels_apart, quarantine_of, report_of
+from tests.kit.reading import add_member
 
 FLAGS = ["--num_proc", "2", "--max_bad_fraction", "1", "--on_leakage", "drop", "--near_duplicates", "drop"]
 disable_progress_bars()

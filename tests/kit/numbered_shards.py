@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from tests.data.prepare.fault_layouts import add_member
+from tests.kit.reading import add_member
 
 FEATURES = datasets.Features(
     {

@@ -1,5 +1,6 @@
 """Read a source as tests do: its records and its bad rows."""
 
+import io
 import json
 import os
 import pickle
@@ -16,7 +17,6 @@ from mm_utils.data.paths import Limits
 from mm_utils.data.rows.detect import read_source
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
-from tests.data.prepare.fault_layouts import add_member
 from tests.kit.fault_images import grey
 
 SAFE = PathArguments()
@@ -45,6 +45,14 @@ def write(path: Path, text: str) -> Path:
 
 def lines(*rows: Any) -> str:
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def add_member(archive: tarfile.TarFile, name: str, content: bytes = b"", **fields: Any) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    for key, value in fields.items():
+        setattr(member, key, value)
+    archive.addfile(member, io.BytesIO(content))
 
 
 def write_tar(path: Path, members: Sequence[Member], kind: int = tarfile.PAX_FORMAT) -> str:

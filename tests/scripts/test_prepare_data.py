@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def test_no_secret_and_no_folder_of_the_machine_is_published(
 
 
 STATE, INFO, NAMES, REPORT = "train/state.json", "train/dataset_info.json", "dataset_dict.json", "report.json"
+SHARD = "train/data-00000-of-00001.arrow"
 DAMAGED = {
     **{f"{name} is {text[:20]!r}": (name, text) for name in (STATE, INFO, NAMES, REPORT) for text in ("", "[]", "{")},
     **{f"{name} is nested": (name, "[" * 100_000) for name in (STATE, INFO, NAMES, REPORT)},
@@ -162,8 +164,9 @@ DAMAGED = {
     "a list of splits in the report": (REPORT, {"splits": ["train"]}),
     "another count in the report": (REPORT, {"splits": {"train": {"images": 1}}}),
     "a lost split": (NAMES, {"splits": ["train"]}),
-    "an empty shard": ("train/data-00000-of-00001.arrow", ""),
-    "a shard of something else": ("train/data-00000-of-00001.arrow", "rows" * 1000),
+    "an empty shard": (SHARD, ""),
+    "a lost shard": (SHARD, None),
+    "a shard of something else": (SHARD, "rows" * 1000),
 }
 
 
@@ -187,6 +190,30 @@ def test_a_damaged_set_is_one_line_with_the_remedy(how: str, saved: Path, tmp_pa
         with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
             load_pairs(DataArguments(dataset_name=str(folder)))
         assert str(folder) in str(caught.value)
+
+
+def flip(content: bytes, part: bytes, behind: int = 0) -> bytes:
+    at = content.index(part) + behind
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGED_ROWS: dict[str, Callable[[bytes, dict[str, Any]], bytes]] = {
+    "a bit in an image": lambda shard, row: flip(shard, row["image"]["bytes"], 300),
+    "a bit in a caption": lambda shard, row: flip(shard, row["captions"][0].encode()),
+    "a bit in a content id": lambda shard, row: flip(shard, row["content_id"].encode()),
+    "a shard cut in half": lambda shard, row: shard[: len(shard) // 2],
+    "zeros at the end": lambda shard, row: shard[: len(shard) // 2] + bytes(len(shard) - len(shard) // 2),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED_ROWS)
+def test_damaged_rows_are_named(how: str, saved: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    row, content = load_from_disk(str(folder))["train"][3], (folder / SHARD).read_bytes()
+    (folder / SHARD).unlink()  # whose inode is mapped
+    (folder / SHARD).write_bytes(DAMAGED_ROWS[how](content, row))
+    with pytest.raises(ValueError, match=r"^[^\n]*/copy: [^\n]*Prepare it anew[^\n]*$"):
+        main(["--verify", str(folder)])
 
 
 @pytest.mark.parametrize("name", ["sources", "output_dir"])

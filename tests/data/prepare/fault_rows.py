@@ -233,6 +233,23 @@ TABLE = [
     Row("a cell like a formula", "{image},=1+1 {caption},train", "", ("=1+1 {caption}",)),
 ]
 
+ARRAY = [
+    Row("an item that is a list", "[1]", "not_an_object"),
+    Row("an item that is null", "null", "not_an_object"),
+    Row("an item with a column twice", line()[:-1] + ', "image": "b.png"}', "duplicate_key"),
+    Row("an item without caption", line(caption=...), "missing_column"),
+    Row("an item whose image is missing", line(image="none.png"), "image_missing"),
+    Row("an item of two captions", line(caption=["{caption}", "once more"]), "", ("{caption}", "once more")),
+    Row("a plain item", line(), "", CAPTION),
+]
+
+METADATA = [
+    Row("metadata of a file that is missing", line(image=..., file_name="train/none.png"), "image_missing"),
+    Row("metadata of another folder's file", line(image=..., file_name="../secret.png"), "outside_root"),
+    Row("metadata without a file", line(image=...), "missing_column"),
+    Row("plain metadata", line(image=..., file_name="{image}"), "", CAPTION),
+]
+
 TOKENS_GOOD = "{image}#0\t{caption}"
 TOKENS = [
     Row("a line without number", "{image}\t{caption}", "malformed_row"),

@@ -32,11 +32,11 @@ from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, FramesImag
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tars import MemberImage
 from mm_utils.model import reading
-from tests.data.prepare.fault_layouts import add_member
 from tests.kit.fault_images import ODD, draw, jpeg, save
 from tests.kit.prepared import pixels_apart
 from tests.kit.processes import wait_until
 from tests.kit.ranks import forks
+from tests.kit.reading import add_member
 
 disable_progress_bars()
 LIMITS = CheckArguments()

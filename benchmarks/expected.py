@@ -83,13 +83,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     model_args = model_arguments(args)
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
     model = build_model(model_args, processor.tokenizer)
-    if len(processor.tokenizer) < model_args.vocab_size:
-        model.text_model.resize_token_embeddings(model_args.vocab_size)
+    if len(processor.tokenizer) < args.vocab_size:
+        model.text_model.resize_token_embeddings(args.vocab_size)
     side = model_args.image_size or 224
     objective = build_objective(model, ObjectiveArguments("contrastive"), 0, processor.tokenizer).train()
     weights = sum(weight.numel() for weight in objective.parameters() if weight.requires_grad)
     accelerator, rows = Accelerator(cpu=True, mixed_precision="bf16"), []
-    drawn = {pairs: captions(pairs, model_args.vocab_size) for pairs in args.pairs}
+    drawn = {pairs: captions(pairs, args.vocab_size) for pairs in args.pairs}
     all_differ = mock.patch.object(HostCopy, "numpy", lambda copy: np.zeros(copy._values.shape, dtype=bool))
     as_on_gpus = mock.patch.dict(PASS_TOKENS, cpu=PASS_TOKENS["cuda"])  # texts in as many groups as there
     swaps = mock.patch.object(torch.__future__, "get_overwrite_module_params_on_conversion", return_value=True)

@@ -136,16 +136,20 @@ def bare_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: dict[
 
 
 def make_step(
-    accelerator: Accelerator, setting: dict[str, Any], model_args: ModelArguments, micro_batch_size: str | None
+    accelerator: Accelerator,
+    setting: dict[str, Any],
+    model_args: ModelArguments,
+    words: int,
+    micro_batch_size: str | None,
 ) -> tuple[Step, float]:
     """The step of one setting, and the FLOPs of both encoders in it."""
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
     torch.manual_seed(0)
     model_args.torch_compile = setting["compiled"]
     model = build_model(model_args, processor.tokenizer)
-    if len(processor.tokenizer) < model_args.vocab_size:
-        model.text_model.resize_token_embeddings(model_args.vocab_size)
-    image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), model_args.vocab_size)
+    if len(processor.tokenizer) < words:
+        model.text_model.resize_token_embeddings(words)
+    image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), words)
     optimizer_args = OptimizerArguments(warmup_ratio=0.0, head_share=0.0)  # the bare loop's rate; all terms in a step
     objective = build_objective(model, ObjectiveArguments(setting["objectives"]), 0, processor.tokenizer)
     model.to(accelerator.device)
@@ -209,7 +213,7 @@ def measure(accelerator: Accelerator, setting: dict[str, Any], args: argparse.Na
     """Add the figures of one setting to it; the first three steps, which compile, are not counted."""
     torch._dynamo.reset()
     reset_peak(accelerator.device)
-    step, operations = make_step(accelerator, setting, model_arguments(args), args.micro_batch_size)
+    step, operations = make_step(accelerator, setting, model_arguments(args), args.vocab_size, args.micro_batch_size)
     for number in range(3):
         step(number)
     times: list[float] = []

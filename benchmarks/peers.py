@@ -86,8 +86,8 @@ class Bench:
         self.model.config.text_pooling = "pooler"  # as the peers pool
         self.model.text_model.requires_grad_(not args.freeze_text)
         self.vocabulary = len(self.tokenizer)
-        if self.vocabulary < self.model_args.vocab_size:
-            self.vocabulary = self.model_args.vocab_size
+        if self.vocabulary < args.vocab_size:
+            self.vocabulary = args.vocab_size
             self.model.text_model.resize_token_embeddings(self.vocabulary)
         self.tokens_computed, self.tokens_real = 0, torch.zeros((), dtype=torch.long, device=self.device)
         self.start_bytes = peak_bytes(self.device)

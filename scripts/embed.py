@@ -71,11 +71,11 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     given = parse_args(EmbedArguments, DataArguments, argv=argv, doc=__doc__)
     args, data_args = given[EmbedArguments], given[DataArguments]
     model_name, folder = str(args.model_name_or_path), Path(str(args.index_dir))
-    source = data_args.dataset_name or data_args.train_file or data_args.dataset_dir
+    source = data_args.dataset_name or data_args.train_file
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
     if args.images:
-        unread = f"{COLUMNS} validation_file test_file medium max_train_samples max_eval_samples dataset_config_name"
+        unread = f"{COLUMNS} validation_file max_train_samples max_eval_samples"
         given.refuse(unread, "--images are media without captions")
     else:
         given.refuse("with_clips", "--images is not given")

@@ -31,7 +31,7 @@ from datasets import DatasetDict
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required, to_dict
-from mm_utils.data.batches.loaders import OF_TRAINING, LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.benchmarks import RETRIEVAL, find_benchmark
 from mm_utils.data.pairs import load_benchmark, load_split
@@ -56,12 +56,11 @@ class EvalRetrievalArguments:
     benchmark: str | None = arg(
         None,
         f"A benchmark: {', '.join(RETRIEVAL)}. Its test images with their first five captions, from the Hub or, with "
-        "--dataset_name, --dataset_dir or --train_file, from there.",
+        "--dataset_name or --train_file, from there.",
     )
     split: str | None = arg(
         None, "The split: train, validation or test; default: that of the benchmark, else validation."
     )
-    per_device_eval_batch_size: int = arg(64, "Images per process and forward pass; it does not change the result.")
     rerank_weights: str = arg(
         "fitted",
         "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
@@ -115,7 +114,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
     weights = parse_weights(args.rerank_weights)
     evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark), weights=weights)
-    loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
+    loader = loaders.evaluation(rows, EVALUATION_BATCH)
     model = accelerator.unwrap_model(model)
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 

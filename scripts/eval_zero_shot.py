@@ -29,7 +29,7 @@ from pathlib import Path
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
-from mm_utils.data.batches.loaders import OF_TRAINING, LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.finetuning.labels import UNREAD, LabelledArguments, load_labelled
@@ -49,14 +49,11 @@ class EvalZeroShotArguments:
     """The model to evaluate, and the folder of the results."""
 
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
-    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
     output_dir: str | None = arg(None, "Also write metrics.json, classes.csv and confusion.png to this folder.")
 
     def __post_init__(self) -> None:
         if self.model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing; give a run's folder, or a Hub id.")
-        if self.per_device_eval_batch_size < 1:
-            raise ValueError(f"--per_device_eval_batch_size is {self.per_device_eval_batch_size}; it counts from 1.")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -89,7 +86,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 4. Evaluate.
     evaluator = ZeroShotEvaluator(images, processor.tokenizer, loader_args.max_seq_length, zero_shot_args)
-    loader = loaders.evaluation(images.rows, args.per_device_eval_batch_size)
+    loader = loaders.evaluation(images.rows, EVALUATION_BATCH)
     metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
 
     # 5. Report.

@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     weights = head_weights(model, "no" if args.layout == "immich" else args.reranker)
     loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), accelerator.device, processor)
     shape = None if model.config.medium == "image" else tuple(loaders.blank(1).shape[1:])
-    if data_args.dataset_name or data_args.train_file or data_args.dataset_dir:
+    if data_args.dataset_name or data_args.train_file:
         pairs = load_pairs(data_args, need_train=args.split == "train", hold_out=args.split != "test")
         if args.split not in pairs:
             raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")

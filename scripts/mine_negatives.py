@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required, to_dict
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.on_disk import is_prepared
@@ -45,7 +45,6 @@ class MineArguments:
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
     dataset_name: str = required("A folder that scripts/prepare_data.py wrote; only its train split is mined.")
     output_dir: str = required("The new data set goes here; --dataset_name of a training script reads it.")
-    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
     dry_run: bool = arg(False, "Mine the first rows, say how long all would take, and write nothing.")
@@ -54,10 +53,6 @@ class MineArguments:
         for name in ("model_name_or_path", "dataset_name", "output_dir"):
             if getattr(self, name) is None:
                 raise ValueError(f"--{name} is missing; give a folder.")
-        if self.per_device_eval_batch_size < 1:
-            raise ValueError(
-                f"--per_device_eval_batch_size is {self.per_device_eval_batch_size}; give at least 1 image."
-            )
 
 
 def main(argv: list[str] | None = None) -> dict[str, int]:
@@ -79,7 +74,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     with distributed.first_then_others():
         pairs = load_pairs(DataArguments(dataset_name=args.dataset_name))
         rows = tokenize_captions(pairs["train"], processor.tokenizer, args.max_seq_length)
-    total, sample = len(rows), 4 * args.per_device_eval_batch_size * accelerator.num_processes
+    total, sample = len(rows), 4 * EVALUATION_BATCH * accelerator.num_processes
     rows = rows.select(range(min(total, sample))) if args.dry_run else rows
     loader_args = LoaderArguments(args.max_seq_length, dataloader_num_workers=args.dataloader_num_workers)
     loaders = make_loaders(loader_args, accelerator.device, processor)
@@ -89,7 +84,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 4. Mine.
     begin = time.monotonic()
-    loader = loaders.evaluation(rows, args.per_device_eval_batch_size)
+    loader = loaders.evaluation(rows, EVALUATION_BATCH)
     mined = mine(accelerator.unwrap_model(model), rows, loader, mining, accelerator)
     seconds = time.monotonic() - begin
     found = {"images": len(rows), "negatives": sum(map(len, mined.negatives))}

@@ -12,7 +12,6 @@ MISTAKES = [
     ("scripts.eval_zero_shot", "", "--model_name_or_path is missing"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --split dev2", "--split is dev2; a split is train"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo"),
-    ("scripts.eval_zero_shot", "--model_name_or_path x --per_device_eval_batch_size 0", "--per_device_eval_batch_size is 0"),
     ("scripts.embed", "--index_dir x", "--model_name_or_path is missing"),
     ("scripts.embed", "--model_name_or_path x", "--index_dir is missing"),
     ("scripts.embed", "--model_name_or_path x --index_dir x --images x --split test", "has no splits"),

@@ -132,8 +132,8 @@ class CheckpointWriter:
             return f"{text or f'{type(error).__name__}: {error}'}{place}"
         free = shutil.disk_usage(self.output_dir).free / 2**20
         return (
-            f"the disk of {self.output_dir} is full, or a quota is used up ({free:,.0f} MiB are free). Make room, lower "
-            "--save_total_limit, or give another --output_dir"
+            f"the disk of {self.output_dir} is full, or a quota is used up ({free:,.0f} MiB are free). Make room, or give "
+            "another --output_dir"
         )
 
 
@@ -175,7 +175,7 @@ def make_room(output_dir: Path, needed: int, limit: int | None, keep: Collection
         raise OSError(
             errno.ENOSPC,
             f"the disk of {output_dir} is full: {free / 2**20:,.0f} MiB are free, a checkpoint takes "
-            f"{needed / 2**20:,.0f} MiB. Make room, lower --save_total_limit, or give another --output_dir",
+            f"{needed / 2**20:,.0f} MiB. Make room, or give another --output_dir",
         )
 
 
@@ -196,7 +196,7 @@ def check_room(output_dir: Path, checkpoint_bytes: int, kept: int | None) -> Non
         return distributed.raise_everywhere()
     text = (
         f"{output_dir.resolve()} has {byte_size(free)} free; a checkpoint takes {byte_size(checkpoint_bytes)}, and the run's "
-        f"take {byte_size(needed)} more. Free some, lower --save_total_limit, or give an --output_dir on another disk."
+        f"take {byte_size(needed)} more. Free some, or give an --output_dir on another disk."
     )
     if free < checkpoint_bytes:
         return distributed.raise_everywhere(text)

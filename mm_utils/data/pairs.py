@@ -24,7 +24,7 @@ from mm_utils.data.benchmarks import Benchmark, fetch, resolved
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
-from mm_utils.data.rows.detect import METADATA_FILES, holds_shards, is_image_folder, metadata_files
+from mm_utils.data.rows.detect import holds_shards, is_image_folder, metadata_files
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.data.scenes import load_scenes
 from mm_utils.data.sets import SETS
@@ -54,10 +54,10 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
     elif is_embedded(args.dataset_name):
         pairs = SETS[str(args.dataset_name)]()
     elif args.dataset_name is not None and is_prepared(args.dataset_name):
-        pairs = open_prepared(args.dataset_name, title, args.dataset_config_name, args.allow_outside_root)
+        pairs = open_prepared(args.dataset_name, title, allow_outside=args.allow_outside_root)
     else:
         paths = PathArguments(args.image_root, args.allow_outside_root)
-        pairs = load_or_prepare(sources, paths, args.preprocessing_num_workers)
+        pairs = load_or_prepare(sources, paths)
     if need_train and "train" not in pairs:
         raise ValueError(f"{title}; there is no train split, only {', '.join(pairs)}. Give pairs to train on.")
     parts = _with_validation(pairs, title) if (need_train if hold_out is None else hold_out) else dict(pairs)
@@ -91,7 +91,7 @@ def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None 
     else:
         folder = Path(fetch(benchmark, title), benchmark.split)
         source = Source(str(folder), "webdataset", benchmark.name, split=benchmark.split, title=title)
-        pairs = load_or_prepare([source], PathArguments(), args.preprocessing_num_workers)
+        pairs = load_or_prepare([source], PathArguments())
         pairs = first_rows(pairs, args, title, need_train=False)
     if split not in pairs:
         raise ValueError(f"{title}; the data has {', '.join(pairs)}, but not {split}. Set --split to one of them.")
@@ -134,17 +134,13 @@ def iterate_captions(rows: Dataset) -> Iterator[str]:
 def sources_of(args: DataArguments) -> list[Source]:
     """Return the sources that the flags name, none for the embedded scenes."""
     if args.dataset_name:
-        title, config = f"--dataset_name is {args.dataset_name}", args.dataset_config_name
-        kind = "webdataset" if holds_shards(args.dataset_name) else "datasets"
-        source = Source(args.dataset_name, kind, args.dataset_name, config=config, title=title, **args.columns)
-        return [resolved(source)]
-    if args.dataset_dir:
-        kind = "webdataset" if holds_shards(args.dataset_dir) else "imagefolder"
-        if kind == "imagefolder":
-            _check_image_folder(Path(args.dataset_dir))
-        title = f"--dataset_dir is {args.dataset_dir}"
-        return [Source(args.dataset_dir, kind, args.dataset_dir, title=title, **args.columns)]
-    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
+        name, kind = args.dataset_name, "datasets"
+        if holds_shards(name):
+            kind = "webdataset"
+        elif Path(name).is_dir() and (metadata_files(Path(name)) or is_image_folder(Path(name))):
+            kind = "imagefolder"
+        return [resolved(Source(name, kind, name, title=f"--dataset_name is {name}", **args.columns))]
+    files = {"train": args.train_file, "validation": args.validation_file}
     given = {split: file for split, file in files.items() if file}
     sources = []
     for split, file in given.items():
@@ -155,17 +151,6 @@ def sources_of(args: DataArguments) -> list[Source]:
         own_splits = list(given) == ["train"]  # only then rows may say their split
         sources.append(Source(file, name=name, split=None if own_splits else split, title=title, **args.columns))
     return sources
-
-
-def _check_image_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ValueError(f"--dataset_dir is {folder}; there is no such folder. Check the path.")
-    if not metadata_files(folder) and not is_image_folder(folder):
-        raise ValueError(
-            f"--dataset_dir is {folder}; neither it nor a train, validation or test folder in it has one of "
-            f"{', '.join(METADATA_FILES)}, and no caption is beside an image. Write one, with the columns "
-            "file_name and caption."
-        )
 
 
 def _with_validation(pairs: DatasetDict, title: str) -> dict[str, Dataset]:

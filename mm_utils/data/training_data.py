@@ -13,7 +13,14 @@ from transformers import ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, check_open_files, make_loaders
+from mm_utils.data.batches.loaders import (
+    EVALUATION_BATCH,
+    DeviceLoader,
+    LoaderArguments,
+    Loaders,
+    check_open_files,
+    make_loaders,
+)
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
@@ -27,7 +34,6 @@ class Schedule(Protocol):
     """The training arguments that decide the order and the size of batches."""
 
     seed: int
-    per_device_eval_batch_size: int
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -58,7 +64,7 @@ class TrainingData:
     loaders: Loaders
     order: GlobalOrder
     identity: dict[str, Any]
-    eval_batch_size: int
+    eval_batch_size: int = EVALUATION_BATCH
     total_rows: dict[str, int] = field(default_factory=dict)
     features: dict[str, datasets.Dataset] = field(default_factory=dict)
 
@@ -132,8 +138,7 @@ def open_data(
         total = {name: len(rows) for name, rows in splits.items()}
         splits = first_rows(splits, data_args, f"--max_train_samples is {data_args.max_train_samples}")
         processor = processor_of(make_processor, iterate_captions(splits["train"]), splits["train"], loader_args)
-        length, workers = loader_args.max_seq_length, data_args.preprocessing_num_workers
-        splits = tokenize_splits(splits, processor.tokenizer, length, workers, readers)
+        splits = tokenize_splits(splits, processor.tokenizer, loader_args.max_seq_length, readers=readers)
     return make_data(accelerator, splits, processor, loader_args, schedule, readers, total)
 
 
@@ -142,10 +147,10 @@ def processor_of(
 ) -> ProcessorMixin:
     """Return the processor of the rows' media, with the window that is asked for; see `open_data`."""
     medium = kind_of(known.features)
-    default = None if medium == "image" else default_seconds(medium, known)
-    timed = {} if medium == "image" else {"medium": medium, "seconds": args.medium_seconds or default}
+    seconds = None if medium == "image" else default_seconds(medium, known)
+    timed = {} if medium == "image" else {"medium": medium, "seconds": seconds}
     processor = make(captions, **timed)
-    settle_window(processor, medium, args.medium_seconds, args.clip_frames, default)
+    settle_window(processor, medium, seconds, args.clip_frames)
     return processor
 
 
@@ -165,7 +170,7 @@ def make_data(
     order = GlobalOrder(len(rows), schedule.batch_sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
     identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer)}
-    found = TrainingData(splits, processor, loaders, order, identity, schedule.per_device_eval_batch_size, total)
+    found = TrainingData(splits, processor, loaders, order, identity, total_rows=total)
     logger.info("%s", found)
     return found
 

@@ -69,7 +69,6 @@ class ModelArguments:
         decides="place",
     )
     text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.", decides="place")
-    vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.", decides="place")
     image_size: int | None = arg(
         None,
         "Side of the square image; default: what the vision backbone expects. The positions of a trained one are interpolated.",

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 MOST_CAPTIONS = 1_000_000  # that a vocabulary knows of
 SAMPLE = 250_000  # of these, evenly spread, that it is learnt from: 10 s of CPU
+VOCABULARY = 8192  # words at most of a tokenizer that is trained on the captions
 _TOKENIZER_VERSION = 1  # part of its key in the cache; raise it with every change of what is learnt
 ALPHABET = 1000  # letters of the vocabulary; rarer ones are unknown
 SPECIAL_TOKENS = {
@@ -114,7 +115,7 @@ def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixi
     if words is not None:
         check_words(what, processor.tokenizer, words)
     if kind is ClapProcessor:
-        _set_window(processor.feature_extractor, None, what)
+        _set_window(processor.feature_extractor, None)
         return processor
     own = processor.image_processor
     squares: Any = _center_square_processor(own, image_size, what)
@@ -269,7 +270,7 @@ def _feature_extractor(args: ModelArguments, seconds: float | None) -> SequenceF
                 "image_size is [frames, bands]."
             )
         found = _new_feature_extractor(config, seconds or MOST_SECONDS)
-    _set_window(found, seconds, what)
+    _set_window(found, seconds)
     return found
 
 
@@ -291,22 +292,13 @@ def _new_feature_extractor(config: Any, seconds: float) -> SequenceFeatureExtrac
     )  # fmt: skip
 
 
-def _set_window(extractor: Any, seconds: float | None, what: str) -> None:
-    """Write `window_seconds` into a feature extractor: what it always makes, or else `seconds`.
-
-    Raises:
-        ValueError: if it makes less.
-    """
+def _set_window(extractor: Any, seconds: float | None) -> None:
+    """Write `window_seconds` into a feature extractor: what it always makes, or else `seconds`."""
     is_ast = isinstance(extractor, ASTFeatureExtractor)
     if is_ast and not hasattr(extractor, "window_seconds"):
         extractor.pads_frames = True
     own: Any = extractor.max_length / 100 if is_ast else None
     own = own or getattr(extractor, "max_length_s", None) or getattr(extractor, "chunk_length", None)
-    if own and seconds and seconds > own:
-        raise ValueError(
-            f"{what}; its {type(extractor).__name__} reads {own:g} s, and sounds of {seconds:g} s are asked for. Give "
-            f"--medium_seconds {own:g}, or choose another backbone."
-        )
     kept = getattr(extractor, "window_seconds", MOST_SECONDS)
     extractor.window_seconds = float(own or seconds or kept)
 
@@ -314,7 +306,7 @@ def _set_window(extractor: Any, seconds: float | None, what: str) -> None:
 def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedTokenizerBase:
     source = args.text_model_name_or_path
     if not source:
-        return complete(cached_tokenizer(captions, args.vocab_size))
+        return complete(cached_tokenizer(captions, VOCABULARY))
     with explained(f"--text_model_name_or_path is {source}", source):
         return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code))
 

@@ -24,7 +24,7 @@ from mm_utils.run.restarts import code_digest, device_name, versions
 logger = logging.getLogger(__name__)
 
 # These may differ between machines: they decide nothing, or only the main process reads them.
-_MAY_DIFFER = {"output_dir", "dataloader_num_workers", "preprocessing_num_workers", "image_root"}
+_MAY_DIFFER = {"output_dir", "dataloader_num_workers", "image_root"}
 _LAUNCHERS = {"accelerate", "accelerate-launch", "torchrun"}
 _LAUNCHER_MODULES = {"accelerate.commands.launch", "accelerate.commands.accelerate_cli", "torch.distributed.run"}
 _SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

@@ -12,7 +12,7 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.training.arguments import CONFIG_FILE
 
-SOURCES = ("dataset_name", "train_file", "dataset_dir")
+SOURCES = ("dataset_name", "train_file")
 PRETRAINED = {"vision": "google/mobilenet_v2_1.0_224", "text": "sentence-transformers/all-MiniLM-L6-v2"}
 
 
@@ -36,7 +36,7 @@ def longer_command(script: str, folder: Path, settings: Mapping[str, Any]) -> st
 
 def pretrained_command(folder: Path, settings: Mapping[str, Any]) -> str:
     """Return the command that trains on the same pairs between frozen pretrained encoders, in another folder."""
-    words = to_words(DataArguments, settings, ["preprocessing_num_workers"])
+    words = to_words(DataArguments, settings)
     encoders = [word for tower, name in PRETRAINED.items() for word in (f"--{tower}_model_name_or_path", name)]
     return launch_command(
         "pretrain",
@@ -76,7 +76,7 @@ def commands_after_training(
 def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
     """Return what embeds and searches the images of the run's data; of streams, those of tar shards alone."""
     index = _beside(folder, "index")
-    data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples", "preprocessing_num_workers"])
+    data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
     if settings.get("streaming"):
         shards = str(settings.get("train_file"))
         if not shards.lower().endswith(".tar"):
@@ -95,12 +95,12 @@ def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) ->
         settings: the run's arguments, by name.
         split: the name of the split.
     """
-    without = ["max_train_samples", "preprocessing_num_workers"]
+    without = ["max_train_samples"]
     if settings.get("streaming"):  # the validation rows of shards are held out of the stream
         file = settings.get("validation_file")
         if not file or shard_kind(file) is not None:
             return None
-        without += ["train_file", "dataset_name", "dataset_config_name", "dataset_dir", "test_file"]
+        without += ["train_file", "dataset_name"]
     words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, without)]
     if settings["max_seq_length"] != LoaderArguments.max_seq_length:
         words += ["--max_seq_length", str(settings["max_seq_length"])]

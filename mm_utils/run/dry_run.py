@@ -342,7 +342,7 @@ def _warn(figures: dict[str, float], probe: _Probe, place: Path) -> None:
     gigabytes = figures["checkpoints_gb"] + figures["model_gb"]
     if gigabytes > figures["free_disk_gb"]:
         logger.warning(
-            "The disk of %s has %.3g GB left, and the run writes %.3g GB. Lower --save_total_limit or make room.",
+            "The disk of %s has %.3g GB left, and the run writes %.3g GB. Make room.",
             place, figures["free_disk_gb"], gigabytes,
         )  # fmt: skip
 

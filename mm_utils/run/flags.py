@@ -23,7 +23,6 @@ OF_NEW_MODELS = [
     "vision_model_name_or_path",
     "vision_config",
     "text_config",
-    "vocab_size",
     "projection_dim",
     "projection",
 ]
@@ -46,11 +45,10 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
     return [
         ("vision_config", vision, "the vision backbone is a pretrained one"),
         ("text_config", text, "the text backbone is a pretrained one"),
-        ("vocab_size", text, "the tokenizer is a trained one"),
         ("fusion_taps rerank_top_k", not head, "--fusion_layers is 0"),
         ("head_share", not _trains_head(given), "no term of --objectives is for the fusion head"),
         (
-            f"{COLUMNS} dataset_config_name allow_outside_root",
+            f"{COLUMNS} allow_outside_root",
             pairs and _is_embedded(given),
             "the data are an embedded set, whose columns are known",
         ),
@@ -61,11 +59,6 @@ def unread(given: Parsed) -> list[tuple[str, Any, str]]:
             "metric_for_best_model",
             given["eval_steps"] == 0 and not given["wise_ft"] and not trial,
             "--eval_steps is 0, so that no evaluation chooses",
-        ),
-        (
-            "save_total_limit",
-            given["save_steps"] == 0 and not trial,
-            "no checkpoints are saved",
         ),
     ]
 
@@ -100,7 +93,7 @@ def _trains_head(given: Parsed) -> bool:
 
 
 def _is_embedded(given: Parsed) -> bool:
-    sources = [given[name] for name in ("dataset_name", "train_file", "dataset_dir") if given[name]]
+    sources = [given[name] for name in ("dataset_name", "train_file") if given[name]]
     return not sources or is_embedded(sources[0])
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 _LOCK_SECONDS = 10.0  # a restarted run may meet its predecessor, which is being killed
-_DATA = ("train_file", "validation_file", "test_file", "dataset_dir", "dataset_name", "image_root")
+_DATA = ("train_file", "validation_file", "test_file", "dataset_name", "image_root")
 _MODELS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
 _OWN = (
     *(STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder"),

@@ -39,7 +39,7 @@ def recipe_for(given: Parsed) -> str | None:
     data = given[DataArguments]
     if given.is_given(*STARTS) or not (sources := sources_of(data)) or is_embedded(data.dataset_name):
         return None
-    medium = "stream" if given["streaming"] and data.medium == "auto" else _medium(data, sources[0])
+    medium = "stream" if given["streaming"] else _medium(data, sources[0])
     path = _FOLDER / f"{_RECIPES[medium]}.yaml"
     for flag, entry in read_flat_yaml(str(path)).items():
         if flag in STARTS:
@@ -60,8 +60,8 @@ def announce(recipe: str) -> None:
 
 def _medium(data: DataArguments, source: Source) -> str:
     """Return what the first rows on this machine hold."""
-    if data.medium != "auto" or not Path(source.path).exists():
-        return "image" if data.medium == "auto" else data.medium
+    if not Path(source.path).exists():
+        return "image"
     if is_prepared(source.path):
         splits = open_prepared(source.path, source.title, allow_outside=data.allow_outside_root)
         return kind_of(next(iter(splits.values())).features)  # that there is no train split is said where it is read

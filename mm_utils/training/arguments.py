@@ -4,6 +4,7 @@ import logging
 import shlex
 import sys
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mm_utils.arguments import arg, in_notebook, launch_command, launcher
 from mm_utils.checkpointing.files import CONFIG_FILE as CONFIG_FILE
@@ -49,11 +50,6 @@ class TrainingArguments:
         decides="speed",
         usual=True,
     )
-    per_device_eval_batch_size: int = arg(
-        64,
-        "Rows per process and forward pass in evaluation. It does not change the metrics.",
-        decides="speed",
-    )
     num_train_epochs: float = arg(12.0, "Passes over the training rows.", decides="length", usual=True)
     max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.", decides="length", usual=True)
     logging_steps: int = arg(
@@ -68,9 +64,6 @@ class TrainingArguments:
     )
     save_steps: int = arg(
         500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.", decides="report", usual=True
-    )
-    save_total_limit: int | None = arg(
-        2, "Keep this many checkpoints, in addition to the best ones.", decides="report"
     )
     metric_for_best_model: str = arg("mean_recall", "The metric of early stopping and of the best checkpoint.")
     load_best_model_at_end: bool = arg(
@@ -103,6 +96,7 @@ class TrainingArguments:
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)
     # No flags:
+    save_total_limit: ClassVar[int | None] = 2  # checkpoints, in addition to the best ones
     script = "pretrain"  # whose command resumes a run that a notebook has started
     names_batch = True  # `start_run` sets whether the command line names the batch's size
 
@@ -116,10 +110,6 @@ class TrainingArguments:
         self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
         if self.save_steps < 0:
             raise ValueError(f"--save_steps is {self.save_steps}; give 0 (never) or more.")
-        if self.save_total_limit is not None and self.save_total_limit < 1:
-            raise ValueError(
-                f"--save_total_limit is {self.save_total_limit}; the newest checkpoint is always kept. Give at least 1."
-            )
         if not 0 <= self.max_corrupt_share <= 1:
             raise ValueError(f"--max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
         if self.ddp_timeout <= 0:

@@ -59,7 +59,7 @@ class CacheFeatures(RunCallback):
         """Change what is not given, where only projections between two pretrained towers are trained (docs/training.md)."""
         towers = given["vision_model_name_or_path"], given["text_model_name_or_path"]
         frozen = given["freeze_vision"] and given["freeze_text"] and given["model_name_or_path"] is None
-        if not (frozen and all(towers) and given["closed_form_images"]):
+        if not (frozen and all(towers)):
             return
         of_head = [name for name in given.settings if name.startswith("fusion_")]
         if given.is_given("objectives", *of_head, *_OF_HEAD.split(), *_OTHERS.split(), *_AUGMENTS.split()):

@@ -283,7 +283,7 @@ def test_without_room_the_newest_undamaged_checkpoint_stays(
     saved(tmp_path, 1, 2, 3)
     flip(tmp_path / "checkpoint-3/model.safetensors")
     disk.capacity = 10
-    with pytest.raises(OSError, match=r"are free, a checkpoint takes .* --save_total_limit") as caught:
+    with pytest.raises(OSError, match=r"are free, a checkpoint takes .* Make room, or give") as caught:
         make_room(tmp_path, 10, limit, keep)
     assert (caught.value.errno, str(tmp_path) in str(caught.value)) == (errno.ENOSPC, True)
     assert newest_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-2"

@@ -191,4 +191,4 @@ def test_room_for_checkpoints(
             writing.check_room(tmp_path, 10 * MIB, kept)
     else:
         writing.check_room(tmp_path, 10 * MIB, kept)
-    assert ("Free some, lower --save_total_limit" in caplog.text) == (outcome == "warning")
+    assert ("Free some, or give an --output_dir" in caplog.text) == (outcome == "warning")

@@ -127,15 +127,14 @@ def test_samples_without_image_or_label_are_left_out_and_named(
     assert re.search(message, caplog.text)
 
 
-@pytest.mark.parametrize("flag", ["dataset_name", "dataset_dir"])
-def test_pairs_of_shards_are_those_of_the_same_rows(flag: str, tmp_path: Path, own_cache: Path) -> None:
+def test_pairs_of_shards_are_those_of_the_same_rows(tmp_path: Path, own_cache: Path) -> None:
     folder = retrieval_folder(tmp_path / "wds")
     rows = []
     for at, record in enumerate(read(folder)[0]):
         (tmp_path / f"{at}.png").write_bytes(content(record))
         rows.append({"image": f"{at}.png", "captions": record.captions, "split": record.split})
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of_shards = load_pairs(DataArguments(**{flag: str(folder)}), need_train=False)
+    of_shards = load_pairs(DataArguments(dataset_name=str(folder)), need_train=False)
     of_lines = load_pairs(DataArguments(train_file=str(tmp_path / "pairs.jsonl")), need_train=False)
     assert of_shards["test"]["captions"] == of_lines["test"]["captions"]
     assert set(of_shards) == {"train", "test"}

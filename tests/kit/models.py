@@ -21,7 +21,7 @@ def save_model(folder: Path, medium: str) -> Path:
     args = ModelArguments(fusion_layers=1, image_size=32)
     seconds = 1.0 if medium == "sound" else None
     processor = load_processor(args, ["a low tone", "something turns red"] * 10, medium, seconds)
-    settle_window(processor, medium, None, None, seconds)
+    settle_window(processor, medium, seconds, None)
     torch.manual_seed(0)
     model = build_model(args, processor.tokenizer, medium=medium)
     model.config.rerank_weights = {"match": 1.0}

@@ -145,7 +145,9 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
         "ema_decay": 0.9,
     }
     given |= {"global_batch_size": BATCH, "metric_for_best_model": "score"} | run.arguments
+    kept = given.pop("save_total_limit", 2)
     args = TrainingArguments(output_dir=str(run.folder), **given)
+    args.save_total_limit = kept
     objective = tiny_objective(run.kind)
     assert isinstance(objective, JointObjective)
     objective.to(torch.double if run.exact else torch.float)

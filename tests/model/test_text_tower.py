@@ -40,12 +40,13 @@ def pixels(folder: str) -> torch.Tensor:
     return load_processor_of(folder)(images=noise(), return_tensors="pt").pixel_values  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("kind", "closed_form"), [*((kind, "100") for kind in KINDS), ("clip", "0")])
+@pytest.mark.parametrize(("kind", "images"), [*((kind, 10_000) for kind in KINDS), ("clip", 0)])
 def test_training_leaves_the_embeddings_of_images_bit_for_bit(
-    kind: str, closed_form: str, words: str, tiny_flags: list[str], tmp_path: Path
+    kind: str, images: int, words: str, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("mm_utils.training.starts.callbacks.IMAGES", images)
     start, out = write_stock(tmp_path / "start", kind), str(tmp_path / "out")
-    towers = ["--model_name_or_path", start, "--text_model_name_or_path", words, "--closed_form_images", closed_form]
+    towers = ["--model_name_or_path", start, "--text_model_name_or_path", words]
     rate = ["--learning_rate", "0.01", "--objectives", "contrastive,matching", "--max_steps", "2"]
     rate += ["--load_best_model_at_end", "false"]  # the start in closed form may be the best
     pretrain.main([*tiny_flags[:2], *tiny_flags[4:], *towers, *rate, "--output_dir", out])

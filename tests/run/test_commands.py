@@ -259,7 +259,7 @@ def test_a_command_works_in_the_shell_that_started_the_run(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"dataset_name": "a b", "dataset_config_name": "c"}, ["--dataset_name", "a b", "--dataset_config_name", "c"]),
+        ({"dataset_name": "a b"}, ["--dataset_name", "a b"]),
         ({"train_file": "t.csv", "validation_file": "v.csv"}, ["--train_file", "t.csv", "--validation_file", "v.csv"]),
         ({"max_seq_length": 32, "max_train_samples": 9}, ["--max_seq_length", "32"]),
         ({"streaming": True, "train_file": "t.tar", "validation_file": "v.csv"}, ["--validation_file", "v.csv"]),

@@ -157,8 +157,7 @@ def test_folders_that_hold_other_things(tmp_path: Path, monkeypatch: pytest.Monk
     assert "--train_file is data/pairs.jsonl, and" in why("data", train_file="data/pairs.jsonl")
     assert "--train_file is pairs.jsonl, and" in why(".", train_file="pairs.jsonl")
     assert "--validation_file is data/v.csv" in why("data/v.csv", validation_file="data/v.csv")
-    assert "--dataset_dir is images" in why("images", dataset_dir="images")
-    assert "--dataset_dir is images" in why("images/run", dataset_dir="images")
+    assert "--dataset_name is images" in why("images/run", dataset_name="images")
     assert "--dataset_name is images" in why("other/../images", dataset_name="images")
     assert "--model_name_or_path is images" in why("images", model_name_or_path="images")
 
@@ -169,4 +168,4 @@ def test_folders_that_are_the_runs_own(tmp_path: Path, monkeypatch: pytest.Monke
     settings = {"train_file": "data/pairs.jsonl", "model_name_or_path": "model", "dataset_name": "user/set", "seed": 1}
     for folder in ("outputs/mine", "data/run", "model/finetuned"):
         assert output_folder.misplaced(Path(folder), settings) is None
-    assert output_folder.misplaced(Path("data"), {"train_file": "hf://data/x.parquet", "dataset_dir": None}) is None
+    assert output_folder.misplaced(Path("data"), {"train_file": "hf://data/x.parquet"}) is None

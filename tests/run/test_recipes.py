@@ -33,7 +33,6 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--learning_rate 1e-3 --fusion_layers 1", IMAGES, "photographs"),
         ("", SOUNDS, "sounds"),
         ("", CLIPS, "photographs"),
-        ("--medium sound", '{"file_name": "a.wav"', "sounds"),
         ("--streaming --max_steps 9", IMAGES, "clip"),
         ("--vision_config small", IMAGES, None),
         ("--text_config tiny", IMAGES, None),

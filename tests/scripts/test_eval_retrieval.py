@@ -86,7 +86,8 @@ def test_reranking_without_a_head_is_refused(tiny_flags: list[str], corpus: Path
 def test_memory_and_the_batch_size_change_nothing(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = eval_retrieval.main(flags)
     monkeypatch.setattr("mm_utils.evaluation.retrieval.CACHE_GB", 1e-9)
-    assert eval_retrieval.main([*flags, "--per_device_eval_batch_size", "3"]) == pytest.approx(whole, rel=1e-4)
+    monkeypatch.setattr("scripts.eval_retrieval.EVALUATION_BATCH", 3)
+    assert eval_retrieval.main(flags) == pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from scripts import pretrain
 from tests.kit.small_media import SOUND, TEXT, THINGS, VISION, small_media, split_of
 
 FLAGS = ("--fusion_layers 0 --objectives contrastive --global_batch_size 16 --max_steps 40 --learning_rate 5e-3 --min_crop_area 1 "
-         "--dataloader_num_workers 0 --per_device_eval_batch_size 16 --report_to none --save_steps 0")  # fmt: skip
+         "--dataloader_num_workers 0 --report_to none --save_steps 0")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

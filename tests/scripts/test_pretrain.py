@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from mm_utils.distributed import RunError
+from mm_utils.training.arguments import TrainingArguments
 from scripts import eval_retrieval, pretrain
 from tests.kit.corpora import draw, write_corpus
 from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
@@ -164,14 +165,15 @@ def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags,
     assert last < max(losses(tmp_path)) < 20
 
 
-def test_the_best_checkpoint_is_kept(tiny_flags, tmp_path):
+def test_the_best_checkpoint_is_kept(tiny_flags, tmp_path, monkeypatch):
     """Besides the newest; ties go to the earlier one."""
+    monkeypatch.setattr(TrainingArguments, "save_total_limit", 1)
     values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0, 0.5])  # the best is measured once more
 
     flags = [
         "--max_steps", "6", "--eval_steps", "1", "--save_steps", "100", "--head_share", "0",
     ]  # fmt: skip
-    kept = ["--save_total_limit", "1", "--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
+    kept = ["--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
     pretrain.main([*tiny_flags, *flags, *kept], evaluators=[lambda *_: {"quality": next(values)}])
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
 
@@ -188,9 +190,10 @@ def test_parts_of_the_batch_learn_what_the_whole_learns(finished, tiny_flags, tm
 
 def test_towers_are_trained_first_and_then_the_head(tiny_flags, tmp_path, monkeypatch):
     counted = []
+    monkeypatch.setattr(TrainingArguments, "save_total_limit", 4)
     monkeypatch.setattr("mm_utils.objectives.captioning._LARGE", 1)
     monkeypatch.setattr("mm_utils.objectives.captioning.occurring_tokens", lambda *given: counted.append(given))
-    flags = [*tiny_flags, "--save_steps", "1", "--save_total_limit", "4", "--max_steps", "4", "--warmup_ratio", "0"]
+    flags = [*tiny_flags, "--save_steps", "1", "--max_steps", "4", "--warmup_ratio", "0"]
     pretrain.main([*flags, "--output_dir", str(tmp_path)])
     by_step = [weights(tmp_path / f"checkpoint-{step}") for step in (1, 2, 3, 4)]
     [(rows, vocabulary)] = counted

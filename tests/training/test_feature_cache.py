@@ -509,7 +509,6 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
         ("--freeze_vision --freeze_text --rerank_top_k 5", False),
         ("--freeze_vision --freeze_text --min_crop_area 0.5", False),
         ("--freeze_vision --freeze_text --cache_features false", False),
-        ("--freeze_vision --freeze_text --closed_form_images 0", False),
         ("--freeze_vision --freeze_text --streaming", False),
     ],
 )

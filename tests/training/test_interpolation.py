@@ -118,7 +118,6 @@ def test_a_head_that_was_never_trained_is_not_interpolated() -> None:
     [
         ("", True),
         ("--vision_model_name_or_path a", True),
-        ("--vision_model_name_or_path a --text_model_name_or_path b --closed_form_images 0", True),
         ("--vision_model_name_or_path a --text_model_name_or_path b --streaming", True),
         ("--vision_model_name_or_path a --text_model_name_or_path b", False),
         ("--model_name_or_path a", False),

@@ -205,7 +205,7 @@ def refused_on_rank(towers: dict[str, str]) -> str:
 def test_a_start_that_cannot_be_computed_ends_on_all_processes(towers: dict[str, str]) -> None:
     found = run_on_ranks(3, refused_on_rank, towers)
     assert found == [found[0]] * 3
-    assert "at least 8 are needed. --closed_form_images 0 leaves it out." in found[0]
+    assert "at least 8 are needed. Give more images that can be read." in found[0]
 
 
 def test_a_sample(towers: dict[str, str]) -> None:

@@ -36,10 +36,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_WORKERS = 16
 _SHOWN = 8  # images of a batch in a message
-_MOST_WINDOW, _MOST_FRAMES = 600, 512  # seconds and frames of an example
+_MOST_FRAMES = 512  # of an example
 _FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
+EVALUATION_BATCH = 64  # rows per process and forward pass; it does not change the result
 OF_TRAINING = "min_crop_area horizontal_flip"
 """Flags of `LoaderArguments` that training alone reads."""
 
@@ -61,11 +62,6 @@ class LoaderArguments:
         "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "
         "writing.",
     )
-    medium_seconds: float | None = arg(
-        None,
-        "Length of what a new model is shown of a clip or a sound; default: whole clips, and what 19 of 20 sounds do not "
-        "exceed, at most 10 s. Some sound towers have their own; from scratch, whole seconds.",
-    )
     clip_frames: int | None = arg(
         None,
         "Frames of a clip that a new model is shown, at equal distances; default 16, or what the video backbone was trained on.",
@@ -74,8 +70,6 @@ class LoaderArguments:
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:
             raise ValueError(f"--max_seq_length is {self.max_seq_length}; give at least 3, two are special tokens.")
-        if self.medium_seconds is not None and not 0 < self.medium_seconds <= _MOST_WINDOW:
-            raise ValueError(f"--medium_seconds is {self.medium_seconds}; give a time above 0, up to {_MOST_WINDOW}.")
         if self.clip_frames is not None and not 1 <= self.clip_frames <= _MOST_FRAMES:
             raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {_MOST_FRAMES}.")
         if not 0 < self.min_crop_area <= 1:
@@ -236,7 +230,7 @@ def make_loaders(
         ValueError: if a flag asks for another window than the model's, or of images for sounds.
     """
     medium = read_by(processor, arguments.min_crop_area)
-    check_window(medium, arguments.medium_seconds, arguments.clip_frames)
+    check_window(medium, arguments.clip_frames)
     for name in medium.unused:
         if getattr(arguments, name):
             raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium.kind}s. Drop it.")

@@ -174,7 +174,7 @@ class Image(_Pictures):
     ]
     holders = ("image",)
     templates = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
-    unused = ("medium_seconds", "clip_frames")
+    unused = ("clip_frames",)
 
     @property
     @override
@@ -390,29 +390,23 @@ def default_seconds(medium: str, rows: datasets.Dataset) -> float | None:
     return min(MOST_SECONDS, max(0.1, math.floor(10 * usual) / 10))
 
 
-def settle_window(
-    processor: "ProcessorMixin", medium: str, seconds: float | None, frames: int | None, default: float | None
-) -> None:
+def settle_window(processor: "ProcessorMixin", medium: str, seconds: float | None, frames: int | None) -> None:
     """Write a new model's window into its processor; a present one stays.
 
     Args:
-        seconds, frames: as the flags say, or None.
-        default: `default_seconds` of the training data.
+        seconds: `default_seconds` of the training data.
+        frames: as `--clip_frames` says, or None.
     """
     if medium == "image":
         return
     owner: Any = processor.feature_extractor if medium == "sound" else processor.image_processor  # type: ignore[attr-defined]
-    owner.window_seconds = getattr(owner, "window_seconds", None) or seconds or default
+    owner.window_seconds = getattr(owner, "window_seconds", None) or seconds
     if medium == "clip":
         owner.clip_frames = getattr(owner, "clip_frames", None) or frames or CLIP_FRAMES
 
 
-def check_window(medium: Medium, seconds: float | None, frames: int | None) -> None:
-    """Raise ValueError if flags ask for another window than the model's."""
-    known: Any = getattr(medium, "seconds", None)
-    if seconds is not None and seconds != known:
-        why = f"the model takes {f'{known:g} s' if known else 'whole clips'}" if medium.lasts else "images do not last"
-        raise ValueError(f"--medium_seconds is {seconds}; {why}. Give that, or drop it.")
+def check_window(medium: Medium, frames: int | None) -> None:
+    """Raise ValueError if `--clip_frames` asks for another number of frames than the model's."""
     known = getattr(medium, "frames", None)
     if frames is not None and frames != known:
         why = f"the model takes {known}" if known else f"these are {medium.kind}s"

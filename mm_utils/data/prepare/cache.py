@@ -35,7 +35,7 @@ _LABELLED = ("image", "seconds", "file_hash", "captions", "answers", "split")  #
 _NAMED = 3  # places that a warning names
 
 
-def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int | None) -> DatasetDict:
+def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int | None = None) -> DatasetDict:
     """Load the rows of raw sources from the datasets cache; check all of them the first time.
 
     Files stay where they are and are named by their paths; embedded images are stored as they came, clips and sounds in

@@ -126,7 +126,7 @@ def find_columns(
     if typed_as != medium:
         raise ValueError(
             f"{title}; the medium is {medium}, and the column {found['image']} is of the kind {typed_as}. Name one that "
-            "agrees, or leave --medium out."
+            "agrees, or leave medium= out."
         )
     names_found = (found["image"], found["caption"], found["id"])
     return Columns(*names_found, medium=medium, template=wanted.template, group=group)
@@ -211,11 +211,9 @@ def _find_medium(
     found = {own[name.lower()]: name for name in reversed(names) if name.lower() in own}
     found = {kind: name for name, kind in typed.items()} | found
     if len(found) > 1:
-        option = "--medium " if wanted.option.startswith("--") else ",medium="
-        raise ValueError(
-            f"{title}; the columns {' and '.join(found.values())} may all be the medium. Set {option}"
-            f"{' or '.join(found)}."
-        )
+        flag = wanted.option.format("image")
+        advice = f"Name one by {flag}" if flag.startswith("--") else f"Set ,medium={' or '.join(found)}"
+        raise ValueError(f"{title}; the columns {' and '.join(found.values())} may all be the medium. {advice}.")
     files = next((name for name in names if name.lower() in _ANY_FILE), None)
     known = next(iter(found), None) or kind_of_value(first.get(str(files)))
     return known or next((kind for kind in ("clip", "sound") if spelt_otherwise(names, MEDIUM_NAMES[kind])), "image")

@@ -15,7 +15,7 @@ from mm_utils.data.rows.class_folders import check_classes, read_classes
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES, wrong_kind
 from mm_utils.data.rows.folders import is_service, walk
 from mm_utils.data.rows.records import BadRow, Record
-from mm_utils.data.rows.source import FORMATS, PathArguments, Source
+from mm_utils.data.rows.source import FORMATS, PathArguments, Source, set_medium
 from mm_utils.data.rows.sql import read_sqlite
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import METADATA_FILES, read_datasets, read_metadata, read_parquet, read_text
@@ -184,8 +184,7 @@ def _medium_of_folder(source: Source) -> str:
     most = max(found, key=found.__getitem__, default="image")
     if len(found) > 1 and most != "image":
         held = " and ".join(f"{count:,} {kind}s" for kind, count in found.items())
-        option = "medium=" if source.title.startswith("--sources") else "--medium "
-        raise ValueError(f"{source.title}; this folder holds {held}. Set {option}{' or '.join(found)}.")
+        raise ValueError(f"{source.title}; this folder holds {held}. {set_medium(source, found)}")
     return most
 
 

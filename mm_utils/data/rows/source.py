@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +48,11 @@ class DataArguments:
 
     dataset_name: str | None = arg(
         None,
-        "A data set on the Hub, a local folder of one, or a folder made by save_to_disk or prepare_data; clips or sounds: the "
-        "embedded set of these, drawn at the first start.",
+        "A data set on the Hub; a folder of one, of tar shards, of images with captions, or made by save_to_disk or prepare_data; "
+        "clips or sounds: the embedded set of these, drawn at the first start.",
         decides="place",
         usual=True,
     )
-    dataset_config_name: str | None = arg(None, "Configuration of --dataset_name, if it has several.")
     train_file: str | None = arg(
         None,
         "Training pairs: JSONL, JSON, CSV, TSV or Parquet, one image and its caption a row, or COCO, Flickr or tar shards. "
@@ -63,19 +63,8 @@ class DataArguments:
     validation_file: str | None = arg(
         None, "Validation pairs; without any, some training images are held out.", decides="place", usual=True
     )
-    test_file: str | None = arg(None, "Test pairs.", decides="place")
-    dataset_dir: str | None = arg(
-        None,
-        "A folder of images with metadata.jsonl or .csv, in it or per split, or with captions in them.",
-        decides="place",
-    )
-    medium: str = arg(
-        "auto",
-        "What the captions describe: images, clips (videos, GIFs, lists of frames) or sounds; auto: as the columns say.",
-        choices=list(MEDIA),
-    )
     image_column: str | None = arg(
-        None, "Column of the images, clips or sounds, paths or files; found by its usual names, whatever --medium is."
+        None, "Column of the images, clips or sounds, paths or files; found by its usual names."
     )
     caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
     image_root: str | None = arg(
@@ -86,24 +75,14 @@ class DataArguments:
     )
     max_train_samples: int | None = arg(None, "Keep the first N training images.", decides="place", usual=True)
     max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.", decides="place")
-    preprocessing_num_workers: int | None = arg(
-        None,
-        "Processes that check images (default all cores) and tokenise (default all from 100,000 rows on).",
-        decides="speed",
-    )
 
     def __post_init__(self) -> None:
-        sources = [f"--{name}" for name in ("dataset_name", "train_file", "dataset_dir") if getattr(self, name)]
-        if len(sources) > 1:
-            raise ValueError(f"{' and '.join(sources)} are given together; pairs have one source. Keep one of them.")
-        for name in ("validation_file", "test_file"):
-            if getattr(self, name) and sources and not self.train_file:
-                raise ValueError(f"--{name} is given with {sources[0]}; it goes with --train_file. Drop one of them.")
-        if self.dataset_config_name and not self.dataset_name:
-            raise ValueError(
-                f"--dataset_config_name is {self.dataset_config_name}; there is no --dataset_name. Give both or none."
-            )
-        for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
+        for name in ("train_file", "validation_file"):
+            if self.dataset_name and getattr(self, name):
+                raise ValueError(
+                    f"--dataset_name and --{name} are given together; pairs have one source. Keep one of them."
+                )
+        for name in ("max_train_samples", "max_eval_samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
@@ -111,8 +90,7 @@ class DataArguments:
     @property
     def columns(self) -> dict[str, Any]:
         """Return the flags of columns, as `Source` takes them."""
-        names = ("medium", "image_column", "caption_column")
-        return {name: getattr(self, name) for name in names}
+        return {"image_column": self.image_column, "caption_column": self.caption_column}
 
 
 @dataclass
@@ -221,6 +199,12 @@ class Source:
 def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
     """Return whether --dataset_name means an embedded set; a file or folder goes before."""
     return dataset_name in EMBEDDED_SETS and not os.path.exists(str(dataset_name))
+
+
+def set_medium(source: Source, found: Iterable[str]) -> str:
+    """Return what to do where a source holds media of several kinds."""
+    where = "" if source.title.startswith("--sources") else " behind its path among --sources of prepare_data"
+    return f"Set ,medium={' or '.join(found)}{where}."
 
 
 def close_to(word: str, known: Any) -> str:

@@ -35,7 +35,7 @@ from mm_utils.data.rows.records import (
     Record,
     RecordBuilder,
 )
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import PathArguments, Source, set_medium
 from mm_utils.data.rows.tar_patterns import files_of_pattern
 from mm_utils.data.rows.text_files import checked_object, parse_json
 from mm_utils.files import read_regular_file
@@ -169,10 +169,9 @@ def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
             if kind != "clip" or not member.name.lower().endswith(".gif"):  # which is an image, too
                 first.setdefault(kind, member.name)
     if len(first) > 1:
-        option = "--medium " if source.columns.option.startswith("--") else ",medium="
         raise ValueError(
             f"{source.title}; its samples hold {' and '.join(f'{kind}s' for kind in first)}, such as "
-            f"{' and '.join(first.values())}. Set {option}{' or '.join(first)}."
+            f"{' and '.join(first.values())}. {set_medium(source, first)}"
         )
     return next(iter(first), "image")
 

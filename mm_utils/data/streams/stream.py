@@ -144,9 +144,8 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
     if urls.get("validation"):
         validation = _read_all(_first_rows(count_shards(urls["validation"]), most or HELD_OUT), source)
     elif data.validation_file is not None:
-        others: dict[str, Any] = dict.fromkeys(("dataset_config_name", "validation_file", "test_file"))
-        others |= {"train_file": data.validation_file, "max_train_samples": most or HELD_OUT}
-        validation = load_pairs(replace(data, **others), need_train=False)["train"]
+        own = replace(data, dataset_name=None, train_file=None, max_eval_samples=most or HELD_OUT)
+        validation = load_pairs(own, need_train=False)["validation"]
     else:
         heads, files = _hold_out(files)
         validation = _read_all(heads, source)
@@ -175,15 +174,12 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
 def _find_urls(data: DataArguments) -> tuple[str, dict[str, list[str]]]:
     """Return the beginning of error messages, and the files of each split."""
     name, title = data.dataset_name, f"--dataset_name is {data.dataset_name}"
-    if data.test_file is not None:
-        raise ValueError(
-            f"--test_file is {data.test_file}; a stream has no test split. Evaluate on it by eval_retrieval."
-        )
     if data.train_file is not None:
         title, named = f"--train_file is {data.train_file}", {"train": expand(data.train_file)}
     elif name is None or is_embedded(name):
-        made = data.dataset_dir or name or "the embedded set"
-        raise ValueError(f"--streaming is set; {made} has no shards. Name some by --train_file or --dataset_name.")
+        raise ValueError(
+            f"--streaming is set; {name or 'the embedded set'} has no shards. Name some by --train_file or --dataset_name."
+        )
     else:
         named = _urls_of_dataset(data, name, title)
     if data.validation_file is not None and shard_kind(data.validation_file) is not None:
@@ -209,14 +205,14 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         stamp_of(f"{name}/report.json")  # raises if there is no prepared set
         return {split: expand(f"{name}/{split}/*.arrow") for split in SPLITS}
     if is_saved(Path(name)):
-        splits = load_splits(name, data.dataset_config_name, None, title, data.allow_outside_root)
+        splits = load_splits(name, None, None, title, data.allow_outside_root)
         return {split: [file["filename"] for file in splits[split].cache_files] for split in splits}
     try:
-        data_files = open_builder(name, data.dataset_config_name, data.allow_outside_root).config.data_files
+        data_files = open_builder(name, None, data.allow_outside_root).config.data_files
     except Fault as fault:
         raise ValueError(f"{title}; {fault.detail}. {remedy(fault, data.allow_outside_root)}") from fault
     except damage(RuntimeError) as error:
-        advice = "Check its spelling, its configuration and the connection."
+        advice = "Check its spelling and the connection."
         raise ValueError(f"{title}; it could not be found ({one_line(error)}). {advice}") from error
     return {str(split): list(files) for split, files in (data_files or {}).items()}
 
@@ -297,12 +293,11 @@ def open_streamed(
         stream = open_stream(data_args, schedule.batch_sizes, schedule.seed)
         processor = processor_of(make_processor, stream.captions(), stream.validation, args)
         total, splits = {"train": stream.num_rows}, DatasetDict(validation=stream.validation)
-        workers = data_args.preprocessing_num_workers
-        splits = tokenize_splits(splits, processor.tokenizer, args.max_seq_length, workers, readers)
+        splits = tokenize_splits(splits, processor.tokenizer, args.max_seq_length, readers=readers)
     loaders = open_loaders(accelerator, splits, processor, args, schedule, readers, streaming=True)
     identity = {"data": stream.fingerprint, **loaders.content(None, processor.tokenizer)}
     total["validation"] = len(stream.validation)
-    data = StreamedData(splits, processor, loaders, stream, identity, schedule.per_device_eval_batch_size, total)
+    data = StreamedData(splits, processor, loaders, stream, identity, total_rows=total)
     logger.info("%s", data)
     return data
 

@@ -9,55 +9,35 @@ from mm_utils.checkpointing.state import write_model
 from mm_utils.data.training_data import TrainingData
 from mm_utils.training.callbacks import RunCallback
 
+IMAGES = 10_000  # of training, from which the closed form is computed
 FEWEST_IMAGES = 8  # of the closed form's cross-validation in four parts
-
-
-@dataclass
-class ProjectionStartArguments:
-    """Closed-form start between two pretrained towers."""
-
-    closed_form_images: int = arg(
-        10_000,
-        "Between two pretrained towers, start the projections from the canonical correlations of this many training images "
-        "and their captions, which one pass over them yields; 0 = from random values. Beside a whole model's image side, that "
-        "of a new text tower.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.closed_form_images < 0:
-            raise ValueError(f"--closed_form_images is {self.closed_form_images}; give a number of images, or 0.")
 
 
 class ClosedFormStart(RunCallback):
     """Start new projections between two pretrained towers from closed form, before the first step."""
 
     scripts = ("pretrain",)
-    flag = "text_model_name_or_path closed_form_images"
-    arguments = ProjectionStartArguments
+    flag = "text_model_name_or_path"
 
-    def __init__(self, images: int, vision_name: str | None):
-        self.images, self.vision_name = images, vision_name
+    def __init__(self, vision_name: str | None):
+        self.vision_name = vision_name
 
     @classmethod
     def attach(cls, given: Parsed) -> "ClosedFormStart | None":
         """Return the callback where new projections join two pretrained towers."""
         vision, text = (given[f"{tower}_model_name_or_path"] for tower in ("vision", "text"))
         joins = bool(text and (vision or given["model_name_or_path"]))
-        if not joins or given["streaming"]:
-            why = "a stream has no rows at hand" if joins else "the run does not join two pretrained towers"
-            given.refuse("closed_form_images", why)
-        starts = joins and given["closed_form_images"] > 0
-        if given["projection"] == "classes" and (not starts or given["streaming"]):
+        if given["projection"] == "classes" and (not joins or given["streaming"]):
             raise ValueError(
                 "--projection is classes; the closed form between two pretrained backbones fits it, and a stream has none. Give "
-                "--vision_model_name_or_path, --text_model_name_or_path and --closed_form_images, or leave it out."
+                "--vision_model_name_or_path and --text_model_name_or_path, or leave it out."
             )
-        return cls(given["closed_form_images"], vision) if starts else None
+        return cls(vision) if joins else None
 
     def has_baseline(self, data: TrainingData) -> bool:
         """Return whether there are rows enough; a stream has none at hand."""
         rows = len(data.splits["train"]) if "train" in data.splits else 0
-        return min(rows, self.images) >= FEWEST_IMAGES
+        return min(rows, IMAGES) >= FEWEST_IMAGES
 
     def on_start(self, run: Any) -> None:
         """Fit the projections, unless a checkpoint holds them and nothing is compared with the start."""
@@ -71,9 +51,9 @@ class ClosedFormStart(RunCallback):
                     f"--projection is classes, which is fitted to {FEWEST_IMAGES} training images or more. Leave it out."
                 )
             return
-        rows = min(len(run.data.splits["train"]), self.images)
-        work = partial(start_projections, self.images, self.vision_name, run.data, run.model, run.run.accelerator)
-        run.timed_pass("the closed form", rows, self.images, work)
+        rows = min(len(run.data.splits["train"]), IMAGES)
+        work = partial(start_projections, IMAGES, self.vision_name, run.data, run.model, run.run.accelerator)
+        run.timed_pass("the closed form", rows, IMAGES, work)
 
 
 @dataclass
@@ -96,12 +76,11 @@ class WiseFT(RunCallback):
     def attach(cls, given: Parsed) -> "WiseFT":
         """Return the callback, where a run starts from a model."""
         joins = given["vision_model_name_or_path"] and given["text_model_name_or_path"]
-        closed_form = joins and given["closed_form_images"] and not given["streaming"]
+        closed_form = joins and not given["streaming"]
         if not (given["model_name_or_path"] or closed_form):
             raise ValueError(
                 "--wise_ft is set; the run does not start from a model that could be forgotten. Give --model_name_or_path, or "
-                "--vision_model_name_or_path and --text_model_name_or_path with --closed_form_images above 0 and without "
-                "--streaming, or drop --wise_ft."
+                "--vision_model_name_or_path and --text_model_name_or_path without --streaming, or drop --wise_ft."
             )
         return cls()
 

@@ -60,7 +60,7 @@ def start_projections(
             return fit(features, model.config.projection_dim, apart=named is not None)
         except (ValueError, torch.linalg.LinAlgError) as error:
             raise ValueError(
-                f"the closed-form start cannot be computed; {str(error).rstrip('.')}. --closed_form_images 0 leaves it out."
+                f"the closed-form start cannot be computed; {str(error).rstrip('.')}. Give more images that can be read."
             ) from error
 
     found = distributed.on_first(fitted)
@@ -135,7 +135,9 @@ def paired_features(
     model.train(was_training)
     sizes, caption_sizes = (distributed.gather_sizes(sum(map(len, each)), device) for each in (pooled, texts))
     if not sum(sizes):
-        raise ValueError("no training image of the sample for --closed_form_images could be decoded; 0 leaves it out.")
+        raise ValueError(
+            "no training image of the sample for the closed form could be decoded. Give images that can be read."
+        )
     owners = [owner + sum(sizes[: distributed.rank()]) for owner in owners]
     features = Features(
         distributed.gather(torch.cat(pooled), sizes),

@@ -202,22 +202,19 @@ def made(owner: Any, **flags: Any) -> Any:
 def test_the_processor_knows_the_window() -> None:
     sound, clip, image = processor("sound"), processor("clip"), processor("image")
     rows = rows_of("sound", [counting(2500)] * 2, [2.5, 2.5])
-    settle_window(sound, "sound", None, None, default_seconds("sound", rows))
+    settle_window(sound, "sound", default_seconds("sound", rows), None)
     assert made(sound).shape == (2500,)
-    settle_window(sound, "sound", 1.5, None, 7.0)  # of a trained model, on other data
-    assert made(sound, medium_seconds=2.5).shape == (2500,)
-    settle_window(clip, "clip", None, 5, default_seconds("clip", rows))
+    settle_window(sound, "sound", 7.0, None)  # of a trained model, on other data
+    assert made(sound).shape == (2500,)
+    settle_window(clip, "clip", default_seconds("clip", rows), 5)
     assert made(clip).shape == (5, 3, 16, 16)
-    settle_window(image, "image", None, None, None)
+    settle_window(image, "image", None, None)
     assert made(image).shape == (3, 16, 16)
     assert [kind_of_processor(each) for each in (image, clip, sound)] == ["image", "clip", "sound"]
     for owner, flags, message in (
-        (image, {"medium_seconds": 2.0}, "--medium_seconds is 2.0; images do not last"),
         (image, {"clip_frames": 2}, "--clip_frames is 2; these are images"),
-        (sound, {"medium_seconds": 1.5}, "--medium_seconds is 1.5; the model takes 2.5 s"),
         (sound, {"clip_frames": 4}, "--clip_frames is 4; these are sounds"),
         (clip, {"clip_frames": 4}, "--clip_frames is 4; the model takes 5"),
-        (clip, {"medium_seconds": 4.0}, "--medium_seconds is 4.0; the model takes whole clips"),
     ):
         with pytest.raises(ValueError, match=message):
             made(owner, **flags)
@@ -225,7 +222,7 @@ def test_the_processor_knows_the_window() -> None:
 
 def test_batches_on_the_device_are_what_the_tower_takes() -> None:
     owner = processor("sound")
-    settle_window(owner, "sound", 2.0, None, None)
+    settle_window(owner, "sound", 2.0, None)
     loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), CPU, owner)
     rows = rows_of("sound", [counting(3000), counting(400)], [3.0, 0.4])
     [batch] = loaders.evaluation(rows, 2)
@@ -236,7 +233,7 @@ def test_batches_on_the_device_are_what_the_tower_takes() -> None:
     torch.testing.assert_close(batch["pixel_values"], expected.float(), atol=1e-3, rtol=0)
     assert loaders.blank(3).shape[1:] == expected.shape[1:]
     owner = processor("clip")
-    settle_window(owner, "clip", None, 2, None)
+    settle_window(owner, "clip", None, 2)
     loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), CPU, owner)
     clips = rows_of("clip", [brightening(8)], [2.0])
     [batch] = loaders.evaluation(clips, 2)
@@ -250,6 +247,6 @@ def test_batches_on_the_device_are_what_the_tower_takes() -> None:
 
 def test_flags_of_images_are_refused() -> None:
     owner = processor("sound")
-    settle_window(owner, "sound", 1.0, None, None)
+    settle_window(owner, "sound", 1.0, None)
     with pytest.raises(ValueError, match=r"--horizontal_flip is .*; these are sounds"):
         make_loaders(LoaderArguments(horizontal_flip=True), CPU, owner)

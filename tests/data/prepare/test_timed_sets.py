@@ -89,7 +89,7 @@ def test_prepared_sounds_open_as_sounds(sounds: Path, tmp_path: Path) -> None:
 
 def test_raw_sounds_are_stored_in_the_cache(sounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
-    args = DataArguments(train_file=str(sounds / "rows.jsonl"), preprocessing_num_workers=1)
+    args = DataArguments(train_file=str(sounds / "rows.jsonl"))
     first = load_pairs(args)
     assert first["train"].features["image"] == FEATURES["sound"]
     assert read_wav(first["train"][0]["image"]["bytes"])[1] == 16_000

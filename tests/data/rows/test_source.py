@@ -44,8 +44,7 @@ def test_an_item_that_cannot_be_meant_is_refused(item: Any, message: str) -> Non
     ("given_args", "message"),
     [
         ({"dataset_name": "a", "train_file": "b"}, r"--dataset_name and --train_file are given together"),
-        ({"dataset_dir": "a", "validation_file": "b"}, r"--validation_file is given with --dataset_dir"),
-        ({"dataset_config_name": "a"}, r"--dataset_config_name is a; there is no --dataset_name"),
+        ({"dataset_name": "a", "validation_file": "b"}, r"--dataset_name and --validation_file are given together"),
         ({"max_train_samples": 0}, r"--max_train_samples is 0; it counts from 1"),
     ],
 )

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
     if args.images:
-        unread = f"{COLUMNS} validation_file max_train_samples max_eval_samples"
+        unread = f"{COLUMNS} validation_file test_file max_train_samples max_eval_samples"
         given.refuse(unread, "--images are media without captions")
     else:
         given.refuse("with_clips", "--images is not given")

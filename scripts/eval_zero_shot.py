@@ -32,7 +32,7 @@ from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.finetuning.labels import UNREAD, LabelledArguments, load_labelled
+from mm_utils.finetuning.labels import LabelledArguments, load_labelled
 from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args, data_args, labels = given[EvalZeroShotArguments], given[DataArguments], given[LabelledArguments]
     zero_shot_args, loader_args = given[ZeroShotArguments], given[LoaderArguments]
     given.refuse(f"{OF_TRAINING} max_train_samples", "nothing is trained")
-    given.refuse(f"{UNREAD} caption_column", "classes of media are measured")
+    given.refuse("caption_column", "classes of media are measured")
     check_model(args.model_name_or_path)
     if args.output_dir:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

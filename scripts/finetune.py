@@ -41,7 +41,7 @@ from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
-from mm_utils.finetuning.labels import UNREAD, TaskArguments, open_task
+from mm_utils.finetuning.labels import TaskArguments, open_task
 from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
@@ -78,7 +78,6 @@ def main(
     given = parse_args(*FLAGS, *flags_of_callbacks("finetune"), argv=argv, doc=__doc__)
     classifier_args, args = given[ClassifierArguments], given[FinetuningArguments]
     check_flags(given)
-    given.refuse(UNREAD, "labelled rows have the model's medium, and no ids")
     attached = attach("finetune", given, callbacks)
     if given["dry_run"]:
         return dry_run(main, "finetune", argv, args, given.settings)

@@ -140,7 +140,7 @@ def sources_of(args: DataArguments) -> list[Source]:
         elif Path(name).is_dir() and (metadata_files(Path(name)) or is_image_folder(Path(name))):
             kind = "imagefolder"
         return [resolved(Source(name, kind, name, title=f"--dataset_name is {name}", **args.columns))]
-    files = {"train": args.train_file, "validation": args.validation_file}
+    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     given = {split: file for split, file in files.items() if file}
     sources = []
     for split, file in given.items():

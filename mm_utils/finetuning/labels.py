@@ -52,8 +52,6 @@ from mm_utils.data.training_data import Schedule, TrainingData, make_data
 logger = logging.getLogger(__name__)
 
 _AGREEING = 3  # people whose equal answer is right; fewer count for their share (VQA, arXiv 1505.00468, section 4)
-UNREAD = "medium id_column"
-"""Flags of `DataArguments` that mean nothing for labelled rows."""
 
 
 @dataclass
@@ -167,8 +165,7 @@ def open_task(
     """Open the labelled rows that the arguments name, with loaders; see `open_data`."""
     with distributed.first_then_others():
         task = load_task(data_args, task_args, kind_of_processor(processor))
-        length, workers = loader_args.max_seq_length, data_args.preprocessing_num_workers
-        task.splits = tokenize_splits(task.splits, processor.tokenizer, length, workers)
+        task.splits = tokenize_splits(task.splits, processor.tokenizer, loader_args.max_seq_length)
     return task, make_data(accelerator, task.splits, processor, loader_args, schedule)
 
 
@@ -195,7 +192,7 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
     elif is_prepared(sources[0].path):
         parts = _read_prepared(sources[0], args)
     else:
-        rows, known = load_labelled_rows(sources, _paths(args), args.preprocessing_num_workers)
+        rows, known = load_labelled_rows(sources, _paths(args))
         parts = _by_split(rows)
     if "train" not in parts:
         raise ValueError(f"{title}; there is no train split, only {', '.join(parts)}. Give rows to train on.")
@@ -222,14 +219,13 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
 
 def _sources(args: DataArguments, labels: LabelArguments, medium: str) -> list[Source]:
     """Return the labelled sources that the flags name."""
-    name = args.dataset_name or args.dataset_dir
-    if is_embedded(args.dataset_name):
+    name = args.dataset_name
+    if is_embedded(name):
         tasks = ", ".join(task for task in TASKS if task.startswith(str(name)))
         raise ValueError(f"--dataset_name is {name}; its rows have no labels. Give a --task on them: {tasks}.")
     if name:
-        title = f"--{'dataset_name' if args.dataset_name else 'dataset_dir'} is {name}"
         kind = "" if os.path.isdir(name) else "datasets"
-        sources = [Source(name, kind, name, config=args.dataset_config_name, title=title)]
+        sources = [Source(name, kind, name, title=f"--dataset_name is {name}")]
     else:
         sources = sources_of(args)
     names = {"image_column": args.image_column, "caption_column": args.caption_column}
@@ -455,7 +451,7 @@ def load_labelled(args: DataArguments, labels: LabelledArguments, medium: str = 
     there = {row.split or "train" for source in sources for row in rows_of(source, paths) if isinstance(row, Record)}
     split = _choose_split(labels.split, there, usual)
     sources = [replace(source, only=split) for source in sources]
-    rows, found = load_labelled_rows(sources, paths, args.preprocessing_num_workers)
+    rows, found = load_labelled_rows(sources, paths)
     title = f"{title}, split {split}"
     if not _has_media(rows):
         raise ValueError(f"{title}; no {medium} column was recognised. Set --image_column.")

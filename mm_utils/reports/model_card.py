@@ -69,7 +69,7 @@ def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
 
     A path is shortened to its last two parts.
     """
-    flags = ("dataset_name", "train_file", "validation_file")
+    flags = ("dataset_name", "train_file", "validation_file", "test_file")
     given = next((settings[flag] for flag in flags if settings.get(flag)), None)
     if given is None:
         return embedded, f"embedded-{_slug(embedded)}"

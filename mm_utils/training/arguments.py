@@ -73,11 +73,6 @@ class TrainingArguments:
     early_stopping_patience: int = arg(
         0, "Stop after N evaluations without a better metric; 0 = never.", decides="length"
     )
-    stop_collapsed: bool = arg(
-        True,
-        "Stop a run whose embeddings have become all alike, and which therefore learns nothing any more.",
-        decides="length",
-    )
     ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
         0.01,
@@ -87,11 +82,6 @@ class TrainingArguments:
     ddp_timeout: float = arg(
         300.0,
         "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
-        decides="speed",
-    )
-    vision_device: str | None = arg(
-        None,
-        "The device of the image encoder, e.g. cuda:1, in a run of one process.",
         decides="speed",
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)

@@ -9,12 +9,13 @@ negatives of each other and lower chance a little.
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed
+from mm_utils.arguments import Parsed, arg
 from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.optim import OptimizerArguments, warmup_steps
 
@@ -36,6 +37,17 @@ def chance_loss(pairs: int, sigmoid: bool) -> float:
     return math.log(pairs) + ((pairs - 1) * math.log(pairs / (pairs - 1)) if sigmoid else 0.0)
 
 
+@dataclass
+class CollapseArguments:
+    """Runs that learn nothing."""
+
+    stop_collapsed: bool = arg(
+        True,
+        "Stop a run whose embeddings have become all alike, and which therefore learns nothing any more.",
+        decides="length",
+    )
+
+
 class CollapseWarning(RunCallback):
     """Read the log, and warn once for each cause: the finding, the likely reason and the remedy.
 
@@ -44,17 +56,19 @@ class CollapseWarning(RunCallback):
 
     Args:
         optimizer_args: the arguments of the schedule, in whose warm-up nothing is judged.
+        stops: whether a run that has collapsed is stopped.
     """
 
     scripts = ("pretrain",)
+    arguments = CollapseArguments
 
-    def __init__(self, optimizer_args: OptimizerArguments):
-        self.optimizer_args = optimizer_args
+    def __init__(self, optimizer_args: OptimizerArguments, stops: bool = True):
+        self.optimizer_args, self.stops = optimizer_args, stops
 
     @classmethod
     def attach(cls, given: Parsed) -> "CollapseWarning":
         """Return the callback of any run."""
-        return cls(given[OptimizerArguments])
+        return cls(given[OptimizerArguments], given["stop_collapsed"])
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forget an earlier run; read a resumed one's log, and log again what still holds."""
@@ -77,7 +91,7 @@ class CollapseWarning(RunCallback):
             if cause not in self.said and state.is_world_process_zero:
                 logger.warning("%s", message)
             self.said.add(cause)
-        if args.stop_collapsed and self._has_collapsed(kwargs["logs"]):
+        if self.stops and self._has_collapsed(kwargs["logs"]):
             raise distributed.RunError(_collapse(self.rows[-1]))
 
     def _has_collapsed(self, row: Row) -> bool:

@@ -156,13 +156,13 @@ FORMATS: dict[str, tuple[Make, str, tuple[str, ...], str, bool]] = {
         "flickr", STILL, "train_file", False,
     ),
     "metadata in lines": (
-        lambda made: made.image_folder("metadata.jsonl"), "imagefolder", ALL, "dataset_dir", False
+        lambda made: made.image_folder("metadata.jsonl"), "imagefolder", ALL, "dataset_name", False
     ),
     "metadata in Parquet": (
-        lambda made: made.image_folder("metadata.parquet"), "imagefolder", STILL, "dataset_dir", False
+        lambda made: made.image_folder("metadata.parquet"), "imagefolder", STILL, "dataset_name", False
     ),
-    "captions beside": (Made.beside, "imagefolder", ALL, "dataset_dir", False),
-    "captions beside in a split": (lambda made: made.beside("Train/"), "imagefolder", STILL, "dataset_dir", False),
+    "captions beside": (Made.beside, "imagefolder", ALL, "dataset_name", False),
+    "captions beside in a split": (lambda made: made.beside("Train/"), "imagefolder", STILL, "dataset_name", False),
     "a saved set": (lambda made: made.saved(splits=False), "datasets", ALL, "dataset_name", True),
     "saved splits": (lambda made: made.saved(splits=True), "datasets", STILL, "dataset_name", True),
     "a repository": (Made.repository, "datasets", STILL, "dataset_name", True),
@@ -188,12 +188,12 @@ def prepared(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
 
 
 def raw(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
-    args = DataArguments(**{flag: str(path)}, medium=medium, preprocessing_num_workers=1)
+    args = DataArguments(**{flag: str(path)})
     return [row for split in load_pairs(args, need_train=False).values() for row in split]
 
 
 def streamed(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
-    stream = open_stream(DataArguments(**{flag: str(path)}, medium=medium), BatchSizes((0,), (2,)), 0)
+    stream = open_stream(DataArguments(**{flag: str(path)}), BatchSizes((0,), (2,)), 0)
     reader = ShardReader(stream.shards, stream.source)
     train = [row for at, shard in enumerate(stream.shards) for row in reader.read(at, 0, shard.rows)]
     return [*stream.validation, *train]

@@ -319,8 +319,6 @@ BAD_PLACES = [
         {"train_file": "p.jsonl", "caption_column": "captoin"},
         r"--caption_column is captoin; .*Did you mean 'captions'",
     ),
-    ({"dataset_dir": "absent"}, r"--dataset_dir is absent; there is no such folder"),
-    ({"dataset_dir": "."}, r"--dataset_dir is \.; neither it nor .* metadata\.jsonl"),
     ({"train_file": "p.jsonl", "image_root": "absent"}, r"--image_root is absent; there is no such folder"),
     ({"dataset_name": "0.png"}, r"--dataset_name is 0\.png; that is a file\. Give it as --train_file"),
     ({"dataset_name": "nobody/nothing"}, r"--dataset_name is nobody/nothing; it could not be loaded .*local folder"),

@@ -55,7 +55,7 @@ def padded(kind: str) -> dict[str, Any]:
 def test_retrieval_equals_a_plain_loop(stock: tuple[str, str], photos: Path) -> None:
     kind, folder = stock
     found = eval_retrieval.main([
-        *("--model_name_or_path", folder, "--validation_file", str(photos / "pairs.jsonl")),
+        *("--model_name_or_path", folder, "--test_file", str(photos / "pairs.jsonl"), "--split", "test"),
         *("--rerank_top_k", "0", "--dataloader_num_workers", "0"),
     ])  # fmt: skip
     rows = [json.loads(line) for line in (photos / "pairs.jsonl").read_text().splitlines()]

@@ -107,11 +107,11 @@ def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, wo
 STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "finetune")
 _CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt"}
 OTHERS = {
-    "dataset_config_name": "other", "dataset_name": "sounds", "task": "scenes:count", "train_file": "x.jsonl",
+    "dataset_name": "sounds", "task": "scenes:count", "train_file": "x.jsonl",
     "validation_file": "x.jsonl", "test_file": "x.jsonl", "fusion_taps": "-1", "image_root": ".",
     "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8",
-    "micro_batch_size": "2", "vision_device": "cpu", "hub_strategy": "every_save",
+    "micro_batch_size": "2", "hub_strategy": "every_save",
     "report_to": "none", "dataloader_num_workers": "1", "class_weights": "balanced",
     "classifier_inputs": "image", "max_steps": "3", "hub_model_id": "a/b",
 }  # fmt: skip

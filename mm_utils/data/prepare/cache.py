@@ -51,7 +51,7 @@ def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int |
 
 
 def load_labelled_rows(
-    sources: list[Source], paths: PathArguments, num_proc: int | None
+    sources: list[Source], paths: PathArguments, num_proc: int | None = None
 ) -> tuple[Dataset, tuple[str, ...]]:
     """Load the rows of labelled sources as `load_or_prepare` does, all of them, in order.
 

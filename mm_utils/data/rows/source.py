@@ -63,6 +63,7 @@ class DataArguments:
     validation_file: str | None = arg(
         None, "Validation pairs; without any, some training images are held out.", decides="place", usual=True
     )
+    test_file: str | None = arg(None, "Test pairs.", decides="place")
     image_column: str | None = arg(
         None, "Column of the images, clips or sounds, paths or files; found by its usual names."
     )
@@ -77,7 +78,7 @@ class DataArguments:
     max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.", decides="place")
 
     def __post_init__(self) -> None:
-        for name in ("train_file", "validation_file"):
+        for name in ("train_file", "validation_file", "test_file"):
             if self.dataset_name and getattr(self, name):
                 raise ValueError(
                     f"--dataset_name and --{name} are given together; pairs have one source. Keep one of them."

@@ -397,6 +397,7 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
         ({"train_file": "pairs.jsonl"}, "pairs.jsonl cannot be streamed, only .parquet"),
         ({"train_file": "pairs.db"}, "pairs.db cannot be streamed, only .parquet"),
         ({"dataset_name": "no/such"}, "--dataset_name is no/such; it could not be found"),
+        ({"train_file": "a.tar", "test_file": "b.tar"}, "--test_file is b.tar; a stream has no test split"),
         ({"dataset_name": "sounds"}, "--streaming is set; sounds has no shards"),
     ],
 )
@@ -436,7 +437,7 @@ def test_a_run_has_the_window_and_the_input_of_its_tower(medium: str, tmp_path: 
     assert data.eval_loader is not None
     evaluated, *_ = data.eval_loader
     assert batch["pixel_values"].shape == data.loaders.blank(10).shape
-    assert evaluated["pixel_values"].shape == data.loaders.blank(4).shape
+    assert evaluated["pixel_values"].shape == data.loaders.blank(len(held)).shape
 
 
 STEREO = bytearray(tone(440))

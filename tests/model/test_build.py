@@ -1,7 +1,6 @@
 """Models and processors from presets, pretrained backbones and saved models."""
 
 import copy
-from collections.abc import Callable
 
 import datasets
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 from PIL import Image
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModel,
     AutoTokenizer,
     BertConfig,
@@ -32,7 +30,6 @@ from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.join import join_backbones
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
 from mm_utils.model.reading import center_square
 from tests.kit.models import CAPTIONS
@@ -195,42 +192,11 @@ def test_tokenizer_without_padding_pads_with_its_end(tokenizer, tmp_path):
 
 
 # Whole models
-@pytest.mark.usefixtures("_cache")
-def test_model_and_processor_share_a_folder(tmp_path):
-    args = ModelArguments(image_size=32)
-    processor = load_processor(args, CAPTIONS)
-    model = build_model(args, processor.tokenizer).eval()
-    model.save_pretrained(tmp_path)
-    processor.save_pretrained(tmp_path)
-    image = Image.effect_noise((50, 40), 80).convert("RGB")
-    inputs = processor(text=CAPTIONS[:2], images=[image] * 2, padding=True, return_tensors="pt")
-    again = AutoTokenizer.from_pretrained(tmp_path)(CAPTIONS[:2], padding=True, return_tensors="pt")
-    assert torch.equal(again["input_ids"], inputs["input_ids"])
-    again["pixel_values"] = AutoImageProcessor.from_pretrained(tmp_path)([image] * 2, return_tensors="pt").pixel_values
-    assert torch.equal(again["pixel_values"], inputs["pixel_values"])
-    resumed = ModelArguments(model_name_or_path=str(tmp_path))
-    assert resumed.pretrained
-    assert image_geometry(load_processor(resumed, [])) == image_geometry(processor)
-    loaders: list[Callable[[], FusionDualEncoderModel]] = [
-        lambda: AutoModel.from_pretrained(tmp_path),
-        lambda: load_model(str(tmp_path)),
-        lambda: build_model(resumed, processor.tokenizer).eval(),
-    ]
-    expected = model(**inputs)
-    for load in loaders:
-        actual = load()(**again)
-        for name in ("image_embeds", "text_embeds", "match_logits"):
-            torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-5)
-
-
 def test_a_bfloat16_model_is_trained_in_float32(folders, tokenizer, tmp_path):
     load_model(folders["stock"]).bfloat16().save_pretrained(tmp_path)
     assert load_model(str(tmp_path)).dtype == torch.bfloat16
     model = build_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-# Mistakes
 
 
 def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):

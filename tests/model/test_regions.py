@@ -1,7 +1,6 @@
 """Boxes cover cells exactly, of whatever grid a vision tower returns."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,16 +58,12 @@ def model_of(kind: str, taps: Sequence[int] = (-1,), fusion_layers: int = 1) -> 
 
 
 @pytest.mark.parametrize("kind", ["convnext", "vit", "swin"])
-def test_every_kind_of_tower_has_regions(kind: str, tmp_path: Path) -> None:
-    """Maps, tokens behind a class token, tokens alone; and a saved model has them too."""
+def test_every_kind_of_tower_has_regions(kind: str) -> None:
+    """Maps, tokens behind a class token, tokens alone."""
     model = model_of(kind)
     model.add_region_head()
     taps = model.vision_features(torch.rand(2, 3, 32, 32))[1]
-    found = model.cell_embeds(taps)
-    assert found.shape == (2, 4, 4, model.config.projection_dim)
-    model.save_pretrained(tmp_path)
-    loaded = FusionDualEncoderModel.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(loaded.cell_embeds(taps), found)
+    assert model.cell_embeds(taps).shape == (2, 4, 4, model.config.projection_dim)
 
 
 def test_cells_are_where_the_image_is() -> None:

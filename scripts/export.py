@@ -28,8 +28,8 @@ from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
+from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export_open_clip, written
 from mm_utils.export.graphs import check_packages, head_weights
-from mm_utils.export.layouts import LAYOUTS, PRECISIONS, check_output, export_open_clip, written
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
@@ -53,7 +53,6 @@ class ExportArguments:
         "auto",
         "Export the head, too: yes, no, or auto: where training found that it helps (rerank_weights in config.json).",
     )
-    opset: int = arg(18, "The version of ONNX's operators; onnxruntime reads 18 since 1.14 (February 2023).")
     split: str = arg("validation", "The split of a data set to compare recall on: train, validation or test.")
 
     def __post_init__(self) -> None:
@@ -68,7 +67,7 @@ class ExportArguments:
                 raise ValueError(f"--{name} is {getattr(self, name)}; choose one of {', '.join(choices)}.")
         if self.layout == "immich" and len(self.precisions) > 1:
             raise ValueError(f"--precision is {self.precision}; the layout immich has room for one. Give one.")
-        graphs = {"precision": "fp32", "reranker": "auto", "opset": 18, "split": "validation"}
+        graphs = {"precision": "fp32", "reranker": "auto", "split": "validation"}
         for name, usual in graphs.items():
             if self.layout == "open_clip" and getattr(self, name) != usual:
                 raise ValueError(f"--{name} is {getattr(self, name)}; --layout open_clip writes no graphs. Drop it.")
@@ -88,7 +87,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args, data_args = given[ExportArguments], given[DataArguments]
     model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
     if args.layout != "open_clip":
-        check_packages(args.opset)
+        check_packages()
     from mm_utils.export.comparison import add_recall, compare, table
     from mm_utils.export.folder import write_graphs, write_report
 
@@ -122,12 +121,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     # 3. Export, compare, and only then put the folder in its place.
     with written(output_dir) as folder:
-        towers, head = write_graphs(folder, model, processor, args.layout, args.precisions, weights, args.opset, shape)
+        towers, head = write_graphs(folder, model, processor, args.layout, args.precisions, weights, shape)
         figures = compare(model, towers, processor.tokenizer, head, shape)
         if loader is not None:
             add_recall(figures, {"torch": model, **towers}, loader, accelerator)
         settings = {
-            "opset": args.opset,
             "split": args.split if loader is not None else None,
             "rerank_weights": weights,
         }

@@ -1,32 +1,99 @@
-"""Compare exported graphs with torch: differences of embeddings, recall, time and size.
+"""Run exported graphs where a model is expected, and compare them with torch: differences of embeddings, recall and size.
 
-Shape letters: K images, T texts, L tokens.
+Shape letters: K images, T texts, L tokens, E embedding width.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.functional import pad
 from tqdm.auto import tqdm
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mm_utils.distributed import RunError
 from mm_utils.evaluation.embeddings import cosine_ranks, embed_split
 from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.export.graphs import Head, ImageSide
-from mm_utils.export.layouts import text_length
-from mm_utils.export.sessions import ExportedTowers
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_shape
 from mm_utils.text import markdown_table
 
 MOST_DIFFERENCE = 1e-5  # of an fp32 embedding; of the head's term, as a share of the largest where that is above 1
 TEXTS = ("a red door", "two dogs run along the beach at sunset, and a man with a hat looks at them", "snow")
-RUNS = 20  # whose median is the time of one image and of one query
+IMMICH_LENGTH = 77  # tokens that Immich pads every text to, as open_clip does
+
+
+def text_length(model: FusionDualEncoderModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many tokens of a text are read where padding is of one length."""
+    if model.config.text_padding:
+        return model.config.text_padding["length"]
+    most = getattr(model.config.text_config, "max_position_embeddings", IMMICH_LENGTH)
+    return min(IMMICH_LENGTH, most, tokenizer.model_max_length)
+
+
+class ExportedTowers:
+    """Towers of one precision, and the exported head, with a model's methods, on as many threads as torch has.
+
+    Args:
+        paths: of the graphs, by part.
+        config: of the model they were made from.
+        pad_token_id: fills texts for graphs that take one length.
+        length: that length, for graphs that take ids alone.
+
+    Attributes:
+        megabytes: sizes of the files, by part.
+    """
+
+    def __init__(self, paths: Mapping[str, Path], config: PreTrainedConfig, pad_token_id: int, length: int):
+        import onnxruntime
+
+        self.config, self.pad_token_id, self.length = config, pad_token_id, length
+        self.megabytes = {part: path.stat().st_size / 1e6 for part, path in paths.items()}
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        self._sessions = {
+            part: onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            for part, path in paths.items()
+        }
+
+    def encode_image(self, pixel_values: Tensor, with_keys_values: bool = False) -> tuple[Tensor, None]:
+        """Return unit embeddings `[K, E]`, as the model does, and nothing for the head."""
+        return self._run_images("vision_model", pixel_values)[0][:, : self.config.projection_dim], None
+
+    def encode_text(self, input_ids: Tensor, attention_mask: Tensor, with_states: bool = False) -> tuple[Tensor, None]:
+        """Return unit embeddings `[T, E]`, as the model does, and nothing for the head."""
+        ids, mask = self._padded(input_ids, attention_mask)
+        [embeds] = self._run("text_model", input_ids=ids, attention_mask=mask, text=ids.int())
+        return embeds[:, : self.config.projection_dim], None
+
+    def added(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return what the head adds to the scaled cosine of every text and image, `[T, K]`."""
+        sides = self._run_images("reranker_images", pixel_values)
+        blocks = {f"keys_values_{number}": block for number, block in enumerate(sides)}
+        ids, mask = self._padded(input_ids, attention_mask)
+        return self._run("reranker", input_ids=ids, attention_mask=mask, **blocks)[0]
+
+    def _run_images(self, part: str, pixel_values: Tensor) -> list[Tensor]:
+        [images] = self._sessions[part].get_inputs()  # each tower and layout chooses its name
+        return self._run(part, **{images.name: pixel_values})
+
+    def _padded(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        ids = input_ids.masked_fill(attention_mask == 0, self.pad_token_id)
+        first = self._sessions["text_model"].get_inputs()[0]
+        length = self.length if first.name == "text" else first.shape[1]
+        missing = (0, length - ids.shape[1] if isinstance(length, int) else 0)
+        return pad(ids, missing, value=self.pad_token_id), pad(attention_mask, missing)
+
+    def _run(self, part: str, **inputs: Any) -> list[Tensor]:
+        session = self._sessions[part]
+        given = {each.name: np.ascontiguousarray(inputs[each.name].numpy()) for each in session.get_inputs()}
+        return [torch.from_numpy(found) for found in session.run(None, given)]
 
 
 @dataclass
@@ -37,14 +104,12 @@ class Figures:
         precision: torch, fp32, fp16 or int8.
         megabytes: size of each graph.
         differences: largest absolute difference from torch of each output.
-        milliseconds: median time of one image and of one query, each by itself.
         recall: in both directions, at 1 and at 10; empty without data.
     """
 
     precision: str
     megabytes: dict[str, float] = field(default_factory=dict)
     differences: dict[str, float] = field(default_factory=dict)
-    milliseconds: dict[str, float] = field(default_factory=dict)
     recall: dict[str, float] = field(default_factory=dict)
 
 
@@ -56,14 +121,14 @@ def compare(
     head: Head | None = None,
     shape: Sequence[int] | None = None,
 ) -> dict[str, Figures]:
-    """Measure differences, sizes and times of torch and of each precision.
+    """Measure differences from torch and sizes of each precision.
 
     Args:
         model: in evaluation mode, on the CPU.
         exported: towers by precision.
         tokenizer: that of the model.
         head: what was exported as the head.
-        shape: of a clip or a sound, see `mm_utils.export.graphs.tower_graphs`.
+        shape: of a clip or a sound, see `mm_utils.export.graphs.graphs_of`.
 
     Raises:
         RunError: if fp32 differs from torch by more than `MOST_DIFFERENCE`.
@@ -75,53 +140,25 @@ def compare(
     expected = {"image": model.encode_image(images, with_keys_values=False)[0], "text": model.encode_text(*texts)[0]}
     if head is not None:
         expected["head"] = head(*texts, list(ImageSide(model)(images)))
-    found = {"torch": Figures("torch")}
+    figures = {"torch": Figures("torch")}
     for precision, towers in exported.items():
         outputs = {"image": towers.encode_image(images)[0], "text": towers.encode_text(*texts)[0]}
         if head is not None:
             outputs["head"] = towers.added(images, *texts)
         differences = {name: (outputs[name] - value).abs().max().item() for name, value in expected.items()}
-        found[precision] = Figures(precision, towers.megabytes, differences)
-        if precision == "fp32":
-            _check(differences, expected)
-    query = tuple(each[:1, : int(given["attention_mask"][0].sum())] for each in texts)
-    calls: dict[str, Any] = {"torch": model, **exported}
-    measured = {
-        "image": _milliseconds({name: partial(one.encode_image, images[:1], False) for name, one in calls.items()}),
-        "query": _milliseconds({name: partial(one.encode_text, *query, False) for name, one in calls.items()}),
-    }
-    for what, by_name in measured.items():
-        for name, milliseconds in by_name.items():
-            found[name].milliseconds[what] = milliseconds
-    return found
-
-
-def _check(differences: Mapping[str, float], expected: Mapping[str, Tensor]) -> None:
-    for name, difference in differences.items():
-        allowed = MOST_DIFFERENCE * max(1.0, expected[name].abs().max().item() if name == "head" else 1.0)
-        if not difference <= allowed:
-            raise RunError(
-                f"The exported {name} graph differs from torch by {difference:.1e}; at most {allowed:.0e} is right. Nothing was "
-                "written. Try another --opset, or other versions of torch and onnxruntime."
-            )
-
-
-def _milliseconds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Return each call's median time; they take turns, so that other work disturbs all alike."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(RUNS + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(1000 * (time.perf_counter() - start))
-    return {name: statistics.median(each[1:]) for name, each in times.items()}
+        figures[precision] = Figures(precision, towers.megabytes, differences)
+        for name, difference in differences.items() if precision == "fp32" else ():
+            allowed = MOST_DIFFERENCE * max(1.0, expected[name].abs().max().item() if name == "head" else 1.0)
+            if not difference <= allowed:
+                raise RunError(
+                    f"The exported {name} graph differs from torch by {difference:.1e}; at most {allowed:.0e} is right. Nothing "
+                    "was written. Try other versions of torch and onnxruntime."
+                )
+    return figures
 
 
 def add_recall(
-    figures: Mapping[str, Figures],
-    towers: Mapping[str, Any],
-    loader: Iterable,
-    accelerator: Accelerator,
+    figures: Mapping[str, Figures], towers: Mapping[str, Any], loader: Iterable, accelerator: Accelerator
 ) -> None:
     """Measure recall of torch and each precision on a split, as `scripts/eval_retrieval.py`."""
     for name, one in tqdm(towers.items(), desc="Recall", unit=" precisions"):
@@ -134,27 +171,17 @@ def add_recall(
 
 def table(figures: Mapping[str, Figures]) -> str:
     """Return a Markdown table of the figures; what was not measured has no column."""
-    every = list(figures.values())
-    columns = {
-        "": [each.precision for each in every],
-        "image, MB": [_cell(each.megabytes.get("vision_model"), ".1f") for each in every],
-        "text, MB": [_cell(each.megabytes.get("text_model"), ".1f") for each in every],
-        **{f"difference: {name}": [_cell(each.differences.get(name), ".0e") for each in every] for name in _OUTPUTS},
-        **{title: [_cell(each.recall.get(name), ".3f") for each in every] for name, title in _RECALLS.items()},
-        **{
-            f"ms: {name}": [_cell(each.milliseconds.get(name), ".1f") for each in every] for name in ("image", "query")
-        },
-    }
+    columns: dict[str, list[str]] = {"": list(figures)}
+    for name, title in (("vision_model", "image, MB"), ("text_model", "text, MB")):
+        columns[title] = [_cell(each.megabytes.get(name), ".1f") for each in figures.values()]
+    for name in ("image", "text", "head"):
+        columns[f"difference: {name}"] = [_cell(each.differences.get(name), ".0e") for each in figures.values()]
+    for direction in ("text_to_image", "image_to_text"):
+        for k in (1, 10):
+            cells = [_cell(each.recall.get(f"{direction}_recall@{k}"), ".3f") for each in figures.values()]
+            columns[f"{direction.replace('_', ' ')} R@{k}"] = cells
     shown = {title: cells for title, cells in columns.items() if any(cells)}
     return markdown_table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)])
-
-
-_OUTPUTS = ("image", "text", "head")
-_RECALLS = {
-    f"{direction}_recall@{k}": f"{direction.replace('_', ' ')} R@{k}"
-    for direction in ("text_to_image", "image_to_text")
-    for k in (1, 10)
-}
 
 
 def _cell(value: float | None, form: str) -> str:

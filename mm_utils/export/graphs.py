@@ -13,9 +13,8 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +28,12 @@ from mm_utils.model.fusion import target_mask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_name, input_shape
 from mm_utils.text import one_line
 
-IMAGES, TEXTS, LENGTH = (
-    3,
-    2,
-    7,
-)  # of the inputs that are traced; none is 1, which the exporter would take for a constant
+OPSET = 18  # of ONNX's operators: the least that torch writes; onnxruntime reads it since 1.14 (February 2023)
+IMAGES, TEXTS, LENGTH = 3, 2, 7  # that are traced; none is 1, which the exporter would take for a constant
 
 
-def check_packages(opset: int) -> None:
-    """Raise ValueError if a package of the extra `export` is missing, or cannot write a version of operators."""
-    if opset < 18:  # torch would write 18, and say nothing
-        raise ValueError(f"--opset is {opset}; torch's exporter writes no version below 18. Give 18 or more.")
+def check_packages() -> None:
+    """Raise ValueError if a package of the extra `export` is missing."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -66,8 +60,7 @@ def head_weights(model: FusionDualEncoderModel, wanted: str = "auto") -> dict[st
     return fitted or dict.fromkeys(model.voices, 1.0)
 
 
-@dataclass(frozen=True)
-class Graph:
+class Graph(NamedTuple):
     """A part of a model and how it is traced.
 
     Attributes:
@@ -188,59 +181,50 @@ class Head(nn.Module):
         return (of_next * target_mask(attention_mask)[0][:, 1:]).sum(1)
 
 
-def tower_graphs(model: FusionDualEncoderModel, shape: Sequence[int] | None = None) -> dict[str, Graph]:
-    """Return the graphs of the two towers, with the input and output names of CLIP in ONNX.
+@torch.no_grad()
+def graphs_of(
+    model: FusionDualEncoderModel,
+    weights: dict[str, float],
+    shape: Sequence[int] | None = None,
+    immich: tuple[int, bool, int] | None = None,
+) -> dict[str, Graph]:
+    """Return the graphs of the two towers, with the input and output names of CLIP in ONNX, and of the head.
 
     Args:
         model: the model.
+        weights: of the head's scores; empty for no head.
         shape: of a clip or a sound, as its tower takes it; None for images. The input has the tower's own name for it.
+        immich: pad_token_id, ends_in_pad and width of towers with an open_clip model's inputs; see `PaddedTextTower`.
     """
-    images, ids = _samples(model, shape)
-    images_axis, texts_axis = {0: Dim("images")}, _text_axes(model)
-    return {
-        "vision_model": Graph(
-            ImageTower(model), {input_name(model.vision_model): images}, (images_axis,), ["image_embeds"]
-        ),
-        "text_model": Graph(
-            TextTower(model),
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-            (texts_axis, texts_axis),
-            ["text_embeds"],
-        ),
+    shape = input_shape(model.vision_model) if shape is None else shape
+    images = torch.linspace(-1, 1, IMAGES).view(-1, *[1] * len(shape)).expand(-1, *shape).clone()
+    padding, vocabulary = model.config.text_padding, model.text_model.config.vocab_size
+    length = padding["length"] if padding else LENGTH
+    ids = torch.arange(2, 2 + TEXTS * length).view(TEXTS, length) % vocabulary
+    many = {0: Dim("images")}
+    some: dict[int, Any] = {0: Dim("texts")} if padding else {0: Dim("texts"), 1: Dim("length", min=2)}
+    if immich:
+        text = PaddedTextTower(model, *immich)
+        return {
+            "vision_model": Graph(ImageTower(model, immich[-1]), {"image": images}, (many,), ["image_embeds"]),
+            "text_model": Graph(text, {"text": ids.int()}, (some,), ["text_embeds"]),
+        }
+    pixels = {input_name(model.vision_model): images}
+    texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    graphs = {
+        "vision_model": Graph(ImageTower(model), pixels, (many,), ["image_embeds"]),
+        "text_model": Graph(TextTower(model), texts, (some, some), ["text_embeds"]),
     }
+    if weights:
+        blocks = list(ImageSide(model)(images))
+        names = [f"keys_values_{number}" for number in range(len(blocks))]
+        graphs["reranker_images"] = Graph(ImageSide(model), pixels, (many,), names)
+        axes = (some, some, [many] * len(blocks))
+        graphs["reranker"] = Graph(Head(model, weights), {**texts, "keys_values": blocks}, axes, ["added"])
+    return graphs
 
 
-def padded_graphs(model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad: bool, width: int) -> dict[str, Graph]:
-    """Return the two towers' graphs with an open_clip model's inputs; see `PaddedTextTower`."""
-    images, ids = _samples(model)
-    text = PaddedTextTower(model, pad_token_id, ends_in_pad, width)
-    return {
-        "vision_model": Graph(ImageTower(model, width), {"image": images}, ({0: Dim("images")},), ["image_embeds"]),
-        "text_model": Graph(text, {"text": ids.int()}, (_text_axes(model),), ["text_embeds"]),
-    }
-
-
-@torch.no_grad()
-def head_graphs(
-    model: FusionDualEncoderModel, weights: dict[str, float], shape: Sequence[int] | None = None
-) -> dict[str, Graph]:
-    """Return the head's graphs: images' keys and values, scores of pairs; see `tower_graphs`."""
-    images, ids = _samples(model, shape)
-    blocks = list(ImageSide(model)(images))
-    names = [f"keys_values_{number}" for number in range(len(blocks))]
-    images_axis, texts_axis = {0: Dim("images")}, _text_axes(model)
-    return {
-        "reranker_images": Graph(ImageSide(model), {input_name(model.vision_model): images}, (images_axis,), names),
-        "reranker": Graph(
-            Head(model, weights),
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "keys_values": blocks},
-            (texts_axis, texts_axis, [images_axis] * len(blocks)),
-            ["added"],
-        ),
-    }
-
-
-def trace(graph: Graph, path: Path, opset: int) -> None:
+def trace(graph: Graph, path: Path) -> None:
     """Write a graph as ONNX.
 
     Raises:
@@ -258,7 +242,7 @@ def trace(graph: Graph, path: Path, opset: int) -> None:
                 dynamic_shapes=graph.axes,
                 input_names=names,
                 output_names=graph.outputs,
-                opset_version=opset,
+                opset_version=OPSET,
                 verbose=False,
             )
             assert program is not None
@@ -266,27 +250,15 @@ def trace(graph: Graph, path: Path, opset: int) -> None:
                 node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # paths and code of this machine
             program.save(path, external_data=False)
     except Exception as error:  # of any kind: tracing runs the code of any backbone
-        cause = error
+        cause: BaseException = error
         while cause.__cause__ is not None:
-            cause = cause.__cause__  # type: ignore[assignment]
+            cause = cause.__cause__
         if isinstance(cause, OSError) and is_about(cause, path.parent):  # a full disk
             raise cause from None
         raise RunError(
-            f"{path.name} cannot be made; torch's exporter stops: {one_line(cause)}. Try another --opset or another version of "
-            "torch, or export a model with other backbones."
+            f"{path.name} cannot be made; torch's exporter stops: {one_line(cause)}. Try another version of torch, or export a "
+            "model with other backbones."
         ) from error
-
-
-def _samples(model: FusionDualEncoderModel, shape: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Return images `[K, 3, S, S]`, or media of a shape, and ids `[T, L]` to trace with."""
-    shape = input_shape(model.vision_model) if shape is None else shape
-    images = torch.linspace(-1, 1, IMAGES).view(-1, *[1] * len(shape)).expand(-1, *shape).clone()
-    length = (model.config.text_padding or {"length": LENGTH})["length"]
-    return images, torch.arange(2, 2 + TEXTS * length).view(TEXTS, length) % model.text_model.config.vocab_size
-
-
-def _text_axes(model: FusionDualEncoderModel) -> dict[int, Any]:
-    return {0: Dim("texts")} if model.config.text_padding else {0: Dim("texts"), 1: Dim("length", min=2)}
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from transformers import AutoImageProcessor, AutoTokenizer
 
 import mm_utils
-from mm_utils.export.comparison import Figures
-from mm_utils.export.layouts import IMMICH_NAMES, immich_width, text_length, write_settings
+from mm_utils.export.comparison import Figures, text_length
+from mm_utils.export.folder import IMMICH_NAMES, immich_width, write_settings
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of

@@ -153,7 +153,7 @@ def _write(pairs: datasets.DatasetDict, mined: Mined, source: str, folder: Path,
         split: _with_column(rows, mined.negatives if split == "train" else [[]] * len(rows))
         for split, rows in pairs.items()
     }
-    with atomic_folder(folder) as work:
+    with atomic_folder(folder, "--output_dir") as work:
         written = write_splits(tables, work)
         report = json.loads(Path(source, "report.json").read_text(encoding="utf-8"))
         report |= {"fingerprint": content_fingerprint(written), "mined_from": source}

@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 # isort: split
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +46,6 @@ class MineArguments:
     output_dir: str = required("The new data set goes here; --dataset_name of a training script reads it.")
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
-    dry_run: bool = arg(False, "Mine the first rows, say how long all would take, and write nothing.")
 
     def __post_init__(self) -> None:
         for name in ("model_name_or_path", "dataset_name", "output_dir"):
@@ -74,8 +72,6 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     with distributed.first_then_others():
         pairs = load_pairs(DataArguments(dataset_name=args.dataset_name))
         rows = tokenize_captions(pairs["train"], processor.tokenizer, args.max_seq_length)
-    total, sample = len(rows), 4 * EVALUATION_BATCH * accelerator.num_processes
-    rows = rows.select(range(min(total, sample))) if args.dry_run else rows
     loader_args = LoaderArguments(args.max_seq_length, dataloader_num_workers=args.dataloader_num_workers)
     loaders = make_loaders(loader_args, accelerator.device, processor)
 
@@ -83,24 +79,14 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())
 
     # 4. Mine.
-    begin = time.monotonic()
     loader = loaders.evaluation(rows, EVALUATION_BATCH)
     mined = mine(accelerator.unwrap_model(model), rows, loader, mining, accelerator)
-    seconds = time.monotonic() - begin
-    found = {"images": len(rows), "negatives": sum(map(len, mined.negatives))}
-    if args.dry_run:
-        logger.info(
-            "Nothing was written. %d of %s images were mined, among their own captions alone: %s negatives, left out %s. All would "
-            "take %.0f s, and the new folder as much room as the old.",
-            len(rows), f"{total:,}", f"{found['negatives']:,}", mined.left_out, seconds / len(rows) * total,
-        )  # fmt: skip
-        return found
 
     # 5. Write the data set, and the report.
     write_mined(pairs, mined, args.dataset_name, Path(args.output_dir), to_dict(args, mining))
     logger.info("Train on it: %s", launch_command("pretrain", ["--dataset_name", args.output_dir]))
     accelerator.end_training()
-    return found
+    return {"images": len(rows), "negatives": sum(map(len, mined.negatives))}
 
 
 if __name__ == "__main__":

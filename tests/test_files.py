@@ -56,6 +56,11 @@ def test_an_atomic_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None
         assert not (tmp_path / "cache" / "one").exists()
     with atomic_folder(tmp_path / "cache" / "one") as folder:
         (folder / "part").write_text("late")
+    with (
+        pytest.raises(ValueError, match=r"--output_dir is .*one; another run has written it"),
+        atomic_folder(tmp_path / "cache" / "one", "--output_dir") as folder,
+    ):
+        (folder / "part").write_text("other")
     assert (tmp_path / "cache" / "one" / "part").read_text() == "whole"
     assert len(list((tmp_path / "cache").iterdir())) == 1
 

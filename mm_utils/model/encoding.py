@@ -4,7 +4,7 @@
 
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
-in language and style; it cost a third of the recall (docs/log.md). A text tower, though, reads every caption by itself. So
+in language and style; it cost a third of the recall. A text tower, though, reads every caption by itself. So
 the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group.
 """
 

@@ -641,7 +641,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.token_head is None:
             self.token_head = TokenHead(dim, width, words.num_embeddings).to(words.weight)
             self.token_head.apply(self._init_weights)
-            # Logits begin with a variance of 1, however short the word embeddings are: five times fewer steps (docs/log.md).
+            # Logits begin with a variance of 1, however short the word embeddings are: five times fewer steps.
             spread = words.weight.detach().float().std() * math.sqrt(width)
             last: Any = self.token_head.transform[-1]
             last.weight.data.div_(spread.to(words.weight))

@@ -3,7 +3,7 @@
 `accelerate launch` and torchrun keep one key-value store for all restarts, and process groups write their addresses to the same
 keys every time (torch 2.15 and before), so a restarted process may read the address of a dead one, and fail or hang. Here process
 0 draws a prefix and hands it to the processes that are present, until all have it. TORCHELASTIC_RESTART_COUNT is not such a prefix:
-with `--rdzv_backend c10d` it counts only the failures of its own machine, so two machines never meet again (docs/log.md).
+with `--rdzv_backend c10d` it counts only the failures of its own machine, so two machines never meet again.
 """
 
 import functools

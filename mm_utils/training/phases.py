@@ -23,7 +23,7 @@ from mm_utils.training.optim import OptimizerArguments, schedule
 
 logger = logging.getLogger(__name__)
 
-HEAD_RATE = 2.0  # of the peak rate, in the head's part of a run (docs/log.md)
+HEAD_RATE = 2.0  # of the peak rate, in the head's part of a run
 _OF_ENCODERS = ("text_to_image_", "image_to_text_")  # how their figures begin; of re-ranking there are the same
 
 Row = Mapping[str, Any]

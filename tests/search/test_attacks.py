@@ -1,6 +1,6 @@
 """Load and bombs against a served index: it answers afterwards, and its memory does not grow with them.
 
-`python -m pytest tests/search/test_attacks.py -m slow -o log_cli=true -o log_cli_level=INFO` shows the table of docs/search.md.
+`python -m pytest tests/search/test_attacks.py -m slow -o log_cli=true -o log_cli_level=INFO` shows the memory of each.
 """
 
 import io

@@ -4,7 +4,7 @@ An image's fingerprint is a perceptual hash of 64 bits, which finds candidates a
 colours, which confirms them: 200 bytes, and 0.3 ms for 256 pixels. It finds the same picture after it was compressed,
 scaled, brightened, turned grey or cut by a few per cent; a mirrored one is another example, as captions say "left" and
 "right". Copies with a large logo over the picture are missed: a thumbnail cannot distinguish it
-from another object. Recall and false alarms are in docs/log.md.
+from another object. Recall: docs/data.md#duplicates-and-leaks.
 """
 
 import hashlib

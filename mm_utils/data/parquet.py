@@ -57,10 +57,8 @@ class ParquetRows:
         rows = max(min(rows, _LEAST_ROWS), min(rows, _BATCH_BYTES // max(1, largest)))
         yield from self.file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
 
-    def cells(
-        self, columns: Sequence[str], batch_rows: int, first: int = 0
-    ) -> Iterator[tuple[int, int, dict[str, Any] | Fault]]:
-        """Read some columns from row `first` on; yield the row group, the row in it, and its cells, or why it has none.
+    def cells(self, columns: Sequence[str], batch_rows: int, first: int = 0) -> Iterator[dict[str, Any] | Fault]:
+        """Read some columns from row `first` on; yield the cells of each row, or why it has none.
 
         One row group is read after the other, so that batches are the same wherever the reading began.
         """
@@ -74,9 +72,7 @@ class ParquetRows:
             for batch in self.batches(group, columns, batch_rows):
                 decoded += batch.nbytes
                 self._check_decoded(decoded)
-                start = min(max(0, skipped - row), len(batch))
-                for place, values in enumerate(cells_of(batch.slice(start)), row + start):
-                    yield group, place, values
+                yield from cells_of(batch.slice(min(max(0, skipped - row), len(batch))))
                 row += len(batch)
 
     def _check_decoded(self, size: int) -> None:

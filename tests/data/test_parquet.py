@@ -63,7 +63,7 @@ def test_one_large_cell_makes_batches_small(tmp_path: Path, monkeypatch: pytest.
 def test_an_image_that_decodes_to_much_more_than_the_file_is_a_fault(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": [bytes(100 << 20)]}), tmp_path / "p.parquet", compression="zstd")
     with pytest.raises(Fault, match="decodes to more than"):
-        ParquetImage("p", str(tmp_path / "p.parquet"), 0, 0, "image").read(Limits())
+        ParquetImage("p", str(tmp_path / "p.parquet"), 0, "image").read(Limits())
 
 
 def test_honest_files_are_read_whole(tmp_path: Path) -> None:
@@ -71,9 +71,7 @@ def test_honest_files_are_read_whole(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet", row_group_size=7000)
     check_files([str(tmp_path / "p.parquet")])
     found = ParquetRows(str(tmp_path / "p.parquet"), "p").cells(["n", "caption"], 1000, first=6999)
-    cells = list(found)
-    assert [values for _, _, values in cells] == rows[6999:]
-    assert [(group, row) for group, row, _ in cells[:2]] == [(0, 6999), (1, 0)]
+    assert list(found) == rows[6999:]
 
 
 def test_a_column_twice_is_an_error(tmp_path: Path) -> None:

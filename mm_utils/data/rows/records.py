@@ -106,26 +106,25 @@ class ArrowImage(ImageRef):
     def read(self, limits: Limits) -> bytes:
         """Read the cell."""
         cell = _mapped(self.path).fast_slice(self.row, 1).column(self.column)[0]
-        return checked_bytes(_bytes_of(cell), self.name, limits)
+        return checked_bytes(_bytes_of(cell.as_py()), self.name, limits)
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetImage(ImageRef):
-    """A cell of a Parquet file: row `row` of row group `group`.
+    """A cell of a Parquet file.
 
-    Each process keeps its place in the last two row groups, so rows read in order are decompressed once and memory does
-    not grow with the size of a row group.
+    Each process keeps its place in two columns, so rows read in order are decompressed once and memory does not grow with
+    the size of a row group.
     """
 
     path: str
-    group: int
     row: int
     column: str
 
     def read(self, limits: Limits) -> bytes:
         """Read the cell; raises read_error if the file is damaged there."""
         try:
-            cell = _cursor(self.path, self.group, self.column).cell(self.row)
+            cell = _cursor(self.path, self.column).cell(self.row)
         except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
             _cursor.cache_clear()
             raise Fault("read_error", f"{self.name}: {one_line(error)}") from error
@@ -314,29 +313,26 @@ def path_id(path: str, id_root: str, written: Any) -> str:
 
 
 class _Cursor:
-    """A place in the image column of one row group, which moves forward."""
+    """A place in the image column of a Parquet file, which moves forward, and goes back to the begin of a row group."""
 
-    def __init__(self, path: str, group: int, column: str) -> None:
-        self._file = ParquetRows(path, path)
-        self._group, self._column = group, column
-        self._rewind()
+    def __init__(self, path: str, column: str) -> None:
+        self._file, self._column = ParquetRows(path, path), column
+        self._next, self._cells = 0, self._file.cells([column], _PARQUET_BATCH)
+        self._held: dict[str, Any] | Fault = {}
 
-    def _rewind(self) -> None:
-        self._batches: Iterator[pa.RecordBatch] = self._file.batches(self._group, [self._column], _PARQUET_BATCH)
-        self._begin, self._held = 0, next(self._batches)
-
-    def cell(self, row: int) -> pa.Scalar:
-        if row < self._begin:
-            self._rewind()
-        while row >= self._begin + len(self._held):
-            self._begin += len(self._held)
-            self._held = next(self._batches)
-        return self._held.column(0)[row - self._begin]
+    def cell(self, row: int) -> Any:
+        if not self._next - 1 <= row <= self._next + _PARQUET_BATCH:
+            self._next, self._cells = row, self._file.cells([self._column], _PARQUET_BATCH, row)
+        while self._next <= row:
+            self._held, self._next = next(self._cells), self._next + 1
+        if isinstance(self._held, Fault):
+            raise self._held
+        return self._held[self._column]
 
 
 @lru_cache(maxsize=2)
-def _cursor(path: str, group: int, column: str) -> _Cursor:
-    return _Cursor(path, group, column)
+def _cursor(path: str, column: str) -> _Cursor:
+    return _Cursor(path, column)
 
 
 @lru_cache(maxsize=8)
@@ -344,9 +340,8 @@ def _mapped(path: str) -> MemoryMappedTable:
     return MemoryMappedTable.from_file(path)
 
 
-def _bytes_of(cell: pa.Scalar) -> bytes | None:
-    """Return the bytes of a binary cell, or of the field `bytes` of a struct."""
-    value = cell.as_py()
+def _bytes_of(value: Any) -> bytes | None:
+    """Return a binary cell, or the bytes in a struct."""
     if not isinstance(value, dict):
         return value
     # A raw store (see `mm_utils.data.images.pixels`) that was saved anew: its bytes are not an image file.

@@ -53,7 +53,7 @@ def load_splits(
         if is_saved(folder):
             check_saved(folder, Jail(name, bool(allow_outside)))
             try:
-                source = load_from_disk(name)
+                source = load_from_disk(name, keep_in_memory=False)
             except IndexError:  # of datasets, where no file has rows
                 raise ValueError("it holds no rows") from None
         else:

@@ -1,17 +1,15 @@
 """Records of tables: text files, Parquet files, and `datasets` of any kind."""
 
-import bisect
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
-from datasets import Audio, ClassLabel, Dataset, Features, Image, Value, Video
+from datasets import Audio, ClassLabel, Dataset, Features, Image, Video
 
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media import FEATURES
@@ -35,7 +33,6 @@ from mm_utils.data.rows.records import (
     NO_MEDIUM,
     ArrowImage,
     BadRow,
-    BytesImage,
     ImageRef,
     ParquetImage,
     Record,
@@ -128,45 +125,6 @@ def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | Ba
         yield from records_of(table, builder, f"split {given}, ", split)
 
 
-def text_table(
-    path: Path, title: str, kind: str | None = None, delimiter: str | None = None
-) -> tuple[str, list[str], Rows]:
-    """Open a text file; return the unit, the names of its columns, and its rows, lazily.
-
-    Raises:
-        ValueError: if there are no rows, or none of the first hundred can be read.
-    """
-    unit, records = text_records(path, kind, delimiter)
-    first = list(itertools.islice(records, 100))
-    if not first:
-        raise ValueError(f"{title}; the file holds no rows. Give a file with one image and its caption per row.")
-    number, values = first[0]
-    if isinstance(values, BadLine) and all(isinstance(row, BadLine) for _, row in first):
-        raise ValueError(values.describe(path, f"{unit} {number}"))
-    names = [key for _, row in first if isinstance(row, dict) for key in row if key is not None]
-    return unit, list(dict.fromkeys(names)), itertools.chain(first, records)
-
-
-def with_raw_images(dataset: Dataset, column: str, title: str, medium: str = "image") -> tuple[Dataset, bool | None]:
-    """Make the medium's column undecoded media or paths; return whether it holds bytes, None if paths, too."""
-    feature = dataset.features[column]
-    if medium == "clip" and _is_list(feature):
-        return dataset, False
-    dtype = feature.dtype if isinstance(feature, Value) else ""
-    if dtype in ("string", "large_string"):
-        return dataset, False
-    is_struct = isinstance(feature, dict) and set(feature) == {"bytes", "path"}
-    if not (isinstance(feature, type(FEATURES[medium])) or is_struct or dtype in ("binary", "large_binary")):
-        raise ValueError(
-            f"{title}; the {medium} column {column} holds {feature}, not paths or {medium}s. Set image_column to another."
-        )
-    dataset = dataset.cast_column(column, FEATURES[medium])
-    stored = pc.struct_field(dataset.data.column(column), "bytes")
-    if stored.null_count in (0, len(stored)):
-        return dataset, not stored.null_count
-    return dataset, None
-
-
 def records_of(
     table: Table, builder: RecordBuilder, prefix: str = "", split: str | None = None, by_folder: bool = False
 ) -> Iterator[Record | BadRow]:
@@ -225,13 +183,18 @@ def time_of(value: Any) -> Any:
 
 
 def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> Table:
-    title, wanted = builder.source.title, builder.source.columns
-    unit, names, rows = text_table(path, title, kind, builder.source.delimiter)
+    title = builder.source.title
+    unit, rows = text_records(path, kind, builder.source.delimiter)
     head = list(itertools.islice(rows, 100))
-    first: dict[str, Any] = {}
-    for _, row in reversed(head):
-        first |= {} if isinstance(row, BadLine) else {name: value for name, value in row.items() if not is_null(value)}
-    columns = find_columns(names, title, wanted, first=first)
+    if not head:
+        raise ValueError(f"{title}; the file holds no rows. Give a file with one image and its caption per row.")
+    number, values = head[0]
+    read = [row for _, row in head if not isinstance(row, BadLine)]
+    if isinstance(values, BadLine) and not read:
+        raise ValueError(values.describe(path, f"{unit} {number}"))
+    names = dict.fromkeys(name for row in read for name in row if name is not None)
+    first = {name: value for row in reversed(read) for name, value in row.items() if not is_null(value)}
+    columns = find_columns(list(names), title, builder.source.columns, first=first)
     return Table(unit, columns, itertools.chain(head, rows), builder.jail)
 
 
@@ -241,38 +204,37 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
         opened = ParquetRows(str(path), title)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{title}; it cannot be read as Parquet ({one_line(error)}). Write it anew.") from error
-    columns = find_table_columns(opened.file.schema_arrow, title, builder.source.columns)
-    rows = _parquet_rows(opened, path, columns, _embeds(opened.file, columns, title))
-    return Table("row", columns, rows, builder.jail)
+    schema, about = opened.file.schema_arrow, opened.file.metadata
+    columns = find_table_columns(schema, title, builder.source.columns)
+    image, embeds = str(columns.image), _holds_media(schema, columns, title)
+    # The file's statistics tell whether all cells are bytes, or none.
+    if embeds and pa.types.is_struct(schema.field(image).type):
+        groups = map(about.row_group, range(about.num_row_groups))
+        parts = [group.column(at) for group in groups for at in range(group.num_columns)]
+        parts = [part for part in parts if part.path_in_schema == f"{image}.bytes"]
+        nulls = sum(part.statistics.null_count or 0 for part in parts if part.statistics)
+        held = not pa.types.is_null(schema.field(image).type.field("bytes").type)
+        embeds = held and _all_or_some(nulls, sum(part.num_values for part in parts))
+    refs = (ParquetImage(f"{path}, row {row}", str(path), row, image) for row in itertools.count())
+    cells = opened.cells(_read_columns(columns, schema.names, with_image=not embeds), _ROWS)
+    return Table("row", columns, _rows(cells, image, embeds, refs), builder.jail)
+
+
+def _all_or_some(nulls: int, count: int) -> bool | None:
+    """Return whether cells hold bytes, by the number of those that do not; None if they differ."""
+    return not nulls if nulls in (0, count) else None
 
 
 def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Columns:
     """Find the columns of a table by their names; a single column of images may have any."""
     images = [field.name for field in schema if _is_image(field.type)]
     spare = images[0] if len(images) == 1 else None
-    known = [
-        field for field in schema if _is_image(field.type) or pa.types.is_integer(field.type)
-    ]  # others may have no feature
+    # Others may have no feature.
+    known = [field for field in schema if _is_image(field.type) or pa.types.is_integer(field.type)]
     features = Features.from_arrow_schema(pa.schema(known, metadata=schema.metadata))
-    typed = {} if wanted.medium == "image" and not wanted.labelled else _typed(features)
-    return find_columns(schema.names, title, wanted, spare_image=spare, typed=typed, labels=_classes(features))
-
-
-def _typed(features: Features) -> dict[str, str]:
-    """Return the kinds of the columns whose feature is of one."""
-    return {name: _KINDS[type(feature)] for name, feature in features.items() if type(feature) in _KINDS}
-
-
-def _classes(features: Features) -> dict[str, list[str]]:
-    """Return the names of the classes of the columns whose feature has them."""
-    return {name: feature.names for name, feature in features.items() if isinstance(feature, ClassLabel)}
-
-
-def _is_list(kind: Any) -> bool:
-    """Return whether a type of Arrow or `datasets` is a list of texts: paths of frames."""
-    if isinstance(kind, pa.DataType):
-        return pa.types.is_list(kind) and pa.types.is_string(kind.value_type)
-    return getattr(getattr(kind, "feature", None), "dtype", "") == "string"
+    typed = {name: _KINDS[type(feature)] for name, feature in features.items() if type(feature) in _KINDS}
+    labels = {name: feature.names for name, feature in features.items() if isinstance(feature, ClassLabel)}
+    return find_columns(schema.names, title, wanted, spare_image=spare, typed=typed, labels=labels)
 
 
 def _is_image(kind: pa.DataType) -> bool:
@@ -281,45 +243,34 @@ def _is_image(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _embeds(file: pq.ParquetFile, columns: Columns, title: str) -> bool | None:
-    """Return whether the image column holds bytes, by its type and the file's statistics; None if it has paths, too."""
+def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool | None:
+    """Return whether the cells of the image column are media, and not paths; raise ValueError if they are neither."""
     if columns.image is None:
         return False
-    kind = file.schema_arrow.field(str(columns.image)).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or (columns.medium == "clip" and _is_list(kind)):
+    kind = schema.field(columns.image).type
+    text = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if columns.medium == "clip" and pa.types.is_list(kind):
+        text = kind.value_type
+    if pa.types.is_string(text) or pa.types.is_large_string(text):
         return False
     if not _is_image(kind):
         raise ValueError(
             f"{title}; the {columns.medium} column {columns.image} holds {kind}, not paths or {columns.medium}s. Set "
             "image_column to another."
         )
-    if not pa.types.is_struct(kind):
-        return True
-    if pa.types.is_null(kind.field("bytes").type):
-        return False
-    parts = [
-        group.column(at)
-        for group in map(file.metadata.row_group, range(file.num_row_groups))
-        for at in range(group.num_columns)
-        if group.column(at).path_in_schema == f"{columns.image}.bytes"
-    ]
-    counts = [part.statistics and (part.statistics.null_count, part.num_values) for part in parts]
-    if all(each is not None and each[0] == each[1] for each in counts):
-        return False
-    return True if all(each is None or not each[0] for each in counts) else None
+    return True
 
 
-def _parquet_rows(opened: ParquetRows, path: Path, columns: Columns, embedded: bool | None) -> Rows:
-    image = str(columns.image)
-    wanted = _read_columns(columns, opened.file.schema_arrow.names, with_image=not embedded)
-    for number, (group, row, values) in enumerate(opened.cells(wanted, _ROWS)):
+def _rows(
+    cells: Iterable[dict[str, Any] | Fault], image: str, embedded: bool | None, refs: Iterable[ImageRef]
+) -> Rows:
+    """Yield rows by number, embedded media as references; `embedded` is None where some cells are paths."""
+    for number, (values, ref) in enumerate(zip(cells, refs, strict=False)):
         if isinstance(values, Fault):
             yield number, BadLine(values, "")
             continue
         if embedded or (embedded is None and _bytes_in(values[image])):
-            values[image] = ParquetImage(f"{path}, row group {group}, row {row}", str(path), group, row, image)
+            values[image] = ref
         yield number, values
 
 
@@ -329,34 +280,27 @@ def _bytes_in(cell: Any) -> bool:
 
 
 def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: Jail) -> Table:
-    typed = _typed(dataset.features)
-    spare = next(iter(typed)) if len(typed) == 1 else None
-    wanted = builder.source.columns
-    columns = find_columns(dataset.column_names, title, wanted, spare, typed, labels=_classes(dataset.features))
-    if columns.image is None:
-        return Table("row", columns, dataset_rows(dataset, dataset, columns, False), jail)
-    raw, embedded = with_raw_images(dataset, columns.image, title, columns.medium)
-    return Table("row", columns, dataset_rows(dataset, raw, columns, embedded), jail)
+    schema = dataset.features.arrow_schema
+    columns = find_table_columns(schema, title, builder.source.columns)
+    image, embeds = str(columns.image), _holds_media(schema, columns, title)
+    refs: Iterable[ImageRef] = itertools.repeat(NO_MEDIUM)
+    if embeds:
+        dataset = dataset.cast_column(image, FEATURES[columns.medium])
+        stored = pc.struct_field(dataset.data.column(image), "bytes")
+        embeds, refs = _all_or_some(stored.null_count, len(stored)), _stored_cells(dataset, image)
+    read = dataset.select_columns(_read_columns(columns, dataset.column_names, with_image=not embeds))
+    batches = read.with_format("arrow").iter(batch_size=64 if embeds is None else _ROWS)
+    cells = (values for batch in batches for values in cells_of(batch))
+    return Table("row", columns, _rows(cells, image, embeds, refs), jail)
 
 
-def dataset_rows(stored: Dataset, raw: Dataset, columns: Columns, embedded: bool | None) -> Rows:
-    """Yield a split's rows by number, embedded media as `ImageRef`; see `with_raw_images`."""
-    image = str(columns.image)
-    cells = _ImageCells(stored, image) if embedded is not False else None
-    wanted = _read_columns(columns, raw.column_names, with_image=not embedded or cells is None or not cells.mapped)
-    number = itertools.count()
-    for batch in (
-        raw.select_columns(wanted).with_format("arrow").iter(batch_size=_ROWS if embedded is not None else 64)
-    ):
-        for values in cells_of(batch):
-            at = next(number)
-            if isinstance(values, Fault):
-                yield at, BadLine(values, "")
-                continue
-            if cells is not None and (embedded or _bytes_in(values[image])):
-                held = values.get(image) or {}
-                values[image] = cells.ref(at) if cells.mapped else BytesImage(f"row {at}", held.get("bytes"))
-            yield at, values
+def _stored_cells(dataset: Dataset, column: str) -> Iterator[ArrowImage]:
+    """Yield where each row's cell lies in the Arrow files of a data set, which was loaded from them."""
+    for path in (file["filename"] for file in dataset.cache_files):
+        with pa.memory_map(path) as file:
+            rows = pa.ipc.open_stream(file).read_all().num_rows
+        yield from (ArrowImage(f"{path}, row {row}", path, row, column) for row in range(rows))
+    raise ValueError(f"the files of a data set hold fewer than its {len(dataset):,} rows. Save it anew.")
 
 
 def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
@@ -364,28 +308,3 @@ def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[
     time = () if columns.medium == "image" else BESIDE_TIME
     wanted = (columns.caption, *columns.parts, columns.id, columns.group, columns.label, "split", *BESIDE, *time)
     return [name for name in names if (with_image if name == columns.image else name in wanted)]
-
-
-class _ImageCells:
-    """Finds the rows of a `Dataset` in its Arrow files, if it was read from files (`mapped`)."""
-
-    def __init__(self, dataset: Dataset, column: str) -> None:
-        self._column = column
-        self._indices = None if dataset._indices is None else dataset._indices.column(0)
-        self._files = [file["filename"] for file in dataset.cache_files]
-        if self._indices is not None:  # `cache_files` ends with the file of the indices, if they have one
-            self._files = [name for name in self._files if "indices" not in Path(name).name]
-        self._ends = list(itertools.accumulate(_num_rows(name, column) for name in self._files))
-        self.mapped = bool(self._ends) and self._ends[-1] == len(dataset.data)
-
-    def ref(self, at: int) -> ArrowImage:
-        row = at if self._indices is None else self._indices[at].as_py()
-        file = bisect.bisect_right(self._ends, row)
-        path, place = self._files[file], row - (self._ends[file - 1] if file else 0)
-        return ArrowImage(f"{path}, row {place}", path, place, self._column)
-
-
-def _num_rows(path: str, column: str) -> int:
-    with pa.memory_map(path) as file:
-        table = pa.ipc.open_stream(file).read_all()
-        return table.num_rows if column in table.column_names else 0

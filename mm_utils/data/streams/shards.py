@@ -282,7 +282,7 @@ def _read_records(url: str, first: int, source: Source) -> Iterator[Record | Bad
         def rows() -> Rows:
             cells: Iterator[dict[str, Any] | Fault]
             if isinstance(shard, ParquetRows):
-                cells = (values for _, _, values in shard.cells(names, _BATCH, first))
+                cells = shard.cells(names, _BATCH, first)
             else:
                 cells = _arrow_cells(shard, names, first)
             for number, values in enumerate(cells, first):

@@ -28,21 +28,20 @@ _TURNS = {
 
 
 class Broken(NamedTuple):
-    """A file that must not be used: why, how its name ends, and its bytes."""
+    """A file that must not be used: why, and its bytes."""
 
     kind: str
     reason: str
-    suffix: str
     make: Make
 
 
 class Odd(NamedTuple):
-    """A file that must be used: the notes on it, and what it shows if not the picture itself."""
+    """A file that must be used: how its name ends, the notes on it, and what it shows if not the picture itself."""
 
     kind: str
-    notes: tuple[str, ...]
     suffix: str
     make: Make
+    notes: tuple[str, ...] = ()
     shows: Change = lambda picture: picture
 
 
@@ -183,8 +182,80 @@ def _stretched(picture: Image.Image) -> Image.Image:
     return ImageOps.autocontrast(_grey(picture))
 
 
-def _opaque(picture: Image.Image) -> Image.Image:
-    return picture.convert("RGBA")
+def _palette(picture: Image.Image) -> Image.Image:
+    return picture.quantize(64)
+
+
+def _cut(form: str, share: float) -> Make:
+    return lambda picture: (lambda whole: whole[: int(len(whole) * share)])(save(picture, form))
+
+
+def _sized(width: int, height: int, form: str = "PNG") -> Make:
+    return lambda picture: save(picture.resize((width, height)), form)
+
+
+_TEXT_CHUNK = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100 << 20), 1))
+_REASONS: dict[str, dict[str, bytes | Make]] = {
+    "image_empty": {"an empty file": b""},
+    "image_unknown_format": {
+        "a file of one byte": b"\xff",
+        "a file of zeros": bytes(5000),
+        "a page of a web server": b"<!DOCTYPE html><html>404</html>",
+        "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
+        "plain text": b"there is no image here\n" * 9,
+        "an SVG": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
+        "a PDF": saved("PDF"),
+        "an EPS": saved("EPS"),
+        "a video": b"\0\0\0\x18ftypmp42" + bytes(99),
+        "a ZIP archive": b"PK\x03\x04" + bytes(99),
+        "a PCX": saved("PCX"),
+        "an icon": saved("ICO"),
+    },
+    "image_truncated": {
+        **{
+            f"a {form} cut at {share:.0%}": _cut(form, share) for form in ("JPEG", "PNG") for share in (0.1, 0.5, 0.99)
+        },
+        **{f"a {form} cut in half": _cut(form, 0.5) for form in ("TIFF", "WEBP", "BMP", "GIF")},
+        "a JPEG of its first two bytes": b"\xff\xd8",
+        "a JPEG without end mark": lambda picture: jpeg(picture)[:-2],
+        "an end mark in a thumbnail alone": lambda picture: _with_thumbnail(picture)[:-2],
+        "a JPEG whose end is zeros, as a power failure leaves it": lambda picture: jpeg(picture)[:-600] + bytes(600),
+        "a PNG of its header": lambda picture: png(picture)[:33],
+    },
+    "image_corrupt": {
+        "a PNG with a flipped byte": lambda picture: _flip(png(picture), 900),
+        "a PNG with a flipped byte in its header": lambda picture: _flip(png(picture), 18),
+    },
+    "image_unreadable": {
+        "a PNG of what is not a deflate stream": _png_of(64, 48, _chunk(b"IDAT", b"no deflate stream")),
+        "a TIFF with a value that is not a number": lambda picture: save(_floats(picture, float("nan")), "TIFF"),
+        "a PNG with 100 MB of compressed text": lambda picture: _with_chunk(png(picture), _TEXT_CHUNK),
+    },
+    "too_many_pixels": {
+        "a PNG header of 50,000 x 50,000": _png_of(50_000, 50_000),
+        "a JPEG header of 65,000 x 65,000": lambda picture: _jpeg_of_size(picture, 65_000, 65_000),
+        "a PNG of 9,000 x 9,000, which Pillow would take": _one_bit_png(9000),
+        "a GIF header of 65,535 x 65,535": lambda picture: b"GIF89a" + b"\xff" * 4 + save(picture, "GIF")[10:],
+    },
+    "too_many_parts": {
+        "a JPEG of 600 scans": _jpeg_of_many_scans,
+        "a JPEG of 100 kB of filler": lambda picture: b"\xff\xd8" + b"\xff" * 100_000 + jpeg(picture)[2:],
+        "a PNG of 60,000 parts": lambda picture: _with_chunk(png(picture), _chunk(b"tEXt", b"a\0b") * 60_000),
+    },
+    "zero_size": {"a PNG without width": _png_of(0, 48), "a PNG without height": _png_of(48, 0)},
+    "too_small": {"a tracking pixel": _sized(1, 1, "GIF"), "an image of 64 x 15": _sized(64, 15)},
+    "extreme_aspect": {"a rule of 1000 x 20": _sized(1000, 20), "a banner of 20 x 1000": _sized(20, 1000)},
+}
+BROKEN = [
+    Broken(kind, reason, (lambda _, made=made: made) if isinstance(made, bytes) else made)
+    for reason, cases in _REASONS.items()
+    for kind, made in cases.items()
+]
+_HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
+BROKEN.append(Broken("a HEIC", "image_unreadable" if "HEIF" in FORMATS else "image_unknown_format", lambda _: _HEIC))
+# What only preparing finds, or refuses.
+_SHOWN = {"too_small", "extreme_aspect", "too_many_parts", "a JPEG whose end is zeros, as a power failure leaves it"}
+UNDECODABLE = [case for case in BROKEN if not {case.reason, case.kind} & _SHOWN]
 
 
 def _see_through_palette(picture: Image.Image) -> Image.Image:
@@ -193,204 +264,62 @@ def _see_through_palette(picture: Image.Image) -> Image.Image:
     return coloured
 
 
-def _exactly(content: bytes) -> Make:
-    return lambda picture: content
+def _grey_glass(picture: Image.Image) -> Image.Image:
+    return _faded(picture).convert("LA")
 
 
-def _cut(form: str, share: float) -> Make:
-    return lambda picture: (lambda whole: whole[: int(len(whole) * share)])(save(picture, form))
+def _behind(make: Make, rest: bytes) -> Make:
+    return lambda picture: make(picture) + rest
 
 
-def _sized(width: int, height: int) -> Make:
-    return lambda picture: png(picture.resize((width, height)))
-
-
-BROKEN = [
-    # nothing, or no image
-    Broken("an empty file", "image_empty", ".jpg", _exactly(b"")),
-    Broken("a file of one byte", "image_unknown_format", ".jpg", _exactly(b"\xff")),
-    Broken("a file of zeros", "image_unknown_format", ".jpg", _exactly(bytes(5000))),
-    Broken("a page of a web server", "image_unknown_format", ".jpg", _exactly(b"<!DOCTYPE html><html>404</html>")),
-    Broken("an answer in JSON", "image_unknown_format", ".jpg", _exactly(b'{"error": "not found"}')),
-    Broken(
-        "a Git LFS pointer", "image_unknown_format", ".png", _exactly(b"version https://git-lfs.github.com/spec/v1\n")
-    ),
-    Broken("plain text", "image_unknown_format", ".png", _exactly(b"there is no image here\n" * 9)),
-    Broken("an SVG", "image_unknown_format", ".svg", _exactly(b'<svg xmlns="http://www.w3.org/2000/svg"/>')),
-    Broken(
-        "a HEIC",
-        "image_unreadable" if "HEIF" in FORMATS else "image_unknown_format",
-        ".heic",
-        _exactly(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)),
-    ),
-    Broken("a PDF", "image_unknown_format", ".pdf", saved("PDF")),
-    Broken("an EPS", "image_unknown_format", ".eps", saved("EPS")),
-    Broken("a video", "image_unknown_format", ".jpg", _exactly(b"\0\0\0\x18ftypmp42" + bytes(99))),
-    Broken("a ZIP archive", "image_unknown_format", ".png", _exactly(b"PK\x03\x04" + bytes(99))),
-    Broken("a JPEG 2000", "image_unknown_format", ".jp2", _exactly(b"\0\0\0\x0cjP  \r\n\x87\n")),
-    Broken("a PCX", "image_unknown_format", ".pcx", saved("PCX")),
-    Broken("an icon", "image_unknown_format", ".ico", saved("ICO")),
-    # cut short
-    *(
-        Broken(f"a JPEG cut at {share:.0%}", "image_truncated", ".jpg", _cut("JPEG", share))
-        for share in (0.1, 0.5, 0.99)
-    ),
-    Broken("a JPEG of its first two bytes", "image_truncated", ".jpg", _exactly(b"\xff\xd8")),
-    Broken("a JPEG without end mark", "image_truncated", ".jpg", lambda picture: jpeg(picture)[:-2]),
-    Broken(
-        "an end mark in a thumbnail alone", "image_truncated", ".jpg", lambda picture: _with_thumbnail(picture)[:-2]
-    ),
-    Broken(
-        "a JPEG whose end is zeros, as a power failure leaves it",
-        "image_truncated",
-        ".jpg",
-        lambda picture: jpeg(picture)[:-600] + bytes(600),
-    ),
-    *(
-        Broken(f"a PNG cut at {share:.0%}", "image_truncated", ".png", _cut("PNG", share))
-        for share in (0.1, 0.5, 0.99)
-    ),
-    Broken("a PNG of its header", "image_truncated", ".png", lambda picture: png(picture)[:33]),
-    Broken("a TIFF cut in half", "image_truncated", ".tiff", _cut("TIFF", 0.5)),
-    Broken("a WebP cut in half", "image_truncated", ".webp", _cut("WEBP", 0.5)),
-    Broken("a BMP cut in half", "image_truncated", ".bmp", _cut("BMP", 0.5)),
-    Broken("a GIF cut in half", "image_truncated", ".gif", _cut("GIF", 0.5)),
-    # damaged inside
-    Broken("a PNG with a flipped byte", "image_corrupt", ".png", lambda picture: _flip(png(picture), 900)),
-    Broken(
-        "a PNG with a flipped byte in its header", "image_corrupt", ".png", lambda picture: _flip(png(picture), 18)
-    ),
-    Broken(
-        "a PNG of what is not a deflate stream",
-        "image_unreadable",
-        ".png",
-        _exactly(_png_of(64, 48, _chunk(b"IDAT", b"no deflate stream"))),
-    ),
-    Broken(
-        "a TIFF with a value that is not a number",
-        "image_unreadable",
-        ".tiff",
-        lambda picture: save(_floats(picture, float("nan")), "TIFF"),
-    ),
-    # built to take memory or time
-    Broken("a PNG header of 50,000 x 50,000", "too_many_pixels", ".png", _exactly(_png_of(50_000, 50_000))),
-    Broken(
-        "a JPEG header of 65,000 x 65,000",
-        "too_many_pixels",
-        ".jpg",
-        lambda picture: _jpeg_of_size(picture, 65_000, 65_000),
-    ),
-    Broken("a PNG of 9,000 x 9,000, which Pillow would take", "too_many_pixels", ".png", lambda _: _one_bit_png(9000)),
-    Broken(
-        "a GIF header of 65,535 x 65,535",
-        "too_many_pixels",
-        ".gif",
-        lambda picture: b"GIF89a" + b"\xff" * 4 + save(picture, "GIF")[10:],
-    ),
-    Broken(
-        "a PNG with 100 MB of compressed text",
-        "image_unreadable",
-        ".png",
-        lambda picture: _with_chunk(png(picture), _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100 << 20), 1))),
-    ),
-    Broken("a JPEG of 600 scans", "too_many_parts", ".jpg", _jpeg_of_many_scans),
-    Broken(
-        "a JPEG of 100 kB of filler",
-        "too_many_parts",
-        ".jpg",
-        lambda picture: b"\xff\xd8" + b"\xff" * 100_000 + jpeg(picture)[2:],
-    ),
-    Broken(
-        "a PNG of 60,000 parts",
-        "too_many_parts",
-        ".png",
-        lambda picture: _with_chunk(png(picture), _chunk(b"tEXt", b"a\0b") * 60_000),
-    ),
-    # of no use
-    Broken("a PNG without width", "zero_size", ".png", _exactly(_png_of(0, 48))),
-    Broken("a PNG without height", "zero_size", ".png", _exactly(_png_of(48, 0))),
-    Broken("a tracking pixel", "too_small", ".gif", lambda picture: save(picture.resize((1, 1)), "GIF")),
-    Broken("an image of 64 x 15", "too_small", ".png", _sized(64, 15)),
-    Broken("a rule of 1000 x 20", "extreme_aspect", ".png", _sized(1000, 20)),
-    Broken("a banner of 20 x 1000", "extreme_aspect", ".png", _sized(20, 1000)),
-]
-
+_WEBP = saved("WEBP", quality=95)
+_SIXTEEN, _SCALED, _CMYK = ("sixteen_bit_scaled",), ("float_scaled",), ("cmyk_converted",)
+_FIRST_FRAME, _ON_WHITE = ("animated_first_frame",), ("alpha_on_white",)
 ODD = [
-    Odd("a baseline JPEG", (), ".jpg", jpeg),
-    Odd("a progressive JPEG", (), ".jpg", saved("JPEG", quality=95, progressive=True)),
-    Odd("a grey JPEG", (), ".jpeg", lambda picture: jpeg(_grey(picture)), _grey),
-    Odd("a BMP", (), ".bmp", saved("BMP")),
-    Odd("a WebP", (), ".webp", saved("WEBP", lossless=True)),
-    Odd("a TIFF", (), ".tif", saved("TIFF")),
-    Odd("a photograph of 1600 x 1200", (), ".JPG", lambda picture: jpeg(picture.resize((1600, 1200)))),
-    Odd("a JPEG named .png", ("wrong_extension",), ".png", jpeg),
-    Odd("a PNG named .jpg", ("wrong_extension",), ".jpg", png),
-    Odd("a name without a suffix", (), "", png),
-    Odd(
-        "a JPEG with bytes behind it", ("trailing_bytes",), ".jpg", lambda picture: jpeg(picture) + b"<!-- x -->" * 99
-    ),
-    Odd("a PNG with bytes behind it", ("trailing_bytes",), ".png", lambda picture: png(picture) + bytes(999)),
-    Odd(
-        "a WebP with bytes behind it",
-        ("trailing_bytes",),
-        ".webp",
-        lambda picture: save(picture, "WEBP", quality=95) + b"rest",
-    ),
-    Odd("a JPEG with a thumbnail", (), ".jpg", _with_thumbnail),
-    Odd("print colours in a TIFF", ("cmyk_converted",), ".tif", saved("TIFF", _converted("CMYK"))),
-    Odd("opaque transparency", (), ".png", saved("PNG", _opaque)),
-    Odd("an MPO", ("multi_page_first",), ".jpg", animated("MPO", quality=95)),
-    *([Odd("an AVIF", (), ".avif", saved("AVIF", quality=95))] if AVIF else []),
-    Odd("print colours", ("cmyk_converted",), ".jpg", lambda picture: jpeg(picture.convert("CMYK"))),
-    Odd("16 bits of grey", ("sixteen_bit_scaled",), ".png", saved("PNG", _sixteen_bits), _grey),
-    Odd("16 bits of grey in a TIFF", ("sixteen_bit_scaled",), ".tif", saved("TIFF", _sixteen_bits), _grey),
-    Odd(
-        "16 bits in 32",
-        ("sixteen_bit_scaled",),
-        ".tif",
-        lambda picture: _numbers(picture, np.int32, 0, 65535),
-        _stretched,
-    ),
-    Odd(
-        "32-bit integers",
-        ("float_scaled",),
-        ".tif",
-        lambda picture: _numbers(picture, np.int32, -1000, 1000),
-        _stretched,
-    ),
-    Odd("floats beyond 1", ("float_scaled",), ".tif", lambda picture: _numbers(picture, np.float32, 3, 7), _stretched),
-    Odd("floats", ("float_scaled",), ".tiff", saved("TIFF", _floats), _grey),
-    Odd("one bit", (), ".png", saved("PNG", _converted("1")), _converted("1")),
-    Odd(
-        "a palette",
-        ("palette_converted",),
-        ".png",
-        lambda picture: png(picture.quantize(64)),
-        lambda picture: picture.quantize(64),
-    ),
+    Odd("a baseline JPEG", ".jpg", jpeg),
+    Odd("a progressive JPEG", ".jpg", saved("JPEG", quality=95, progressive=True)),
+    Odd("a grey JPEG", ".jpeg", lambda picture: jpeg(_grey(picture)), (), _grey),
+    Odd("a BMP", ".bmp", saved("BMP")),
+    Odd("a WebP", ".webp", saved("WEBP", lossless=True)),
+    Odd("a TIFF", ".tif", saved("TIFF")),
+    Odd("a photograph of 1600 x 1200", ".JPG", lambda picture: jpeg(picture.resize((1600, 1200)))),
+    Odd("a JPEG named .png", ".png", jpeg, ("wrong_extension",)),
+    Odd("a PNG named .jpg", ".jpg", png, ("wrong_extension",)),
+    Odd("a name without a suffix", "", png),
+    Odd("a JPEG with bytes behind it", ".jpg", _behind(jpeg, b"<!-- x -->" * 99), ("trailing_bytes",)),
+    Odd("a PNG with bytes behind it", ".png", _behind(png, bytes(999)), ("trailing_bytes",)),
+    Odd("a WebP with bytes behind it", ".webp", _behind(_WEBP, b"rest"), ("trailing_bytes",)),
+    Odd("a JPEG with a thumbnail", ".jpg", _with_thumbnail),
+    Odd("print colours in a TIFF", ".tif", saved("TIFF", _converted("CMYK")), _CMYK),
+    Odd("opaque transparency", ".png", saved("PNG", _converted("RGBA"))),
+    Odd("an MPO", ".jpg", animated("MPO", quality=95), ("multi_page_first",)),
+    *([Odd("an AVIF", ".avif", saved("AVIF", quality=95))] if AVIF else []),
+    Odd("print colours", ".jpg", lambda picture: jpeg(picture.convert("CMYK")), _CMYK),
+    Odd("16 bits of grey", ".png", saved("PNG", _sixteen_bits), _SIXTEEN, _grey),
+    Odd("16 bits of grey in a TIFF", ".tif", saved("TIFF", _sixteen_bits), _SIXTEEN, _grey),
+    Odd("16 bits in 32", ".tif", lambda picture: _numbers(picture, np.int32, 0, 65535), _SIXTEEN, _stretched),
+    Odd("32-bit integers", ".tif", lambda picture: _numbers(picture, np.int32, -1000, 1000), _SCALED, _stretched),
+    Odd("floats beyond 1", ".tif", lambda picture: _numbers(picture, np.float32, 3, 7), _SCALED, _stretched),
+    Odd("floats", ".tiff", saved("TIFF", _floats), _SCALED, _grey),
+    Odd("one bit", ".png", saved("PNG", _converted("1")), (), _converted("1")),
+    Odd("a palette", ".png", saved("PNG", _palette), ("palette_converted",), _palette),
     Odd(
         "a palette with a transparent colour",
-        ("palette_converted", "alpha_on_white"),
         ".png",
         saved("PNG", _see_through_palette),
+        ("palette_converted", "alpha_on_white"),
         lambda picture: _on_white(_see_through_palette(picture)),
     ),
-    Odd("transparency", ("alpha_on_white",), ".png", saved("PNG", _faded), lambda picture: _on_white(_faded(picture))),
-    Odd(
-        "grey with transparency",
-        ("alpha_on_white",),
-        ".png",
-        lambda picture: png(_faded(picture).convert("LA")),
-        lambda picture: _on_white(_faded(picture).convert("LA")),
-    ),
+    Odd("transparency", ".png", saved("PNG", _faded), _ON_WHITE, lambda picture: _on_white(_faded(picture))),
+    Odd("grey glass", ".png", saved("PNG", _grey_glass), _ON_WHITE, lambda picture: _on_white(_grey_glass(picture))),
     *(
-        Odd(f"EXIF orientation {turn}", ("exif_rotated",), ".jpg", partial(_with_exif, orientation=turn))
+        Odd(f"EXIF orientation {turn}", ".jpg", partial(_with_exif, orientation=turn), ("exif_rotated",))
         for turn in _TURNS
     ),
-    Odd("unreadable EXIF", (), ".jpg", saved("JPEG", quality=95, exif=b"Exif\0\0garbage" * 3)),
-    Odd("an unreadable colour profile", (), ".png", saved("PNG", icc_profile=b"garbage" * 9)),
-    Odd("an animated GIF", ("animated_first_frame", "palette_converted"), ".gif", animated("GIF")),
-    Odd("an animated PNG", ("animated_first_frame",), ".png", animated("PNG")),
-    Odd("an animated WebP", ("animated_first_frame",), ".webp", animated("WEBP", quality=95)),
-    Odd("a TIFF of three pages", ("multi_page_first",), ".tif", animated("TIFF")),
+    Odd("unreadable EXIF", ".jpg", saved("JPEG", quality=95, exif=b"Exif\0\0garbage" * 3)),
+    Odd("an unreadable colour profile", ".png", saved("PNG", icc_profile=b"garbage" * 9)),
+    Odd("an animated GIF", ".gif", animated("GIF"), ("animated_first_frame", "palette_converted")),
+    Odd("an animated PNG", ".png", animated("PNG"), _FIRST_FRAME),
+    Odd("an animated WebP", ".webp", animated("WEBP", quality=95), _FIRST_FRAME),
+    Odd("a TIFF of three pages", ".tif", animated("TIFF"), ("multi_page_first",)),
 ]

@@ -172,17 +172,10 @@ _KINDS = {
 _OTHER_KINDS = {
     "SVG": re.compile(rb"\s*(<\?xml.{0,400})?<(!--.{0,400}-->|!DOCTYPE svg|svg)", re.DOTALL | re.IGNORECASE),
     "an HTML page": re.compile(rb"\s*<(!doctype html|html|head|body)", re.IGNORECASE),
-    "XML": re.compile(rb"\s*<\?xml"),
-    "JSON": re.compile(rb"\s*\{\s*\""),
     "a Git LFS pointer": re.compile(rb"version https://git-lfs"),
     "a video": re.compile(rb"....ftyp|\x1aE\xdf\xa3", re.DOTALL),
     "PDF": re.compile(rb"%PDF"),
     "PostScript (EPS)": re.compile(rb"%!PS|\xc5\xd0\xd3\xc6"),
-    "JPEG 2000": re.compile(rb"\0\0\0\x0cjP|\xff\x4f\xff\x51"),
-    "JPEG XL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
-    "a Photoshop file": re.compile(rb"8BPS"),
-    "an icon": re.compile(rb"\0\0[\x01\x02]\0"),
-    "a compressed file": re.compile(rb"PK\x03\x04|\x1f\x8b|7z\xbc\xaf\x27\x1c|Rar!"),
 }
 
 

@@ -4,10 +4,10 @@
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 CAPTION = ("{caption}",)
-_WIDE = 5_000_000  # more than any reader should look at
 
 
 class Row(NamedTuple):
@@ -26,13 +26,8 @@ def line(**fields: Any) -> str:
     return json.dumps({name: value for name, value in row.items() if value is not ...})
 
 
-def _caption(kind: str, value: Any, reasons: str = "", *kept: str, notes: tuple[str, ...] = ()) -> Row:
-    return Row(f"a caption {kind}", line(caption=value), reasons, kept, notes)
-
-
-def _kept(kind: str, value: str, *notes: str, kept: str | None = None) -> Row:
-    """A caption that stays, as it is or as `kept`."""
-    return _caption(kind, value, "", kept or value, notes=notes)
+def _caption(kind: str, value: Any, reasons: str = "", *kept: str, notes: Sequence[str] = ()) -> Row:
+    return Row(f"a caption {kind}", line(caption=value), reasons, kept, tuple(notes))
 
 
 def _path(kind: str, value: Any, reason: str) -> Row:
@@ -90,66 +85,84 @@ REGIONS = [
     Row("a region", line(regions=[{"box": _BOX, "phrase": "a dog"}]), "", CAPTION),
 ]
 
+_USELESS: dict[str, dict[str, Any]] = {
+    "caption_null": {"of null": None, "of NaN": float("nan")},
+    "caption_empty": {
+        "without a character": "",
+        "of white space": " \t\r\n\u3000\u00a0",
+        "of zero width": "\u200b\u200d\ufeff\u2060",
+        "of control characters": "\x00\x01\x1b[0m\x7f",
+        "of punctuation": "... -- !",
+        "of accents without letters": "\u0301" * 5,
+        "of blank Braille and Hangul fillers": "\u2800\u3164",
+        "of what replaces broken text": "\ufffd\ufffd",
+        "of half a character": "\ud800",
+    },
+    "caption_not_text": {
+        "that is a number": 7,
+        "that is true": True,
+        "that is an object": {"en": "a dog"},
+        "that is a list in a list": [["a dog"]],
+    },
+    "no_caption_left": {"that is a list of nothing": []},
+    "caption_nan": {
+        f"that reads {word}": word
+        for word in ("nan", "None", " NULL.", "N/A", "#N/A", "<NA>", "(null)", "undefined", "[object Object]")
+    },
+    "caption_is_file_name": {
+        f"that reads {name}": name
+        for name in (
+            *("IMG_20190812_101112.jpg", "IMG_1234", "img-20200101-WA0001", "DSC00012", "DSCN0001 (2)", "P1010001"),
+            *("PXL_20210101_123456789", "my photo.png", "images/cats/001.jpeg", "/home/me/my cat on the mat.jpg"),
+            *(
+                "./a b c.tif",
+                "C:\\x\\y.JPG",
+                "C:\\My Photos\\a b c.JPG",
+                "https://example.org/a?b=c",
+                "www.example.org",
+            ),
+            "file:///tmp/x",
+        )
+    },
+}
+_CLEANED = [  # what it has, the text, what is kept, the notes
+    ("entities of HTML", "{caption} &amp; more", "{caption} &amp; more", "caption_markup"),
+    ("tags", "<p>{caption}</p>", "<p>{caption}</p>", "caption_markup"),
+    ("markup", "{caption} <b>&amp;</b> | [x](javascript:1)", "", "caption_markup"),
+    ("letters decoded twice", "{caption} caf\u00c3\u00a9", "", "caption_mojibake"),
+    ("control characters", "{caption}\x00 \x1b[31mred\x1b[0m", "{caption} red", "caption_controls_removed"),
+    ("a terminal's title", "\x1b]0;title\x07{caption} \x1b] sat", "{caption} ] sat", "caption_controls_removed"),
+    ("half a character", "{caption} \ud83d", "{caption} \ufffd", "caption_surrogate_replaced"),
+    (
+        "line breaks and tabs",
+        "\ufeff{caption}\r\n\tnow",
+        "{caption} now",
+        "caption_controls_removed caption_spaces_joined",
+    ),
+    ("a line break of mainframes", "{caption}\x85now", "{caption} now", "caption_spaces_joined"),
+    ("spaces around it", "  {caption} ", "{caption}", ""),
+    ("a special token", "{caption} [PAD] </s>", "", "caption_special_token"),
+    ("another model's token", "{caption} <|endoftext|>", "", "caption_special_token"),
+    ("a template's marks", "{caption} {} %s ${x}", "", ""),
+    ("a formula", "=cmd|' /C calc'!A0 {caption}", "", ""),
+    ("decomposed letters", "{caption} cafe\u0301 me\u0323\u0302o", "{caption} caf\u00e9 m\u1ec7o", "caption_composed"),
+    ("letters from right to left", "{caption} \u202e\u05d0\u05d1\u202c", "", ""),
+    ("a family", "{caption} \U0001f468\u200d\U0001f469\u200d\U0001f467", "", ""),
+    ("12 MB", "{caption}" + " word" * 2_400_000, "{caption}{words}", "caption_cut"),
+    ("one word of 5 MB", "{caption}" + "x" * 5_000_000, "{caption}{xs}", "caption_cut"),
+]
 CAPTIONS = [
-    _caption("of null", None, "caption_null"),
-    _caption("of NaN", float("nan"), "caption_null"),
-    _caption("without a character", "", "caption_empty"),
-    _caption("of white space", " \t\n\u3000\u00a0", "caption_empty"),
-    _caption("of zero width", "\u200b\u200d\ufeff\u2060", "caption_empty"),
-    _caption("of control characters", "\x00\x01\x1b[0m\x7f", "caption_empty"),
-    _caption("of punctuation", "... -- !", "caption_empty"),
-    _caption("of blank Braille and Hangul fillers", "\u2800\u3164", "caption_empty"),
-    _caption("of what replaces broken text", "\ufffd\ufffd", "caption_empty"),
-    _caption("that is a number", 7, "caption_not_text"),
-    _caption("that is true", True, "caption_not_text"),
-    _caption("that is an object", {"en": "a dog"}, "caption_not_text"),
-    _caption("that is a list in a list", [["a dog"]], "caption_not_text"),
-    _caption("that is a list of nothing", [], "no_caption_left"),
-    *(
-        _caption(f"that reads {word}", word, "caption_nan")
-        for word in ("nan", "None", "NULL", "N/A", "undefined", "[object Object]")
-    ),
-    *(
-        _caption(f"that reads {name}", name, "caption_is_file_name")
-        for name in ("IMG_20190812_101112.jpg", "DSC00012", "https://example.org/a?b=c", "C:\\Users\\me\\dog.png")
-    ),
+    *(_caption(kind, value, reason) for reason, cases in _USELESS.items() for kind, value in cases.items()),
+    *(_caption(f"with {kind}", text, "", kept or text, notes=notes.split()) for kind, text, kept, notes in _CLEANED),
     _caption("that is a list in Python's form", "['{caption}', 'IMG_1234.jpg']", "caption_is_file_name", "{caption}"),
     _caption("that is a list in NumPy's form", "['{caption}'\n 'IMG_1234.jpg']", "caption_is_file_name", "{caption}"),
     _caption("that is a list in JSON's form", '["{caption}", null]', "caption_null", "{caption}"),
     _caption("that is half a list", "['{caption}', 'a]", "caption_list"),
-    _kept("with entities of HTML", "{caption} &amp; more", "caption_markup", kept="{caption} &amp; more"),
-    _kept("with tags", "<p>{caption}</p>", "caption_markup", kept="<p>{caption}</p>"),
-    _kept("that was decoded twice", "{caption} caf\u00c3\u00a9", "caption_mojibake", kept="{caption} caf\u00c3\u00a9"),
     _caption("list of which none is left", [None, ""], "caption_null caption_empty"),
     _caption("list of which some are left", ["{caption}", None, 7], "caption_null caption_not_text", "{caption}"),
     _caption("list with a file name", ["a.jpg", "{caption}"], "caption_is_file_name", "{caption}"),
-    _caption("given twice", ["{caption}", " {caption}"], "", "{caption}", notes=("caption_repeated",)),
-    _kept(
-        "with control characters", "{caption}\x00 \x1b[31mred\x1b[0m", "caption_controls_removed", kept="{caption} red"
-    ),
-    _kept("with half a character", "{caption} \ud83d", "caption_surrogate_replaced", kept="{caption} \ufffd"),
-    _kept(
-        "with line breaks and tabs",
-        "\ufeff{caption}\r\n\tnow",
-        "caption_controls_removed",
-        "caption_spaces_joined",
-        kept="{caption} now",
-    ),
-    _kept("with a special token", "{caption} [PAD] </s>", "caption_special_token"),
-    _kept("with a template's marks", "{caption} {} %s ${x}"),
-    _kept("with markup", "{caption} <b>&amp;</b> | [x](javascript:1)", "caption_markup"),
-    _kept("like a formula", "=cmd|' /C calc'!A0 {caption}"),
-    _kept("in decomposed letters", "{caption} cafe\u0301", "caption_composed", kept="{caption} caf\u00e9"),
-    _kept("from right to left", "{caption} \u202e\u05d0\u05d1\u202c"),
-    _kept("of a family", "{caption} \U0001f468\u200d\U0001f469\u200d\U0001f467"),
-    _kept("of 12 MB", "{caption}" + " word" * 2_400_000, "caption_cut", kept="{caption}{words}"),
-    _kept("that is one word of 5 MB", "{caption}" + "x" * _WIDE, "caption_cut", kept="{caption}{xs}"),
-    Row(
-        "languages, which are not read",
-        line(caption=["{caption}", "ein Hund"], languages=["en"]),
-        "",
-        ("{caption}", "ein Hund"),
-    ),
+    _caption("given twice", ["{caption}", " {caption}"], "", "{caption}", notes=["caption_repeated"]),
+    _caption("in two languages, which are not read", ["{caption}", "ein Hund"], "", "{caption}", "ein Hund"),
 ]
 
 OUTSIDE = "{outside}/secret.png"  # a whole picture that no row may reach

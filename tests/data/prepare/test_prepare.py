@@ -66,8 +66,7 @@ def oriented(orientation: int, form: str, **options: Any) -> bytes:
     return save(corner_mark(), form, exif=exif, **options)
 
 
-JPEG, PNG, WEBP, GIF = (save(photo(), form) for form in ("JPEG", "PNG", "WEBP", "GIF"))
-[MPO] = [case.make(draw(0)) for case in ODD if case.kind == "an MPO"]
+JPEG, PNG, WEBP = (save(photo(), form) for form in ("JPEG", "PNG", "WEBP"))
 DAMAGED = [case.make(draw(0)) for case in ODD]
 UPRIGHT = {
     1: lambda a: a,
@@ -126,13 +125,6 @@ def test_limits_are_inclusive() -> None:
             check_image(JPEG, CheckArguments(**{name: value}))
 
 
-def test_a_wrong_extension_is_noted() -> None:
-    right = [("a.JPEG", JPEG), ("a", JPEG), ("a.php", JPEG), ("a.mpo", MPO), ("a.jpg", MPO)]
-    wrong = [("a.jpg", GIF), ("images/a.png", JPEG), ("a.heic", JPEG)]
-    noted = [("wrong_extension" in check_image(content, LIMITS, name).notes) for name, content in (*right, *wrong)]
-    assert noted == [False] * len(right) + [True] * len(wrong)
-
-
 @given(st.data())
 @settings(max_examples=300)
 def test_damaged_bytes_are_an_image_or_a_fault(data: st.DataObject) -> None:
@@ -180,55 +172,6 @@ def test_errors_of_decoders_without_a_message_are_faults(error: Exception, monke
     with pytest.raises(Fault, match=r"image_unreadable: .") as caught:
         check_image(JPEG, LIMITS)
     assert caught.value.__cause__ is error
-
-
-# -- captions -----------------------------------------------------------------------------------------------------------
-USELESS = {
-    "caption_null": (None, float("nan"), np.float32("nan")),
-    "caption_not_text": (7, 1.5, True, ["a cat"], {"text": "a cat"}, b"a cat"),
-    "caption_empty": ("", " \t\r\n\u00a0\u3000", "\u200b\u200d\u2060\ufeff", "\u2800\u3164", "\x00\x1b[0m\x7f", "...",
-                      "\u0301" * 5, "\ud800"),
-    "caption_nan": ("nan", "NaN", "None", " null.", "N/A", "#N/A", "<NA>", "(null)", "[object Object]"),
-    "caption_is_file_name": (
-        *("IMG_1234.jpg", "IMG_1234", "img-20200101-WA0001", "DSC00012", "DSCN0001 (2)", "P1010001", "photo.png"),
-        *("PXL_20210101_123456789", "my photo.png", "images/cats/001.jpeg", "/home/me/my cat on the mat.jpg"),
-        *("./a b c.tif", "C:\\x\\y.JPG", "C:\\My Photos\\a b c.JPG", "https://example.org/a.jpg", "www.example.org"),
-        "file:///tmp/x",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("reason", USELESS)
-def test_each_useless_caption_has_its_reason(reason: str) -> None:
-    for value in USELESS[reason]:
-        with pytest.raises(Fault) as caught:
-            check_caption(value, LIMITS)
-        assert caught.value.reason == reason, repr(value)
-        assert caught.value.detail.isprintable(), "it goes into logs"
-
-
-CLEANED: list[tuple[str, str, tuple[str, ...]]] = [
-    ("  a \t cat\r\n on\u00a0a\u3000mat ", "a cat on a mat", ("caption_spaces_joined",)),
-    ("\ufeffa cat", "a cat", ("caption_controls_removed",)),
-    ("a\x00 c\x07at\x9f", "a cat", ("caption_controls_removed",)),
-    ("\x1b[31ma red\x1b[0m cat", "a red cat", ("caption_controls_removed",)),
-    ("\x1b]0;title\x07a cat \x1b] sat", "a cat ] sat", ("caption_controls_removed",)),
-    ("a\x85cat", "a cat", ("caption_spaces_joined",)),
-    ("me\u0323\u0302o", "m\u1ec7o", ("caption_composed",)),
-    ("a \ud83d cat", "a \ufffd cat", ("caption_surrogate_replaced",)),
-    ("a \ud83d\ude00 cat", "a \U0001f600 cat", ("caption_surrogate_replaced",)),
-    ("a [PAD] cat </s>", "a [PAD] cat </s>", ("caption_special_token",)),
-    ("<|endoftext|> a cat", "<|endoftext|> a cat", ("caption_special_token",)),
-    ("a cat" + " " * 9999, "a cat", ()),
-    ("word " * 1000, " ".join(["word"] * 10), ("caption_cut",)),
-    ("x" * 100, "x" * 52, ("caption_cut",)),
-]
-
-
-@pytest.mark.parametrize(("value", "text", "notes"), CLEANED)
-def test_captions_are_cleaned_and_it_is_noted(value: str, text: str, notes: tuple[str, ...]) -> None:
-    assert check_caption(value, CheckArguments(max_caption_characters=52)) == (text, notes)
-    assert set(notes) <= set(NOTES)
 
 
 @given(st.text(st.characters(), max_size=300), st.integers(1, 200))

@@ -82,9 +82,8 @@ class ModelArguments:
     )
     projection: str = arg(
         "linear",
-        "From a backbone's output to the embedding: linear; mlp, linear and beside it a small network with much dropout, for "
-        "frozen backbones and some thousand images; or classes, linear and beside it the names of what the vision backbone's "
-        "classifier sees, for images unlike those trained on (docs/training.md). Stock transformers classes have only linear ones.",
+        "From a backbone's output to the embedding: linear; or mlp, linear and beside it a small network with much dropout, for "
+        "frozen backbones and some thousand images. Stock transformers classes have only linear ones.",
     )
     fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True)
     fusion_taps: str = arg(

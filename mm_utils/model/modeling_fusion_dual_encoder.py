@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
-PROJECTIONS = ("linear", "mlp", "classes")
+PROJECTIONS = ("linear", "mlp")
 CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
 DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap")
 UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
@@ -78,8 +78,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
         vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries.
         projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
-        projection: one of `PROJECTIONS`, of new models between backbones: `mlp` is `ResidualProjection`, and `classes`, of media
-            alone, `ClassesProjection`.
+        projection: one of `PROJECTIONS`, of new models between backbones: `mlp` is `ResidualProjection`.
         logit_scale_init_value: initial log inverse temperature; 2.6592 is log(1 / 0.07).
         logit_bias_init_value: initial bias of the sigmoid loss; None for a model without bias.
         vision_pooling, text_pooling: one of `POOLINGS`. `auto` is resolved when the model is built: `pooler` if the backbone
@@ -144,7 +143,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         classifier_dropout: float = 0.1,
         **kwargs: Any,
     ):
-        _refuse_old_entries(kwargs, medium, dual_encoder_type)
+        _refuse_old_entries(kwargs, medium, dual_encoder_type, projection)
         for name, config in (("vision_config", vision_config), ("text_config", text_config)):
             # A copy: PreTrainedConfig.__init__ below resets the attention implementation of its sub-configs, and a tower
             # whose own config lost it would silently ignore its padding mask.
@@ -194,18 +193,24 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-def _refuse_old_entries(entries: dict[str, Any], medium: str, dual_encoder_type: str) -> None:
+def _refuse_old_entries(entries: dict[str, Any], medium: str, dual_encoder_type: str, projection: str) -> None:
     """Take entries that only older models have out of those of a config.json; raise ValueError if one needs older code."""
     if media := entries.pop("media", None):
         raise ValueError(
             f"media in config.json is {', '.join(media)}; a model reads one medium, and this one was trained on several. Take "
             f"media/{next(iter(media))} in its folder, which is a whole model, or for {medium}s delete media from config.json."
         )
-    entries["dual_encoder_type"] = dual_encoder_type
-    for name, left in (("fusion_direction", "both"), ("fusion_hierarchy", False), ("dual_encoder_type", "xclip")):
-        if entries.pop(name, None) == left:
+    entries |= {"dual_encoder_type": dual_encoder_type, "projection": projection}
+    left = {
+        "fusion_direction": "both",
+        "fusion_hierarchy": False,
+        "dual_encoder_type": "xclip",
+        "projection": "classes",
+    }
+    for name, value in left.items():
+        if entries.pop(name, None) == value:
             raise ValueError(
-                f"{name} in config.json is {left}, which this version does not read. Load the folder with AutoModel and "
+                f"{name} in config.json is {value}, which this version does not read. Load the folder with AutoModel and "
                 "trust_remote_code=True: it holds the code that it was saved with."
             )
 
@@ -456,8 +461,6 @@ def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.M
         return nn.Identity()
     if config.projection == "mlp":
         return ResidualProjection(width, config.projection_dim, FEATURE_DROPOUT[tower])
-    if config.projection == "classes" and tower == "vision":
-        return ClassesProjection(width, config.projection_dim, own.num_labels)
     return nn.Linear(width, config.projection_dim, bias=False)
 
 
@@ -483,36 +486,6 @@ class ResidualProjection(nn.Linear):
         variance = (1 - self.center.square().sum()).clamp(min=1e-6) / len(self.center)
         features = of_input((F.normalize(pooled, dim=-1) - self.center) * variance.rsqrt())
         return super().forward(features) + self.output(of_hidden(F.gelu(self.hidden(features))))
-
-
-class ClassesProjection(nn.Linear):
-    """A linear projection of unit features, and beside it the names of the classes that the backbone's classifier sees.
-
-    z = W x / |x| + N softmax(C y + c) of pooled features x `[B, C]`, where y is x, or x standardised if the classifier
-    `standardises` it. The classifier C, c and the embedded names N are not trained.
-    """
-
-    classifier: Tensor
-    classifier_bias: Tensor
-    standardises: Tensor
-    names: Tensor
-
-    def __init__(self, width: int, dim: int, classes: int):
-        super().__init__(width, dim, bias=False)
-        for name, shape in (
-            ("classifier", (classes, width)),
-            ("classifier_bias", (classes,)),
-            ("standardises", ()),
-            ("names", (dim, classes)),
-        ):
-            self.register_buffer(name, torch.zeros(shape))
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        """`[B, C]` -> `[B, E]`."""
-        standardised = F.layer_norm(pooled, pooled.shape[-1:], eps=1e-12)
-        read = torch.where(self.standardises > 0, standardised, pooled)
-        seen = F.linear(read, self.classifier, self.classifier_bias).softmax(-1)
-        return super().forward(F.normalize(pooled, dim=-1)) + F.linear(seen, self.names)
 
 
 class FusionDualEncoderModel(PreTrainedModel):

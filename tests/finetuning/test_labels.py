@@ -206,7 +206,10 @@ def test_splits_and_columns_are_chosen(tmp_path: Path) -> None:
         ({"split": "dev2"}, "--split is dev2; a split is train, validation or test"),
         ({"label_column": "lable"}, "--label_column is lable; there is no such column .* The columns are: picture, "),
         ({"image_column": "x"}, "--image_column is x; there is no such column"),
-        ({"image_column": "coarse"}, "image column coarse holds int64, not paths or images. Set image_column to another"),
+        (
+            {"image_column": "coarse"},
+            "image column coarse holds int64, not paths or images. Set image_column to another",
+        ),
         ({"label_column": "depth"}, "a label is {.bytes.: .*, not a name or a number"),
     ):
         with pytest.raises(ValueError, match=message):

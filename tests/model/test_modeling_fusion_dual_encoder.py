@@ -209,7 +209,13 @@ def test_a_bridge_mixes_the_layers_of_the_text_tower():
 
 
 @pytest.mark.parametrize(
-    "entry", [{"fusion_direction": "both"}, {"fusion_hierarchy": False}, {"dual_encoder_type": "xclip"}]
+    "entry",
+    [
+        {"fusion_direction": "both"},
+        {"fusion_hierarchy": False},
+        {"dual_encoder_type": "xclip"},
+        {"projection": "classes"},
+    ],
 )
 def test_what_no_model_has_any_more_is_refused(entry):
     with pytest.raises(ValueError, match=f"{next(iter(entry))} in config.json is .* the code that it was saved with"):

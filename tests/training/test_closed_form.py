@@ -104,27 +104,6 @@ def test_names_weigh_as_much_as_they_tell() -> None:
     torch.testing.assert_close(constant.image_AE, fit(dataclasses.replace(few, names_MB=None), 4).image_AE)
 
 
-def test_a_part_for_the_names_adds_their_cosine() -> None:
-    """The dot product is that of the canonical part, and the share of that of names and captions without their means."""
-    features = pairs(40, noise=1.0, names=True)
-    everything = Fold.of(features.unit())
-    unit, share = features.unit(), 0.3
-    image_AE, text_BE = everything.maps_apart(3.0, share, 36)  # nine directions for the names, which is all
-    found = unit.beside_names().image_MA @ image_AE @ (unit.text_TB @ text_BE).T
-    canonical_MA, canonical_TB = (
-        rows @ map_CE
-        for rows, map_CE in zip((unit.image_MA, unit.text_TB), everything.maps(3.0, 0.0, 27), strict=True)
-    )
-    assert unit.names_MB is not None
-    names, texts = unit.names_MB - unit.names_MB.mean(0), without_mean(features.text_TB)
-    expected = [
-        one / one.square().sum(1).mean().sqrt() @ (other / other.square().sum(1).mean().sqrt()).T
-        for one, other in ((canonical_MA, canonical_TB), (names, texts))
-    ]
-    torch.testing.assert_close(found, expected[0] + share * expected[1])
-    assert everything.maps_apart(3.0, 0.0, 4)[0][12:].abs().max() == 0
-
-
 @pytest.mark.parametrize("side", ["image_MA", "text_TB"])
 def test_features_that_are_all_alike_or_not_finite(side: str) -> None:
     features = pairs(40, names=True)

@@ -1,6 +1,5 @@
 """Runs that start from a closed form: what is written, on any number of processes, and that nothing ends below it."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +18,6 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
-from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
 from mm_utils.training.starts import closed_form
@@ -73,7 +71,7 @@ def start(towers: dict[str, str], images: int = 100, batch_size: int = 4) -> tup
     Accelerator(cpu=True)
     data, model = training_data(towers, batch_size), joined(towers)
     start_projections(images, towers["vision_model_name_or_path"], data, model, Accelerator())
-    features, _ = paired_features(model, 100, data, Accelerator(), towers["vision_model_name_or_path"])
+    features = paired_features(model, 100, data, Accelerator(), towers["vision_model_name_or_path"])
     return model, features
 
 
@@ -97,7 +95,7 @@ def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> N
     Accelerator(cpu=True)
     data, model, name = training_data(towers), joined(towers), towers["vision_model_name_or_path"]
     before = model.text_projection.requires_grad_(False).weight.clone()
-    features, _ = paired_features(model, 100, data, Accelerator(), name)
+    features = paired_features(model, 100, data, Accelerator(), name)
     start_projections(100, name, data, model, Accelerator())
     assert torch.equal(model.text_projection.weight, before)
     [batch] = data.loaders.evaluation(data.splits["train"], 20)
@@ -108,59 +106,6 @@ def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> N
     unit, found = features.unit(), closed_form.fit(features, model.config.projection_dim)
     expected_ME = unit.image_MA @ found.image_AE @ found.text_BE.T
     torch.testing.assert_close(torch.nn.functional.normalize(expected_ME, dim=-1).float(), image_ME)
-
-
-@pytest.fixture
-def convolutional(towers: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """The towers, with a vision backbone whose classifier reads what it pools."""
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_sizes": [16, 32],
-        "depths": [1, 1],
-        "num_stages": 2,
-        "image_size": 32,
-        "layer_scale_init_value": 1.0,
-    }
-    names = dict(enumerate([*COLOURS, *SHAPES]))
-    vision = AutoModelForImageClassification.from_config(
-        AutoConfig.for_model("convnext", **sizes, id2label=names, initializer_range=0.1)
-    )
-    torch.nn.init.normal_(vision.classifier.weight, std=10.0)  # classes that differ from image to image
-    vision.save_pretrained(tmp_path / "vision")
-    shutil.copy(Path(towers["vision_model_name_or_path"]) / "preprocessor_config.json", tmp_path / "vision")
-    return {**towers, "vision_model_name_or_path": str(tmp_path / "vision")}
-
-
-def test_a_projection_of_classes_has_the_scores_of_its_closed_form(
-    convolutional: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where names count a lot; the names are not trained, the saved model has them, and no stock class does."""
-    Accelerator(cpu=True)
-    monkeypatch.setattr(closed_form, "NAME_SHARES", (0.0, 1.0))
-    monkeypatch.setattr(
-        closed_form, "_judge", lambda *maps: (-maps[1][-1].abs().max() * torch.ones(12), torch.ones(2))
-    )
-    data, model = training_data(convolutional), joined(convolutional, projection="classes")
-    features, named = paired_features(model, 100, data, Accelerator(), convolutional["vision_model_name_or_path"])
-    found = closed_form.fit(features, model.config.projection_dim, apart=True)
-    assert found.name_weight == 1
-    assert named is not None
-    assert named.matrix_NA.shape[0] == len(COLOURS) + len(SHAPES)
-    start_projections(100, convolutional["vision_model_name_or_path"], data, model, Accelerator())
-    assert {name for name, _ in model.visual_projection.named_parameters()} == {"weight"}
-    model.save_pretrained(tmp_path / "saved")
-    [batch] = data.loaders.evaluation(data.splits["train"], 20)
-    unit = dataclasses.replace(features.unit(), names_MB=features.names_MB.double())  # type: ignore[union-attr]
-    image_ME, text_TE = unit.beside_names().image_MA @ found.image_AE, unit.text_TB @ found.text_BE
-    expected = torch.nn.functional.cosine_similarity(text_TE[:, None], image_ME[None], dim=-1)
-    for each in (model.eval(), FusionDualEncoderModel.from_pretrained(tmp_path / "saved").eval()):
-        with torch.no_grad():
-            image, _ = each.encode_image(batch["pixel_values"])
-            cosines = each.encode_text(batch["input_ids"], batch["attention_mask"])[0] @ image.T
-        torch.testing.assert_close(cosines.double(), expected, rtol=0, atol=1e-4)
-    assert expected.std() > 0.1
-    with pytest.raises(ValueError, match="linear projections, and this model --projection classes"):
-        to_dual_encoder(model)
 
 
 def start_on_rank(towers: dict[str, str]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:

@@ -27,11 +27,6 @@ class ClosedFormStart(RunCallback):
         """Return the callback where new projections join two pretrained towers."""
         vision, text = (given[f"{tower}_model_name_or_path"] for tower in ("vision", "text"))
         joins = bool(text and (vision or given["model_name_or_path"]))
-        if given["projection"] == "classes" and (not joins or given["streaming"]):
-            raise ValueError(
-                "--projection is classes; the closed form between two pretrained backbones fits it, and a stream has none. Give "
-                "--vision_model_name_or_path and --text_model_name_or_path, or leave it out."
-            )
         return cls(vision) if joins else None
 
     def has_baseline(self, data: TrainingData) -> bool:
@@ -46,10 +41,6 @@ class ClosedFormStart(RunCallback):
         if run.resume_from is not None and not run.given["wise_ft"]:
             return
         if not self.has_baseline(run.data):
-            if run.given["projection"] == "classes":
-                raise ValueError(
-                    f"--projection is classes, which is fitted to {FEWEST_IMAGES} training images or more. Leave it out."
-                )
             return
         rows = min(len(run.data.splits["train"]), IMAGES)
         work = partial(start_projections, IMAGES, self.vision_name, run.data, run.model, run.run.accelerator)

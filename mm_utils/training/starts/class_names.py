@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoModelForAudioClassification, AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -44,28 +43,6 @@ class SeenClasses:
     def __call__(self, pooled_BC: Tensor | None = None) -> Tensor:
         """Return the probabilities of the classes, `[B, classes]`, by the tower's last output, or by a pooled one."""
         return self._logits(pooled_BC).softmax(-1)
-
-    @torch.no_grad()
-    def linear(self, width: int) -> tuple[Tensor, Tensor, bool]:
-        """Return the matrix `[classes, C]` and the vector `[classes]` of the probabilities' logits, of C pooled channels.
-
-        The third value says whether they are of channels that are standardised, as AST's classifier does it.
-
-        Raises:
-            ValueError: if they are not a linear map of the pooled output.
-        """
-        device = next(self.classifier.parameters()).device
-        if self.reads_pooled:
-            units, other = torch.eye(width, device=device), torch.linspace(-1, 1, width, device=device)
-            with torch.autocast(device.type, enabled=False):
-                bias, found, *columns = self._logits(torch.stack([torch.zeros_like(other), other, *units]))
-            matrix = torch.stack(columns, 1) - bias[:, None]
-            # A standardised unit vector is (u - mean) / deviation; the mean plays no part, as standardised channels add up to 0.
-            for standardises, factor in ((False, 1.0), (True, units[0].std(correction=0))):
-                point = F.layer_norm(other, other.shape, eps=0) if standardises else other
-                if torch.allclose(factor * matrix @ point + bias, found, atol=1e-3):
-                    return factor * matrix, bias, standardises
-        raise ValueError("the classifier of the vision backbone is not a linear map of its pooled output")
 
     def _logits(self, pooled_BC: Tensor | None) -> Tensor:
         if pooled_BC is not None:

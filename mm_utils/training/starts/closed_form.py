@@ -1,6 +1,6 @@
 """Fit both projections in closed form: canonical correlation of two towers' features.
 
-Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with five changes:
+Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with four changes:
 
 - Both covariances are shrunk by a multiple of their mean variance (Vinod 1976, doi 10.1016/0304-4076(76)90010-5), chosen out of
   fold.
@@ -8,9 +8,6 @@ Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with five changes:
 - Directions weigh as much as they correlate: the square root of the correlation is in either map.
 - If the vision tower has a classifier with named classes, the names that it sees in an image, embedded by the text tower, are a
   second caption of the image. Their weight is chosen out of fold as well, and 0 is an answer.
-- Or they have the last quarter of the embedding to themselves: there an image is the mean of its names, and a caption its
-  features. The cosine of both parts is a weighted mean of two. Where the best share out of fold is not 0, it is the largest within a
-  standard error of it (Breiman 1984, Classification and Regression Trees), as names hold for images of other sources too.
 
 Shape letters: M images, T captions, A and B channels of image and text features, E embedding width.
 """
@@ -25,7 +22,6 @@ from torch.nn import functional as F
 FOLDS = 4
 SHRINKAGES = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # in mean variances of a feature, in the order of trial
 NAME_WEIGHTS = (0.0, 0.3, 1.0, 2.0)  # of the class names; a caption has 1
-NAME_SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of a part for the class names; the canonical part has 1
 SCALES = tuple(2 ** (power / 2) for power in range(2, 14))  # inverse temperatures, 2 to 91
 
 _ALIKE = 1e-10  # variance of unit features that differ by rounding alone
@@ -56,11 +52,6 @@ class Features:
         place_M, chosen_T = chosen_M.cumsum(0) - 1, chosen_M[self.owner_T]
         names = None if self.names_MB is None else self.names_MB[chosen_M]
         return Features(self.image_MA[chosen_M], self.text_TB[chosen_T], place_M[self.owner_T[chosen_T]], names)
-
-    def beside_names(self) -> "Features":
-        """Return features whose images have their class names and a 1 as further channels, `[M, A + B + 1]`."""
-        assert self.names_MB is not None
-        return replace(self, image_MA=F.pad(torch.cat([self.image_MA, self.names_MB], 1), (0, 1), value=1.0))
 
 
 @dataclass
@@ -148,28 +139,6 @@ class Fold:
         missing = (0, max(0, width - len(strength_E)))
         return F.pad(image_AE, missing), F.pad(text_BE, missing)
 
-    def maps_apart(self, shrinkage: float, share: float, width: int) -> tuple[Tensor, Tensor]:
-        """Return maps `[A + B + 1, E]`, of image features beside class names and a 1, and `[B, E]`, with a part for the names.
-
-        Both parts have a mean square of 1 before the share; the names' is where they and the captions vary most.
-        """
-        assert self.names is not None
-        image_AE, text_BE = self.maps(shrinkage, 0.0, width - width // 4)
-        mean_B = self.names.text / self.names.weight
-        names_BB = self.names.text_text / self.names.weight - torch.outer(mean_B, mean_B)
-        variance_B, axes_BB = self._text
-        texts_BB = (axes_BB * variance_B) @ axes_BB.T
-        both_BB = sum(each / each.trace().clamp(min=_ALIKE) for each in (names_BB, texts_BB))
-        kept_BK = torch.linalg.eigh(both_BB)[1].flip(1)[:, : width // 4]
-        kept_BK = F.pad(kept_BK, (0, width // 4 - kept_BK.shape[1]))
-        names_BK, texts_BK = share**0.5 * _scaled(kept_BK, names_BB), _scaled(axes_BB @ axes_BB.T @ kept_BK, texts_BB)
-        image_AE, text_BE = (
-            _scaled(map_CE, moment_CC / self.captions.weight)
-            for map_CE, moment_CC in ((image_AE, self.captions.image_image), (text_BE, self.captions.text_text))
-        )
-        names_BK = torch.cat([names_BK, -mean_B[None] @ names_BK])
-        return torch.block_diag(image_AE, names_BK), torch.cat([text_BE, share**0.5 * texts_BK], 1)
-
 
 @dataclass
 class ClosedForm:
@@ -195,10 +164,8 @@ class ClosedForm:
     text_mean_B: Tensor
 
 
-def fit(features: Features, width: int, apart: bool = False) -> ClosedForm:
+def fit(features: Features, width: int) -> ClosedForm:
     """Fit the maps to all pairs, with settings and scale best for pairs left out, in 4 folds.
-
-    If the names of classes are kept `apart`, `image_AE` is that of `Fold.maps_apart`.
 
     The best have the lowest InfoNCE among the images of a fold; recall, which is coarse, is only reported. If images or captions
     are all alike, the maps are zero.
@@ -206,9 +173,7 @@ def fit(features: Features, width: int, apart: bool = False) -> ClosedForm:
     Raises:
         ValueError: with fewer than two images a fold, or if a feature is not finite.
     """
-    names_MB, features = features.names_MB, features.unit()
-    if apart and names_MB is not None:
-        features.names_MB = names_MB.cpu().double()
+    features = features.unit()
     given = (features.image_MA, features.text_TB, features.names_MB)
     if not all(rows.isfinite().all() for rows in given if rows is not None):
         raise ValueError("a backbone's output is not finite. Train in bf16 or fp32, or choose another backbone.")
@@ -219,36 +184,29 @@ def fit(features: Features, width: int, apart: bool = False) -> ClosedForm:
     held_out = [features.take(fold_M == fold) for fold in range(FOLDS)]
     everything = Fold.of(features)
     others = [everything.without(Fold.of(part)) for part in held_out]
-    maps_of, weights = (Fold.maps_apart, NAME_SHARES) if apart else (Fold.maps, NAME_WEIGHTS)
-    if apart:
-        held_out = [part.beside_names() for part in held_out]
 
-    def judge(shrinkage: float, name_weight: float) -> tuple[float, float, float, float, float]:
-        """Return the lowest loss, the scale that has it, both recalls, and the standard error of the loss."""
+    def judge(shrinkage: float, name_weight: float) -> tuple[float, float, float, float]:
+        """Return the lowest loss, the scale that has it, and both recalls."""
         found = [
-            _judge(part, *maps_of(rest, shrinkage, name_weight, width))
+            _judge(part, *rest.maps(shrinkage, name_weight, width))
             for part, rest in zip(held_out, others, strict=True)
         ]
         losses, recalls = (torch.stack(column) for column in zip(*found, strict=True))
         best = int(losses.mean(0).argmin())
-        error = losses[:, best].std() / FOLDS**0.5
-        return losses[:, best].mean().item(), SCALES[best], *recalls.mean(0).tolist(), error.item()
+        return losses[:, best].mean().item(), SCALES[best], *recalls.mean(0).tolist()
 
     # One after the other: the shrinkage depends little on the names. The loss has one minimum, so beyond it none is tried.
-    judged = dict[tuple[float, float], tuple[float, float, float, float, float]]()
+    judged = dict[tuple[float, float], tuple[float, float, float, float]]()
     for shrinkage in SHRINKAGES:
         judged[shrinkage, 0.0] = judge(shrinkage, 0.0)
         if judged[shrinkage, 0.0] > min(judged.values()):
             break
     shrinkage, _ = min(judged, key=judged.__getitem__)
     if features.names_MB is not None:
-        judged |= {(shrinkage, weight): judge(shrinkage, weight) for weight in weights[1:]}
+        judged |= {(shrinkage, weight): judge(shrinkage, weight) for weight in NAME_WEIGHTS[1:]}
     shrinkage, name_weight = min(judged, key=judged.__getitem__)
-    if apart and name_weight:  # as much as costs no more than a standard error: names hold for other images too
-        lowest, *_, error = judged[shrinkage, name_weight]
-        name_weight = max(weight for weight in weights if judged[shrinkage, weight][0] <= lowest + error)
-    _, scale, *recalls, _ = judged[shrinkage, name_weight]
-    maps = maps_of(everything, shrinkage, name_weight, width)
+    _, scale, *recalls = judged[shrinkage, name_weight]
+    maps = everything.maps(shrinkage, name_weight, width)
     means = (total / everything.captions.weight for total in (everything.captions.image, everything.captions.text))
     return ClosedForm(*maps, scale, shrinkage, name_weight, (recalls[0], recalls[1]), images // FOLDS, *means)
 
@@ -272,11 +230,6 @@ def _principal_axes(total: Tensor, second_moment: Tensor) -> tuple[Tensor, Tenso
     projector = torch.eye(len(direction), dtype=direction.dtype) - torch.outer(direction, direction)
     values, vectors = torch.linalg.eigh(projector @ second_moment @ projector)
     return values.clamp(min=0), projector @ vectors
-
-
-def _scaled(map_CE: Tensor, moment_CC: Tensor) -> Tensor:
-    """Return a map whose outputs have a mean square of 1 in all, for inputs of this second moment."""
-    return map_CE / (map_CE.T @ moment_CC @ map_CE).trace().clamp(min=_ALIKE).sqrt()
 
 
 def _whitening(values: Tensor, shrinkage: float) -> Tensor:

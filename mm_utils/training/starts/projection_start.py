@@ -11,7 +11,7 @@ so the sample need not grow with the data.
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,12 @@ from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.encoding import vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import (
-    ClassesProjection,
     FusionDualEncoderModel,
     ResidualProjection,
     is_trained,
     pool_output,
 )
-from mm_utils.training.starts.class_names import SeenClasses, read_classes
+from mm_utils.training.starts.class_names import read_classes
 from mm_utils.training.starts.closed_form import ClosedForm, Features, fit
 
 logger = logging.getLogger(__name__)
@@ -53,11 +52,11 @@ def start_projections(
         ValueError: on all ranks, if fewer images than are needed can be read, or a tower's output is not finite.
     """
     begin = time.monotonic()
-    features, named = paired_features(model, images, data, accelerator, vision_name)
+    features = paired_features(model, images, data, accelerator, vision_name)
 
     def fitted() -> ClosedForm:
         try:
-            return fit(features, model.config.projection_dim, apart=named is not None)
+            return fit(features, model.config.projection_dim)
         except (ValueError, torch.linalg.LinAlgError) as error:
             raise ValueError(
                 f"the closed-form start cannot be computed; {str(error).rstrip('.')}. Give more images that can be read."
@@ -71,7 +70,7 @@ def start_projections(
         found = replace(found, image_AE=found.image_AE @ found.text_BE.T, text_BE=torch.zeros(0))
     elif vision_name is None:  # scores of the fit, of images as they are
         found = replace(found, text_BE=found.text_BE @ found.image_AE.T, image_AE=torch.zeros(0))
-    write_projections(model, found, named)
+    write_projections(model, found)
     logger.info(
         "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, %.0f s): recall@1 of pairs "
         "left out of the fit %.3f text to image and %.3f image to text, among %d",
@@ -80,31 +79,16 @@ def start_projections(
     )
 
 
-@dataclass
-class NamedClasses:
-    """What `ClassesProjection` keeps: the classifier's matrix and vector, and the names of its classes, embedded.
-
-    Attributes:
-        matrix_NA, bias_N, name_NB: of N classes, A channels of the vision tower, B of the text tower.
-        standardises: whether the classifier standardises the channels.
-    """
-
-    matrix_NA: Tensor
-    bias_N: Tensor
-    standardises: bool
-    name_NB: Tensor
-
-
 @torch.no_grad()
 def paired_features(
     model: FusionDualEncoderModel, images: int, data: TrainingData, accelerator: Accelerator, vision_name: str | None
-) -> tuple[Features, NamedClasses | None]:
+) -> Features:
     """Run both towers over at most N training rows, shared by ranks; return all features in the rows' order.
 
-    Where a frozen tower has run over the rows already, its stored output is read. A model that projects classes gets them, too.
+    Where a frozen tower has run over the rows already, its stored output is read.
 
     Raises:
-        ValueError: if no image can be decoded, or there are no classes to project.
+        ValueError: if no image can be decoded.
     """
     was_training, home, device = model.training, model.logit_scale.device, accelerator.device
     model.eval()
@@ -120,7 +104,6 @@ def paired_features(
         rows = _sample(data.rows("train") if reads_stored else data.splits["train"], images)
         loader = data.loaders.evaluation(rows, data.eval_batch_size)
         name_NB = None if classes is None else _embed_names(model, classes.names, data, device)
-        named = _named_classes(model, classes, name_NB)
         for batch in tqdm(loader, desc="Closed form", leave=False, disable=not accelerator.is_main_process, delay=2):
             if not len(batch["rows"]):
                 continue
@@ -139,32 +122,17 @@ def paired_features(
             "no training image of the sample for the closed form could be decoded. Give images that can be read."
         )
     owners = [owner + sum(sizes[: distributed.rank()]) for owner in owners]
-    features = Features(
+    return Features(
         distributed.gather(torch.cat(pooled), sizes),
         distributed.gather(torch.cat(texts), caption_sizes),
         distributed.gather(torch.cat(owners), caption_sizes),
         None if classes is None else distributed.gather(torch.cat(seen), sizes),
     )
-    return features, named
-
-
-def _named_classes(
-    model: FusionDualEncoderModel, classes: SeenClasses | None, name_NB: Tensor | None
-) -> NamedClasses | None:
-    """Return what a projection of classes keeps; None of another projection."""
-    if not isinstance(model.visual_projection, ClassesProjection):
-        return None
-    try:
-        if classes is None or name_NB is None:
-            raise ValueError("the vision backbone has no classifier with named classes")
-        return NamedClasses(*classes.linear(model.visual_projection.in_features), name_NB)
-    except ValueError as error:
-        raise ValueError(f"--projection is classes; {error}. Leave it out, or choose another backbone.") from None
 
 
 @torch.no_grad()
-def write_projections(model: FusionDualEncoderModel, found: ClosedForm, named: NamedClasses | None) -> None:
-    """Put maps into projections, at the norm of old weights, and classes beside them; set the temperature.
+def write_projections(model: FusionDualEncoderModel, found: ClosedForm) -> None:
+    """Put maps into projections, at the norm of old weights; set the temperature.
 
     A model with a bias, for the sigmoid loss, keeps its temperature: the fitted one is that of a softmax.
     """
@@ -175,15 +143,7 @@ def write_projections(model: FusionDualEncoderModel, found: ClosedForm, named: N
         if not len(map_CE):
             continue
         assert isinstance(projection, nn.Linear)
-        of_features_CE, of_names_NE = map_CE[: projection.in_features], map_CE[projection.in_features :]
-        scale = projection.weight.norm() / of_features_CE.norm()
-        projection.weight.copy_(of_features_CE.T * scale)
-        if named is not None and isinstance(projection, ClassesProjection):
-            projection.classifier.copy_(named.matrix_NA)
-            projection.classifier_bias.copy_(named.bias_N)
-            projection.standardises.fill_(named.standardises)
-            names_NE = F.pad(named.name_NB.to(of_names_NE), (0, 1), value=1.0) @ of_names_NE
-            projection.names.copy_(names_NE.T * scale)
+        projection.weight.copy_(map_CE.T * (projection.weight.norm() / map_CE.norm()))
         if isinstance(projection, ResidualProjection):
             projection.center.copy_(mean_C)
     if model.logit_bias is None:

@@ -24,7 +24,6 @@ from mm_utils.data.benchmarks import Benchmark, fetch, resolved
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
-from mm_utils.data.rows.detect import holds_shards, is_image_folder, metadata_files
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.data.scenes import load_scenes
 from mm_utils.data.sets import SETS
@@ -134,11 +133,7 @@ def iterate_captions(rows: Dataset) -> Iterator[str]:
 def sources_of(args: DataArguments) -> list[Source]:
     """Return the sources that the flags name, none for the embedded scenes."""
     if args.dataset_name:
-        name, kind = args.dataset_name, "datasets"
-        if holds_shards(name):
-            kind = "webdataset"
-        elif Path(name).is_dir() and (metadata_files(Path(name)) or is_image_folder(Path(name))):
-            kind = "imagefolder"
+        name, kind = args.dataset_name, "" if Path(args.dataset_name).is_dir() else "datasets"
         return [resolved(Source(name, kind, name, title=f"--dataset_name is {name}", **args.columns))]
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     given = {split: file for split, file in files.items() if file}

@@ -1,4 +1,4 @@
-"""Every format gives the same pairs through every door: prepared, trained on raw, streamed."""
+"""Every format gives the same pairs through every door: prepared, trained on raw, streamed, fine-tuned on."""
 
 import json
 import sqlite3
@@ -14,9 +14,10 @@ from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bar
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.media import COLUMNS, FEATURES
 from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.on_disk import open_prepared
 from mm_utils.data.rows.detect import detect
-from mm_utils.data.rows.source import DataArguments, Source
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.streams.shards import ShardReader
 from mm_utils.data.streams.stream import open_stream
 from scripts import prepare_data
@@ -130,6 +131,7 @@ class Made:
 
 Make = Callable[[Made], Path]
 ALL, STILL = ("image", "sound", "clip"), ("image",)
+WITH_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")
 # name: what makes it, its format, its media, the flag of training, and whether it can be streamed
 FORMATS: dict[str, tuple[Make, str, tuple[str, ...], str, bool]] = {
     "lines": (lambda made: made.write("p.jsonl", lines(*made.rows)), "jsonl", ALL, "train_file", False),
@@ -192,6 +194,12 @@ def raw(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
     return [row for split in load_pairs(args, need_train=False).values() for row in split]
 
 
+def labelled(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
+    """As `finetune` and `eval_zero_shot` read them, with the caption for a label."""
+    source = Source(str(path), labelled=True, medium=medium, label_column="caption")
+    return [{**row, "captions": row["answers"]} for row in load_labelled_rows([source], PathArguments(), 1)[0]]
+
+
 def streamed(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
     stream = open_stream(DataArguments(**{flag: str(path)}), BatchSizes((0,), (2,)), 0)
     reader = ShardReader(stream.shards, stream.source)
@@ -216,6 +224,6 @@ def test_every_format_gives_the_same_pairs_through_every_door(
     wanted = (
         CONTENTS["image"] if medium == "image" else [(at + 4) / (8 if medium == "sound" else 4) for at in range(COUNT)]
     )
-    for door in (prepared, raw, *([streamed] if streams else [])):
+    for door in (prepared, raw, *([streamed] if streams else []), *([labelled] if form in WITH_COLUMNS else [])):
         pairs = [shown(row, medium) for row in door(path, medium, flag)]
         assert sorted(pairs) == list(zip(CAPTIONS, wanted, strict=True)), door.__name__

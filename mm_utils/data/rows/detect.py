@@ -12,7 +12,7 @@ from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
 from mm_utils.data.rows.caption_files import is_captioned, read_caption_files
 from mm_utils.data.rows.class_folders import check_classes, read_classes
-from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES, wrong_kind
+from mm_utils.data.rows.columns import SUFFIXES, wrong_kind
 from mm_utils.data.rows.folders import is_service, walk
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import FORMATS, PathArguments, Source, set_medium
@@ -68,16 +68,12 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
         )
     if source.format in _OF_FILES and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
-    if files:
-        return _of_split(read_metadata(source, safety, files), source.only)
     is_named = source.format in ("datasets", "webdataset") or source.format not in FORMATS
-    if not is_named and not os.path.exists(source.path):
+    if not files and not is_named and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
-    return _of_split(_READERS.get(source.format, _read_own)(source, safety), source.only)
-
-
-def _of_split(rows: Iterator[Record | BadRow], only: str | None) -> Iterator[Record | BadRow]:
-    """Leave out the records of other splits."""
+    read = _READERS.get(source.format, _read_own)
+    rows = read_metadata(source, safety, files) if files else read(source, safety)
+    only = source.only
     return (row for row in rows if only is None or isinstance(row, BadRow) or (row.split or "train") == only)
 
 
@@ -132,23 +128,6 @@ def metadata_files(folder: Path) -> list[Path]:
     return [file for file in files if file is not None]
 
 
-def holds_shards(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder, or the folder of a split in it, holds tar files."""
-    path = Path(folder)
-    if not path.is_dir():
-        return False
-    places = [path, *(place for place in path.iterdir() if place.is_dir() and place.name.lower() in SPLIT_NAMES)]
-    return any(
-        file.suffix.lower() == ".tar" and not is_service(file.name) for place in places for file in place.iterdir()
-    )
-
-
-def is_image_folder(folder: Path) -> bool:
-    """Return whether media have a caption file each."""
-    files = _files_of(folder)
-    return any(_of_names(files, folder, medium) == "imagefolder" for medium in SUFFIXES)
-
-
 def _files_of(folder: Path) -> list[tuple[str, str]]:
     return [*islice(((place, name) for place, names in walk(str(folder)) for name in names), _LOOKED_AT)]
 
@@ -165,7 +144,7 @@ def _of_folder(path: Path, source: Source) -> str:
         raise wrong_kind(f"{source.title}; it", next(iter(kinds)), medium)
     if found is None:
         raise ValueError(
-            f"{source.title}; the format of this folder is not recognised. Set format= to one of {', '.join(FORMATS)}."
+            f"{source.title}; the format of this folder is not recognised. prepare_data takes format=, one of {', '.join(FORMATS)}."
         )
     if found == "classes" and not source.labelled:
         check_classes(path, source.title, medium)

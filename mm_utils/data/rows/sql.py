@@ -3,7 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,24 +39,17 @@ class SqliteImage(ImageRef):
 def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read the only table of a database, or the one that `config` names."""
     builder = RecordBuilder(source, safety, Path(source.path).parent)
-    with _opened(source) as (database, table):
-        yield from records_of(_table(database, table, builder), builder)
-
-
-@contextmanager
-def _opened(source: Source) -> Iterator[tuple[sqlite3.Connection, str]]:
-    """Open the database of a source; yield it with the quoted name of its table."""
     try:
         database = _open(os.path.abspath(source.path), os.getpid())
-        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         tables = [
-            name for name in tables if not name.startswith("sqlite_")
+            name for (name,) in found if not name.startswith("sqlite_")
         ]  # of SQLite itself: AUTOINCREMENT, ANALYZE
         if source.config not in tables and (source.config or len(tables) != 1):
             raise ValueError(
                 f"{source.title}; its tables are {', '.join(tables) or 'none'}. Name one of them, by config=NAME."
             )
-        yield database, _quoted(source.config or tables[0])
+        yield from records_of(_table(database, _quoted(source.config or tables[0]), builder), builder)
     except sqlite3.Error as error:
         raise ValueError(
             f"{source.title}; it cannot be read as SQLite ({one_line(error)}). Check the file."

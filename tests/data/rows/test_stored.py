@@ -94,7 +94,7 @@ def of_splits(folder: Path, private: Path) -> str:
 def of_hdf5(folder: Path, private: Path) -> str:
     """HDF5, which links to other files"""
     (folder / "train.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
-    return "hdf5|could not be loaded"
+    return "hdf5|could not be loaded|not recognised"
 
 
 WAYS = [

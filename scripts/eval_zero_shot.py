@@ -33,7 +33,7 @@ from mm_utils.data.batches.loaders import EVALUATION_BATCH, OF_TRAINING, LoaderA
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.finetuning.labels import LabelledArguments, load_labelled
-from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes
+from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes_of
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 5. Report.
     report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir)
-    report_classes(accelerator, evaluator, args.output_dir)
+    distributed.on_first(lambda: report_classes_of(evaluator, args.output_dir))
     names = data_names({**given.settings, "dataset_name": data_args.dataset_name or labels.classes}, "")
     sizes = {f"{loaders.medium.kind}s": len(images.rows), "classes": len(images.classes)}
     data = EvaluatedData(*names, images.split, sizes, loaders.medium.kind)

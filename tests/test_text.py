@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.faults import Fault, excerpt
-from mm_utils.finetuning.finish import report_predictions
+from mm_utils.finetuning.confusion import report_classes
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import (
     markdown_text,
@@ -199,7 +199,7 @@ def test_foreign_text_cannot_imitate_a_log_message_or_move_the_cursor() -> None:
 
 @pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", " =1"])
 def test_a_class_named_like_a_formula_is_text_in_a_table(name: str, tmp_path: Path) -> None:
-    report_predictions(torch.tensor([[0, 0], [1, 0]]), [name, "cat"], tmp_path)
+    report_classes(torch.tensor([[0, 0], [1, 0]]), [name, "cat"], tmp_path)
     with open(tmp_path / "classes.csv", newline="", encoding="utf-8") as file:
         cells = [row[0] for row in csv.reader(file)][1:]
     assert cells == [f"'{name}", "cat"]

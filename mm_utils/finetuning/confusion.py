@@ -1,14 +1,60 @@
-"""Draw which classes are taken for which."""
+"""Which classes are taken for which: a table and a picture."""
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from mm_utils.plots import INK, MUTED, font_families, new_figure, save_figure, set_title, wrap
+from mm_utils.text import no_formula
 
 _MAX_CLASSES = 50  # a larger matrix cannot be read
+
+
+class ClassFigures(NamedTuple):
+    """A row of `classes.csv`."""
+
+    name: str
+    rows: int
+    recall: float | None  # None without rows
+    precision: float | None  # None if nothing is taken for it
+    most_confused_with: str  # empty without mistakes
+    times: int
+
+
+def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Path | None) -> list[ClassFigures]:
+    """Return the figures of every class; write them as `classes.csv`, and `confusion.png`, into a folder.
+
+    Args:
+        predictions: class and predicted class of every row, `[M, 2]`; a class of -1 is none of the known ones.
+        classes: the names of the classes.
+        folder: the folder to write to, if any.
+    """
+    pairs, times = predictions.unique(dim=0, return_counts=True)
+    counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
+    rows, guessed, mistakes = [0] * len(classes), [0] * len(classes), [(0, "")] * len(classes)
+    for (label, guess), count in counts.items():
+        guessed[guess] += count
+        if label >= 0:
+            rows[label] += count
+        if label >= 0 and label != guess and count > mistakes[label][0]:
+            mistakes[label] = (count, classes[guess])
+    figures = []
+    for number, name in enumerate(classes):
+        right, (count, other) = counts.get((number, number), 0), mistakes[number]
+        shares = (right / of if of else None for of in (rows[number], guessed[number]))
+        figures.append(ClassFigures(name, rows[number], *shares, other, count))
+    if folder is not None:
+        with open(Path(folder, "classes.csv"), "w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(ClassFigures._fields)
+            table.writerows([no_formula(cell) for cell in row] for row in figures)
+        known = {pair: count for pair, count in counts.items() if pair[0] >= 0}
+        draw_confusion(known, classes, Path(folder, "confusion.png"))
+    return figures
 
 
 def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], out_path: Path) -> None:

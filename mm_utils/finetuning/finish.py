@@ -1,13 +1,10 @@
 """Finish a run that learnt classes: pictures, tables, model card, summary."""
 
-import csv
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-
-from torch import Tensor
 
 from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
@@ -15,18 +12,16 @@ from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.gained import Evaluations, read_evaluations
-from mm_utils.finetuning.confusion import draw_confusion
+from mm_utils.finetuning.confusion import report_classes
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.labels import LabelledArguments, LabelledTask
-from mm_utils.finetuning.usage import usage
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.plots import plot_training
-from mm_utils.reports.model_card import CardInfo, EvaluatedData, an, data_names, write_model_card
+from mm_utils.reports.model_card import EXAMPLES, CardInfo, EvaluatedData, an, data_names, write_model_card
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.commands import SOURCES, longer_command
 from mm_utils.run.finish import EMBEDDED, choices, chosen_on_validation, listing, next_lines, run_card
 from mm_utils.run.start import Run
-from mm_utils.text import no_formula
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +59,7 @@ def finish_finetuning(
 
     def write() -> None:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
-        report_predictions(evaluator.guesses, task.classes, folder)
+        report_classes(evaluator.guesses, task.classes, folder)
         (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
         card = classification_card(run, model, task, context.data.fingerprint, context.metrics, context.choice, argv)
         write_model_card(folder, card)
@@ -74,30 +69,6 @@ def finish_finetuning(
     if run.accelerator.is_main_process:
         logger.info("%s", "\n".join(_summary(context, model, task)))
     run.accelerator.end_training()
-
-
-def report_predictions(predictions: Tensor, classes: list[str], folder: Path) -> None:
-    """Write `classes.csv`, recall and precision of every class, and `confusion.png`.
-
-    Args:
-        predictions: label and predicted class of every row, `[M, 2]`; rows with a label of -1 are left out.
-        classes: the names of the classes.
-        folder: the folder to write to.
-    """
-    known = predictions[predictions[:, 0] >= 0]
-    correct_C = known[known[:, 0] == known[:, 1], 0].bincount(minlength=len(classes)).tolist()
-    label_C, predicted_C = (
-        predictions[predictions[:, at] >= 0, at].bincount(minlength=len(classes)).tolist() for at in (0, 1)
-    )
-    with open(folder / "classes.csv", "w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(("class", "rows", "recall", "precision"))
-        for name, correct, rows, predicted in zip(classes, correct_C, label_C, predicted_C, strict=True):
-            recall, precision = correct / rows if rows else None, correct / predicted if predicted else None
-            table.writerow((no_formula(name), rows, recall, precision))
-    pairs, times = known.unique(dim=0, return_counts=True)
-    counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
-    draw_confusion(counts, classes, folder / "confusion.png")
 
 
 def classification_card(
@@ -152,6 +123,29 @@ def classification_card(
         summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
         usage=partial(usage, inputs),
     )
+
+
+def usage(inputs: str, name: str, medium: str) -> str:
+    """Return code that classifies and runs as pasted, in any folder; `name` is the model's, quoted."""
+    media, files, _ = EXAMPLES[medium]
+    load = f"""\
+from transformers import AutoModelForSequenceClassification
+
+model = AutoModelForSequenceClassification.from_pretrained({name}, trust_remote_code=True)
+
+# Take your own """
+    show = """
+for share in shares:
+    print(f"{share.max():.3f}  {model.config.id2label[share.argmax().item()]}")"""
+    if inputs == "text":
+        return f'{load}text.\nshares = model.predict(texts=["a text"]){show}'
+    texts = "" if inputs == "image" else f', ["a text"] * len({media})'
+    return f"""\
+from pathlib import Path
+
+{load}{media}{", and a text for each" if texts else ""}.
+{media} = sorted(Path("{media}").glob("{files}"))
+shares = model.predict({media}{texts}){show}"""
 
 
 def classifier_task(inputs: str, medium: str) -> str:

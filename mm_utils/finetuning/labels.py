@@ -2,7 +2,7 @@
 
 Rows come from the reader of pairs (`mm_utils.data.rows`): a class or an answer is a column, the folder of a file, or the `.cls` of a
 tar's sample. A row of a task is in the schema of `mm_utils.data.pairs`, with one text as its `captions` and its class as `label`;
-what it has none of is filled in, an empty text or the smallest medium, and not read.
+what it has none of is filled in, an empty text or a grey pixel, and not read.
 """
 
 import hashlib
@@ -17,9 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import PIL.Image
-import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_datasets
@@ -31,10 +28,8 @@ from mm_utils.arguments import arg
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.benchmarks import CLASSIFICATION, Benchmark, find_benchmark
-from mm_utils.data.images import encode
 from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.medium import kind_of_processor
-from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
@@ -192,13 +187,17 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
     elif is_prepared(sources[0].path):
         parts = _read_prepared(sources[0], args)
     else:
-        rows, known = load_labelled_rows(sources, _paths(args))
+        rows, known = load_labelled_rows(sources, PathArguments(args.image_root, args.allow_outside_root))
         parts = _by_split(rows)
     if "train" not in parts:
         raise ValueError(f"{title}; there is no train split, only {', '.join(parts)}. Give rows to train on.")
     if (kind := kind_of(parts["train"].features)) != medium:
         raise wrong_kind(f"{title}; it", kind, medium)
     has_images, has_texts = _shown(parts, medium, title)
+    if not has_images and medium != "image":
+        raise ValueError(
+            f"{title}; its rows are texts alone, and the model is for {medium}s. Take a model of images, or add {medium}s."
+        )
     if args.caption_column and not has_texts:
         raise ValueError(f"--caption_column is {args.caption_column}; it holds lists. Give one text a row.")
     if "validation" not in parts:
@@ -210,9 +209,10 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
         )
     answers = {split: [Counter(given) for given in rows["answers"]] for split, rows in parts.items()}
     classes = _classes(known, [_most_frequent(given) for given in answers["train"]], labels.num_answers, title)
-    blank = None if has_images else medium
     splits = {
-        split: _task_split(parts[split], answers[split], classes, split, blank) for split in SPLITS if split in parts
+        split: _task_split(parts[split], answers[split], classes, split, has_images)
+        for split in SPLITS
+        if split in parts
     }
     return LabelledTask(DatasetDict(splits), classes, has_images, has_texts, title)
 
@@ -231,10 +231,6 @@ def _sources(args: DataArguments, labels: LabelArguments, medium: str) -> list[S
     names = {"image_column": args.image_column, "caption_column": args.caption_column}
     columns: dict[str, Any] = {**names, "label_column": labels.label_column, "id_column": None}
     return [replace(source, labelled=True, medium=medium, **columns) for source in sources]
-
-
-def _paths(args: DataArguments) -> PathArguments:
-    return PathArguments(args.image_root, args.allow_outside_root)
 
 
 def _by_split(rows: Dataset) -> dict[str, Dataset]:
@@ -372,9 +368,9 @@ def _is_number(name: str) -> bool:
 
 
 def _task_split(
-    rows: Dataset, answers: list[Counter[str]], classes: list[str], split: str, blank: str | None
+    rows: Dataset, answers: list[Counter[str]], classes: list[str], split: str, has_images: bool
 ) -> Dataset:
-    """Lay ids, captions and labels beside the media, or the smallest one of the kind `blank`; train keeps only known classes."""
+    """Lay ids, captions and labels beside the media, or beside grey pixels; train keeps only known classes."""
     place = {name: number for number, name in enumerate(classes)}
     count = len(rows)
     columns: dict[str, Any] = {
@@ -394,10 +390,9 @@ def _task_split(
             for given in answers
         ]
     media = _media_of(rows)
-    if blank is not None:
-        smallest = {"image": [_smallest(blank)] * count, **({} if blank == "image" else {"seconds": [0.0] * count})}
-        kinds = Features({name: FEATURES[blank] if name == "image" else Value("float64") for name in smallest})
-        media = Dataset(pa.Table.from_pydict(smallest, schema=kinds.arrow_schema))
+    if not has_images:
+        pixel = {"bytes": b"\x80\x80\x80", "path": "raw:1x1"}
+        media = Dataset.from_dict({"image": [pixel] * count}, Features({"image": FEATURES["image"]}))
     built = concatenate_datasets([media, Dataset.from_dict(columns, Features(features))], axis=1)
     others = columns["label"].count(-1)
     if others:
@@ -406,15 +401,6 @@ def _task_split(
     if split != "train":
         return built
     return built.select([row for row, label in enumerate(columns["label"]) if label >= 0])
-
-
-def _smallest(medium: str) -> dict[str, Any]:
-    """Return one grey pixel, a clip of one, or a sound of one sample, as they are stored."""
-    if medium == "image":
-        return {"bytes": b"\x80\x80\x80", "path": "raw:1x1"}
-    if medium == "sound":
-        return {"bytes": write_wav(np.zeros(1, np.int16), 16_000), "path": None}
-    return {"bytes": write_avi([encode(PIL.Image.new("RGB", (1, 1), "grey"), "jpeg")], 1.0, (1, 1)), "path": None}
 
 
 # -- zero-shot --------------------------------------------------------------------------------------------------------
@@ -438,7 +424,7 @@ def load_labelled(args: DataArguments, labels: LabelledArguments, medium: str = 
         )
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
     usual = usual if benchmark is None else [benchmark.split, *usual]
-    title, paths = sources[0].title, _paths(args)
+    title, paths = sources[0].title, PathArguments(args.image_root, args.allow_outside_root)
     if is_prepared(sources[0].path):
         splits = _open_prepared(replace(sources[0], classes=labels.classes), args)
         split = _choose_split(labels.split, set(map(str, splits)), usual)
@@ -542,9 +528,8 @@ def _names_of_file(known: list[str] | None, file: str) -> list[str]:
     if known and all(name in given for name in known):
         return [given[name] for name in known]
     by_number = [given[key] for key in itertools.takewhile(given.__contains__, map(str, itertools.count()))]
-    # Sorted as text: -1, 0, 1, 10, 100, 2. A file that names some of them is one of keys, not of places.
-    are_numbers = known is not None and any(name in given or re.fullmatch(r"[+-]?\d+", name) for name in known)
-    if not by_number or are_numbers or (known is not None and len(known) != len(by_number)):
+    is_by_key = any(name in given for name in known or ())  # then a name that is missing has no place, either
+    if not by_number or is_by_key or (known is not None and len(known) != len(by_number)):
         missing = next((name for name in known or () if name not in given), "label 0")
         counts = f"has {len(given)} names for {len(known or ())} classes and none for {missing}"
         raise ValueError(f"{title}; it {counts}. Write lines 'id name', or a name a line for every class.")

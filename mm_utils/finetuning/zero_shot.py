@@ -7,7 +7,6 @@ Shape letters: b images of a batch, M of all, C classes, P templates, T = C x P 
 L tokens, H width of the text tower, E embedding width.
 """
 
-import csv
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +28,11 @@ from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.evaluation.reranking import PAIRS, stored_weights
-from mm_utils.finetuning.confusion import draw_confusion
+from mm_utils.finetuning.confusion import report_classes
 from mm_utils.finetuning.labels import LabelledImages
 from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.text import no_formula, shortened
+from mm_utils.text import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +86,6 @@ class Predictions(NamedTuple):
     label: Tensor  # its class
     rank: Tensor  # rank of its class among all, from 1
     guess: Tensor  # its class if that is first, else the wrong class of the highest score
-
-
-class ClassFigures(NamedTuple):
-    """A row of `classes.csv`."""
-
-    name: str
-    images: int
-    accuracy: float | None  # None without images
-    most_confused_with: str  # empty without mistakes
-    times: int
 
 
 class ZeroShotEvaluator:
@@ -278,41 +267,12 @@ def accuracy_lines(metrics: dict[str, float]) -> list[str]:
     return ["", *lines, f"  {'by chance':<36}{chance:.3f}; always the most frequent class {majority:.3f}"]
 
 
-def report_classes(accelerator: Accelerator, evaluator: ZeroShotEvaluator, folder: str | None) -> None:
-    """On the main process, log the least accurate classes and write files into `folder`."""
-    if not accelerator.is_main_process or evaluator.predictions is None:
-        return
-    classes = evaluator.images.classes
-    confused = confusions(evaluator.predictions)
-    rows = class_figures(confused, classes)
-    worst = sorted((row for row in rows if row.accuracy is not None), key=lambda row: row.accuracy or 0.0)[:_SHOWN]
-    lines = [f"{row.name[:32]:<34}{row.images:>7,}{row.accuracy:>9.3f}  {row.most_confused_with}" for row in worst]
+def report_classes_of(evaluator: ZeroShotEvaluator, folder: str | None) -> None:
+    """Log the least accurate classes of the last evaluation, and write the files of `report_classes`."""
+    assert evaluator.predictions is not None
+    pairs = torch.stack([evaluator.predictions.label, evaluator.predictions.guess], 1)
+    rows = report_classes(pairs.cpu(), evaluator.images.classes, folder)
+    worst = sorted((row for row in rows if row.rows), key=lambda row: row.recall or 0.0)[:_SHOWN]
+    lines = [f"{row.name[:32]:<34}{row.rows:>7,}{row.recall:>9.3f}  {row.most_confused_with}" for row in worst]
     heading = f"{'least accurate classes':<34}{'rows':>7}{'accuracy':>9}  most often taken for"
     logger.info("\n%s", "\n".join([heading, *lines]))
-    if folder is None:
-        return
-    with open(Path(folder, "classes.csv"), "w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(ClassFigures._fields)
-        table.writerows([no_formula(cell) for cell in row] for row in rows)
-    draw_confusion(confused, classes, Path(folder, "confusion.png"))
-
-
-def confusions(found: Predictions) -> dict[tuple[int, int], int]:
-    """Count the rows by (class, guess); pairs that do not occur are left out."""
-    pairs, times = torch.stack([found.label, found.guess], 1).unique(dim=0, return_counts=True)
-    return {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
-
-
-def class_figures(confused: dict[tuple[int, int], int], classes: list[str]) -> list[ClassFigures]:
-    """Return the rows of `classes.csv` from the counts of `confusions`."""
-    images, mistakes = [0] * len(classes), [(0, "")] * len(classes)
-    for (label, guess), times in confused.items():
-        images[label] += times
-        if label != guess and times > mistakes[label][0]:
-            mistakes[label] = (times, classes[guess])
-    rows = []
-    for number, (name, count, (times, other)) in enumerate(zip(classes, images, mistakes, strict=True)):
-        accuracy = confused.get((number, number), 0) / count if count else None
-        rows.append(ClassFigures(name, count, accuracy, other, times))
-    return rows

@@ -10,8 +10,8 @@ import torch
 
 from mm_utils import distributed
 from mm_utils.finetuning import evaluator as classification
+from mm_utils.finetuning.confusion import report_classes
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
-from mm_utils.finetuning.finish import report_predictions
 from mm_utils.training.arguments import FinetuningArguments
 from tests.kit.ranks import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR
@@ -95,10 +95,16 @@ def test_the_number_of_processes_changes_nothing() -> None:
 
 
 def test_table_and_picture_are_written(tmp_path: Path) -> None:
-    report_predictions(torch.tensor([LABELS, GUESSES]).T, ["ant", "bee", "owl"], tmp_path)
+    predictions = torch.tensor([[0, 0], [0, 2], [0, 2], [0, 1], [1, 1], [1, 1], [-1, 1]])
+    assert report_classes(predictions, ["cat", "dog", "owl", "yak"], tmp_path) == [
+        ("cat", 4, 0.25, 1.0, "owl", 2),
+        ("dog", 2, 1.0, 0.5, "", 0),
+        ("owl", 0, None, 0.0, "", 0),
+        ("yak", 0, None, None, "", 0),
+    ]
     rows = list(csv.reader((tmp_path / "classes.csv").open()))
-    assert rows[0] == ["class", "rows", "recall", "precision"]
-    assert rows[1:] == [["ant", "1", "1.0", "1.0"], ["bee", "1", "0.0", "0.0"], ["owl", "2", "1.0", str(2 / 3)]]
+    assert rows[0] == ["name", "rows", "recall", "precision", "most_confused_with", "times"]
+    assert rows[1] == ["cat", "4", "0.25", "1.0", "owl", "2"]
     assert (tmp_path / "confusion.png").stat().st_size > 1000
 
 

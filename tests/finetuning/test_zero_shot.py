@@ -1,7 +1,6 @@
 """Classes from their names against plain loops, by hand, and on any number of processes."""
 
 import copy
-import csv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,9 @@ from torch.nn.functional import normalize
 from mm_utils.finetuning import zero_shot
 from mm_utils.finetuning.labels import LabelledImages
 from mm_utils.finetuning.zero_shot import (
-    ClassFigures,
-    Predictions,
     ZeroShotArguments,
     ZeroShotEvaluator,
-    class_figures,
-    confusions,
     rank_and_guess,
-    report_classes,
     unknown_names,
 )
 from mm_utils.model.processor import train_tokenizer
@@ -146,31 +140,6 @@ def test_unreadable_images_are_left_out(caplog: pytest.LogCaptureFixture) -> Non
     assert "5 images were left out" in caplog.text
     with pytest.raises(ValueError, match=r"no image could be decoded; .* image 0: broken"):
         evaluator(model, model.batches(4, tuple(range(23))), MAIN_PROCESS)
-
-
-def test_table_of_classes_by_hand() -> None:
-    label, guess = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 2, 2, 1, 1, 1])
-    found = Predictions(torch.arange(6), label, torch.where(label == guess, 1, 2), guess)
-    assert class_figures(confusions(found), ["cat", "dog", "owl"]) == [
-        ClassFigures("cat", 4, 0.25, "owl", 2),
-        ClassFigures("dog", 2, 1.0, "", 0),
-        ClassFigures("owl", 0, None, "", 0),
-    ]
-
-
-def test_table_and_picture_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "mm_utils")
-    model: Any = BagModel()
-    evaluator = model.evaluator()
-    evaluator(model, model.batches(5), MAIN_PROCESS)
-    report_classes(MAIN_PROCESS, evaluator, str(tmp_path))
-    with open(tmp_path / "classes.csv", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["name"] for row in rows] == CLASSES
-    assert sum(int(row["images"]) for row in rows) == 23
-    assert rows[-1]["accuracy"] == ""
-    assert (tmp_path / "confusion.png").stat().st_size > 1000
-    assert "least accurate classes" in caplog.text
 
 
 def test_names_that_the_tokenizer_does_not_know_are_named(caplog: pytest.LogCaptureFixture) -> None:

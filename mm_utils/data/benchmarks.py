@@ -6,6 +6,7 @@
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,19 +50,28 @@ class Benchmark:
         """Return the folder of its data; see `fetch`."""
         return fetch(self, title)
 
-    def places(self, known: list[str]) -> list[int] | None:
-        """Return the class of each label that a data set names; None if they are not these classes.
+    def places(self, known: Sequence[str], title: str) -> list[int]:
+        """Return the class of each label that a data set names, by number where it names none.
 
         Names count without case, spaces, punctuation and synonyms after a comma. Where 95 % of them come in the same order, the
         others, such as ImageNet's two cranes, do not matter; nor do WordNet ids, whose order is that of ImageNet's labels.
+
+        Raises:
+            ValueError: begun by `title`, if they are not these classes.
         """
         own, found = [_folded(name) for name in self.names], [_folded(name) for name in known]
         same = sum(one == other for one, other in zip(own, found, strict=False))
-        coded = known == sorted(known) and all(map(WORDNET_ID.fullmatch, known))
-        if len(found) == len(own) and (same >= 0.95 * len(own) or (coded and self.name == "imagenet1k")):
+        coded = list(known) == sorted(known) and all(map(WORDNET_ID.fullmatch, known))
+        in_order = len(found) == len(own) and (same >= 0.95 * len(own) or (coded and self.name == "imagenet1k"))
+        if in_order or not known:
             return list(range(len(own)))
         place_of = {name: place for place, name in enumerate(own)}
-        return [place_of[name] for name in found] if set(found) <= place_of.keys() else None
+        if not set(found) <= place_of.keys():
+            raise ValueError(
+                f"{title}; its {len(known):,} classes ({', '.join(known[:3])}, ...) are not the {len(own):,} of {self.name} "
+                f"({', '.join(self.names[:3])}, ...). Give other data, or a file of names as --classes."
+            )
+        return [place_of[name] for name in found]
 
 
 def _read_table() -> tuple[dict[str, Benchmark], dict[str, Benchmark]]:

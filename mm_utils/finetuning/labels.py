@@ -204,33 +204,23 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
         parts |= _hold_out(parts["train"], has_images, title)
     for split, rows in parts.items():
         most = args.max_train_samples if split == "train" else args.max_eval_samples
-        parts[split] = rows.select(
-            _first_of_classes([_most_frequent(Counter(each)) for each in rows["answers"]], most)
-        )
-    answers = {split: [Counter(given) for given in rows["answers"]] for split, rows in parts.items()}
-    classes = _classes(known, [_most_frequent(given) for given in answers["train"]], labels.num_answers, title)
-    splits = {
-        split: _task_split(parts[split], answers[split], classes, split, has_images)
-        for split in SPLITS
-        if split in parts
-    }
+        parts[split] = rows.select(_first_of_classes(_labels(rows), most))
+    classes = _classes(known, _labels(parts["train"]), labels.num_answers, title)
+    splits = {split: _task_split(parts[split], classes, split, has_images) for split in SPLITS if split in parts}
     return LabelledTask(DatasetDict(splits), classes, has_images, has_texts, title)
 
 
 def _sources(args: DataArguments, labels: LabelArguments, medium: str) -> list[Source]:
     """Return the labelled sources that the flags name."""
-    name = args.dataset_name
-    if is_embedded(name):
-        tasks = ", ".join(task for task in TASKS if task.startswith(str(name)))
-        raise ValueError(f"--dataset_name is {name}; its rows have no labels. Give a --task on them: {tasks}.")
-    if name:
-        kind = "" if os.path.isdir(name) else "datasets"
-        sources = [Source(name, kind, name, title=f"--dataset_name is {name}")]
-    else:
-        sources = sources_of(args)
-    names = {"image_column": args.image_column, "caption_column": args.caption_column}
-    columns: dict[str, Any] = {**names, "label_column": labels.label_column, "id_column": None}
-    return [replace(source, labelled=True, medium=medium, **columns) for source in sources]
+    if is_embedded(args.dataset_name):
+        tasks = ", ".join(task for task in TASKS if task.startswith(str(args.dataset_name)))
+        raise ValueError(
+            f"--dataset_name is {args.dataset_name}; its rows have no labels. Give a --task on them: {tasks}."
+        )
+    sources = [
+        replace(source, labelled=True, medium=medium, label_column=labels.label_column) for source in sources_of(args)
+    ]
+    return [replace(source, format="") if os.path.isdir(source.path) else source for source in sources]
 
 
 def _by_split(rows: Dataset) -> dict[str, Dataset]:
@@ -316,20 +306,20 @@ def _hold_out(train: Dataset, has_images: bool, title: str) -> dict[str, Dataset
     else:
         images = (image for batch in train.select_columns(["image"]).iter(100) for image in batch["image"])
         keys = [hashlib.blake2b(each["bytes"]).hexdigest() if each["bytes"] else str(each["path"]) for each in images]
-    answers = [_most_frequent(Counter(given)) for given in train["answers"]]
+    answers = _labels(train)
     kept, held = hold_out(train, keys, dict(zip(reversed(keys), reversed(answers), strict=True)))
     if not len(kept):
         raise ValueError(f"{title}; all rows show the same, so none can be held out. Give --validation_file.")
     logger.info("%s: no validation split; %s rows are held out for it", title, f"{len(held):,}")
-    missing = sorted(set(answers) - {_most_frequent(Counter(given)) for given in held["answers"]})
+    missing = sorted(set(answers) - set(_labels(held)))
     if missing:
         logger.info("%s: no row of %s of the classes is held out, such as %s", title, f"{len(missing):,}", missing[0])
     return {"train": kept, "validation": held}
 
 
-def _most_frequent(answers: Counter[str]) -> str:
-    """Return the most frequent answer, of equally frequent ones the one given first."""
-    return answers.most_common(1)[0][0]
+def _labels(rows: Dataset) -> list[str]:
+    """Return each row's most frequent answer, of equally frequent ones the one given first."""
+    return [Counter(answers).most_common(1)[0][0] for answers in rows["answers"]]
 
 
 def _classes(known: Sequence[str], labels: list[str], most: int | None, title: str) -> list[str]:
@@ -367,27 +357,24 @@ def _is_number(name: str) -> bool:
     return True
 
 
-def _task_split(
-    rows: Dataset, answers: list[Counter[str]], classes: list[str], split: str, has_images: bool
-) -> Dataset:
+def _task_split(rows: Dataset, classes: list[str], split: str, has_images: bool) -> Dataset:
     """Lay ids, captions and labels beside the media, or beside grey pixels; train keeps only known classes."""
-    place = {name: number for number, name in enumerate(classes)}
-    count = len(rows)
+    place, count = {name: number for number, name in enumerate(classes)}, len(rows)
     columns: dict[str, Any] = {
         "id": [f"{split} {row}" for row in range(count)],
         "captions": [texts or [""] for texts in rows["captions"]],
-        "label": [place.get(_most_frequent(given), -1) for given in answers],
+        "label": [place.get(label, -1) for label in _labels(rows)],
     }
     features = {"id": Value("string"), "captions": List(Value("string")), "label": Value("int64")}
-    if any(given.total() > 1 for given in answers):
+    if any(len(given) > 1 for given in rows["answers"]):
         features["answers"] = List({"label": Value("int64"), "share": Value("float64")})
         columns["answers"] = [
             [
-                {"label": place[name], "share": 1.0 if given.total() == 1 else min(1.0, times / _AGREEING)}
-                for name, times in given.items()
+                {"label": place[name], "share": 1.0 if len(given) == 1 else min(1.0, times / _AGREEING)}
+                for name, times in Counter(given).items()
                 if name in place
             ]
-            for given in answers
+            for given in rows["answers"]
         ]
     media = _media_of(rows)
     if not has_images:
@@ -436,29 +423,30 @@ def load_labelled(args: DataArguments, labels: LabelledArguments, medium: str = 
         return LabelledImages(rows, label_M, [each[0] for each in known], split, texts=texts)
     there = {row.split or "train" for source in sources for row in rows_of(source, paths) if isinstance(row, Record)}
     split = _choose_split(labels.split, there, usual)
-    sources = [replace(source, only=split) for source in sources]
-    rows, found = load_labelled_rows(sources, paths)
-    title = f"{title}, split {split}"
+    sources, title = [replace(source, only=split) for source in sources], f"{title}, split {split}"
+    rows, known = load_labelled_rows(sources, paths)
     if not _has_media(rows):
         raise ValueError(f"{title}; no {medium} column was recognised. Set --image_column.")
     names = [answers[0] for answers in rows["answers"]]
-    are_numbers = all(map(_is_number, names)) and not (
-        os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"
-    )
-    known_names = list(found) or (None if are_numbers else sorted(set(names)))
-    if benchmark is not None:
-        classes, templates = list(benchmark.classes), benchmark.templates
-        place_of = _of_benchmark(known_names, benchmark, title)
-        if len(names) != benchmark.images:
-            logger.warning(
-                "%s: %s images, and %s has %s; the figures are not those of the benchmark",
-                title, f"{len(names):,}", benchmark.name, f"{benchmark.images:,}",
-            )  # fmt: skip
-    else:
-        classes, templates = _readable_names(known_names, labels.classes, title), ()
-        place_of = None if known_names is None else {name: place for place, name in enumerate(known_names)}
-    rows, label_M = _evaluated(rows, _numbered(names, place_of, len(classes), title), args.max_eval_samples)
-    return LabelledImages(rows, label_M, classes, split, templates)
+    has_folders = os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"  # whose names may be numbers
+    if not known and (has_folders or not all(map(_is_number, names))):
+        known = tuple(sorted(set(names)))
+    if benchmark is not None and len(names) != benchmark.images:
+        logger.warning(
+            "%s: %s images, and %s has %s; the figures are not those of the benchmark",
+            title, f"{len(names):,}", benchmark.name, f"{benchmark.images:,}",
+        )  # fmt: skip
+    classes = _readable_names(known, labels.classes, title) if benchmark is None else list(benchmark.classes)
+    places = range(len(classes)) if benchmark is None else benchmark.places(known, title)
+    number_of = dict(zip(known or map(str, range(len(classes))), places, strict=True))
+    unknown = next((row for row, name in enumerate(names) if name not in number_of), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{title}, row {unknown}: the label is {names[unknown]}; the {len(classes)} classes count from 0. Name all of "
+            "them in --classes."
+        )
+    rows, label_M = _evaluated(rows, torch.tensor([number_of[name] for name in names]), args.max_eval_samples)
+    return LabelledImages(rows, label_M, classes, split, () if benchmark is None else benchmark.templates)
 
 
 def _evaluated(rows: Dataset, label_M: Tensor, most: int | None) -> tuple[Dataset, Tensor]:
@@ -483,20 +471,6 @@ def _first_of_classes(labels: Sequence[str | int], most: int | None) -> Sequence
     return sorted(row for _, row in heapq.nsmallest(most, turns))
 
 
-def _of_benchmark(known: list[str] | None, benchmark: Benchmark, title: str) -> dict[str, int] | None:
-    """Return the benchmark's class of each label that the data names."""
-    if known is None:
-        return None
-    places = benchmark.places(known)
-    if places is None:
-        own = ", ".join(benchmark.names[:3])
-        raise ValueError(
-            f"{title}; its {len(known):,} classes ({', '.join(known[:3])}, ...) are not the {len(benchmark.classes):,} of "
-            f"{benchmark.name} ({own}, ...). Give other data, or a file of names as --classes."
-        )
-    return dict(zip(known, places, strict=True))
-
-
 def _choose_split(wanted: str | None, there: set[str], usual: list[str]) -> str:
     split = SPLIT_NAMES[wanted.lower()] if wanted else next((each for each in usual if each in there), "train")
     if there and split not in there:
@@ -504,11 +478,27 @@ def _choose_split(wanted: str | None, there: set[str], usual: list[str]) -> str:
     return split
 
 
-def _readable_names(known: list[str] | None, file: str | None, title: str) -> list[str]:
-    """Return class names for texts: the first synonym, unless another class shares it."""
-    found = known if file is None else _names_of_file(known, file)
-    coded = next((name for name in found or () if re.fullmatch(r"n\d{8}", name)), None)
-    if found is None or coded:
+def _readable_names(known: Sequence[str], file: str | None, title: str) -> list[str]:
+    """Return class names for texts: the first synonym, unless another class shares it.
+
+    Args:
+        known: the names that the data has; none where its labels are numbers.
+        file: names by those, or else in their order; see `class_names`.
+    """
+    found = list(known)
+    if file is not None:
+        given = class_names(Source(file, classes=file))
+        by_number = [given[key] for key in itertools.takewhile(given.__contains__, map(str, itertools.count()))]
+        missing = next((name for name in known if name not in given), None if known or by_number else "label 0")
+        # A file that names some of them is one of keys, not of places.
+        if missing and (not known or len(known) != len(by_number) or any(name in given for name in known)):
+            raise ValueError(
+                f"the names of the classes are those of {file}; it has {len(given)} names for {len(known)} classes and none for "
+                f"{missing}. Write lines 'id name', or a name a line for every class."
+            )
+        found = by_number if missing or not known else [given[name] for name in known]
+    coded = next((name for name in found if re.fullmatch(r"n\d{8}", name)), None)
+    if not found or coded:
         shown = f"its class {coded} is a WordNet id" if coded else "its labels are numbers"
         raise ValueError(f"{title}; {shown}, not a name. Set --classes to lines 'id name', or a name a line.")
     full = [readable(name) for name in found]
@@ -519,30 +509,3 @@ def _readable_names(known: list[str] | None, file: str | None, title: str) -> li
         raise ValueError(f"{title}; {shown}. Give them in --classes, or other data.")
     _warn_of_alike(names, title)
     return names
-
-
-def _names_of_file(known: list[str] | None, file: str) -> list[str]:
-    """Return names by those that the data has, or else by number."""
-    title = f"the names of the classes are those of {file}"
-    given = class_names(Source(file, classes=file))
-    if known and all(name in given for name in known):
-        return [given[name] for name in known]
-    by_number = [given[key] for key in itertools.takewhile(given.__contains__, map(str, itertools.count()))]
-    is_by_key = any(name in given for name in known or ())  # then a name that is missing has no place, either
-    if not by_number or is_by_key or (known is not None and len(known) != len(by_number)):
-        missing = next((name for name in known or () if name not in given), "label 0")
-        counts = f"has {len(given)} names for {len(known or ())} classes and none for {missing}"
-        raise ValueError(f"{title}; it {counts}. Write lines 'id name', or a name a line for every class.")
-    return by_number
-
-
-def _numbered(labels: list[str], place_of: dict[str, int] | None, classes: int, title: str) -> Tensor:
-    """Return labels `[M]` as numbers of classes; labels without names are these numbers."""
-    number_of = {str(number): number for number in range(classes)} if place_of is None else place_of
-    for row, label in enumerate(labels):
-        if label not in number_of:
-            raise ValueError(
-                f"{title}, row {row}: the label is {label}; the {classes} classes count from 0. Name all of them in "
-                "--classes."
-            )
-    return torch.tensor([number_of[label] for label in labels], dtype=torch.long)

@@ -36,23 +36,24 @@ def test_every_list_has_its_number_of_names_in_the_order_of_the_labels() -> None
 
 def test_labels_are_matched_by_name_in_any_order_and_writing() -> None:
     pets, eurosat = CLASSIFICATION["oxford_pets"], CLASSIFICATION["eurosat"]
-    assert pets.places(["pug", "american_bulldog", "Maine_Coon"]) == [25, 1, 20]
-    assert eurosat.places(["SeaLake", "Annual Crop"]) == [9, 0]
-    assert CLASSIFICATION["svhn"].places(["7", "0"]) == [7, 0]
-    assert pets.places(["pug", "dachshund"]) is None
-    assert CLASSIFICATION["stl10"].places(list(CLASSIFICATION["cifar10"].classes)) is None
+    assert pets.places(["pug", "american_bulldog", "Maine_Coon"], "t") == [25, 1, 20]
+    assert eurosat.places(["SeaLake", "Annual Crop"], "t") == [9, 0]
+    assert CLASSIFICATION["svhn"].places(["7", "0"], "t") == [7, 0]
+    for own, others in ((pets, ["pug", "dachshund"]), (CLASSIFICATION["stl10"], CLASSIFICATION["cifar10"].classes)):
+        with pytest.raises(ValueError, match=r"^t; its .* classes .* are not the"):
+            own.places(others, "t")
 
 
 def test_imagenet_is_known_by_its_synonyms_and_by_wordnet_ids() -> None:
     imagenet = CLASSIFICATION["imagenet1k"]
     synonyms = [f"{name}, another name" for name in imagenet.names]
     synonyms[134] = "crane"  # as the other one
-    assert imagenet.places(synonyms) == list(range(1000))
+    assert imagenet.places(synonyms, "t") == list(range(1000))
     ids = [f"n{number:08d}" for number in range(1000)]
-    assert imagenet.places(ids) == list(range(1000))
-    assert imagenet.places(ids[:200]) is None
-    assert imagenet.places(ids[::-1]) is None
-    assert CLASSIFICATION["cifar10"].places(ids[:10]) is None
+    assert imagenet.places(ids, "t") == list(range(1000))
+    for own, others in ((imagenet, ids[:200]), (imagenet, ids[::-1]), (CLASSIFICATION["cifar10"], ids[:10])):
+        with pytest.raises(ValueError, match=r"^t; its .* classes .* are not the"):
+            own.places(others, "t")
 
 
 def test_unknown_names_have_a_remedy() -> None:

@@ -2,8 +2,6 @@
 
     accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.gpu
     python -m benchmarks.gpu --pairs 16 --vision_config tiny --text_config tiny --image_size 32   # a trial on a CPU
-    python -m benchmarks.gpu --half_hour          # everything that a GPU is wanted for, in at most 25 minutes
-    python -m benchmarks.gpu --half_hour --tiny   # a rehearsal of that with tiny shapes, on any machine
 
 Each setting takes steps of the real `TrainStep` on random pixels and captions of about 13 tokens, which stay on the device, so no
 loader takes part. `bare` is the loop one would write: both encoders once, captions padded to the longest, two cross-entropies of the
@@ -14,21 +12,12 @@ Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation 
 rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the step in which a kernel runs,
 matmul the share of matrix products in that, launches and waits are calls of CUDA's runtime, all by torch's profiler. A setting
 that does not fit into memory is a row with its error; the table is printed again after every row.
-
-`--half_hour` runs a list of commands, each a process with a time limit; one that fails or hangs is a line of the report.
 """
 
 import argparse
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,12 +29,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import (
-    ROOT,
     add_model_flags,
     device_name,
     flags_of,
     give_memory_back,
-    machine,
     model_arguments,
     names,
     numbers,
@@ -68,29 +55,6 @@ Step = Callable[[int], Any]
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 PRODUCTS = ("gemm", "cutlass", "nvjet", "xmma")  # in the names of kernels that multiply matrices
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-
-MINUTES = 25
-B32 = "--vision_config {folder}/b32.json --text_config base --vocab_size 30522"
-GPU = f"-m benchmarks.gpu {B32} --objectives contrastive"
-HALF_HOUR = (  # title, precision, seconds, what follows `python`
-    ("Right before fast", "bf16", 150, "-m pytest -q -x tests/gpu"),
-    ("ViT-B/32 and BERT", "bf16", 240, f"{GPU} --pairs 4096,1024,256 --compiled false"),
-    ("The same, compiled", "bf16", 240, f"{GPU} --pairs 4096,1024 --compiled true"),
-    ("Loops of open_clip and transformers", "bf16", 240,
-     f"-m benchmarks.training --synthetic 32 {B32} --batch_size 1024 --contestants tandem,open_clip,transformers,tandem_in_8_parts"),
-    ("fp16 with a loss scaler", "fp16", 90, f"{GPU} --pairs 1024 --compiled false"),
-    ("fp32, with TF32 outside of the loss", "no", 90, f"{GPU} --loops tandem --pairs 1024 --compiled false"),
-    ("The default objective, and matching", "bf16", 120,
-     f"-m benchmarks.gpu {B32} --objectives contrastive,captioning/contrastive,matching --loops tandem --pairs 1024 --compiled false"),
-    ("ViT-B/16 and the automatic micro-batch", "bf16", 150,
-     "-m benchmarks.gpu --vision_config base --text_config base --vocab_size 30522 --objectives contrastive --loops tandem "
-     "--pairs 8192 --compiled false --micro_batch_size auto --rounds 1 --steps 3"),
-    ("The loss alone", "no", 90, "-m benchmarks.loss --pairs 8192,32768"),
-    ("Bound by the loader or not: data_wait in the log", "bf16", 90,
-     "scripts/pretrain.py --max_steps 200 --eval_steps 0 --output_dir {folder}/loader"),
-)  # fmt: skip
-TINY = {"--pairs": "8", "--batch_size": "8", "--rounds": "1", "--steps": "1", "--max_steps": "4", "--vision_config": "tiny",
-        "--text_config": "tiny", "--vocab_size": "100 --image_size 32", "--synthetic": "8"}  # fmt: skip
 
 
 def captions(pairs: int, vocabulary: int) -> dict[str, Any]:
@@ -256,65 +220,6 @@ def ceilings(device: torch.device) -> tuple[float, float]:
     return 2 * side**3 / seconds(lambda: left @ right), 2 * source.nbytes / seconds(lambda: target.copy_(source))
 
 
-def run_half_hour(tiny: bool) -> list[dict[str, Any]]:
-    """Run the list of commands; print and return what became of each."""
-    sections: list[dict[str, Any]] = []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
-    with suppress(OSError):
-        sys.stdout.write(subprocess.run(query, capture_output=True, text=True, check=False).stdout)
-    sys.stdout.write(f"{machine()}\n")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "b32.json").write_text('{"model_type": "vit", "patch_size": 32}', encoding="utf-8")
-        end = time.monotonic() + 60 * MINUTES
-        for title, precision, seconds, command in HALF_HOUR:
-            words = command.format(folder=folder).split()
-            limit = min(seconds, end - time.monotonic())
-            on_cpu = tiny and not torch.cuda.is_available()
-            if tiny:
-                limit, words = 4 * seconds, shrunk(words)
-            variables = {"ACCELERATE_MIXED_PRECISION": "bf16" if on_cpu and precision == "fp16" else precision}
-            variables |= {"TANDEM_GPU_TESTS": "cpu"} if on_cpu else {}
-            begin = time.monotonic()
-            status, output = run(words, limit, variables) if limit > 0 else ("no time was left", "")
-            sections.append(
-                {"section": title, "status": status, "seconds": time.monotonic() - begin, "output": output}
-            )
-            command = " ".join(words).replace(folder, ".")
-            sys.stdout.write(f"\n## {title}\n\n{status}, precision {precision}: `python {command}`\n\n{output}\n")
-            sys.stdout.flush()
-    return sections
-
-
-def shrunk(words: list[str]) -> list[str]:
-    """The command with tiny shapes and few steps."""
-    small = [TINY.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    if "pytest" in words:
-        small += ["-k", "tiled"]
-    if words[0] == "scripts/pretrain.py":
-        small += ["--max_train_samples", "256", "--max_eval_samples", "16"]
-    return " ".join(small).split()
-
-
-def run(words: list[str], limit: float, variables: dict[str, str]) -> tuple[str, str]:
-    """Run Python with `words` for at most `limit` seconds; return how it ended and its table, or the end of its output."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env={**os.environ, **variables, "PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit)
-        status = "done" if process.returncode == 0 else f"failed with exit status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its workers, too
-        output, _ = process.communicate()
-        status = f"ended after its {limit:.0f} s"
-    lines = output.splitlines()
-    tables = [place for place, line in enumerate(lines) if line.startswith("|---")]
-    return status, "\n".join(lines[tables[-1] - 1 :] if tables else lines[-25:])
-
-
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Print the table and return its rows."""
     parser = flags_of(__doc__)
@@ -329,12 +234,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--micro_batch_size", help="pairs held at a time, or auto, as in scripts/pretrain.py")
     parser.add_argument("--rounds", type=int, default=3, help="turns")
     parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
-    parser.add_argument("--half_hour", action="store_true", help="run everything that a GPU is wanted for")
-    parser.add_argument("--tiny", action="store_true", help="with --half_hour: tiny shapes and few steps")
     add_model_flags(parser)
     args = parser.parse_args(argv)
-    if args.half_hour:
-        return run_half_hour(args.tiny)
     accelerator = make_accelerator()
     peak, copied = ceilings(accelerator.device)
     about = f"{device_name(accelerator.device)}, {accelerator.mixed_precision}: a product reaches {peak / 1e12:.0f} TFLOP/s, "

@@ -41,8 +41,8 @@ def test_a_prepared_set(old: Path) -> None:
         assert sorted(rows["captions"]) == expected
 
 
-def test_a_model_and_an_index(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Embeddings of the photographs are those that the index has, by our model and by the stock class."""
+def test_a_model_and_an_index(old: Path) -> None:
+    """Our model and the stock class embed photographs as the index has them, which itself is made anew."""
     index = datasets.load_from_disk(str(old / "index")).with_format("numpy")
     images = [Image.open(old / "photos" / Path(path).name).convert("RGB") for path in index["path"]]
     stored = np.stack(index["embedding"]).astype(np.float32)
@@ -55,12 +55,8 @@ def test_a_model_and_an_index(old: Path, capsys: pytest.CaptureFixture[str]) -> 
     for found in (ours, stock / stock.norm(dim=1, keepdim=True)):
         np.testing.assert_allclose(np.asarray(found), stored, atol=2e-3)
     place = ["--index_dir", str(old / "index"), "--model_name_or_path", str(old / "run")]
-    search.main([*place, "--json", "--query", "a red circle"])
-    hits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    lines = [line.split() for line in (old / "search.txt").read_text().splitlines()[1:]]
-    assert [(hit["rank"], f"{hit['score']:.3f}", hit["path"]) for hit in hits] == [
-        (int(rank), score, path) for rank, score, path in lines
-    ]
+    with pytest.raises(ValueError, match=r"is not an index of this version.*run scripts/embed\.py again"):
+        search.main([*place, "--json", "--query", "a red circle"])
 
 
 def test_a_model_of_several_media_is_refused_with_what_to_do(old: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Build, load or convert a model; the flags that say how."""
 
+import logging
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
 )
 from mm_utils.model.open_clip import opened
 from mm_utils.model.pretrained import OwnCodeError, check_words, explained, is_dual_encoder, load_config, load_tower
-from mm_utils.model.stock import load_stock
-from mm_utils.model.text_tower import with_text_tower
+from mm_utils.model.stock import identity_projection, load_stock
+
+logger = logging.getLogger(__name__)
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
@@ -139,7 +141,40 @@ def _whole_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, mediu
     model.config.vision_config = model.vision_model.config
     if not args.joins_whole:
         return model
-    return with_text_tower(model, *_backbone(args, "text", tokenizer), **_head(args))
+    return _with_text_tower(model, *_backbone(args, "text", tokenizer), **_head(args))
+
+
+def _with_text_tower(
+    model: FusionDualEncoderModel, text_model: PreTrainedModel, text_pooling: str, **head: Any
+) -> FusionDualEncoderModel:
+    """Return a model with the image side of `model`, frozen, and a new text tower, projection and head.
+
+    The image side stays bit for bit, so indexes stay valid. The result is a `VisionTextDualEncoderModel`, or for CLAP's sounds a
+    model of this project alone.
+    """
+    own: Any = model.config
+    projection: Any = model.visual_projection
+    made = join_backbones(
+        model.vision_model,
+        text_model,
+        medium=own.medium,
+        vision_pooling=own.vision_pooling,
+        text_pooling=text_pooling,
+        projection_dim=own.projection_dim,
+        freeze_batch_norm=own.freeze_batch_norm,
+        dual_encoder_type="clap" if isinstance(projection, ClapProjectionLayer) else DUAL_ENCODERS[0],
+        **head,
+    )
+    if isinstance(projection, nn.Identity):  # the stock class has a projection, and a product with ones is exact
+        projection = identity_projection(own.projection_dim)
+    made.visual_projection = projection
+    for part in (made.vision_model, made.visual_projection):
+        part.requires_grad_(False)
+    logger.info(
+        "The image side of the model stays as it is (%s, %d numbers an embedding); its texts are read by a new %s",
+        *(own.vision_config.model_type, own.projection_dim, text_model.config.model_type),
+    )
+    return made
 
 
 def _head(args: ModelArguments) -> dict[str, Any]:

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import expected, gpu, learning, loading, loss, peers, reliability, training
+from benchmarks import gpu, learning, loading, loss, peers, reliability, training
 from mm_utils import copies
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.objectives.losses import gather_batch, info_nce
 from mm_utils.training.step import TrainStep
-from tests.kit.commands import parse, understand
 
 READING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal"}
 _INDEXING = {"index", "index_put", "index_put_"}
@@ -80,7 +78,7 @@ def _is_named(file: str) -> bool:
 
 TINY = ["--vision_config", "tiny", "--text_config", "tiny", "--image_size", "32", "--vocab_size", "100"]
 SHORT = ["--rounds", "1", "--steps", "2"]
-MODULES = ("expected", "gpu", "learning", "loading", "loss", "reliability", "training")
+MODULES = ("gpu", "learning", "loading", "loss", "reliability", "training")
 
 
 class InThisProcess:
@@ -172,14 +170,6 @@ def test_loops_on_a_gpu(capsys):
     assert len(table(capsys)) == 2
 
 
-@pytest.mark.parametrize("section", gpu.HALF_HOUR, ids=lambda section: section[0])
-def test_the_commands_of_half_an_hour_parse(section, tmp_path, monkeypatch):
-    for shrink in (list, gpu.shrunk):
-        command = understand("python " + " ".join(shrink(section[3].format(folder=tmp_path).split())))
-        if command.module:
-            parse(command, monkeypatch)
-
-
 class ReadLate(TrainStep):
     """As on a GPU: with fused AdamW, and figures that are read in the next step."""
 
@@ -201,14 +191,6 @@ def test_a_step_waits_for_nothing(objectives, monkeypatch):
     with HostReads() as reads:
         step(10**6 - 1)
     assert reads.found == {}
-
-
-def test_what_is_expected_of_a_step(capsys):
-    AcceleratorState._reset_state(reset_partial_state=True)  # it is always bf16
-    [row] = expected.main([*TINY, "--pairs", "8"])
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert row["TFLOP"] > 0 < row["GB moved"]
-    assert len(table(capsys)) == 1
 
 
 def test_loading(tmp_path, in_this_process, capsys):

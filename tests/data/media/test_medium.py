@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset, Features, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -17,12 +16,12 @@ from transformers import ClapFeatureExtractor
 
 from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.data.media import FEATURES, kind_of
+from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Clip, Sound, default_seconds, kind_of_processor, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.model.reading import UnreadableImageError
 from mm_utils.model.spectrograms import LogMel
-from tests.kit.media_files import jpeg
+from tests.kit.media_files import jpeg, media_rows
 
 RATE = 1000
 CPU = torch.device("cpu")
@@ -50,21 +49,13 @@ def sounds(seconds: float, rate: int = RATE, min_share: float = 1.0, jitter: flo
 
 
 def rows_of(kind: str, media: list[dict[str, Any]], seconds: list[float]) -> Dataset:
-    count = len(media)
-    table = pa.table(
-        {
-            "id": [f"m{number}" for number in range(count)],
-            "image": pa.array(media, pa.struct({"bytes": pa.binary(), "path": pa.string()})),
-            "captions": [[f"number {number}"] for number in range(count)],
-            "seconds": seconds,
-            "image_key": list(range(count)),
-            "input_ids": [[[1, 5 + number, 2]] for number in range(count)],
-            "caption_keys": [[number] for number in range(count)],
-        }
-    )
-    features = Features.from_arrow_schema(table.schema)
-    features["image"] = FEATURES[kind]
-    return Dataset(table.cast(features.arrow_schema))
+    numbers = range(len(media))
+    ids = {
+        "image_key": numbers,
+        "input_ids": [[[1, 5 + n, 2]] for n in numbers],
+        "caption_keys": [[n] for n in numbers],
+    }
+    return media_rows(kind, [value["bytes"] for value in media], seconds=seconds, **ids)
 
 
 @given(st.integers(1, 6000), st.integers(0, 99))

@@ -6,26 +6,24 @@ import wave
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
 from mm_utils.model.reading import MOST_RATE, UnreadableImageError
+from tests.kit.made_media import wav
 from tests.kit.media_files import jpeg
 
 FRAMES = [jpeg(0), jpeg(90), b"", jpeg(200), b""]
 
 
-@given(st.lists(st.integers(-32768, 32767), min_size=1, max_size=50), st.integers(1000, 192_000))
-def test_samples_survive(samples: list[int], rate: int) -> None:
-    content = write_wav(np.array(samples, np.int16), rate)
-    found, its_rate = read_wav(content)
-    assert found.tolist() == samples
-    assert its_rate == rate
+def test_samples_survive() -> None:
+    samples = np.random.default_rng(0).integers(-32768, 32768, 999).astype(np.int16)
+    content = write_wav(samples, 22_050)
+    found, rate = read_wav(content)
+    assert (found.tolist(), rate) == (samples.tolist(), 22_050)
     with wave.open(io.BytesIO(content)) as stock:
-        assert (stock.getnchannels(), stock.getsampwidth(), stock.getframerate()) == (1, 2, rate)
-        assert stock.readframes(len(samples) + 1) == found.tobytes()
+        assert (stock.getnchannels(), stock.getsampwidth(), stock.getframerate()) == (1, 2, 22_050)
+        assert stock.readframes(1000) == found.tobytes()
 
 
 def test_chunks_of_others_are_stepped_over() -> None:
@@ -72,12 +70,8 @@ def test_damage_is_an_error(content: bytes) -> None:
 
 
 def test_other_sounds_are_refused() -> None:
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as stereo:
-        stereo.setparams((2, 2, 8000, 0, "NONE", ""))
-        stereo.writeframes(bytes(16))
     with pytest.raises(UnreadableImageError, match="it is no WAV file of one channel"):
-        read_wav(buffer.getvalue())
+        read_wav(wav(channels=2))
 
 
 @pytest.mark.parametrize("rate", [MOST_RATE + 1, 4_294_967_291])

@@ -48,7 +48,7 @@ from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import pad_captions, tokenize_captions
 from mm_utils.data.images import read_pixels
-from mm_utils.data.media.medium import image_geometry, random_square
+from mm_utils.data.media.medium import image_geometry, squares
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.arguments import ModelArguments
@@ -142,7 +142,7 @@ class Bench:
         least = int(self.args.image_size * self.loader_args.min_crop_area**-0.5) + 1
         rng = random.Random(f"{SEED} {epoch} {self.ids[row]}")
         pixels = read_pixels({"bytes": content, "path": None}, least)[0]
-        return random_square(pixels, self.args.image_size, self.loader_args.min_crop_area, rng)[0], row
+        return squares([pixels], self.args.image_size, self.loader_args.min_crop_area, rng)[0][0], row
 
     def collate(self, examples: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
         """As default collating, with captions padded to the longest; the peers' tokens lie ready in memory."""

@@ -126,10 +126,15 @@ def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixi
 
 
 def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImageProcessor:
-    if args.vision_model_name_or_path:
-        name, what = args.vision_model_name_or_path, f"--vision_model_name_or_path is {args.vision_model_name_or_path}"
+    if name := args.vision_model_name_or_path:
+        what, kind = f"--vision_model_name_or_path is {name}", {"trust_remote_code": args.trust_remote_code}
         with explained(what, name):
-            own = _own_processor(name, medium, args.trust_remote_code)
+            try:
+                own = AutoImageProcessor.from_pretrained(name, **kind)
+            except (OSError, ValueError):
+                if medium != "clip":
+                    raise
+                own = AutoVideoProcessor.from_pretrained(name, **kind)  # of some video backbones the only one
         return _center_square_processor(own, args.image_size, what)
     size = args.image_size or vision_preset(args, medium).get("image_size")
     if isinstance(size, list):
@@ -138,16 +143,6 @@ def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImagePr
             "config with one number."
         )
     return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
-
-
-def _own_processor(name: str, medium: str, trust_remote_code: bool) -> Any:
-    """Load a backbone's own processor; some video backbones have one of videos alone."""
-    try:
-        return AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        if medium != "clip":
-            raise
-        return AutoVideoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def _center_square_processor(
@@ -178,16 +173,12 @@ def _own_side(own: Any, what: str) -> int:
     if hasattr(own, "data_config"):  # timm
         return own.data_config["input_size"][-1]
     crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
-    return _side(crop or own.size, f"{what}; its {type(own).__name__}")
-
-
-def _side(size: Any, what: str) -> int:
-    size = {name: side for name, side in dict(size or {}).items() if side}
+    size = {name: side for name, side in dict(crop or own.size or {}).items() if side}
     side = size.get("height") or size.get("shortest_edge") or size.get("longest_edge") or 224
     if size.get("width", side) != side:
         raise ValueError(
-            f"{what} makes images of {side} x {size['width']} pixels, and here images are squares. Give --image_size, or choose "
-            "another backbone."
+            f"{what}; its {type(own).__name__} makes images of {side} x {size['width']} pixels, and here images are squares. "
+            "Give --image_size, or choose another backbone."
         )
     return side
 

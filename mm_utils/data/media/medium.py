@@ -183,13 +183,10 @@ class Image(_Pictures):
 
     @override
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
-        side = self.image_size
-        pixels, size = read_pixels(value, side if rng is None or self.min_crop_area == 1 else self._largest_read)
-        if rng is None:
-            height, width = pixels.shape[:2]
-            return center_square(PictureFile.fromarray(pixels), side), size, center_window(width, height, side)
-        square, window = random_square(pixels, side, self.min_crop_area, rng)
-        return square, size, window
+        side = self.image_size if rng is None or self.min_crop_area == 1 else self._largest_read
+        pixels, size = read_pixels(value, side)
+        shown, window = squares([pixels], self.image_size, self.min_crop_area, rng)
+        return shown[0], size, window
 
 
 @dataclass
@@ -236,11 +233,7 @@ class Clip(_Pictures):
         decoded = {at: read_pixels({"bytes": bytes(stored[at]), "path": None}, side)[0] for at in set(places)}
         if len({pixels.shape for pixels in decoded.values()}) > 1:
             raise UnreadableImageError("its frames differ in size")
-        whole = [decoded[at] for at in places]
-        if rng is None or self.min_crop_area == 1:
-            shown = torch.stack([center_square(PictureFile.fromarray(pixels), self.image_size) for pixels in whole])
-        else:
-            shown = random_squares(whole, self.image_size, self.min_crop_area, rng)
+        shown, _ = squares([decoded[at] for at in places], self.image_size, self.min_crop_area, rng)
         return shown, (length, 1.0), Window(begin / length, 0.0, (begin + seconds) / length, 1.0)
 
 
@@ -418,31 +411,23 @@ def check_window(medium: Medium, frames: int | None) -> None:
 # Training crops at whole pixels and resizes only these. Both use the same filter (bicubic, antialiased), in a third of Pillow's time.
 
 
-def center_window(width: int, height: int, size: int) -> Window:
-    """Return the part that `center_square` shows of an image of `width` x `height` pixels."""
-    width, height, left, top = center_of(width, height, size)
-    return Window(left / width, top / height, (left + size) / width, (top + size) / height)
+def squares(
+    frames: Sequence[np.ndarray], size: int, min_area: float, rng: random.Random | None
+) -> tuple[Tensor, Window]:
+    """Cut the same square of all frames `[H, W, 3]`, and resize it to uint8 `[T, 3, size, size]`.
 
-
-def random_square(pixels: np.ndarray, size: int, min_area: float, rng: random.Random) -> tuple[Tensor, Window]:
-    """Crop `[height, width, 3]` at random and resize to uint8 `[3, size, size]`.
-
-    Returns the square and the part that it shows. Up to rounding to whole pixels, the crop's area is uniform in
-    [`min_area`, 1] of the largest square's, and its aspect ratio is between 3:4 and 4:3 where the image allows it.
-    `min_area=1` returns `center_square`.
+    Returns the squares and the part that they show. Up to rounding to whole pixels, the area of a random crop is uniform in
+    [`min_area`, 1] of the largest square's, and its aspect ratio is between 3:4 and 4:3 where the image allows it. Without `rng`, or
+    with a `min_area` of 1, it is `center_square`.
     """
-    height, width = pixels.shape[:2]
-    if min_area >= 1:
-        return center_square(PictureFile.fromarray(pixels), size), center_window(width, height, size)
+    height, width = frames[0].shape[:2]
+    if rng is None or min_area >= 1:
+        across, down, left, top = center_of(width, height, size)
+        window = Window(left / across, top / down, (left + size) / across, (top + size) / down)
+        return torch.stack([center_square(PictureFile.fromarray(frame), size) for frame in frames]), window
     left, top, right, bottom = _random_box(width, height, min_area, rng)
-    square = resized(pixels[top:bottom, left:right].copy(), size, size).contiguous()
-    return square, Window(left / width, top / height, right / width, bottom / height)
-
-
-def random_squares(frames: Sequence[np.ndarray], size: int, min_area: float, rng: random.Random) -> Tensor:
-    """Crop all frames `[H, W, 3]` of a clip alike, by `random_square`; uint8 `[T, 3, S, S]`."""
-    left, top, right, bottom = _random_box(frames[0].shape[1], frames[0].shape[0], min_area, rng)
-    return torch.stack([resized(frame[top:bottom, left:right].copy(), size, size) for frame in frames])
+    shown = torch.stack([resized(frame[top:bottom, left:right].copy(), size, size) for frame in frames])
+    return shown, Window(left / width, top / height, right / width, bottom / height)
 
 
 def _random_box(width: int, height: int, min_area: float, rng: random.Random) -> tuple[int, int, int, int]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_utils.data.media.medium import _random_box, random_square, vary_loudness
+from mm_utils.data.media.medium import _random_box, squares, vary_loudness
 from mm_utils.model.reading import center_square
 
 RED = (200, 30, 60)
@@ -43,7 +43,7 @@ def test_center_square_is_the_centre() -> None:
 @settings(max_examples=20)
 def test_whole_area_is_the_centre(width: int, height: int, seed: int) -> None:
     image = photo(width, height)
-    assert torch.equal(random_square(np.asarray(image), 24, 1.0, random.Random(seed))[0], center_square(image, 24))
+    assert torch.equal(squares([np.asarray(image)], 24, 1.0, random.Random(seed))[0][0], center_square(image, 24))
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32), st.integers(1, 10))
@@ -65,14 +65,14 @@ def test_crops_stay_inside_and_keep_their_area(
 
 def test_crops_reach_every_place() -> None:
     rng, image = random.Random(0), np.asarray(photo(100, 100))
-    squares = [random_square(image, 8, 0.2, rng)[0].float() for _ in range(300)]
+    shown = [squares([image], 8, 0.2, rng)[0][0].float() for _ in range(300)]
     for channel in (0, 1):
-        assert min(square[channel].min() for square in squares) < 12
-        assert max(square[channel].max() for square in squares) > 245
-    areas = [across * down / 100**2 for across, down in (window_of(square, 100, 100) for square in squares)]
+        assert min(square[channel].min() for square in shown) < 12
+        assert max(square[channel].max() for square in shown) > 245
+    areas = [across * down / 100**2 for across, down in (window_of(square, 100, 100) for square in shown)]
     assert 0.52 < sum(areas) / len(areas) < 0.68  # uniform in [0.2, 1]
     again = random.Random(0)
-    assert torch.equal(squares[0], random_square(image, 8, 0.2, again)[0].float())
+    assert torch.equal(shown[0], squares([image], 8, 0.2, again)[0][0].float())
 
 
 @pytest.mark.filterwarnings("error")
@@ -83,7 +83,7 @@ def test_resizing_differs_from_pillow_by_two_at_most(width: int, height: int) ->
     for seed in range(5):
         left, top, right, bottom = _random_box(width, height, 0.6, random.Random(seed))
         crop = Image.fromarray(pixels[top:bottom, left:right]).resize((224, 224), Image.Resampling.BICUBIC)
-        square, _ = random_square(pixels, 224, 0.6, random.Random(seed))
+        square = squares([pixels], 224, 0.6, random.Random(seed))[0][0]
         assert np.abs(square.permute(1, 2, 0).numpy().astype(int) - np.asarray(crop)).max() <= 2
 
 

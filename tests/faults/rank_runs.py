@@ -6,14 +6,13 @@ the checkpoints that it announced, so whatever was lost or done twice is known e
 """
 
 import json
-import multiprocessing
 import os
 import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -24,17 +23,15 @@ import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import checkpoint_path, find_checkpoint, newest_checkpoint, step_of, verify
-from mm_utils.data.batches.workers import WorkerLoader
 from mm_utils.reliability import failures
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.training.trainer import Trainer
 from tests.kit.ranks import forks
-from tests.kit.tiny_run import Batches, TinyRun, batch_of, build
+from tests.kit.tiny_run import TinyRun, build
 
 LONGEST = 100.0  # seconds that a run may take, on a machine that does other things, too
 SAVE_STEPS = 3  # between two checkpoints
@@ -181,52 +178,17 @@ class _Events(TrainerCallback):
         self.striker.saved(step_of(kwargs["checkpoint"]))
 
 
-def work(run: TinyRun, faults: Sequence[Fault], workers: int, begun: int) -> None:
+def work(run: TinyRun, faults: Sequence[Fault], begun: int) -> None:
     """What a script does, on one rank."""
     striker = Striker(faults, notes_of(run.folder), begun)
     run = replace(run, strike=striker)
     trainer = build(run, [])
-    if workers:
-        trainer.data.train_batches = partial(WorkerBatches, run, workers)  # type: ignore[method-assign,assignment]
     striker.watch(trainer)
     striker("start", 0)
     trainer.train(find_checkpoint(run.resume, run.folder))
 
 
-class WorkerBatches(Batches):
-    """The same batches, made by workers."""
-
-    def __init__(self, run: TinyRun, workers: int, start: int, stop: int):
-        super().__init__(run, start, stop, [])
-        self.loader = WorkerLoader(
-            DataLoader(
-                range(start, stop),  # type: ignore[arg-type]
-                batch_size=None,
-                collate_fn=self.made,  # type: ignore[arg-type]
-                num_workers=workers,
-                prefetch_factor=1,
-                multiprocessing_context="fork",  # as it is where ranks were not forked themselves
-            ),
-            stop - start,
-            lambda number: f"step {start + number + 1}",
-            workers,
-        )
-
-    def made(self, step: int) -> dict[str, Any]:
-        rows = [self.row(step * self.size + place) for place in range(self.size)]
-        return batch_of(
-            [rows[place] for place in distributed.share(self.size, distributed.rank(), distributed.world_size())]
-        )
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for step, batch in enumerate(self.loader, self.start + 1):
-            self.run.strike("batch", step)
-            yield batch
-
-
-def _process(
-    rank: int, world: int, port: int, begun: int, run: TinyRun, faults: Sequence[Fault], workers: int
-) -> None:
+def _process(rank: int, world: int, port: int, begun: int, run: TinyRun, faults: Sequence[Fault]) -> None:
     errors = os.open(notes_of(run.folder) / f"{begun}-{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 2)
     failures.POLL_SECONDS, failures.EXIT_GRACE_SECONDS = 0.2, 0.5
@@ -235,16 +197,14 @@ def _process(
     if world > 1:
         limit = timedelta(seconds=LONGEST)
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", limit, world_size=world, rank=rank)
-    run_script(partial(work, run, faults, workers, begun))
+    run_script(partial(work, run, faults, begun))
 
 
 # -- outside ------------------------------------------------------------------------------------------------------------
 
 
-def start(
-    world: int, run: TinyRun, *faults: Fault, workers: int = 0, disturb: Callable[..., None] | None = None
-) -> Ended:
-    """Start a run, or start it again, and wait for its end; `disturb(processes)` is called meanwhile."""
+def start(world: int, run: TinyRun, *faults: Fault) -> Ended:
+    """Start a run, or start it again, and wait for its end."""
     notes = notes_of(run.folder)
     notes.mkdir(parents=True, exist_ok=True)
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -253,15 +213,12 @@ def start(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
-        forks().Process(target=_process, args=(rank, world, port, begun, run, faults, workers))
-        for rank in range(world)
+        forks().Process(target=_process, args=(rank, world, port, begun, run, faults)) for rank in range(world)
     ]
     for process in processes:
         process.start()
     files = [notes / f"{begun}-{rank}.err" for rank in range(world)]
     try:
-        if disturb is not None:
-            disturb(processes)
         _wait(processes)
     finally:
         statuses = [process.exitcode for process in processes]
@@ -395,9 +352,3 @@ class Sleep:
 
     def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
         time.sleep(self.seconds)
-
-
-def kill_a_worker(trainer: Trainer, batch: dict[str, Any]) -> None:
-    workers = multiprocessing.active_children()
-    if workers:
-        os.kill(workers[0].pid or 0, signal.SIGKILL)

@@ -14,7 +14,7 @@ import pytest
 from mm_utils.reliability import watchdog
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
-from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, kill_a_worker, start
+from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Fault, Raise, Sleep, freeze, kill, start
 from tests.kit.tiny_run import STEPS, TinyRun, exact_run, slow
 
 ROOT = Path(__file__).parents[2]
@@ -199,14 +199,6 @@ def test_a_slow_process(straight: Straight, tmp_path: Path) -> None:
     assert "process 1 (host" in ended.texts[0]
     assert "slows the others down" in ended.texts[0]
     assert rank_runs.difference(run.folder, straight(2)) == 0
-
-
-def test_a_killed_data_worker(tmp_path: Path) -> None:
-    """It ends all processes with one line, and the run goes on from its checkpoint."""
-    ended = start(2, TinyRun(tmp_path / "run"), Fault(kill_a_worker, "batch", 5, 1), workers=1)
-    assert ended.statuses == [1, 1], ended.text
-    assert "pass a lower --dataloader_num_workers" in ended.texts[1]
-    assert "Traceback" not in ended.text
 
 
 class Shorten:

@@ -33,10 +33,8 @@ class HubServer(ThreadingHTTPServer):
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.faults: list[tuple[str, int]] = []
-        self.upload_began = threading.Event()
-        self.upload_may_end = threading.Event()
+        self.upload_may_end, self.may_answer = threading.Event(), threading.Event()
         self.upload_may_end.set()
-        self.may_answer = threading.Event()
         self.may_answer.set()
 
     def fail(self, path: str, status: int, times: int = 1) -> None:
@@ -82,22 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._serve()
-
-    def do_POST(self) -> None:
-        self._serve()
-
-    def do_HEAD(self) -> None:
-        self._serve()
-
-    def do_PUT(self) -> None:
-        self._serve()
-
-    def _serve(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
         if self.command == "PUT":
-            self.server.upload_began.set()
             self.server.upload_may_end.wait(30)
         self.server.may_answer.wait(120)
         planted = self.server.take_fault(path)
@@ -115,6 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(401, {"error": "Invalid username or password."})
         else:
             self._route(path, body)
+
+    do_POST = do_HEAD = do_PUT = do_GET
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -135,48 +122,40 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _route(self, path: str, body: bytes) -> None:
-        for method, pattern, handler in (
-            ("GET", r"/api/whoami-v2", self._whoami),
-            ("POST", r"/api/repos/create", self._create),
-            ("POST", r"/api/validate-yaml", self._validate_yaml),
-            ("POST", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)/preupload/main", self._preupload),
-            ("POST", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)/commit/main", self._commit),
-            ("GET", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)/tree/main", self._tree),
-            ("GET", r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)(?:/revision/main)?", self._info),
-            ("POST", r"/(?:datasets/)?(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", self._lfs_batch),
-            ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)", self._file),
-            ("HEAD", r"/(?P<repo>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)", self._file),
-            ("PUT", r"/storage/(?P<oid>[0-9a-f]{64})", self._lfs_put),
+        for methods, pattern, handler in (
+            ("GET", "/api/whoami-v2", lambda _: {"type": "user", "name": "tester", "orgs": []}),
+            ("POST", "/api/validate-yaml", lambda _: {"errors": [], "warnings": []}),
+            ("POST", "/api/repos/create", self._create),
+            ("POST", "/api/(?:models|datasets)/REPO/preupload/main", self._preupload),
+            ("POST", "/api/(?:models|datasets)/REPO/commit/main", self._commit),
+            ("GET", "/api/(?:models|datasets)/REPO/tree/main", self._tree),
+            ("GET", "/api/(?:models|datasets)/REPO(?:/revision/main)?", self._info),
+            ("POST", r"/(?:datasets/)?REPO\.git/info/lfs/objects/batch", self._lfs_batch),
+            ("GET HEAD", "/REPO/resolve/[^/]+/(?P<file>.+)", self._file),
+            ("PUT", "/storage/(?P<oid>[0-9a-f]{64})", self._lfs_put),
         ):
-            match = re.fullmatch(pattern, path)
-            if method == self.command and match is not None:
+            match = re.fullmatch(pattern.replace("REPO", "(?P<repo>[^/]+/[^/]+)"), path)
+            if self.command in methods and match is not None:
                 groups = match.groupdict()
                 if "repo" in groups and groups["repo"] not in self.server.repos:
                     self._answer(404, {"error": "Repository not found"})
-                else:
-                    handler(body, **groups)
+                elif (answer := handler(body, **groups)) is not None:  # type: ignore[operator]
+                    self._answer(200, answer)
                 return
         self._answer(404, {"error": f"the stand-in has no {self.command} {path}"})
 
-    def _whoami(self, body: bytes) -> None:
-        self._answer(200, {"type": "user", "name": "tester", "orgs": []})
-
-    def _create(self, body: bytes) -> None:
+    def _create(self, body: bytes) -> dict[str, str] | None:
         asked = json.loads(body)
         repo, kind = f"{asked['organization'] or 'tester'}/{asked['name']}", asked.get("type", "model")
         url = {"url": f"{self.server.endpoint}/{'datasets/' if kind == 'dataset' else ''}{repo}"}
         if repo in self.server.repos:
-            self._answer(409, {"error": "You already created this model repo", **url})
-            return
+            return self._answer(409, {"error": "You already created this model repo", **url})
         self.server.repos[repo], self.server.kinds[repo] = {}, kind
         self.server.private[repo] = asked.get("visibility") == "private" or asked.get("private") is True
-        self._answer(200, url)
+        return url
 
-    def _validate_yaml(self, body: bytes) -> None:
-        self._answer(200, {"errors": [], "warnings": []})
-
-    def _info(self, body: bytes, repo: str) -> None:
-        self._answer(200, {"id": repo, "sha": "0" * 40, "siblings": []})
+    def _info(self, body: bytes, repo: str) -> dict[str, Any]:
+        return {"id": repo, "sha": "0" * 40, "siblings": []}
 
     def _file(self, body: bytes, repo: str, file: str) -> None:
         data = self.server.repos[repo].get(file)
@@ -192,36 +171,30 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(data or b"")
 
-    def _tree(self, body: bytes, repo: str) -> None:
+    def _tree(self, body: bytes, repo: str) -> list[dict[str, Any]]:
         files = self.server.repos[repo].items()
-        self._answer(200, [{"type": "file", "path": path, "size": len(data), "oid": ""} for path, data in files])
+        return [{"type": "file", "path": path, "size": len(data), "oid": ""} for path, data in files]
 
-    def _preupload(self, body: bytes, repo: str) -> None:
-        files = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".bin", ".arrow")) else "regular",
-                "shouldIgnore": False,
-            }
-            for file in json.loads(body)["files"]
-        ]
-        self._answer(200, {"files": files})
+    def _preupload(self, body: bytes, repo: str) -> dict[str, Any]:
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        modes = ["lfs" if path.endswith((".safetensors", ".bin", ".arrow")) else "regular" for path in paths]
+        files = zip(paths, modes, strict=True)
+        return {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in files]}
 
-    def _lfs_batch(self, body: bytes, repo: str) -> None:
+    def _lfs_batch(self, body: bytes, repo: str) -> dict[str, Any]:
         objects = json.loads(body)["objects"]
         for entry in objects:
             if entry["oid"] not in self.server.blobs:
                 entry["actions"] = {"upload": {"href": f"{self.server.endpoint}/storage/{entry['oid']}"}}
-        self._answer(200, {"transfer": "basic", "objects": objects})
+        return {"transfer": "basic", "objects": objects}
 
-    def _lfs_put(self, body: bytes, oid: str) -> None:
+    def _lfs_put(self, body: bytes, oid: str) -> dict[str, Any] | None:
         if hashlib.sha256(body).hexdigest() != oid:
-            self._answer(400, {"error": "the content does not match its digest"})
-            return
+            return self._answer(400, {"error": "the content does not match its digest"})
         self.server.blobs[oid] = body
-        self._answer(200, {})
+        return {}
 
-    def _commit(self, body: bytes, repo: str) -> None:
+    def _commit(self, body: bytes, repo: str) -> dict[str, str]:
         files = dict(self.server.repos[repo])
         summary = ""
         for line in body.splitlines():
@@ -237,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.repos[repo] = files
         self.server.commits.append(summary)
         oid = hashlib.sha1(body).hexdigest()
-        self._answer(200, {"commitUrl": f"{self.server.endpoint}/{repo}/commit/{oid}", "commitOid": oid})
+        return {"commitUrl": f"{self.server.endpoint}/{repo}/commit/{oid}", "commitOid": oid}
 
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"

@@ -32,8 +32,13 @@ from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, OF_TRAINING, LoaderArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.finetuning.labels import LabelledArguments, load_labelled
-from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, report_classes_of
+from mm_utils.finetuning.zero_shot import (
+    ZeroShotArguments,
+    ZeroShotEvaluator,
+    accuracy_lines,
+    load_labelled,
+    report_classes_of,
+)
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
@@ -59,9 +64,9 @@ class EvalZeroShotArguments:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (EvalZeroShotArguments, DataArguments, LabelledArguments, ZeroShotArguments, LoaderArguments)
+    groups = (EvalZeroShotArguments, DataArguments, ZeroShotArguments, LoaderArguments)
     given = parse_args(*groups, argv=argv, doc=__doc__)
-    args, data_args, labels = given[EvalZeroShotArguments], given[DataArguments], given[LabelledArguments]
+    args, data_args = given[EvalZeroShotArguments], given[DataArguments]
     zero_shot_args, loader_args = given[ZeroShotArguments], given[LoaderArguments]
     given.refuse(f"{OF_TRAINING} max_train_samples", "nothing is trained")
     given.refuse("caption_column", "classes of media are measured")
@@ -73,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with distributed.first_then_others():
-        images = load_labelled(data_args, labels, kind_of_processor(processor))
+        images = load_labelled(data_args, zero_shot_args, kind_of_processor(processor))
     loaders = make_loaders(loader_args, accelerator.device, processor)
     counts = f"{len(images.rows):,}", loaders.medium.kind, f"{len(images.classes):,}"
     logger.info("%s: %s %ss, %s classes", images.split, *counts)
@@ -92,7 +97,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 5. Report.
     report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir)
     distributed.on_first(lambda: report_classes_of(evaluator, args.output_dir))
-    names = data_names({**given.settings, "dataset_name": data_args.dataset_name or labels.classes}, "")
+    names = data_names({**given.settings, "dataset_name": data_args.dataset_name or zero_shot_args.classes}, "")
     sizes = {f"{loaders.medium.kind}s": len(images.rows), "classes": len(images.classes)}
     data = EvaluatedData(*names, images.split, sizes, loaders.medium.kind)
     record_zero_shot(accelerator, args.model_name_or_path, data, metrics)

@@ -14,7 +14,7 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.gained import Evaluations, read_evaluations
 from mm_utils.finetuning.confusion import report_classes
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
-from mm_utils.finetuning.labels import LabelledArguments, LabelledTask
+from mm_utils.finetuning.labels import LabelArguments, LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.plots import plot_training
 from mm_utils.reports.model_card import EXAMPLES, CardInfo, EvaluatedData, an, data_names, write_model_card
@@ -210,8 +210,6 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
             "--model_name_or_path",
             str(run.settings["model_name_or_path"]),
         ]  # what the start does without training
-        words += to_words(DataArguments, run.settings, ["max_train_samples"]) + to_words(
-            LabelledArguments, run.settings
-        )
+        words += to_words(DataArguments, run.settings, ["max_train_samples"]) + to_words(LabelArguments, run.settings)
         commands.append(launch_command("eval_zero_shot", words))
     return [*lines, *listing(run.output_dir, contents, context.published), *next_lines(commands)]

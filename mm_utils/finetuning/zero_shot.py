@@ -7,14 +7,19 @@ Shape letters: b images of a batch, M of all, C classes, P templates, T = C x P 
 L tokens, H width of the text tower, E embedding width.
 """
 
+import itertools
 import logging
+import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 from tqdm.auto import tqdm
@@ -23,13 +28,31 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.benchmarks import CLASSIFICATION, Benchmark, find_benchmark
 from mm_utils.data.media import Image, medium_of
+from mm_utils.data.prepare.cache import load_labelled_rows
+from mm_utils.data.prepare.on_disk import is_prepared
+from mm_utils.data.prepare.pipeline import rows_of
+from mm_utils.data.rows.class_folders import class_names, readable
+from mm_utils.data.rows.columns import SPLIT_NAMES
+from mm_utils.data.rows.detect import detect
+from mm_utils.data.rows.records import Record
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.evaluation.reranking import PAIRS, stored_weights
 from mm_utils.finetuning.confusion import report_classes
-from mm_utils.finetuning.labels import LabelledImages
+from mm_utils.finetuning.labels import (
+    LabelArguments,
+    caption_classes,
+    first_of_classes,
+    has_media,
+    is_number,
+    labelled_sources,
+    open_captioned,
+    warn_of_alike,
+)
 from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import shortened
@@ -41,9 +64,21 @@ _SHOWN = 10  # classes in the log
 
 
 @dataclass
-class ZeroShotArguments:
-    """Texts that stand for the classes, and re-ranking of the classes."""
+class ZeroShotArguments(LabelArguments):
+    """Labelled images, clips or sounds, the texts that stand for their classes, and re-ranking of the classes.
 
+    Of a prepared set, equal captions are a class.
+    """
+
+    split: str | None = arg(
+        None, "Split; default: that of the benchmark, else the first there is of validation, test and train."
+    )
+    classes: str | None = arg(
+        None,
+        f"A benchmark, {', '.join(CLASSIFICATION)}: its classes and prompts and, without a source, its "
+        "images from the Hub. Or a file: lines 'id name' for folders such as n01440764, one name a line in the order of the "
+        "labels, or JSON {id: name}. Default: the names that the data has.",
+    )
     templates: list[str] | None = field(
         default=None,
         metadata={
@@ -58,6 +93,8 @@ class ZeroShotArguments:
     )
 
     def __post_init__(self) -> None:
+        if self.split is not None and self.split.lower() not in SPLIT_NAMES:
+            raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
         if self.templates is not None and len(self.templates) == 1 and Path(self.templates[0]).is_file():
             lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
             self.templates = [
@@ -69,6 +106,39 @@ class ZeroShotArguments:
             raise ValueError(f"--templates is {shown}; a template says with {{}} where the name goes. Add it.")
         if self.rerank_top_k < 0:
             raise ValueError(f"--rerank_top_k is {self.rerank_top_k}; give a number of classes, or 0 for none.")
+
+    @property
+    def benchmark(self) -> Benchmark | None:
+        """The benchmark that `classes` names; None for a file.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        if self.classes is None or Path(self.classes).is_file():
+            return None
+        title = f"--classes is {self.classes}; there is no such file and no such benchmark"
+        return find_benchmark(CLASSIFICATION, self.classes, title)
+
+
+@dataclass
+class LabelledImages:
+    """A labelled split.
+
+    Attributes:
+        rows: in the schema that `mm_utils.data.batches.loaders.Loaders.evaluation` reads, without captions.
+        label_M: the class of each row, int64.
+        classes: names of all classes, also of those without an image.
+        split: train, validation or test.
+        templates: prompts that the benchmark has; else none.
+        texts: of a prepared set, the captions of each class, as many of each, in place of names in prompts.
+    """
+
+    rows: Dataset
+    label_M: Tensor
+    classes: list[str]
+    split: str
+    templates: tuple[str, ...] = ()
+    texts: list[list[str]] | None = None
 
 
 class ClassTexts(NamedTuple):
@@ -251,6 +321,112 @@ def accuracy_metrics(found: Predictions, classes: int, prefix: str = "") -> dict
     if classes > 5:
         metrics[f"{prefix}accuracy@5"] = (found.rank <= 5).double().mean().item()
     return metrics
+
+
+def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = "image") -> LabelledImages:
+    """Load the split that the arguments name, of the kind of media that the model is for.
+
+    Raises:
+        ValueError: in one line, if there is no such split or column, no image, a label that is not a class, or a class
+            without a name.
+    """
+    benchmark = labels.benchmark
+    sources = labelled_sources(args, labels, medium)
+    if not sources and benchmark is not None:
+        title = f"--classes is {benchmark.name}"
+        sources = [Source(benchmark.fetch(title), name=benchmark.name, title=title, labelled=True, medium=medium)]
+    if not sources:
+        raise ValueError(
+            "--dataset_name is missing; give a labelled data set, a folder of one, or the name of a benchmark as --classes."
+        )
+    usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
+    usual = usual if benchmark is None else [benchmark.split, *usual]
+    title, paths = sources[0].title, PathArguments(args.image_root, args.allow_outside_root)
+    if is_prepared(sources[0].path):
+        splits = open_captioned(replace(sources[0], classes=labels.classes), args)
+        split = _choose_split(labels.split, set(map(str, splits)), usual)
+        captions = caption_classes(splits[split]["captions"], f"{title}, split {split}")
+        known = sorted(set(captions))
+        label_M = torch.tensor([known.index(each) for each in captions])
+        rows, label_M = _evaluated(splits[split], label_M, args.max_eval_samples)
+        texts = [list(each[: min(map(len, known))]) for each in known]
+        return LabelledImages(rows, label_M, [each[0] for each in known], split, texts=texts)
+    there = {row.split or "train" for source in sources for row in rows_of(source, paths) if isinstance(row, Record)}
+    split = _choose_split(labels.split, there, usual)
+    sources, title = [replace(source, only=split) for source in sources], f"{title}, split {split}"
+    rows, known = load_labelled_rows(sources, paths)
+    if not has_media(rows):
+        raise ValueError(f"{title}; no {medium} column was recognised. Set --image_column.")
+    names = [answers[0] for answers in rows["answers"]]
+    has_folders = os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"  # whose names may be numbers
+    if not known and (has_folders or not all(map(is_number, names))):
+        known = tuple(sorted(set(names)))
+    if benchmark is not None and len(names) != benchmark.images:
+        logger.warning(
+            "%s: %s images, and %s has %s; the figures are not those of the benchmark",
+            title, f"{len(names):,}", benchmark.name, f"{benchmark.images:,}",
+        )  # fmt: skip
+    classes = _readable_names(known, labels.classes, title) if benchmark is None else list(benchmark.classes)
+    places = range(len(classes)) if benchmark is None else benchmark.places(known, title)
+    number_of = dict(zip(known or map(str, range(len(classes))), places, strict=True))
+    unknown = next((row for row, name in enumerate(names) if name not in number_of), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{title}, row {unknown}: the label is {names[unknown]}; the {len(classes)} classes count from 0. Name all of "
+            "them in --classes."
+        )
+    rows, label_M = _evaluated(rows, torch.tensor([number_of[name] for name in names]), args.max_eval_samples)
+    return LabelledImages(rows, label_M, classes, split, () if benchmark is None else benchmark.templates)
+
+
+def _evaluated(rows: Dataset, label_M: Tensor, most: int | None) -> tuple[Dataset, Tensor]:
+    """Return the first rows of the classes in turn, in the schema that evaluations read, and their classes."""
+    count = len(rows)
+    beside = {"id": [f"row {row}" for row in range(count)], "image_key": list(range(count))}
+    empty: dict[str, list[Any]] = {"input_ids": [[]] * count, "caption_keys": [[]] * count}
+    built = concatenate_datasets([rows.select_columns(["image"]), Dataset.from_dict({**beside, **empty})], axis=1)
+    places = first_of_classes(label_M.tolist(), most)
+    return built.select(places), label_M[places]
+
+
+def _choose_split(wanted: str | None, there: set[str], usual: list[str]) -> str:
+    split = SPLIT_NAMES[wanted.lower()] if wanted else next((each for each in usual if each in there), "train")
+    if there and split not in there:
+        raise ValueError(f"--split is {wanted or split}; the data has {', '.join(sorted(there))}. Choose one of them.")
+    return split
+
+
+def _readable_names(known: Sequence[str], file: str | None, title: str) -> list[str]:
+    """Return class names for texts: the first synonym, unless another class shares it.
+
+    Args:
+        known: the names that the data has; none where its labels are numbers.
+        file: names by those, or else in their order; see `class_names`.
+    """
+    found = list(known)
+    if file is not None:
+        given = class_names(Source(file, classes=file))
+        by_number = [given[key] for key in itertools.takewhile(given.__contains__, map(str, itertools.count()))]
+        missing = next((name for name in known if name not in given), None if known or by_number else "label 0")
+        # A file that names some of them is one of keys, not of places.
+        if missing and (not known or len(known) != len(by_number) or any(name in given for name in known)):
+            raise ValueError(
+                f"the names of the classes are those of {file}; it has {len(given)} names for {len(known)} classes and none for "
+                f"{missing}. Write lines 'id name', or a name a line for every class."
+            )
+        found = by_number if missing or not known else [given[name] for name in known]
+    coded = next((name for name in found if re.fullmatch(r"n\d{8}", name)), None)
+    if not found or coded:
+        shown = f"its class {coded} is a WordNet id" if coded else "its labels are numbers"
+        raise ValueError(f"{title}; {shown}, not a name. Set --classes to lines 'id name', or a name a line.")
+    full = [readable(name) for name in found]
+    first = Counter(name.split(",")[0] for name in full)
+    names = [short if first[short := name.split(",")[0]] == 1 else name for name in full]
+    if "" in names or len(names) < 2:
+        shown = f"class {names.index('')} has no name" if "" in names else f"it has {len(names)} of at least 2 classes"
+        raise ValueError(f"{title}; {shown}. Give them in --classes, or other data.")
+    warn_of_alike(names, title)
+    return names
 
 
 # -- report -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, Features, Image
 from mm_utils.data.benchmarks import CLASSIFICATION
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.finetuning.labels import LabelledImages
+from mm_utils.finetuning.zero_shot import LabelledImages
 from tests.kit.fault_images import grey
 from tests.kit.finetuning import labelled_of
 from tests.kit.reading import content, read, write_tar

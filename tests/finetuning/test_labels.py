@@ -25,7 +25,8 @@ from mm_utils.data.sets import SETS
 from mm_utils.data.sets.events import load_clips
 from mm_utils.data.sets.questions import TASKS
 from mm_utils.finetuning import labels
-from mm_utils.finetuning.labels import LabelledImages, LabelledTask, TaskArguments
+from mm_utils.finetuning.labels import LabelledTask, TaskArguments
+from mm_utils.finetuning.zero_shot import LabelledImages
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.fault_images import grey
 from tests.kit.finetuning import labelled_of, task_of

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mm_utils.finetuning import zero_shot
-from mm_utils.finetuning.labels import LabelledImages
 from mm_utils.finetuning.zero_shot import (
+    LabelledImages,
     ZeroShotArguments,
     ZeroShotEvaluator,
     rank_and_guess,

@@ -9,7 +9,8 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from mm_utils.finetuning.labels import LabelledImages, LabelledTask
+    from mm_utils.finetuning.labels import LabelledTask
+    from mm_utils.finetuning.zero_shot import LabelledImages
 
 from tests.kit.corpora import COLOURS, SHAPES, draw
 
@@ -60,10 +61,10 @@ def task_of(medium: str = "image", **flags: Any) -> "LabelledTask":
 def labelled_of(medium: str = "image", **flags: Any) -> "LabelledImages":
     """Load the labelled split that the flags of scripts/eval_zero_shot.py name."""
     from mm_utils.data.rows.source import DataArguments
-    from mm_utils.finetuning.labels import LabelledArguments, load_labelled
+    from mm_utils.finetuning.zero_shot import ZeroShotArguments, load_labelled
 
     own = {name: flags.pop(name) for name in ("split", "label_column", "classes") if name in flags}
-    return load_labelled(DataArguments(**flags), LabelledArguments(**own), medium)
+    return load_labelled(DataArguments(**flags), ZeroShotArguments(**own), medium)
 
 
 def weights(folder: Path) -> dict[str, "torch.Tensor"]:

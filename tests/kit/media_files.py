@@ -39,18 +39,21 @@ def damaged(content: bytes, frames: int) -> bytes:
     return content
 
 
+_TYPES = {
+    "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
+    "moments": pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()})),
+}
+
+
 def media_rows(kind: str, contents: Sequence[bytes], **columns: Sequence[Any]) -> Dataset:
     """Return rows of the one schema, with ids and a caption each unless `columns` has them."""
-    count = len(contents)
-    given = {
-        "id": [f"m{place}" for place in range(count)],
-        "captions": [[f"number {place}"] for place in range(count)],
+    names = {
+        "id": [f"m{at}" for at in range(len(contents))],
+        "captions": [[f"number {at}"] for at in range(len(contents))],
     }
-    media = [{"bytes": content, "path": None} for content in contents]
-    plain = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    table = pa.table(
-        {"image": pa.array(media, plain), **{name: list(each) for name, each in (given | columns).items()}}
-    )
+    media = {"image": [{"bytes": content, "path": None} for content in contents]}
+    cells = {**media, **names, **columns}
+    table = pa.table({name: pa.array(list(column), _TYPES.get(name)) for name, column in cells.items()})
     features = Features.from_arrow_schema(table.schema)
     features["image"] = FEATURES[kind]
     return Dataset(table.cast(features.arrow_schema))
@@ -70,18 +73,6 @@ def jpeg(grey: int, size: tuple[int, int] = (48, 32)) -> bytes:
 
 def rows_with_moments(moments: list[Any], contents: Sequence[bytes] = (), seconds: Sequence[float] = ()) -> Dataset:
     """A sound for each list of moments, with their phrases as caption; by default of 8 seconds, and not to be read."""
-    contents, seconds = contents or [b""] * len(moments), seconds or [8.0] * len(moments)
-    content = {
-        "id": [f"s{place}" for place in range(len(moments))],
-        "image": [{"bytes": content, "path": None} for content in contents],
-        "captions": [[", then ".join(moment["phrase"] for moment in listed or []) or "picture"] for listed in moments],
-        "seconds": seconds,
-        "moments": moments,
-    }
-    span = pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()}))
-    stored = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    table = pa.table({name: pa.array(column, type={"moments": span, "image": stored}.get(name))
-                      for name, column in content.items()})  # fmt: skip
-    features = Features.from_arrow_schema(table.schema)
-    features["image"] = FEATURES["sound"]
-    return Dataset(table.cast(features.arrow_schema))
+    captions = [[", then ".join(moment["phrase"] for moment in listed or []) or "picture"] for listed in moments]
+    columns = {"captions": captions, "seconds": seconds or [8.0] * len(moments), "moments": moments}
+    return media_rows("sound", contents or [b""] * len(moments), **columns)

@@ -2,21 +2,63 @@
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
+from PIL import Image
 from transformers import AutoModel
 
+from mm_utils.data.images import encode
 from mm_utils.data.media.medium import read_by
+from mm_utils.data.media.riff import write_wav
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 from scripts import pretrain
-from tests.kit.small_media import SOUND, TEXT, THINGS, VISION, small_media, split_of
+from tests.kit.media_files import media_rows
 
 FLAGS = ("--fusion_layers 0 --objectives contrastive --global_batch_size 16 --max_steps 40 --learning_rate 5e-3 --min_crop_area 1 "
          "--dataloader_num_workers 0 --report_to none --save_steps 0")  # fmt: skip
+THINGS = ("fox", "owl", "bear", "wolf", "lynx", "goat", "hare", "crow")
+VISION = {"model_type": "convnext", "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 16}
+SOUND = {**VISION, "num_channels": 1, "image_size": [40, 16]}
+TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+
+
+def picture(thing: int, noise: np.random.Generator) -> bytes:
+    """One colour, with some noise."""
+    colour = np.array([thing & 1, thing >> 1 & 1, thing >> 2 & 1]) * 160 + 40
+    pixels = (colour + noise.integers(-30, 30, (24, 24, 3))).clip(0, 255).astype(np.uint8)
+    return encode(Image.fromarray(pixels), "jpeg", 75)
+
+
+def tone(thing: int, noise: np.random.Generator) -> bytes:
+    """Half a second of one pitch, with some noise."""
+    sine = np.sin(2 * np.pi * 150 * 1.4**thing * np.arange(2000) / 4000)
+    return write_wav(((0.5 * sine + noise.normal(0, 0.02, 2000)) * 20_000).astype(np.int16), 4000)
+
+
+def rows_of(medium: str, numbers: range) -> Dataset:
+    """Eight things, each as pictures of a colour and as tones of a pitch, under the same captions."""
+    make = {"image": picture, "sound": tone}[medium]
+    contents = [make(number % len(THINGS), np.random.default_rng(number)) for number in numbers]
+    names = [THINGS[number % len(THINGS)] for number in numbers]
+    captions = [[f"a {name}", f"{medium} of a {name}"] for name in names]
+    lasting = {"seconds": [0.5] * len(contents)} if medium == "sound" else {}
+    return media_rows(medium, contents, captions=captions, **lasting)
+
+
+def load(args: DataArguments, **_: Any) -> DatasetDict:
+    medium = str(args.dataset_name).removesuffix("s")
+    train = range({"image": 40, "sound": 24}[medium])
+    return DatasetDict(train=rows_of(medium, train), validation=rows_of(medium, range(100, 116)))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     images, sounds = root / "images", root / "sounds"
     of_images = ["--vision_config", f"{root}/vision.json", "--text_config", f"{root}/text.json"]
     of_sounds = ["--vision_config", f"{root}/sound.json", "--text_model_name_or_path", str(images), "--freeze_text"]
-    with small_media():
+    with mock.patch("mm_utils.data.training_data.load_pairs", load):
         pretrain.main(["--dataset_name", "images", *of_images, "--output_dir", str(images), *FLAGS.split()])
         pretrain.main(["--dataset_name", "sounds", *of_sounds, "--output_dir", str(sounds), *FLAGS.split()])
     return images, sounds
@@ -37,7 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def media_of(model: FusionDualEncoderModel, folder: Path, medium: str) -> torch.Tensor:
     """Embeddings of a picture or a tone of each thing, none of which was trained on."""
     reader = read_by(load_processor_of(str(folder)))
-    rows = split_of(medium, range(200, 200 + len(THINGS)))
+    rows = rows_of(medium, range(200, 200 + len(THINGS)))
     examples = torch.stack([reader.read(row)[0] for row in rows["image"]])
     with torch.no_grad():
         return model.encode_image(reader.features(examples))[0]

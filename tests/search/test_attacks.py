@@ -3,6 +3,7 @@
 `python -m pytest tests/search/test_attacks.py -m slow -o log_cli=true -o log_cli_level=INFO` shows the memory of each.
 """
 
+import functools
 import io
 import json
 import logging
@@ -90,22 +91,12 @@ def process(index: Path) -> Iterator[Process]:
     process.running.wait(20)
 
 
-def at_once(ask: Callable[[int], int | str], count: int, threads: int) -> Counter:
-    with ThreadPoolExecutor(threads) as pool:
-        return Counter(pool.map(ask, range(count)))
+def query(process: Process, number: int) -> int | str:
+    return process.ask(f"/search?k=100&q={quote(f'a red circle, number {number}')}")
 
 
-def test_a_thousand_parallel_queries(process: Process) -> None:
-    """All are answered: they wait for their turn."""
-    ask = lambda number: process.ask(f"/search?k=100&q={quote(f'a red circle, number {number}')}")  # noqa: E731
-    assert process.under("1,000 queries at once", lambda: at_once(ask, 1000, 1000)) == {200: 1000}
-    again = process.under("again", lambda: at_once(ask, 1000, 1000))
-    assert again == {200: 1000}
-    assert process.growth < 50
-
-
-def upload(process: Process, chunked: bool) -> str:
-    """Send 100 MB of no image; return the status line, or what became of the connection."""
+def upload(process: Process, number: int, chunked: bool) -> int | str:
+    """Send 100 MB of no image; return the status, or what became of the connection."""
     with socket.create_connection(("127.0.0.1", process.port), timeout=120) as connection:
         length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {100 * MB}"
         try:
@@ -115,38 +106,46 @@ def upload(process: Process, chunked: bool) -> str:
         except OSError:
             pass
         try:
-            return connection.recv(100).split(b" ")[1].decode()
+            return int(connection.recv(100).split(b" ")[1])
         except OSError:
             return "closed"
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_uploads_of_100_mb(process: Process, chunked: bool) -> None:
-    name = f"8 uploads of 100 MB at once{', of unknown length' if chunked else ''}"
-    outcome = process.under(name, lambda: at_once(lambda _: upload(process, chunked), 8, 8))
-    assert set(outcome) <= {"413", "closed"}
-    assert process.peak < 250
-    assert process.growth < 100
+def picture(content: Callable[[], bytes]) -> Callable[[Process, int], int | str]:
+    body = functools.cache(content)
+    return lambda process, _: process.ask("/search", body())
 
 
-def test_many_uploads_of_the_most_that_is_taken(process: Process) -> None:
-    ask = lambda _: process.ask("/search", bytes(20 * MB))  # noqa: E731
-    assert process.under("50 uploads of 20 MB at once", lambda: at_once(ask, 50, 50)) == {400: 50}
-    assert process.peak < 400
-    assert process.growth < 150
-
-
-def test_bombs(process: Process) -> None:
-    """White PNGs: of the most pixels that are decoded, in 120 kB, and of 90 times more."""
+def white() -> bytes:
+    """A PNG of the most pixels that are decoded, in 120 kB."""
     buffer = io.BytesIO()
     Image.new("RGB", (6300, 6300), "white").save(buffer, "PNG")
-    large = buffer.getvalue()
-    ask = lambda _: process.ask("/search", large)  # noqa: E731
-    assert process.under("10 PNGs of 39.7 million pixels at once", lambda: at_once(ask, 10, 10)) == {200: 10}
-    assert process.peak < 400
-    ask = lambda _: process.ask("/search", bomb(60_000))  # noqa: E731
-    assert process.under("100 PNGs of 3.6 billion pixels at once", lambda: at_once(ask, 100, 50)) == {400: 100}
-    assert process.growth < 100
+    return buffer.getvalue()
+
+
+INF = float("inf")
+ATTACKS = {  # what is asked, how often, by how many threads; what may be answered; MB at most meanwhile, and that stay
+    "1,000 queries at once": (query, 1000, 1000, {200}, INF, INF),
+    "1,000 queries at once, again": (query, 1000, 1000, {200}, INF, 50),
+    "8 uploads of 100 MB at once": (functools.partial(upload, chunked=False), 8, 8, {413, "closed"}, 250, 100),
+    "the same, of unknown length": (functools.partial(upload, chunked=True), 8, 8, {413, "closed"}, 250, 100),
+    "50 uploads of 20 MB at once": (picture(lambda: bytes(20 * MB)), 50, 50, {400}, 400, 150),
+    "10 PNGs of 39.7 million pixels at once": (picture(white), 10, 10, {200}, 400, INF),
+    "100 PNGs of 3.6 billion pixels at once": (picture(lambda: bomb(60_000)), 100, 50, {400}, INF, 100),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_it_answers_and_its_memory_does_not_grow(name: str, process: Process) -> None:
+    ask, count, threads, statuses, peak, growth = ATTACKS[name]
+
+    def attack() -> Counter:
+        with ThreadPoolExecutor(threads) as pool:
+            return Counter(pool.map(lambda number: ask(process, number), range(count)))
+
+    assert set(process.under(name, attack)) <= statuses
+    assert process.peak < peak
+    assert process.growth < growth
 
 
 def test_connections_that_say_nothing(process: Process) -> None:

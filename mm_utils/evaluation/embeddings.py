@@ -210,6 +210,7 @@ def embed_split(
     first = sum(sizes[: distributed.rank()])
     batches_held = min(distributed.gather_sizes(len(cache.batches), device))
     key_T, text_key_T = (distributed.gather(torch.cat(each), caption_sizes) for each in (caption_keys, text_keys))
+    pairs_2P = torch.stack([text_key_T, key_T]).unique(dim=1)  # fewer texts than these: one belongs to two images
     return Embeddings(
         distributed.gather(torch.cat(images), sizes),
         distributed.gather(torch.cat(texts), caption_sizes),
@@ -222,14 +223,8 @@ def embed_split(
         cache.joined(batches_held),
         batches_held,
         batches,
-        text_key_T if _repeat(text_key_T, key_T) else None,
+        text_key_T if len(pairs_2P[0].unique()) < pairs_2P.shape[1] else None,
     )
-
-
-def _repeat(text_key_T: Tensor, key_T: Tensor) -> bool:
-    """Return whether a caption of one image is equal to one of another."""
-    of_images = torch.stack([text_key_T, key_T]).unique(dim=1)[0]
-    return len(of_images.unique()) < len(of_images)
 
 
 @torch.no_grad()
@@ -267,7 +262,7 @@ class _KeysValuesCache:
     def add(self, keys_values: KeysValues | None) -> None:
         if not self.has_room:
             return
-        self.room -= size_in_bytes(keys_values or ())
+        self.room -= sum(layer.numel() * layer.element_size() for layer in keys_values or ())
         self.has_room = self.room >= 0
         if self.has_room or not any(self.batches):
             self.batches.append(keys_values)
@@ -277,11 +272,6 @@ class _KeysValuesCache:
         parts = [list(batch) for batch in self.batches[:count] if batch is not None]
         self.batches.clear()
         return tuple(torch.cat([part.pop(0) for part in parts], 1) for _ in range(len(parts[0]))) if parts else None
-
-
-def size_in_bytes(keys_values: KeysValues) -> int:
-    """Return the memory that keys and values take."""
-    return sum(layer.numel() * layer.element_size() for layer in keys_values)
 
 
 # -- ranking by cosine ------------------------------------------------------------------------------------------------

@@ -168,15 +168,6 @@ def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
     return info, rows
 
 
-def stamp(folder: Path) -> tuple[int, int] | None:
-    """Return what changes when the rows are exchanged; None without rows."""
-    try:
-        status = (folder / _STATE).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_mtime_ns, status.st_ino
-
-
 def read_rows(folder: Path, columns: pa.Schema) -> datasets.Dataset | None:
     """Return the rows, memory-mapped and checked; None before the first run has ended.
 

@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow.compute
 import torch
 from PIL import Image
@@ -33,7 +32,7 @@ from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import UnreadableImageError, center_square, open_picture, read_sound
 from mm_utils.search.first_pass import StoredVectors, among, open_find
-from mm_utils.search.index import STAMPS, IndexInfo, check_same_model, open_index, stamp
+from mm_utils.search.index import STAMPS, check_same_model, open_index
 from mm_utils.search.narrowed import Filter, copies
 
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
@@ -86,9 +85,14 @@ class Searcher:
         device: str | None = None,
         index_factory: str | None = None,
     ):
-        self._folder, self._factory, self._lock = Path(index_dir), index_factory, threading.Lock()
-        self._stamp = stamp(self._folder)
-        self._take(*open_index(self._folder))
+        self.info, rows = open_index(Path(index_dir))
+        self._lock, self._vectors = threading.Lock(), StoredVectors(rows)
+        self._find = self._find_everywhere = open_find(index_factory, Path(index_dir), rows)
+        # Without the vectors: a row of them would become thousands of Python numbers.
+        self._rows = rows.select_columns([*STAMPS.names, "thumbnail"])
+        self._texts = rows.select_columns(["id", "path", "captions"])
+        self._contents = None if self.info.medium == "image" else rows.select_columns(["content"])
+        self.searched = len(rows)
         name = model or self.info.model
         processor = load_processor_of(name)
         self._tokenizer = processor.tokenizer
@@ -101,17 +105,6 @@ class Searcher:
         weights = self._model.config.rerank_weights or {}
         helps = self._model.fusion is not None and any(weights.values())
         self.rerank_top_k = rerank_top_k if helps else 0
-
-    def _take(self, info: IndexInfo, rows: datasets.Dataset) -> None:
-        """Search these rows from now on."""
-        self.info, self._vectors = info, StoredVectors(rows)
-        self._find = self._find_everywhere = open_find(self._factory, self._folder, rows)
-        # Without the vectors: a row of them would become thousands of Python numbers.
-        self._rows = rows.select_columns([*STAMPS.names, "thumbnail"])
-        self._texts = rows.select_columns(["id", "path", "captions"])
-        self._contents = None if info.medium == "image" else rows.select_columns(["content"])
-        self.searched = len(rows)
-        self.__dict__.pop("floor", None)
 
     def within(self, given: Filter) -> "Searcher":
         """Return a searcher that finds the rows of a filter alone, `searched` of them, exactly; this one without a filter.
@@ -130,22 +123,6 @@ class Searcher:
         return [
             [{"row": rows[at], **self._texts[rows[at]]} for at in group] for group in copies(self._rows.select(rows))
         ]
-
-    def renewed(self) -> "Searcher":
-        """Return a searcher of the index as it is now, with the same model in memory; this one if it has not changed.
-
-        Raises:
-            ValueError: if the index is damaged, gone, or of another model now.
-        """
-        if (now := stamp(self._folder)) == self._stamp:
-            return self
-        info, rows = open_index(self._folder)
-        if info.fingerprint != self.info.fingerprint:
-            raise ValueError(f"--index_dir is {self._folder}; it is of another model now. Start the search anew.")
-        new = copy.copy(self)
-        new._stamp = now
-        new._take(info, rows)
-        return new
 
     def __len__(self) -> int:
         return len(self._rows)

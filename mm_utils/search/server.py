@@ -15,7 +15,7 @@ GET /icon.svg         the page's icon
 An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. A hit has the fields of `searcher.Hit`, `before`: its rank
 without re-ranking, null where the head has not seen it, and `weak`: whether neither it nor what follows is above `Searcher.floor`. Addresses
 with a ROW take `id`, too: then the row is wherever that id is by now, or the answer is 404. No request names a file.
-An index that is updated is taken up within seconds.
+An update of the index is seen after a new start.
 
 Other web pages, open in the same browser, may send requests here. They are refused by the names in Host (DNS rebinding),
 Origin and Sec-Fetch-Site. For another machine, forward the port with ssh.
@@ -28,8 +28,6 @@ import hashlib
 import logging
 import re
 import socket
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -66,8 +64,6 @@ MOST_BYTES = 20 << 20  # of a file in a request
 MOST_HITS = 1000  # of an answer, over all its pages
 MOST_LETTERS = 1000  # of a text
 _UPLOADS = 4  # files that are received and decoded at a time
-_LOOKS = 2  # seconds between two looks for an update of the index
-_LOOKS_AFTER_ERROR = 60
 _SECONDS = 30  # for a file to arrive
 _PATIENCE = 5  # seconds for what runs when the server is ended
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
@@ -130,43 +126,25 @@ class _Api:
 
     def __init__(self, searcher: Searcher):
         self.searcher, self.uploads = searcher, asyncio.Semaphore(_UPLOADS)
-        self.looking, self.looks_at = threading.Lock(), 0.0
         # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
         self.decoder = ThreadPoolExecutor(1)
         self.texts = functools.lru_cache(maxsize=32)(
             lambda searcher, text, rerank, count: searcher.search_text(text, count, rerank)
         )
-        self.narrowed = functools.lru_cache(maxsize=8)(lambda searcher, given: searcher.within(given))
+        self.narrowed = functools.lru_cache(maxsize=8)(searcher.within)
 
     def within(self, request: Request) -> Searcher:
         """Return a searcher of what the request's filter lets through."""
         given = {name: request.query_params.get(name, "").strip() for name in ("folder", "since", "until")}
         try:
-            return self.narrowed(self.now(), Filter(**given))
+            return self.narrowed(Filter(**given))
         except ValueError as error:
             raise HTTPException(400, str(error).removeprefix("--")) from error
 
-    def now(self) -> Searcher:
-        """Return the searcher; now and then one request looks for an update of the index, while others have the former rows."""
-        if time.monotonic() > self.looks_at and self.looking.acquire(blocking=False):
-            wait = _LOOKS
-            try:
-                self.searcher, old = self.searcher.renewed(), self.searcher
-                if self.searcher is not old:
-                    self.texts.cache_clear()
-                    self.narrowed.cache_clear()
-                    logger.info("The index has changed: %s %ss.", f"{len(self.searcher):,}", self.searcher.info.medium)
-            except (ValueError, OSError) as error:
-                logger.warning("The former rows are searched: %s", error)
-                wait = _LOOKS_AFTER_ERROR
-            finally:
-                self.looks_at = time.monotonic() + wait
-                self.looking.release()
-        return self.searcher
-
     def start(self, request: Request) -> Response:
-        searcher = self.now()
-        return JSONResponse({"total": len(searcher), "hits": searcher.some(_number(request, "k", 12, 1, 100))})
+        return JSONResponse(
+            {"total": len(self.searcher), "hits": self.searcher.some(_number(request, "k", 12, 1, 100))}
+        )
 
     def text(self, request: Request) -> Response:
         searcher, rerank = self.within(request), request.query_params.get("rerank", "1") != "0"
@@ -199,22 +177,19 @@ class _Api:
         return _page(request, searcher, searcher.similar(_row(request, searcher), _wanted(request)))
 
     def thumbnail(self, request: Request) -> Response:
-        searcher = self.now()
-        return Response(searcher.thumbnail(_row(request, searcher)), media_type="image/jpeg")
+        return Response(self.searcher.thumbnail(_row(request, self.searcher)), media_type="image/jpeg")
 
     async def large(self, request: Request) -> Response:
         return await asyncio.get_running_loop().run_in_executor(self.decoder, self._large, request)
 
     def _large(self, request: Request) -> Response:
-        searcher = self.now()
-        if searcher.info.medium != "image":
-            raise HTTPException(404, f"A {searcher.info.medium} has no large picture. Ask for /content.")
-        return Response(searcher.large(_row(request, searcher)), media_type="image/jpeg")
+        if self.searcher.info.medium != "image":
+            raise HTTPException(404, f"A {self.searcher.info.medium} has no large picture. Ask for /content.")
+        return Response(self.searcher.large(_row(request, self.searcher)), media_type="image/jpeg")
 
     def content(self, request: Request) -> Response:
-        searcher = self.now()
-        content = searcher.content(_row(request, searcher))
-        if searcher.info.medium == "sound":
+        content = self.searcher.content(_row(request, self.searcher))
+        if self.searcher.info.medium == "sound":
             return Response(content, media_type="audio/wav")
         try:
             return Response(animation(content), media_type="image/webp")

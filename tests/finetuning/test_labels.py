@@ -427,11 +427,11 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path, tones: 
     bare = tmp_path / "bare"
     Dataset.from_dict({"image": pictures(2)}, Features({"image": ImageFeature()})).save_to_disk(bare)
     sounds = files(tmp_path / "media", {f"{name}/{copy}.wav": tone(200) for name in "ab" for copy in range(2)})
-    of_scenes = {"task": "scenes:count", "train_file": one_class}
+    of_scenes = {"task": "scenes:colour", "train_file": one_class}
     doors: list[tuple[Callable[..., Any], str, dict[str, Any], str]] = [
         (task_of, "image", {"train_file": one_class}, "its labels are '1' alone, and a task has 2 classes"),
         (task_of, "image", {"train_file": f"{bare}.csv"}, "--train_file is .*bare.csv; there is no such file"),
-        (task_of, "image", of_scenes, "--task is scenes:count; --train_file is .*, too, and labels have one source"),
+        (task_of, "image", of_scenes, "--task is scenes:colour; --train_file is .*, too, and labels have one source"),
         (task_of, "sound", {"dataset_name": "sounds"}, "its rows have no labels. Give a --task on them: sounds:describes"),
         (labelled_of, "image", {"dataset_name": str(bare)}, "no label column was recognised. The columns are: image."),
         (labelled_of, "image", {"dataset_name": str(tmp_path / "no")}, "there is no such folder"),
@@ -444,7 +444,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path, tones: 
         with pytest.raises(ValueError, match=message):
             door(medium, **flags)
     for flags, message in (
-        ({"task": "vqa"}, "--task is vqa; choose one of scenes:describes, scenes:count"),
+        ({"task": "vqa"}, "--task is vqa; choose one of scenes:describes, scenes:colour"),
         ({"num_answers": 1}, "--num_answers is 1; give at least 2"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -508,14 +508,8 @@ def test_the_questions_follow_from_the_scene(task: str, asked_scenes: Dataset) -
     assert [(text, label) for _, text, label in TASKS[task](alone)] == moved
 
 
-def test_what_comes_first_is_asked_of_the_embedded_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedded_clip_is_described_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     splits = load_clips(num_train=12, num_eval=4, cache_dir=tmp_path)
-    rows: Dataset = splits["train"]
-    examples = list(TASKS["clips:first"](rows))
-    assert [row for row, *_ in examples] == list(range(12))
-    for row, text, answer in examples:
-        first = min(rows[row]["moments"], key=lambda moment: moment["span"][0])
-        assert (text, first["phrase"].split()[1]) == ("what comes first?", answer)
     monkeypatch.setitem(SETS, "clips", lambda: splits)
     task = task_of("clip", task="clips:describes")
     assert task.classes == ["no", "yes"]

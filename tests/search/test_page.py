@@ -71,9 +71,6 @@ class ColourSearcher:
             for row in rows
         ]
 
-    def renewed(self) -> "ColourSearcher":
-        return self
-
     def within(self, given: Filter) -> "ColourSearcher":
         new = copy.copy(self)
         new.folder = given.folder

@@ -18,7 +18,7 @@ from mm_utils.search.listing import Listing, folder_listing, list_folder
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import search
-from tests.search.conftest import make_embedder, update, write_photos
+from tests.search.conftest import make_embedder, write_photos
 from tests.search.serving import EVIL_CAPTION, EVIL_NAME, Served, bomb, served
 
 
@@ -79,24 +79,6 @@ def test_hits_are_weak_from_the_last_above_the_floor_on(page: Served, monkeypatc
     last = max(place for place, score in enumerate(scores) if score > sorted(scores)[20])
     assert weak == [place > last for place in range(40)]
     assert not any(hit["weak"] for hit in page.ask("/similar/3").hits)
-
-
-def test_an_update_is_taken_up_and_addresses_keep_their_image(model: Path, tmp_path: Path) -> None:
-    photos, index = tmp_path / "photos", tmp_path / "index"
-    write_photos(photos, range(10))
-    update(index, model, photos)
-    for page in served(Searcher(index, device="cpu")):
-        last = page.ask("/start?k=10").json["hits"][-1]
-        address = f"/image/{last['row']}?id={last['id']}"
-        before = page.ask(address).body
-        (photos / "0/000.png").unlink()
-        update(index, model, photos)
-        end = time.monotonic() + 60
-        while page.ask("/start").json["total"] == 10 and time.monotonic() < end:
-            time.sleep(0.2)
-        assert page.ask("/search?q=x").json["total"] == 9
-        assert page.ask(address).body == before
-        assert page.ask("/image/0?id=0/000.png").status == 404
 
 
 def test_the_page_loads_nothing_from_elsewhere(page: Served) -> None:

@@ -1,8 +1,7 @@
 """Turn rows into examples and batches: decode, augment, choose a caption, stack and pad.
 
-A transform works on a batch of rows, as `datasets` expects it. `rows.with_transform(EvaluationTransform(224))[0]` shows an
-example as the model sees it. In training, a caption and a crop also depend on the epoch, which a data set does not know:
-`Pairs` reads all drawn rows at once and hands the transform their epochs beside them.
+In training, a caption and a crop also depend on the epoch: `Pairs` reads all drawn rows at once and hands the transform their
+epochs beside them.
 """
 
 import random
@@ -25,8 +24,8 @@ from torch.utils.data import Dataset, default_collate
 from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors, python_columns
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
-from mm_utils.data.batches.tokens import collate_all_captions, pad_captions
-from mm_utils.data.media.medium import Medium, Window
+from mm_utils.data.batches.tokens import pad_captions
+from mm_utils.data.media.medium import Medium
 from mm_utils.model.reading import UnreadableImageError
 
 Batch = dict[str, Any]
@@ -56,12 +55,6 @@ class Transform(ABC):
 
     medium: Medium
     readers: Sequence[ColumnReader] = ()
-
-    def __call__(self, batch: Columns) -> Columns:
-        """Return the columns of the examples, as `datasets` expects them from a transform."""
-        examples = self.examples(batch)
-        names = dict.fromkeys(name for example in examples for name in example)
-        return {name: [example.get(name) for example in examples] for name in names}
 
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row.
@@ -115,8 +108,6 @@ class TrainingTransform(Transform):
     An example is a pure function of (seed, epoch, image id): caption, crop and mirroring. Rows with
     features of a frozen tower (`mm_utils.data.batches.column_cache`) give these; where they stand for images, none is decoded.
 
-    The batch may have a column `epoch`; without it, the examples are those of epoch 0.
-
     Attributes:
         seed: the run's random seed.
         horizontal_flip: mirror half of the images, except where `has_sides` is true.
@@ -132,7 +123,7 @@ class TrainingTransform(Transform):
 
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row, see `Transform.examples`."""
-        epochs = np.array(batch.get("epoch", [0] * len(batch["id"])))
+        epochs = np.array(batch["epoch"])
         counts = np.array([len(captions) for captions in batch["input_ids"]])
         keys = np.array(batch["image_key"])
         drawn = {"epoch": epochs.tolist(), "caption": choose_captions(self.seed, epochs, keys, counts).tolist()}
@@ -151,18 +142,13 @@ class TrainingTransform(Transform):
         shown = None
         if SKIPPED not in row:
             rng = random.Random(f"{self.seed} {row['epoch']} {row['id']}")
-            example["pixel_values"], size, window = self._part(row, rng)
+            example["pixel_values"], size, window = self.medium.read(row["image"], rng)
+            if self.horizontal_flip and rng.random() < 0.5 and not has_sides(row):
+                example["pixel_values"] = example["pixel_values"].flip(-1)  # images with boxes are not mirrored
             shown = Shown(size, window)
         for reader in self.readers:
             example |= reader.example(row, shown, self.seed)
         return {**example, **feature_tensors(row, [row["caption"]])}
-
-    def _part(self, row: dict[str, Any], rng: random.Random) -> tuple[Tensor, tuple[float, float], Window]:
-        """Return what is shown, the size of the stored medium, and the part of it that is shown."""
-        shown, size, window = self.medium.read(row["image"], rng)
-        if self.horizontal_flip and rng.random() < 0.5 and not has_sides(row):
-            shown = shown.flip(-1)  # no box has to follow: images with boxes are not mirrored
-        return shown, size, window
 
 
 def has_sides(row: Mapping[str, Any]) -> bool:
@@ -286,11 +272,20 @@ class Collator:
             "lengths": list(map(len, captions)),
             "skipped": [example["skipped"] for example in skipped],
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
-            **(collate_all_captions(kept, self.pad_token_id) if self.longest_first else {}),
+            **(self._all_captions(kept) if self.longest_first else {}),
             **{
                 name: each for reader in self.readers for name, each in reader.collate(kept, self.pad_token_id).items()
             },
         }
+
+    def _all_captions(self, kept: list[Example]) -> Batch:
+        """Pad captions to the longest, and images with fewer captions by empty ones."""
+        all_ids = [example["all_input_ids"] for example in kept]
+        most = max(map(len, all_ids), default=1)
+        padded = pad_captions([ids for row in all_ids for ids in [*row, *[[]] * most][:most]], self.pad_token_id)
+        ids_bkL, mask_bkL = (value.view(-1, most, value.shape[1]) for value in padded)
+        lengths = [list(map(len, row)) for row in all_ids]
+        return {"all_input_ids": ids_bkL, "all_attention_mask": mask_bkL, "all_lengths": lengths}
 
 
 def _stack(values: list[Tensor], empty: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,16 +63,6 @@ def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
     ids_tL = np.full(mask_tL.shape, pad_token_id, np.int64)
     ids_tL[mask_tL] = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(length_t.sum()))
     return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
-
-
-def collate_all_captions(examples: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
-    """Pad captions to the longest, and images with fewer captions by empty ones; `all_lengths` counts their tokens."""
-    all_ids = [example["all_input_ids"] for example in examples]
-    most = max(map(len, all_ids), default=1)
-    padded = pad_captions([ids for row in all_ids for ids in [*row, *[[]] * most][:most]], pad_token_id)
-    ids_bkL, mask_bkL = (value.view(-1, most, value.shape[1]) for value in padded)
-    lengths = [list(map(len, row)) for row in all_ids]
-    return {"all_input_ids": ids_bkL, "all_attention_mask": mask_bkL, "all_lengths": lengths}
 
 
 def image_key(image_id: str) -> int:

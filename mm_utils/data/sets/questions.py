@@ -4,9 +4,7 @@ No text alone and no picture alone decides the answer to one about a scene: ever
 answers, and all words of a text are true of many pictures. The id of a picture decides its questions.
 
 describes: a true caption, and the same words in the order that makes them false; yes or no, as many of each.
-count: how many things of a size, a texture, or of any kind there are; 0 to 3.
 colour: of the one thing on a side of another, which is named by colour and shape; one of eight, never the named one.
-first: of clips and sounds, what comes first: the colour of the thing, the kind of the sound.
 """
 
 import random
@@ -15,7 +13,7 @@ from typing import Any
 
 import datasets
 
-from mm_utils.data.scenes import SIZES, TEXTURES, order_pairs
+from mm_utils.data.scenes import order_pairs
 
 _QUESTIONS = 2  # about a picture, among those with a single answer
 _SIDES = {"left": "to the left of", "right": "to the right of", "above": "above", "below": "below"}
@@ -29,16 +27,6 @@ def describes(split: datasets.Dataset) -> Iterator[Example]:
     for row, true, false in order_pairs(split):
         yield row, true, "yes"
         yield row, false, "no"
-
-
-def count(split: datasets.Dataset) -> Iterator[Example]:
-    """Ask how many things of a size, a texture or any kind there are."""
-    words = ("", *SIZES, *TEXTURES)
-    for row, scene in enumerate(split.select_columns(["id", "regions"])):
-        phrases = [region["phrase"].split() for region in scene["regions"]]
-        for word in random.Random(f"count {scene['id']}").sample(words, _QUESTIONS):
-            number = sum(not word or word in phrase for phrase in phrases)
-            yield row, f"how many {word} things are there?".replace("  ", " "), str(number)
 
 
 def colour(split: datasets.Dataset) -> Iterator[Example]:
@@ -70,29 +58,10 @@ def _side(box: list[float], other: list[float]) -> str:
     return "below" if down > 0 else "above"
 
 
-def first_colour(split: datasets.Dataset) -> Iterator[Example]:
-    """Ask what comes first in a clip; the answer is the colour of the thing."""
-    return _first(split, 1)
-
-
-def first_kind(split: datasets.Dataset) -> Iterator[Example]:
-    """Ask what comes first in a sound: a tone, a chord, clicks or a noise."""
-    return _first(split, -1)
-
-
-def _first(split: datasets.Dataset, place: int) -> Iterator[Example]:
-    """The word at `place` of the phrase that tells what comes first is the answer."""
-    for row, moments in enumerate(split["moments"]):
-        yield row, "what comes first?", moments[0]["phrase"].split()[place]
-
-
 TASKS = {
     "scenes:describes": describes,
-    "scenes:count": count,
     "scenes:colour": colour,
     "clips:describes": describes,
-    "clips:first": first_colour,
     "sounds:describes": describes,
-    "sounds:first": first_kind,
 }
 """By set and task, what yields examples of the rows of a split: row, text, name of the class."""

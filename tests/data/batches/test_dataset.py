@@ -88,19 +88,6 @@ def test_raw_pixels_make_the_same_examples(mixed: bool, tokenizer: PreTrainedTok
             assert equal(make(raw)[(row, 1)], make(rows)[(row, 1)])
 
 
-def test_a_notebook_shows_what_the_model_sees(tokenizer: PreTrainedTokenizerFast) -> None:
-    """By `with_transform`: examples of evaluation or of training's first epoch, and the reason for an unreadable image."""
-    rows = tokenize_captions(rows_of(12, broken=[2]), tokenizer, 16)
-    for pairs in (evaluation_pairs(rows), training_pairs(rows, min_crop_area=0.4, seed=3)):
-        view = rows.with_transform(pairs.transform)
-        for row in (0, 1, 11):
-            assert equal({**view[row], "row": row}, pairs[(row, 0)])
-        batch = view[1:4]
-        assert batch["image_id"] == ["id-1", None, "id-3"]
-        assert batch["skipped"][1].startswith("image id-2: ")
-        assert view[1]["pixel_values"].shape == (3, SIZE, SIZE)
-
-
 # -- pairing ------------------------------------------------------------------------------------------------------------
 def test_an_image_keeps_its_captions_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of().shuffle(seed=4), tokenizer, 16)

@@ -25,11 +25,6 @@ ALL = (
     TrainingArguments,
     EvaluationArguments,
 )
-RECIPES = [
-    path
-    for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
-    if not path.stem.startswith("ablation_")
-]
 
 
 @dataclass
@@ -69,11 +64,8 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err.strip().splitlines()[-1].partition("error: ")[2]
 
 
-def test_defaults() -> None:
-    assert parse() == (First(0.5, None, True, False), Second(8, 3))
-
-
 def test_command_line_beats_yaml_beats_default(tmp_path: Path) -> None:
+    assert parse() == (First(0.5, None, True, False), Second(8, 3))
     path = config(tmp_path, "learning_rate: 0.1\nbatch_size: 4\n")
     first, second = parse("--batch_size", "2", "--config", path)
     assert (first.learning_rate, second.batch_size, second.limit) == (0.1, 2, 3)
@@ -182,17 +174,6 @@ def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytes
     assert line.startswith((path, "--batch_size"))
 
 
-def test_both_spellings_of_a_flag_are_read() -> None:
-    one, other = (parse_args(*ALL, argv=[f"--learning{mark}rate", "0.25"]).settings for mark in "-_")
-    assert one == other
-
-
-def test_help_of_a_negative_flag_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--help")
-    assert "--no_shuffle Turn --shuffle off." in " ".join(capsys.readouterr().out.split())
-
-
 def test_words_are_parsed_back_to_the_same_values() -> None:
     parsed = parse("--learning_rate", "0.25", "--name", "two words", "--no_shuffle")
     assert to_words(First, to_dict(*parsed)) == [
@@ -208,23 +189,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit.value.code == 0
     text = capsys.readouterr().out
     assert "What it does.\n\n    a command" in text
-    for shown in (
-        "A rate. ",
-        "(default: 0.5)",
-        "(default: 8)",
-        "--config FILE",
-        "--no_shuffle",
-    ):
-        assert shown in " ".join(text.split()) or shown in text
+    for shown in ("A rate. ", "(default: 0.5)", "(default: 8)", "--config FILE", "--no_shuffle Turn --shuffle off."):
+        assert shown in " ".join(text.split())
     assert "default: None" not in text
-
-
-def test_help_of_all_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit:
-        parse_args(*ALL, argv=["--help-all"])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"--{name}" in text for name in to_dict(*(each() for each in ALL)))
 
 
 def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +208,9 @@ def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixtu
     assert "  --help-all [GROUP]" in usual
     assert {"--max_grad_norm", "--learning_rate"} <= set(optimizer.split())
     assert "--global_batch_size" not in optimizer
-    assert len(usual.splitlines()) < len(shown("--help-all").splitlines()) / 2
+    everything = shown("--help-all")
+    assert len(usual.splitlines()) < len(everything.splitlines()) / 2
+    assert all(f"--{name}" in everything for name in to_dict(*(each() for each in ALL)))
 
 
 def test_to_dict_reads_back(tmp_path: Path) -> None:
@@ -250,13 +219,6 @@ def test_to_dict_reads_back(tmp_path: Path) -> None:
     assert parsed[OptimizerArguments].learning_rate == parsed["learning_rate"] == 2e-4
     path = config(tmp_path, yaml.safe_dump(parsed.settings))
     assert parse_args(*ALL, argv=["--config", path]).settings == parsed.settings
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipes_are_flat_and_typed(recipe: Path) -> None:
-    assert recipe.read_text(encoding="utf-8").startswith(("# python scripts/", "# accelerate launch scripts/"))
-    values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    assert all(isinstance(value, (str, int, float, bool, type(None))) for value in values.values())
 
 
 def test_words_beside_the_flags_fill_the_one_that_takes_them(capsys: pytest.CaptureFixture[str]) -> None:

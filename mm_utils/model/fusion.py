@@ -322,7 +322,7 @@ class RegionHead(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, dim, bias=False)
 
-    def cells(self, grid: Tensor) -> Tensor:
+    def forward(self, grid: Tensor) -> Tensor:
         """Embed all cells of maps `[B, C, h, w]`, `[B, h, w, E]`."""
         return F.normalize(self.projection(self.norm(grid.permute(0, 2, 3, 1))), dim=-1)
 
@@ -335,14 +335,3 @@ def as_map(tap: Tensor) -> Tensor:
             f"Regions need a map or a square grid of patches; the last of fusion_vision_taps has {tap.shape[1]} tokens."
         )
     return grid
-
-
-def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
-    """Return the share of each grid cell that lies in each box, `[R, height, width]`."""
-
-    def along(spans: Tensor, cells: int) -> Tensor:
-        begin = torch.arange(cells, device=spans.device)
-        spans = spans * cells
-        return (torch.minimum(spans[:, 1:], begin + 1) - torch.maximum(spans[:, :1], begin)).clamp(min=0)
-
-    return along(boxes[:, 1::2], height)[:, :, None] * along(boxes[:, ::2], width)[:, None]

@@ -705,13 +705,9 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def cell_embeds(self, taps: Sequence[Tensor]) -> Tensor:
         """Return unit embeddings `[B, h, w, E]` of all cells of the last tap; of clips and sounds `[B, 1, T, E]`."""
-        head, grid = self._region_grid(taps)
-        return head.cells(grid)
-
-    def _region_grid(self, taps: Sequence[Tensor]) -> tuple[RegionHead, Tensor]:
         if self.region_head is None:
             raise ValueError("This model has no embeddings of regions. Train it with regions among --objectives.")
-        return self.region_head, as_map(taps[-1]) if self.config.medium == "image" else taps[-1].mean(2, keepdim=True)
+        return self.region_head(as_map(taps[-1]) if self.config.medium == "image" else taps[-1].mean(2, keepdim=True))
 
     def match_pairs(self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor) -> Tensor:
         """Return logits `[P]` that pair p, given by its image side and text side, belongs together."""

@@ -9,9 +9,9 @@ from torch import Tensor
 from torchvision.ops import roi_align
 from transformers import AutoConfig, AutoModel
 
-from mm_utils.model.fusion import cells_covered
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.grounding.terms import cells_covered
 
 
 def boxes_of(count: int, seed: int = 0) -> Tensor:

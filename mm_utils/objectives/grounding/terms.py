@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mm_utils import distributed
-from mm_utils.model.fusion import cells_covered, rows_of
+from mm_utils.model.fusion import rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.grounding.moments import MomentEvaluator
 from mm_utils.objectives.grounding.pointing import PointingEvaluator
@@ -84,3 +84,14 @@ class MomentCovering(RegionPointing):
         target_Rc = inside_Rc / inside_Rc.sum(1, keepdim=True)
         covering_R = -(target_Rc * logits_Rc.log_softmax(1)).sum(1)
         return (super().losses(logits_Rc, inside_Rc) + covering_R) / 2
+
+
+def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
+    """Return the share of each grid cell that lies in each box, `[R, height, width]`."""
+
+    def along(spans: Tensor, cells: int) -> Tensor:
+        begin = torch.arange(cells, device=spans.device)
+        spans = spans * cells
+        return (torch.minimum(spans[:, 1:], begin + 1) - torch.maximum(spans[:, :1], begin)).clamp(min=0)
+
+    return along(boxes[:, 1::2], height)[:, :, None] * along(boxes[:, ::2], width)[:, None]

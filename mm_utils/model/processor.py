@@ -37,7 +37,7 @@ from transformers import (
 from mm_utils.model.arguments import ModelArguments, check_reads, vision_preset
 from mm_utils.model.open_clip import opened
 from mm_utils.model.pretrained import check_words, explained, load_config
-from mm_utils.stored import key_of, place_of, stored, version_of
+from mm_utils.stored import key_of, stored, version_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -331,14 +331,10 @@ def set_outputs(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> None:
 
 def cached_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a tokenizer once per captions and size, and keep it in the datasets cache."""
-    decides = _TOKENIZER_VERSION, version_of("tokenizers"), vocab_size
     captions = list(itertools.islice(captions, MOST_CAPTIONS))
-    key = key_of(*decides, captions)
-    if (
-        len(captions) > SAMPLE and not place_of("tokenizers", key).is_dir()
-    ):  # else a run of before goes on with its own
+    if len(captions) > SAMPLE:
         captions = captions[:: -(-len(captions) // SAMPLE)]
-        key = key_of(*decides, captions)
+    key = key_of(_TOKENIZER_VERSION, version_of("tokenizers"), vocab_size, captions)
     folder = stored("tokenizers", key, lambda work: train_tokenizer(captions, vocab_size).save_pretrained(work))
     return PreTrainedTokenizerFast.from_pretrained(folder)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from mm_utils.export import comparison
 from mm_utils.export.comparison import ExportedTowers, Figures
 from mm_utils.export.folder import PRECISIONS, ends_in_pad, graph_path
-from mm_utils.export.graphs import Head, ImageSide, PaddedTextTower, check_packages, head_weights
+from mm_utils.export.graphs import Head, PaddedTextTower, check_packages, head_weights
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
-from tests.export.conftest import WEIGHTS, save_tiny
+from tests.export.conftest import WEIGHTS
 from tests.kit.stock_folders import TEXTS, write_stock
 
 PARTS = ("vision_model", "text_model", "reranker_images", "reranker")
@@ -79,20 +79,6 @@ def test_an_export_that_differs_is_refused(
     monkeypatch.setattr(towers["fp32"], "encode_text", lambda *_: (torch.full((3, 20), torch.nan), None))
     with pytest.raises(comparison.RunError, match="The exported text graph differs from torch by nan"):
         comparison.compare(model, towers, tokenizer, head)
-
-
-def test_the_head_scores_every_pair(tmp_path: Path) -> None:
-    model = load_model(str(save_tiny(tmp_path))).eval()
-    pixels, (ids, mask) = torch.randn(3, 3, 32, 32), some_texts(2, 6)
-    model.requires_grad_(False)
-    found = Head(model, {"match": 0.7})(ids, mask, list(ImageSide(model)(pixels)))
-    for text in range(2):
-        for image in range(3):
-            states = model.encode_text(ids[text : text + 1], mask[text : text + 1])[1]
-            keys_values = model.encode_image(pixels[image : image + 1])[1]
-            assert keys_values is not None
-            expected = 0.7 * model.match_pairs(keys_values, states, mask[text : text + 1])
-            torch.testing.assert_close(found[text, image], expected[0], atol=1e-5, rtol=1e-5)
 
 
 def test_when_the_head_is_exported(model: FusionDualEncoderModel, monkeypatch: pytest.MonkeyPatch) -> None:

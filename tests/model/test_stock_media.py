@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoProcessor, ClapModel
 
 from mm_utils.checkpointing.state import write_model
-from mm_utils.data.media.medium import read_by
-from mm_utils.data.media.riff import write_wav
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import input_shape
@@ -74,17 +72,6 @@ def test_embeddings_are_those_of_the_stock_class(folder: Folder, kind: str, tmp_
     processor.save_pretrained(tmp_path)
     for again in (load_model(str(tmp_path)), AutoModel.from_pretrained(tmp_path, trust_remote_code=True)):
         close(again.encode(**media(), texts=TEXTS), right)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_hears_what_the_stock_extractor_makes(folder: Folder, kind: str) -> None:
-    """The path of training and evaluation: windows of stored samples, whose spectrograms are made in batches."""
-    model, timed = load_model(folder(kind)).eval(), read_by(load_processor_of(folder(kind)), 1.0)
-    assert timed is not None
-    windows = torch.stack([timed.read({"bytes": write_wav(each, RATE)}, None)[0] for each in sounds()])
-    with torch.no_grad():
-        found = model.encode_image(timed.features(windows))[0]  # type: ignore[attr-defined]
-    close((found,), stock_embeds(folder(kind))[:1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

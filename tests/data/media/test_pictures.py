@@ -18,20 +18,14 @@ def heights(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("L"))[:176].argmax(0)
 
 
-def test_a_spectrogram_has_the_higher_tone_higher_and_the_later_one_later() -> None:
-    found = picture({"bytes": tone(300, 3000)}, "sound")
-    rows = heights(found)
-    assert found.size == (256, 192)
-    assert np.ptp(rows[8:120]) <= 2
-    assert np.ptp(rows[136:248]) <= 2
-    assert rows[60] > rows[190] + 40
-
-
-def test_a_tone_stands_at_its_place_on_the_mel_scale_at_any_rate() -> None:
+def test_a_tone_stands_at_its_time_and_its_place_on_the_mel_scale_at_any_rate() -> None:
     for rate in (8000, 16000, 44100):
-        share = 1 - heights(picture({"bytes": tone(1000, rate=rate)}, "sound"))[128] / 175
+        found = picture({"bytes": tone(1000, 3000, rate=rate)}, "sound")
+        assert found.size == (256, 192)
         top = 2595 * np.log10(1 + rate / 2 / 700)
-        assert share == pytest.approx(2595 * np.log10(1 + 1000 / 700) / top, abs=0.02)
+        for hertz, columns in ((1000, slice(8, 120)), (3000, slice(136, 248))):
+            shares = 1 - heights(found)[columns] / 175
+            assert shares == pytest.approx(2595 * np.log10(1 + hertz / 700) / top, abs=0.02)
 
 
 def test_silence_is_dark_and_a_short_sound_is_shown() -> None:

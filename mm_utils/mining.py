@@ -38,7 +38,7 @@ from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, top_candidates
 from mm_utils.files import atomic_folder
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def same_pictures(rows: datasets.Dataset, accelerator: Accelerator) -> np.ndarra
     for row in parts[accelerator.process_index]:
         try:
             prints.append(fingerprint(open_image(images[row]["image"], 256)))
-        except UnreadableImageError:
+        except UnreadableError:
             prints.append(bytes(FINGERPRINT.itemsize))  # as a flat image, which resembles none
     mine = torch.tensor(np.frombuffer(b"".join(prints), np.uint8)).view(-1, FINGERPRINT.itemsize)
     everyone: Tensor = distributed.gather(mine.to(accelerator.device), [len(part) for part in parts])

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from mm_utils.text import redact, shortened
 
 REASONS = {
@@ -143,7 +143,7 @@ def unreadable_as_fault() -> Iterator[None]:
     """Turn what `mm_utils.model.reading` cannot read into a fault."""
     try:
         yield
-    except UnreadableImageError as error:
+    except UnreadableError as error:
         raise Fault(error.reason, str(error)) from error
 
 

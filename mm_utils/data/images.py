@@ -11,7 +11,7 @@ from mm_utils.files import is_passing, read_regular_file, retry
 from mm_utils.model.reading import (
     MOST_BYTES,
     MOST_PIXELS,
-    UnreadableImageError,
+    UnreadableError,
     decode,
     decoder_message,
     read_header,
@@ -37,20 +37,20 @@ def open_sized(value: dict[str, Any], min_side: int | None = None) -> tuple[Imag
         min_side: a JPEG may be decoded at a reduced scale whose shorter side is at least this.
 
     Raises:
-        UnreadableImageError: if the image is missing, no regular file, truncated, of no known format, of more than
+        UnreadableError: if the image is missing, no regular file, truncated, of no known format, of more than
             `MOST_BYTES`, or of more than `MOST_PIXELS` at the scale of decoding.
     """
     name = value.get("path") or "embedded image"
     try:
         content = value.get("bytes") or (_read(value["path"]) if value.get("path") else b"")
         if not content:
-            raise UnreadableImageError("it has 0 bytes")
+            raise UnreadableError("it has 0 bytes")
         if raw_size(value) is not None:
             image = Image.fromarray(pixels(value))
             return image, image.size
         return decode(read_header(content), content, min_side, most_pixels=MOST_PIXELS)[:2]
     except Exception as error:  # a damaged file makes Pillow raise struct.error, RuntimeError and others, too
-        raise UnreadableImageError(f"{name}: {decoder_message(error)}") from error
+        raise UnreadableError(f"{name}: {decoder_message(error)}") from error
 
 
 def read_pixels(value: dict[str, Any], min_side: int | None = None) -> tuple[np.ndarray, tuple[int, int]]:
@@ -81,15 +81,15 @@ def pixels(value: dict[str, Any]) -> np.ndarray:
     """View stored raw RGB pixels as read-only uint8 `[height, width, 3]`, without a copy.
 
     Raises:
-        UnreadableImageError: if there are not width * height * 3 bytes, or no size.
+        UnreadableError: if there are not width * height * 3 bytes, or no size.
     """
     size = raw_size(value)
     if size is None:
-        raise UnreadableImageError(f"{value.get('path') or 'embedded image'}: it holds no raw pixels")
+        raise UnreadableError(f"{value.get('path') or 'embedded image'}: it holds no raw pixels")
     width, height = size
     content = value["bytes"]
     if len(content) != width * height * 3:
-        raise UnreadableImageError(
+        raise UnreadableError(
             f"{value['path']}: it has {len(content):,} bytes; raw pixels of that size take {width * height * 3:,}"
         )
     return np.frombuffer(content, np.uint8).reshape(height, width, 3)

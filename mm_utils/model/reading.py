@@ -64,7 +64,7 @@ _TURNS = {
 }
 
 
-class UnreadableImageError(ValueError):
+class UnreadableError(ValueError):
     """An image, a clip or a sound that cannot be read; `reason` is a key of `mm_utils.data.faults.REASONS`."""
 
     def __init__(self, message: str, reason: str = "image_unreadable"):
@@ -87,19 +87,19 @@ def open_picture(source: Any, min_side: int | None = None) -> Image.Image:
         min_side: a JPEG may be decoded at a reduced scale whose shorter side is at least this.
 
     Raises:
-        UnreadableImageError: if it cannot be read, with its name and the reason.
+        UnreadableError: if it cannot be read, with its name and the reason.
     """
     if isinstance(source, Image.Image):
         return decode(source.copy(), b"")[0]
     if not isinstance(source, (bytes, str, os.PathLike)):
         kind = type(source).__name__
-        raise UnreadableImageError(f"a picture is of type {kind}. Give a path, an address, bytes or a PIL image.")
+        raise UnreadableError(f"a picture is of type {kind}. Give a path, an address, bytes or a PIL image.")
     try:
         content = source if isinstance(source, bytes) else _content_of(source, MOST_BYTES)
         return decode(read_header(content), content, min_side, most_pixels=MOST_PIXELS)[0]
     except Exception as error:  # a damaged file makes Pillow raise struct.error, RuntimeError and others, too
         name = "the picture" if isinstance(source, bytes) else os.fspath(source)
-        raise UnreadableImageError(f"{name}: {decoder_message(error)}") from error
+        raise UnreadableError(f"{name}: {decoder_message(error)}") from error
 
 
 def _content_of(place: Any, most: int) -> bytes:
@@ -109,7 +109,7 @@ def _content_of(place: Any, most: int) -> bytes:
     with urllib.request.urlopen(name, timeout=_SECONDS) if is_address else open(name, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise UnreadableImageError(f"it has more than {most:,} bytes", "too_many_bytes")
+        raise UnreadableError(f"it has more than {most:,} bytes", "too_many_bytes")
     return content
 
 
@@ -137,7 +137,7 @@ def decode(
         Upright RGB without metadata, perhaps reduced; (width, height) of the whole upright image; notes.
 
     Raises:
-        UnreadableImageError: too_many_pixels, above `most_pixels`.
+        UnreadableError: too_many_pixels, above `most_pixels`.
         Exception: what the decoder raises at a damaged file, among others struct.error and RuntimeError.
     """
     width, height = header.size
@@ -145,7 +145,7 @@ def decode(
         _draft(header, min_side)
     if most_pixels is not None and header.width * header.height > most_pixels:
         text = f"it has {width:,} x {height:,} pixels, {most_pixels:,} are the most; prepare_data can shrink it once"
-        raise UnreadableImageError(text, "too_many_pixels")
+        raise UnreadableError(text, "too_many_pixels")
     if header.format == "PNG":
         header.load()  # here, as reading the EXIF block of a PNG decodes it, and hides its damage
     orientation, notes = _orientation(header), []
@@ -217,7 +217,7 @@ def _scale(image: Image.Image, notes: list[str]) -> Image.Image:
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise UnreadableImageError("it holds values that are not finite")
+        raise UnreadableError("it holds values that are not finite")
     top = 1.0 if image.mode == "F" else 65535.0
     if low < 0 or high > top or image.mode == "F":
         notes.append("float_scaled")
@@ -307,24 +307,24 @@ def check_cut(start: float | None, end: float | None, seconds: float | None = No
     """Raise span_reversed, span_empty or span_outside for a part, in seconds, of a medium that may not have it."""
     begin = 0.0 if start is None else start
     if begin < 0:
-        raise UnreadableImageError(f"it starts at {begin:g} s", "span_outside")
+        raise UnreadableError(f"it starts at {begin:g} s", "span_outside")
     if end is not None and end <= begin:
-        raise UnreadableImageError(f"from {begin:g} to {end:g} s", "span_empty" if end == begin else "span_reversed")
+        raise UnreadableError(f"from {begin:g} to {end:g} s", "span_empty" if end == begin else "span_reversed")
     if seconds is not None and (begin >= seconds or (end is not None and end > seconds + TOLERANCE)):
         last = seconds if end is None else end
-        raise UnreadableImageError(f"{begin:g} to {last:g} s of {seconds:.3f} s", "span_outside")
+        raise UnreadableError(f"{begin:g} to {last:g} s of {seconds:.3f} s", "span_outside")
 
 
 def check_length(seconds: float, most: float) -> None:
     """Raise too_long if a medium, or its wanted part, has more than `most` seconds."""
     if seconds > most + TOLERANCE:
-        raise UnreadableImageError(f"it has {seconds:,.1f} s or more, and --max_seconds is {most:g}", "too_long")
+        raise UnreadableError(f"it has {seconds:,.1f} s or more, and --max_seconds is {most:g}", "too_long")
 
 
 def _check_whole(end: float, said: float | None, is_exact: bool = False) -> None:
     """Raise medium_truncated if a stream ends at `end`, long before the header says, or at all where that counts samples."""
     if said is not None and end < said - (0.01 if is_exact else max(0.5, 0.05 * said)):
-        raise UnreadableImageError(f"it ends at {end:.2f} s of {said:,.2f}", "medium_truncated")
+        raise UnreadableError(f"it ends at {end:.2f} s of {said:,.2f}", "medium_truncated")
 
 
 def _kind_of(content: bytes) -> str | None:
@@ -337,17 +337,17 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
     """Open a file by PyAV; yield its container, and the stream of `video` or `audio` in it that players show.
 
     Raises:
-        UnreadableImageError: also for whatever PyAV raises inside of the block.
+        UnreadableError: also for whatever PyAV raises inside of the block.
     """
     kind = _kind_of(content)
     if kind is None:
-        raise UnreadableImageError(f"it begins with {content[:16]!r}", "medium_unknown_format")
+        raise UnreadableError(f"it begins with {content[:16]!r}", "medium_unknown_format")
     if kind == "MP4" and b"moov" not in content:
-        raise UnreadableImageError("MP4 without its index, which programs write last", "medium_truncated")
+        raise UnreadableError("MP4 without its index, which programs write last", "medium_truncated")
     try:  # also hides it from what transformers wants installed before it loads any model with this file
         import av
     except ImportError as error:
-        raise UnreadableImageError(f"{kind} is not read without PyAV", "needs_av") from error
+        raise UnreadableError(f"{kind} is not read without PyAV", "needs_av") from error
 
     def refuse(url: str, flags: int, options: Any) -> Any:
         raise PermissionError(f"the file names another one, {url}, which is not opened")
@@ -356,23 +356,23 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
     try:
         with av.open(io.BytesIO(content), options=options, metadata_errors="replace", io_open=refuse) as container:
             yield container, _best_stream(container, medium)
-    except UnreadableImageError:
+    except UnreadableError:
         raise
     except EOFError as error:
-        raise UnreadableImageError(f"{kind}: {decoder_message(error)}", "medium_truncated") from error
+        raise UnreadableError(f"{kind}: {decoder_message(error)}", "medium_truncated") from error
     except MemoryError as error:
         text = f"{kind} of more than {_MOST_STREAMS} streams, or of a huge one"
-        raise UnreadableImageError(text, "too_many_parts") from error
+        raise UnreadableError(text, "too_many_parts") from error
     except Exception as error:  # FFmpeg's errors, ValueError and others, as the bytes have it
-        raise UnreadableImageError(f"{kind}: {decoder_message(error)}", "medium_unreadable") from error
+        raise UnreadableError(f"{kind}: {decoder_message(error)}", "medium_unreadable") from error
 
 
 def _best_stream(container: Any, medium: str) -> Any:
     streams, name = container.streams, container.format.name
     if len(streams) > _MOST_STREAMS:
-        raise UnreadableImageError(f"{len(streams):,} streams", "too_many_parts")
+        raise UnreadableError(f"{len(streams):,} streams", "too_many_parts")
     if not streams.video and not streams.audio:
-        raise UnreadableImageError(f"{name} without a stream that can be read", "medium_unreadable")
+        raise UnreadableError(f"{name} without a stream that can be read", "medium_unreadable")
     usable = [
         stream
         for stream in getattr(streams, medium)
@@ -381,7 +381,7 @@ def _best_stream(container: Any, medium: str) -> Any:
     ]
     if not usable:
         held = ", ".join(sorted({str(stream.type) for stream in streams}))
-        raise UnreadableImageError(f"{name} that holds {held}", f"no_{medium}_stream")
+        raise UnreadableError(f"{name} that holds {held}", f"no_{medium}_stream")
     best = streams.best(medium)
     stream = best if best in usable else usable[0]
     stream.codec_context.thread_count = 1
@@ -427,7 +427,7 @@ def _decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Ite
             failed += 1
             if failed > max(2, _MOST_DAMAGED * count):
                 text = f"{failed:,} of {count:,} packets: {decoder_message(error)}"
-                raise UnreadableImageError(text, "medium_unreadable") from error
+                raise UnreadableError(text, "medium_unreadable") from error
             continue
         for frame in frames:
             yield None if frame.pts is None else float(frame.pts * frame.time_base) - zero, frame
@@ -489,7 +489,7 @@ def read_frames(
         notes: keys of `mm_utils.data.faults.NOTES` are added.
 
     Raises:
-        UnreadableImageError: if there is no such clip, for whatever reason; nothing else is raised, whatever the bytes.
+        UnreadableError: if there is no such clip, for whatever reason; nothing else is raised, whatever the bytes.
     """
     check_cut(start, end)
     if end is not None:
@@ -525,7 +525,7 @@ def at_rate(
         if frame is None:
             if shown is None:
                 _check_whole(0.0, said)
-                raise UnreadableImageError("it holds no frame that can be shown", "medium_empty")
+                raise UnreadableError("it holds no frame that can be shown", "medium_empty")
             until = last = shown.end
             if end is None or last < end:
                 _check_whole(last, said if end is None else min(said or 0.0, end))
@@ -545,7 +545,7 @@ def at_rate(
             break
         shown = frame
     if not count:
-        raise UnreadableImageError("it holds no frame that is shown for any time", "medium_empty")
+        raise UnreadableError("it holds no frame that is shown for any time", "medium_empty")
 
 
 def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: list[str]) -> Iterator[Frame]:
@@ -557,7 +557,7 @@ def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: li
         _check_pixels(frame.width, frame.height, max_pixels)
         pixels += frame.width * frame.height
         if pixels > _MOST_PIXELS_IN_ALL:
-            raise UnreadableImageError(f"{pixels:,} in all frames", "too_many_pixels")
+            raise UnreadableError(f"{pixels:,} in all frames", "too_many_pixels")
         time = last + 1 / float(rate) if stamp is None else stamp
         lasts = float(frame.duration * frame.time_base) if frame.duration else 1 / float(rate)
         last, turn = time, _turn_of(frame)
@@ -571,7 +571,7 @@ def _upright(frame: Any, shape: Any, turn: Image.Transpose | None) -> Image.Imag
     try:
         image: Image.Image = frame.to_image()
     except Exception as error:  # see `_opened`
-        raise UnreadableImageError(f"a frame: {decoder_message(error)}", "medium_unreadable") from error
+        raise UnreadableError(f"a frame: {decoder_message(error)}", "medium_unreadable") from error
     if shape and shape != 1 and 0.25 <= shape <= 4:
         image = image.resize((max(1, round(image.width * float(shape))), image.height), Image.Resampling.BICUBIC)
     return image if turn is None else image.transpose(turn)
@@ -593,13 +593,13 @@ def _animation_header(content: bytes) -> Image.Image | None:
     try:
         header = Image.open(io.BytesIO(content), formats=("GIF", "WEBP", "PNG", "JPEG", "BMP", "TIFF", "AVIF"))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UnreadableImageError(decoder_message(error), "too_many_pixels") from error
+        raise UnreadableError(decoder_message(error), "too_many_pixels") from error
     except Exception as error:  # decoders raise no closed set of errors
         if content[:4] in (b"GIF8", b"\x89PNG") or (content[:4] == b"RIFF" and content[8:12] == b"WEBP"):
-            raise UnreadableImageError("an animation with a damaged header", "medium_unreadable") from error
+            raise UnreadableError("an animation with a damaged header", "medium_unreadable") from error
         return None
     if header.format not in ("GIF", "WEBP", "PNG") or not getattr(header, "is_animated", False):
-        raise UnreadableImageError(f"a still picture, {header.format}", "no_video_stream")
+        raise UnreadableError(f"a still picture, {header.format}", "no_video_stream")
     return header
 
 
@@ -613,15 +613,15 @@ def _animation(header: Image.Image, max_pixels: int) -> Iterator[Frame]:
             header.load()
         except EOFError as error:
             if at < 2:
-                raise UnreadableImageError(f"{header.format}: {decoder_message(error)}", "medium_truncated") from error
+                raise UnreadableError(f"{header.format}: {decoder_message(error)}", "medium_truncated") from error
             return
         except Exception as error:  # see `_animation_header`
             text = decoder_message(error)
             reason = "medium_truncated" if "truncated" in text.lower() else "medium_unreadable"
-            raise UnreadableImageError(f"{header.format}, frame {at}: {text}", reason) from error
+            raise UnreadableError(f"{header.format}, frame {at}: {text}", reason) from error
         pixels = (at + 1) * header.width * header.height
         if pixels > _MOST_PIXELS_IN_ALL:
-            raise UnreadableImageError(f"{pixels:,} in all frames", "too_many_pixels")
+            raise UnreadableError(f"{pixels:,} in all frames", "too_many_pixels")
         asked = float(header.info.get("duration") or 0) / 1000
         lasts = 0.1 if asked < 0.011 else asked  # as browsers show a GIF that asks for less
         yield Frame(time, time + lasts, partial(_flatten, header.convert("RGBA"), []))
@@ -630,7 +630,7 @@ def _animation(header: Image.Image, max_pixels: int) -> Iterator[Frame]:
 
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
-        raise UnreadableImageError(f"{width:,} x {height:,} pixels", "too_many_pixels")
+        raise UnreadableError(f"{width:,} x {height:,} pixels", "too_many_pixels")
 
 
 def frames_of(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
@@ -649,7 +649,7 @@ def frames_of(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
         places = [min(at, stored - 1) for at in grid]
         frames = zip(range(max(places) + 1), read_frames(content, CLIP_FPS, max_seconds=_HOUR), strict=False)
         pictures = {at: frame.picture() for at, frame in frames if at in places}
-    except UnreadableImageError as error:
+    except UnreadableError as error:
         raise ValueError(f"{clip}: {error}. Pass another file, or a list of PIL images.") from error
     return [pictures[at] for at in places]
 
@@ -700,7 +700,7 @@ def read_sound(
         codecs: read more than WAV files of plain samples.
 
     Raises:
-        UnreadableImageError: if there is no such sound, for whatever reason; nothing else is raised, whatever the bytes.
+        UnreadableError: if there is no such sound, for whatever reason; nothing else is raised, whatever the bytes.
     """
     check_cut(start, end)
     if end is not None:
@@ -715,13 +715,13 @@ def read_sound(
     elif codecs:
         samples, own = _read_stream(content, start, end, max_seconds, [] if notes is None else notes)
     else:
-        raise UnreadableImageError("it is not a WAV file of plain samples", "medium_unknown_format")
+        raise UnreadableError("it is not a WAV file of plain samples", "medium_unknown_format")
     if not len(samples):
-        raise UnreadableImageError("it holds no samples", "medium_empty")
+        raise UnreadableError("it holds no samples", "medium_empty")
     if not np.isfinite(samples).all():
-        raise UnreadableImageError("it holds samples that are not finite", "medium_unreadable")
+        raise UnreadableError("it holds samples that are not finite", "medium_unreadable")
     if abs(samples).max() <= _SILENT:
-        raise UnreadableImageError(f"{len(samples) / own:.2f} s without a sound", "silent")
+        raise UnreadableError(f"{len(samples) / own:.2f} s without a sound", "silent")
     return _stored(samples, own, rate)
 
 
@@ -740,7 +740,7 @@ def wav_samples(content: bytes) -> tuple[np.ndarray, int] | None:
     """View the samples `[n, channels]` of a WAV file of plain samples, and return their rate; None of any other file.
 
     Raises:
-        UnreadableImageError: if it is cut or damaged.
+        UnreadableError: if it is cut or damaged.
     """
     if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
         return None
@@ -752,13 +752,13 @@ def wav_samples(content: bytes) -> tuple[np.ndarray, int] | None:
         return None
     _check_layout(rate, channels)
     if (tag, bits) not in _WAV_TYPES:
-        raise UnreadableImageError(f"a WAV file of {bits} bits a sample", "medium_unreadable")
+        raise UnreadableError(f"a WAV file of {bits} bits a sample", "medium_unreadable")
     if frame != channels * bits // 8:
         text = f"a WAV file of {channels} channels of {bits} bits in {frame} bytes"
-        raise UnreadableImageError(text, "medium_unreadable")
+        raise UnreadableError(text, "medium_unreadable")
     values = np.frombuffer(data[: len(data) // frame * frame], _WAV_TYPES[tag, bits])
     if not len(values):
-        raise UnreadableImageError("a WAV file of no samples", "medium_empty")
+        raise UnreadableError("a WAV file of no samples", "medium_empty")
     if bits == 24:
         values = np.pad(values.reshape(-1, 3), ((0, 0), (1, 0))).view("<i4")
     return values.reshape(-1, channels), rate
@@ -776,12 +776,12 @@ def _wav_chunks(content: bytes) -> tuple[bytes, memoryview]:
             data = memoryview(content)[at : at + size]
             if len(data) < size:
                 text = f"a WAV file with {len(data):,} of {size:,} bytes of sound"
-                raise UnreadableImageError(text, "medium_truncated")
+                raise UnreadableError(text, "medium_truncated")
             if len(layout) < 16:
-                raise UnreadableImageError("a WAV file without its format", "medium_unreadable")
+                raise UnreadableError("a WAV file without its format", "medium_unreadable")
             return layout, data
         at += size + size % 2
-    raise UnreadableImageError("a WAV file without its sound", "medium_truncated")
+    raise UnreadableError("a WAV file without its sound", "medium_truncated")
 
 
 def _floats(samples: np.ndarray) -> np.ndarray:
@@ -795,9 +795,9 @@ def _floats(samples: np.ndarray) -> np.ndarray:
 
 def _check_layout(rate: int, channels: int) -> None:
     if not LEAST_RATE <= rate <= MOST_RATE:
-        raise UnreadableImageError(f"{rate:,} samples a second", "bad_sound_rate")
+        raise UnreadableError(f"{rate:,} samples a second", "bad_sound_rate")
     if not 1 <= channels <= _MOST_CHANNELS:
-        raise UnreadableImageError(f"{channels} channels", "medium_unreadable")
+        raise UnreadableError(f"{channels} channels", "medium_unreadable")
 
 
 def _read_stream(
@@ -818,7 +818,7 @@ def _read_stream(
                 limit = round(longest * rate)
             if frame.sample_rate != rate:
                 text = f"its rate changes from {rate:,} to {frame.sample_rate:,}"
-                raise UnreadableImageError(text, "medium_unreadable")
+                raise UnreadableError(text, "medium_unreadable")
             at = count if time is None else round((time - begin) * rate)
             if count and abs(at - count) <= _GAP * rate:
                 at = count
@@ -829,7 +829,7 @@ def _read_stream(
                 break
     if rate and count >= limit:
         if end is None:
-            raise UnreadableImageError(f"it has more than {most:g} s, which is --max_seconds", "too_long")
+            raise UnreadableError(f"it has more than {most:g} s, which is --max_seconds", "too_long")
     else:
         seconds = count / rate if rate else 0.0
         _check_whole(begin + seconds, said if end is None else min(said or 0.0, end), is_flac)
@@ -845,7 +845,7 @@ def _check_one_ogg(content: bytes) -> None:
     """Refuse what recorders of radio write; decoders mix the times of its parts."""
     pages = re.finditer(rb"OggS\0(.)", content, re.DOTALL) if content[:4] == b"OggS" else ()
     if any(begins and not before for before, begins in pairwise(page[1][0] & 2 for page in pages)):
-        raise UnreadableImageError("several Ogg files one behind another; join them with ffmpeg", "medium_unreadable")
+        raise UnreadableError("several Ogg files one behind another; join them with ffmpeg", "medium_unreadable")
 
 
 def _mono(frame: Any) -> np.ndarray:
@@ -871,7 +871,7 @@ def samples_of(sound: Any, rate: int, seconds: float | None = None) -> np.ndarra
     else:
         try:
             stored = read_sound(_content_of(sound, MOST_MEDIUM_BYTES), rate, max_seconds=_HOUR)
-        except UnreadableImageError as error:
+        except UnreadableError as error:
             raise ValueError(f"{sound}: {error}. Give another file, or (samples, rate).") from error
     begin, seconds = middle(len(stored) / rate, seconds or len(stored) / rate)
     return stored[int(begin * rate) :][: round(seconds * rate)]

@@ -21,7 +21,7 @@ from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
     DIRECTIONS,
@@ -295,7 +295,7 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
     """Return a medium's picture, grey if the part that it draws is damaged."""
     try:
         return picture(value, kind, 256)
-    except UnreadableImageError as error:
+    except UnreadableError as error:
         logger.warning("%s, so retrieval.png shows it grey", error)
         return Image.new("RGB", (256, 256), "lightgrey")
 

@@ -26,7 +26,7 @@ from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.folders import RAW_SUFFIXES, Unread, walk
 from mm_utils.files import changed_ns
-from mm_utils.model.reading import CLIP_FPS, MOST_PIXELS, UnreadableImageError, center_square, read_frames, read_sound
+from mm_utils.model.reading import CLIP_FPS, MOST_PIXELS, UnreadableError, center_square, read_frames, read_sound
 from mm_utils.search.index import STAMPS
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def moments_of(content: bytes, side: int) -> list[Image.Image]:
     """Return eight moments, evenly spread over the first minute of a clip."""
     try:
         clip = store_clip(read_frames(content, CLIP_FPS), CLIP_FPS, side)
-    except UnreadableImageError as error:
+    except UnreadableError as error:
         if error.reason != "too_long":
             raise
         clip = store_clip(read_frames(content, CLIP_FPS, end=_SECONDS), CLIP_FPS, side)
@@ -172,7 +172,7 @@ def moments_of(content: bytes, side: int) -> list[Image.Image]:
 
 
 def stock_file(content: bytes, medium: Medium) -> bytes:
-    """Return a medium's file as prepared sets store it, for `Medium.read`; raise UnreadableImageError."""
+    """Return a medium's file as prepared sets store it, for `Medium.read`; raise UnreadableError."""
     if isinstance(medium, Sound):
         rate = medium.log_mel.rate
         return write_wav(read_sound(content, rate), rate)

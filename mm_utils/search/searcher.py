@@ -30,7 +30,7 @@ from mm_utils.data.media.medium import read_by
 from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.reading import UnreadableImageError, center_square, open_picture, read_sound
+from mm_utils.model.reading import UnreadableError, center_square, open_picture, read_sound
 from mm_utils.search.first_pass import StoredVectors, among, open_find
 from mm_utils.search.index import STAMPS, check_same_model, open_index
 from mm_utils.search.narrowed import Filter, copies
@@ -168,7 +168,7 @@ class Searcher:
         """Return what is most similar to a file, by path or bytes: an image, or a WAV; best first.
 
         Raises:
-            UnreadableImageError: if it cannot be read, or the index holds clips.
+            UnreadableError: if it cannot be read, or the index holds clips.
         """
         return self._search(read_query(file, self._medium), top_k)
 
@@ -253,12 +253,12 @@ class Searcher:
             status = os.stat(known["path"])
             if (status.st_size, changed_ns(status)) == (known["size"], known["mtime_ns"]):
                 return open_image({"bytes": None, "path": known["path"]}, side)
-        except (OSError, UnreadableImageError):
+        except (OSError, UnreadableError):
             pass
         try:
             return open_image({"bytes": known["thumbnail"], "path": None}, side)
-        except UnreadableImageError as error:
-            raise UnreadableImageError(
+        except UnreadableError as error:
+            raise UnreadableError(
                 f"The thumbnail of {known['id']} is damaged. Delete the index, and run scripts/embed.py again."
             ) from error
 
@@ -275,10 +275,10 @@ def read_query(file: str | bytes, medium: Any) -> Tensor:
     """Return what evaluations take of a searched file, path or bytes: an image, or a WAV.
 
     Raises:
-        UnreadableImageError: if it cannot be read, or the model is for clips.
+        UnreadableError: if it cannot be read, or the model is for clips.
     """
     if medium.kind == "clip":
-        raise UnreadableImageError("clips are found by texts and by clips of the index; write what the clip shows")
+        raise UnreadableError("clips are found by texts and by clips of the index; write what the clip shows")
     value = {"bytes": None, "path": file} if isinstance(file, str) else {"bytes": file, "path": None}
     if medium.kind == "sound":
         from mm_utils.data.faults import Fault
@@ -290,7 +290,7 @@ def read_query(file: str | bytes, medium: Any) -> Tensor:
             content = read_file(file, Limits()) if isinstance(file, str) else file
             rate = medium.log_mel.rate
             stored = write_wav(read_sound(content, rate, codecs=False), rate)  # strangers' files meet no codec
-        except (Fault, UnreadableImageError) as error:
-            raise UnreadableImageError(f"{name}: {error.detail if isinstance(error, Fault) else error}") from error
+        except (Fault, UnreadableError) as error:
+            raise UnreadableError(f"{name}: {error.detail if isinstance(error, Fault) else error}") from error
         return medium.read({"bytes": stored, "path": None})[0]
     return medium.read(value)[0]

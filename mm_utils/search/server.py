@@ -39,7 +39,7 @@ from PIL import UnidentifiedImageError
 from mm_utils.data.media.pictures import animation
 from mm_utils.distributed import RunError
 from mm_utils.files import allow_open_files
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from mm_utils.search.narrowed import Filter
 from mm_utils.search.searcher import Hit, Searcher
 
@@ -165,7 +165,7 @@ class _Api:
         searcher = self.within(request)
         try:
             return _page(request, searcher, searcher.search_file(content, _wanted(request)))
-        except UnreadableImageError as error:
+        except UnreadableError as error:
             if isinstance(error.__cause__, UnidentifiedImageError):
                 reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
             else:
@@ -193,7 +193,7 @@ class _Api:
             return Response(content, media_type="audio/wav")
         try:
             return Response(animation(content), media_type="image/webp")
-        except UnreadableImageError as error:
+        except UnreadableError as error:
             raise HTTPException(404, f"{error}.") from error
 
 

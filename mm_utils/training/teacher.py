@@ -19,7 +19,7 @@ from mm_utils.data.media.medium import read_by
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from mm_utils.objectives.distillation import Distillation
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
@@ -61,7 +61,7 @@ class Teacher(nn.Module):
         """Return a stored medium as `media` takes it; None if it cannot be decoded, which is never shown."""
         try:
             return open_image(value) if self.medium is None else self.medium.read(value)[0]
-        except UnreadableImageError:
+        except UnreadableError:
             return None
 
     def media(self, shown: Sequence[Any]) -> Tensor:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mm_utils.data import images
 from mm_utils.data.images import encode, open_image, pixels, read_pixels, shrink
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from tests.kit.prepared import pixels_apart
 
 RED = (200, 30, 60)
@@ -82,14 +82,14 @@ def test_unreadable_images_are_named(
         (tmp_path / path).write_bytes(content)
         values.append({"bytes": None, "path": path})
     for value in values if read is not pixels or str(path).startswith("raw:") else ():
-        with pytest.raises(UnreadableImageError, match=message):
+        with pytest.raises(UnreadableError, match=message):
             read(value)
 
 
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     for path in (tmp_path / "pipe.jpg", Path("/dev/zero")):
-        with pytest.raises(UnreadableImageError, match=f"{path.name}: it is not a regular file"):
+        with pytest.raises(UnreadableError, match=f"{path.name}: it is not a regular file"):
             open_image({"bytes": None, "path": str(path)})
 
 

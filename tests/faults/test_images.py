@@ -11,7 +11,7 @@ from PIL import Image
 
 from mm_utils.data.images import open_image, read_pixels
 from mm_utils.data.prepare.checks import CheckArguments, check_image
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from tests.kit.fault_images import ODD, UNDECODABLE, Broken, Odd, draw, png
 from tests.kit.prepared import CLOSE, pixels_apart
 from tests.kit.tiny_run import alone
@@ -21,10 +21,10 @@ from tests.kit.tiny_run import alone
 def test_a_broken_file_is_named_when_training_meets_it(case: Broken, tmp_path: Path) -> None:
     path = tmp_path / "this one.jpg"
     path.write_bytes(case.make(draw(1)))
-    with pytest.raises(UnreadableImageError, match="this one") as caught:
+    with pytest.raises(UnreadableError, match="this one") as caught:
         read_pixels({"bytes": None, "path": str(path)}, 64)
     assert "\n" not in str(caught.value)
-    with pytest.raises(UnreadableImageError):
+    with pytest.raises(UnreadableError):
         read_pixels({"bytes": path.read_bytes(), "path": None}, 64)
 
 
@@ -47,7 +47,7 @@ def measured(paths: list[Path]) -> list[int]:
     found = []
     for path in paths:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(UnreadableImageError):
+        with pytest.raises(UnreadableError):
             open_image({"bytes": None, "path": str(path)}, 224)
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     return found
@@ -67,7 +67,7 @@ def test_a_file_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(UnreadableImageError, match=r"large\.png: it has 1,099,511,627,776 bytes"):
+    with pytest.raises(UnreadableError, match=r"large\.png: it has 1,099,511,627,776 bytes"):
         open_image({"bytes": None, "path": str(path)})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 64 << 20  # kilobytes
 

@@ -15,7 +15,7 @@ from PIL import Image
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.model.build import load_model
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from mm_utils.search.listing import (
     Listing,
     folder_listing,
@@ -92,7 +92,7 @@ def test_similar_and_a_file_that_is_searched_for(
     medium, *_ = indexed
     assert 2 not in [hit.row for hit in searcher.similar(2)]
     if medium == "clip":
-        with pytest.raises(UnreadableImageError, match="found by texts"):
+        with pytest.raises(UnreadableError, match="found by texts"):
             searcher.search_file(CONTENTS["clip"][0])
         return
     (tmp_path / "query.wav").write_bytes(CONTENTS["sound"][3])
@@ -100,9 +100,9 @@ def test_similar_and_a_file_that_is_searched_for(
         best = searcher.search_file(file, 1)[0]
         assert (best.row, best.score) == (3, pytest.approx(1, abs=2e-3))
     for wrong in (b"OggS" + bytes(99), CONTENTS["sound"][3][:99], b"", tone(0)):
-        with pytest.raises(UnreadableImageError):
+        with pytest.raises(UnreadableError):
             searcher.search_file(wrong)
-    with pytest.raises(UnreadableImageError, match=r"nowhere.wav"):
+    with pytest.raises(UnreadableError, match=r"nowhere.wav"):
         searcher.search_file(str(tmp_path / "nowhere.wav"))
 
 
@@ -115,7 +115,7 @@ def test_no_codec_opens_a_file_that_is_searched_for(
     monkeypatch.setitem(sys.modules, "av", None)
     compressed = bytearray(CONTENTS["sound"][0])
     compressed[20:22] = (0x55).to_bytes(2, "little")
-    with pytest.raises(UnreadableImageError, match="not a WAV file of plain samples"):
+    with pytest.raises(UnreadableError, match="not a WAV file of plain samples"):
         searcher.search_file(bytes(compressed))
 
 

@@ -26,7 +26,7 @@ from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import pad_captions
 from mm_utils.data.media.medium import Medium
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 
 Batch = dict[str, Any]
 MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
@@ -71,14 +71,14 @@ class Transform(ABC):
 
     @abstractmethod
     def _show(self, row: dict[str, Any]) -> Example:
-        """Return the model's inputs; raise UnreadableImageError if the image cannot be decoded."""
+        """Return the model's inputs; raise UnreadableError if the image cannot be decoded."""
 
     def _example(self, row: dict[str, Any]) -> Example:
         reason = row.get(SKIPPED)
         try:
             if reason is None:
                 return {"image_id": row["id"], "image_key": row["image_key"], **self._show(row)}
-        except UnreadableImageError as error:
+        except UnreadableError as error:
             reason = f"image {row['id']}: {error}"
         return {"skipped": reason, "skipped_id": row["id"], "image_key": row["image_key"]}
 

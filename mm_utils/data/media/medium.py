@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from mm_utils.data.images import read_pixels
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.model.reading import UnreadableImageError, center_of, center_square, middle, resized
+from mm_utils.model.reading import UnreadableError, center_of, center_square, middle, resized
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -105,7 +105,7 @@ class Medium(ABC):
             the part of it that is shown, whose right end is beyond 1 where a clip or a sound is shorter than its window.
 
         Raises:
-            UnreadableImageError: if it cannot be decoded.
+            UnreadableError: if it cannot be decoded.
         """
 
     @abstractmethod
@@ -232,7 +232,7 @@ class Clip(_Pictures):
         side = self.image_size if rng is None else self._largest_read
         decoded = {at: read_pixels({"bytes": bytes(stored[at]), "path": None}, side)[0] for at in set(places)}
         if len({pixels.shape for pixels in decoded.values()}) > 1:
-            raise UnreadableImageError("its frames differ in size")
+            raise UnreadableError("its frames differ in size")
         shown, _ = squares([decoded[at] for at in places], self.image_size, self.min_crop_area, rng)
         return shown, (length, 1.0), Window(begin / length, 0.0, (begin + seconds) / length, 1.0)
 

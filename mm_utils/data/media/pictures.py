@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mm_utils.data.images import open_image, shrink
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 
 SIDE = 256  # pixels: width of a spectrogram, and shorter side of a frame that moves
 _GAP = 2  # pixels between the frames of a clip
@@ -35,12 +35,12 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
         large as side by side. For a sound, its spectrogram over seconds, on the mel scale of frequencies.
 
     Raises:
-        UnreadableImageError: if it cannot be read.
+        UnreadableError: if it cannot be read.
     """
     if kind == "image":
         return open_image(dict(value), min_side)
     if not value.get("bytes"):
-        raise UnreadableImageError(f"{value.get('path') or f'embedded {kind}'}: it has 0 bytes")
+        raise UnreadableError(f"{value.get('path') or f'embedded {kind}'}: it has 0 bytes")
     return _frames(value["bytes"], min_side) if kind == "clip" else _spectrogram(value["bytes"])
 
 
@@ -48,16 +48,16 @@ def animation(content: bytes) -> bytes:
     """Return a clip as animated WebP for browsers, of at most 32 frames, spread evenly; damaged ones are left out.
 
     Raises:
-        UnreadableImageError: if it cannot be read, or none of them can.
+        UnreadableError: if it cannot be read, or none of them can.
     """
     frames, fps = read_avi(content)
     count = min(_MOST_FRAMES, len(frames))
     shown = []
     for place in range(count):
-        with suppress(UnreadableImageError):
+        with suppress(UnreadableError):
             shown.append(shrink(_frame(frames[place * len(frames) // count], SIDE), SIDE))
     if not shown:
-        raise UnreadableImageError("none of its frames can be decoded")
+        raise UnreadableError("none of its frames can be decoded")
     buffer = io.BytesIO()
     each = round(1000 * len(frames) / fps / count)  # milliseconds
     shown[0].save(buffer, "WEBP", save_all=True, append_images=shown[1:], duration=each, loop=0, quality=70, method=2)
@@ -85,7 +85,7 @@ def _spectrogram(content: bytes) -> Image.Image:
     samples, rate = read_wav(content)
     size = max(16, round(_WINDOW * rate))
     if not len(samples):
-        raise UnreadableImageError("a sound of 0 samples")
+        raise UnreadableError("a sound of 0 samples")
     step = max(size // 4, -(-len(samples) // _MOST_WINDOWS))
     padded = np.pad(samples, (size // 2, size))
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)[::step][: 1 + len(samples) // step]

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from mm_utils.data.images import encode, shrink
-from mm_utils.model.reading import Frame, UnreadableImageError, wav_samples
+from mm_utils.model.reading import Frame, UnreadableError, wav_samples
 
 _REASON = "medium_unreadable"
 _MOST_CHUNKS = 250_000  # of a file: an hour of 60 frames a second
@@ -39,11 +39,11 @@ def read_wav(content: bytes) -> tuple[np.ndarray, int]:
     """View the samples of a file of `write_wav`, int16 `[n]`, uncopied; return their rate too.
 
     Raises:
-        UnreadableImageError: if it is none.
+        UnreadableError: if it is none.
     """
     found = wav_samples(content)
     if found is None or found[0].dtype != np.int16 or found[0].shape[1] != 1:
-        raise UnreadableImageError("it is no WAV file of one channel of 16 bits, as prepared sounds are", _REASON)
+        raise UnreadableError("it is no WAV file of one channel of 16 bits, as prepared sounds are", _REASON)
     return found[0][:, 0], found[1]
 
 
@@ -127,7 +127,7 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
     A frame that shows for longer is given again.
 
     Raises:
-        UnreadableImageError: if it is none.
+        UnreadableError: if it is none.
     """
     header, frames = None, list[memoryview]()
     for name, data in _chunks(memoryview(content), b"RIFF", b"AVI "):
@@ -136,9 +136,9 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
         elif name == b"LIST" and data[:4] == b"movi":
             frames = [frame for kind, frame in _walk(data[4:]) if kind == _FRAME]
     if header is None or not frames or not len(frames[0]):
-        raise UnreadableImageError("an AVI file without JPEG frames; prepared clips have one stream of them", _REASON)
+        raise UnreadableError("an AVI file without JPEG frames; prepared clips have one stream of them", _REASON)
     if any(len(frame) and bytes(frame[:2]) != _JPEG for frame in frames):  # only these are decoded at a small scale
-        raise UnreadableImageError("an AVI file with frames that are not JPEG files", _REASON)
+        raise UnreadableError("an AVI file with frames that are not JPEG files", _REASON)
     for at, frame in enumerate(frames):
         frames[at] = frame if len(frame) else frames[at - 1]
     return frames, header
@@ -161,10 +161,10 @@ def _chunk(name: bytes, content: bytes) -> bytes:
 
 def _chunks(content: memoryview, name: bytes, form: bytes) -> Iterator[tuple[bytes, memoryview]]:
     if content[:4] != name or content[8:12] != form:
-        raise UnreadableImageError(f"it is not in the format {form.decode().strip()}", _REASON)
+        raise UnreadableError(f"it is not in the format {form.decode().strip()}", _REASON)
     end = 8 + int.from_bytes(content[4:8], "little")
     if end > len(content):
-        raise UnreadableImageError(f"it has {len(content):,} of its {end:,} bytes", _REASON)
+        raise UnreadableError(f"it has {len(content):,} of its {end:,} bytes", _REASON)
     yield from _walk(content[12:end])
 
 
@@ -174,9 +174,9 @@ def _walk(content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     while at < len(content):
         count += 1
         if count > _MOST_CHUNKS:
-            raise UnreadableImageError(f"it has more than {_MOST_CHUNKS:,} parts", _REASON)
+            raise UnreadableError(f"it has more than {_MOST_CHUNKS:,} parts", _REASON)
         size = int.from_bytes(content[at + 4 : at + 8], "little")
         if at + 8 + size > len(content):
-            raise UnreadableImageError(f"it ends within a part of {size:,} bytes", _REASON)
+            raise UnreadableError(f"it ends within a part of {size:,} bytes", _REASON)
         yield bytes(content[at : at + 4]), content[at + 8 : at + 8 + size]
         at += 8 + size + size % 2

@@ -19,7 +19,7 @@ from PIL import Image
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
-from mm_utils.model.reading import FORMATS, MOST_BYTES, UnreadableImageError, decode, decoder_message, read_header
+from mm_utils.model.reading import FORMATS, MOST_BYTES, UnreadableError, decode, decoder_message, read_header
 
 PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
 
@@ -103,7 +103,7 @@ def check_image(
     header = _header(data, limits)
     try:
         image, (width, height), notes = decode(header, data, min_side, strict=True, most_pixels=most_pixels)
-    except UnreadableImageError as error:
+    except UnreadableError as error:
         raise Fault(error.reason, str(error)) from error
     except Exception as error:  # the decoders raise no closed set of errors, either
         raise _decoder_fault(error) from error

@@ -29,7 +29,7 @@ from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.prepare.pipeline import Ingested
 from mm_utils.data.rows.columns import too_few
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from mm_utils.plots import LIGHT, MUTED, draw_text, save_figure, wrap
 from mm_utils.text import byte_size, markdown_table, markdown_text, publishable, redact, without_secrets
 
@@ -316,7 +316,7 @@ def _tile(split: Dataset, row: int, name: str) -> Tile:
     pair = (split.cast_column("image", ImageFeature(decode=False)) if kind == "image" else split)[0]
     try:
         image = picture(pair["image"] or {}, kind)
-    except UnreadableImageError:
+    except UnreadableError:
         image = None
     return image, f"{name}: {pair['id']}", next(filter(None, pair["captions"]), "")
 

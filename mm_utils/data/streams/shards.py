@@ -41,7 +41,7 @@ from mm_utils.data.rows.tar_patterns import files_of_pattern
 from mm_utils.data.rows.tars import BoundedHeader, medium_of_samples, read_samples, record_of_sample
 from mm_utils.data.rows.text_files import BadLine, Rows
 from mm_utils.files import is_passing, regular_file, retry
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from mm_utils.stored import key_of, stored_value
 from mm_utils.text import one_line
 
@@ -324,7 +324,7 @@ def _training_row(record: Record, medium: str) -> dict[str, Any]:
     if medium in _STORED:
         try:
             shown, rate = _STORED[medium](content)
-        except UnreadableImageError as error:
+        except UnreadableError as error:
             raise Fault("medium_unknown_format", str(error)) from error
         row["seconds"] = len(shown) / rate
     return row

@@ -19,7 +19,7 @@ from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Clip, Sound, default_seconds, kind_of_processor, settle_window
 from mm_utils.data.media.riff import write_avi, write_wav
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from mm_utils.model.spectrograms import LogMel
 from tests.kit.media_files import jpeg, media_rows
 
@@ -142,7 +142,7 @@ def test_damage_is_named_and_replaced() -> None:
     assert batch["pixel_values"].shape == (4, 2000)
     assert batch["pixel_values"].dtype == torch.int16
     assert Collator(0, transform.medium)([])["pixel_values"].shape == (0, 2000)
-    with pytest.raises(UnreadableImageError):
+    with pytest.raises(UnreadableError):
         Clip(16, frames=2).read(counting(10), None)
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mm_utils.data.media.pictures import animation, picture
 from mm_utils.data.media.riff import write_wav
-from mm_utils.model.reading import UnreadableImageError
+from mm_utils.model.reading import UnreadableError
 from tests.kit.media_files import clip, damaged, tone
 
 
@@ -81,7 +81,7 @@ def test_a_clip_moves_in_its_own_time() -> None:
 @pytest.mark.parametrize("kind", ["clip", "sound"])
 @pytest.mark.parametrize("content", [None, b"", b"RIFF", b"no medium at all"])
 def test_damage_is_named(kind: str, content: bytes | None) -> None:
-    with pytest.raises(UnreadableImageError):
+    with pytest.raises(UnreadableError):
         picture({"bytes": content, "path": None}, kind)
 
 
@@ -89,5 +89,5 @@ def test_a_clip_moves_without_its_damaged_frames() -> None:
     with Image.open(io.BytesIO(animation(damaged(clip(), 1)))) as moving:
         assert moving.n_frames == 3
         assert np.asarray(moving.convert("RGB"))[0, 0].argmax() == 1  # lime, the second colour
-    with pytest.raises(UnreadableImageError, match="none of its frames"):
+    with pytest.raises(UnreadableError, match="none of its frames"):
         animation(damaged(clip(), 4))

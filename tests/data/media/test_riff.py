@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
-from mm_utils.model.reading import MOST_RATE, UnreadableImageError
+from mm_utils.model.reading import MOST_RATE, UnreadableError
 from tests.kit.made_media import wav
 from tests.kit.media_files import jpeg
 
@@ -59,18 +59,18 @@ def test_damage_is_an_error(content: bytes) -> None:
     """Cut anywhere, or of another kind: never anything but the one error, and never part of a medium."""
     read = read_wav if content[8:12] == b"WAVE" else read_avi
     for end in [*range(min(64, len(content))), *range(64, len(content), 97)]:
-        with pytest.raises(UnreadableImageError):
+        with pytest.raises(UnreadableError):
             read(content[:end])
     rng = np.random.default_rng(0)
     for _ in range(300):
         broken = bytearray(content)
         broken[rng.integers(len(broken))] = rng.integers(256)
-        with contextlib.suppress(UnreadableImageError):
+        with contextlib.suppress(UnreadableError):
             read(bytes(broken))
 
 
 def test_other_sounds_are_refused() -> None:
-    with pytest.raises(UnreadableImageError, match="it is no WAV file of one channel"):
+    with pytest.raises(UnreadableError, match="it is no WAV file of one channel"):
         read_wav(wav(channels=2))
 
 
@@ -79,14 +79,14 @@ def test_a_rate_that_would_fill_the_memory_is_refused(rate: int) -> None:
     """Changing it to that of a tower takes a filter of twenty numbers for every sample of a second."""
     content = bytearray(write_wav(np.arange(5, dtype=np.int16), 8000))
     content[24:28] = rate.to_bytes(4, "little")
-    with pytest.raises(UnreadableImageError, match="samples a second"):
+    with pytest.raises(UnreadableError, match="samples a second"):
         read_wav(bytes(content))
 
 
 def test_more_frames_than_a_clip_has_are_refused() -> None:
     """Eight bytes of the file each, and two hundred of memory."""
     content = write_avi([FRAMES[0], *[b""] * 300_000], 4, (48, 32))
-    with pytest.raises(UnreadableImageError, match="more than 250,000 parts"):
+    with pytest.raises(UnreadableError, match="more than 250,000 parts"):
         read_avi(content)
 
 
@@ -94,5 +94,5 @@ def test_frames_of_another_kind_are_refused() -> None:
     """A PNG is decoded whole, whatever is asked for: 512 of 40 million pixels would be 60 GB."""
     buffer = io.BytesIO()
     Image.new("RGB", (48, 32)).save(buffer, "PNG")
-    with pytest.raises(UnreadableImageError, match="not JPEG"):
+    with pytest.raises(UnreadableError, match="not JPEG"):
         read_avi(write_avi([FRAMES[0], buffer.getvalue()], 4, (48, 32)))

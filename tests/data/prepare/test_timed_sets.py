@@ -20,7 +20,7 @@ from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near
 from mm_utils.data.prepare.pipeline import IngestPlan, ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
-from mm_utils.model.reading import UnreadableImageError, read_frames, read_sound
+from mm_utils.model.reading import UnreadableError, read_frames, read_sound
 from scripts import prepare_data
 from tests.data.prepare.fault_media import CLIPS, FRAMES, SOUNDS, Case
 from tests.kit.fault_images import save
@@ -166,7 +166,7 @@ def test_damaged_bytes_are_a_fault_or_a_medium() -> None:
                 try:
                     read(bytes(damaged))
                     outcomes.add("read")
-                except UnreadableImageError as fault:
+                except UnreadableError as fault:
                     outcomes.add(fault.reason)
     assert {"read", "medium_truncated", "medium_unreadable"} <= outcomes
 

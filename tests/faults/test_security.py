@@ -20,7 +20,6 @@ from transformers import BertConfig, BertModel
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.batches.tokens import encode_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import open_stream
@@ -321,19 +320,6 @@ def test_a_folder_that_is_no_prepared_data_set_is_not_replaced(tmp_path: Path) -
             prepare(source, folder, "--overwrite_output_dir")
     assert source.is_file()
     assert (tmp_path / "home" / "letter.txt").is_file()
-
-
-# -- captions -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("special", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", "<s>", "<|endoftext|>"])
-def test_a_special_token_in_a_caption_is_text(special: str) -> None:
-    tokenizer = new_tokenizer([special])
-    [ids] = encode_captions(tokenizer, [f"picture {special} one{special}two"], 32)
-    names = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    assert ids[0] == tokenizer.cls_token_id
-    assert ids[-1] == tokenizer.sep_token_id
-    assert not names & set(ids[1:-1])
 
 
 # -- configuration files ------------------------------------------------------------------------------------------------

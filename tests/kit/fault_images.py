@@ -131,7 +131,7 @@ def _jpeg_of_many_scans(picture: Image.Image) -> bytes:
 def _with_exif(picture: Image.Image, orientation: int) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    stored = picture.transpose(_TURNS[orientation])
+    stored = picture.resize((256, 192)).transpose(_TURNS[orientation])  # may be decoded at a reduced scale
     return save(stored, "JPEG", quality=95, subsampling=0, exif=exif)
 
 

@@ -106,7 +106,10 @@ def check_image(
     except UnreadableError as error:
         raise Fault(error.reason, str(error)) from error
     except Exception as error:  # the decoders raise no closed set of errors, either
-        raise _decoder_fault(error) from error
+        text = decoder_message(error)
+        is_cut = isinstance(error, EOFError) or re.search("truncated|premature end of jpeg file", text, re.IGNORECASE)
+        reason = "image_corrupt" if text.startswith("Corrupt JPEG") else "image_unreadable"
+        raise Fault("image_truncated" if is_cut else reason, text) from error
     form = "JPEG" if header.format == "MPO" else str(header.format)
     found = list(notes)
     if end is not None and end < len(data) and header.format != "MPO":  # whose further pictures follow the first
@@ -144,13 +147,6 @@ def _header_fault(data: bytes, error: Exception) -> Fault:
     if kind == "PNG" and 0 in struct.unpack(">II", data[16:24].ljust(8, b"\1")):
         return Fault("zero_size", "a PNG header that says so")
     return Fault("image_unreadable", f"{kind}: {decoder_message(error)}")
-
-
-def _decoder_fault(error: Exception) -> Fault:
-    text = decoder_message(error)
-    if "truncated" in text.lower() or "premature end of jpeg file" in text.lower() or isinstance(error, EOFError):
-        return Fault("image_truncated", text)
-    return Fault("image_corrupt" if text.startswith("Corrupt JPEG") else "image_unreadable", text)
 
 
 # -- file signatures ----------------------------------------------------------------------------------------------------

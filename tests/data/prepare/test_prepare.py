@@ -33,7 +33,7 @@ from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tars import MemberImage
 from mm_utils.model import reading
 from tests.kit.fault_images import ODD, draw, jpeg, save
-from tests.kit.prepared import pixels_apart
+from tests.kit.prepared import CLOSE, pixels_apart
 from tests.kit.processes import wait_until
 from tests.kit.ranks import forks
 from tests.kit.reading import add_member
@@ -65,7 +65,7 @@ def test_a_photograph_of_a_telephone_is_read_and_its_damage_is_found(orientation
     content = save(picture := draw(0, (96, 64)), "HEIF", exif=exif, quality=100)
     found = check_image(content, LIMITS, "a.heic")
     assert (found.format, found.width, found.height, found.notes) == ("HEIF", 96, 64, ())
-    assert images.psnr(found.image, picture) > 25
+    assert pixels_apart(found.image, picture) < CLOSE
     with pytest.raises(Fault, match=r"image_unreadable|image_truncated"):
         check_image(content[: len(content) // 2], LIMITS)
 

@@ -8,9 +8,8 @@
 - `tandem_originals`: this project's loader over the original files; `tandem`: over the JPEGs that scripts/prepare_data.py makes of them,
   in memory-mapped Arrow; `tandem_raw`: over its raw pixels (`--store raw`).
 - `lmdb`: the prepared JPEG bytes in LMDB, beside Arrow, through a stock `DataLoader`.
-- `webdataset`, `litdata`, `mosaic` (package mosaicml-streaming): the same bytes in these libraries' formats and loaders, shuffled.
 
-Who is not installed does not take part. All but `datasets` decode, crop and resize with the same code. Each reader is a process with
+All but `datasets` decode, crop and resize with the same code. Each reader is a process with
 its workers, and first reads an epoch: it is compared if every pair comes once. Then all run in turn and stand still between their
 turns. CPU time is of the process and its workers; `relative` is images per CPU second, to the first. Files are in memory.
 """
@@ -18,17 +17,13 @@ turns. CPU time is of the process and its workers; `relative` is images per CPU 
 import argparse
 import hashlib
 import importlib.util
-import io
-import itertools
 import json
 import logging
 import random
-import tarfile
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,8 +52,7 @@ from scripts import prepare_data
 
 Batches = Iterator[dict[str, Any]]
 
-SEED, SHARDS, ENDLESS = 42, 8, 10**6
-PACKAGES = {"lmdb": "lmdb", "webdataset": "webdataset", "litdata": "litdata", "mosaic": "streaming"}
+SEED, ENDLESS = 42, 10**6
 
 
 def photographs(folder: Path, images: int) -> Path:
@@ -213,67 +207,6 @@ class LmdbPairs(Dataset):
         return self.bench.example(*draw, self.transaction.get(f"{draw[0]:08d}".encode()))
 
 
-def webdataset(bench: Bench) -> Batches:
-    """Each worker reads its shards through a buffer of 1000 shuffled samples, again and again."""
-    import webdataset as wds
-
-    def write(folder: Path) -> None:
-        contents = bench.contents()
-        for part in range(SHARDS):
-            with tarfile.open(folder / f"{part:06d}.tar", "w") as tar:
-                for row in range(part, len(contents), SHARDS):
-                    info = tarfile.TarInfo(f"{row:08d}.jpg")
-                    info.size = len(contents[row])
-                    tar.addfile(info, io.BytesIO(contents[row]))
-
-    folder = make_once(bench.folder / f"tar-{bench.count}", write)
-    urls = [str(path) for path in sorted(folder.glob("*.tar"))]
-    samples = wds.WebDataset(urls, shardshuffle=len(urls), seed=SEED).shuffle(1000)
-    examples = samples.map(lambda sample: bench.example(int(sample["__key__"]), 0, sample["jpg"]))
-    batches = examples.batched(bench.args.batch_size, collation_fn=bench.collate).repeat()
-    workers = bench.args.num_workers
-    return iter(wds.WebLoader(batches, batch_size=None, num_workers=workers, persistent_workers=bool(workers)))
-
-
-def numbered(contents: list[bytes], row: int) -> dict[str, Any]:
-    """A sample of litdata."""
-    return {"row": row, "image": contents[row]}
-
-
-def shards_of_a_library(bench: Bench, name: str) -> Batches:
-    """litdata's or mosaicml-streaming's `StreamingDataLoader` in its default order; epoch follows epoch."""
-    args, contents = bench.args, bench.contents()
-    more: dict[str, Any] = {}
-    if name == "litdata":
-        from litdata import StreamingDataLoader, StreamingDataset, optimize
-
-        settings = {"chunk_size": -(-len(contents) // SHARDS), "num_workers": 1, "start_method": "fork"}
-        fill = partial(optimize, fn=partial(numbered, contents), inputs=list(range(len(contents))), **settings)
-        folder = make_once(bench.folder / f"litdata-{bench.count}", lambda new: fill(output_dir=str(new)))
-        place = {"input_dir": str(folder), "shuffle": True, "seed": SEED}
-        more |= {"multiprocessing_context": "fork"} if args.num_workers else {}
-    else:
-        from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-
-        def write(new: Path) -> None:
-            limit = sum(map(len, contents)) // SHARDS + 2**10
-            with MDSWriter(out=str(new), columns={"row": "int", "image": "bytes"}, size_limit=limit) as sink:
-                for row in range(len(contents)):
-                    sink.write(numbered(contents, row))
-
-        folder = make_once(bench.folder / f"mosaic-{bench.count}", write)
-        place = {"local": str(folder), "shuffle": True, "shuffle_seed": SEED, "batch_size": args.batch_size}
-
-    class Rows(StreamingDataset):
-        def __getitem__(self, index: Any) -> tuple[Tensor, int]:
-            sample = super().__getitem__(index)
-            return bench.example(int(sample["row"]), 0, sample["image"])
-
-    more |= {"num_workers": args.num_workers, "persistent_workers": bool(args.num_workers)}
-    loader = StreamingDataLoader(Rows(**place), batch_size=args.batch_size, collate_fn=bench.collate, **more)
-    return itertools.chain.from_iterable(itertools.repeat(loader))
-
-
 def lmdb_pairs(bench: Bench) -> Batches:
     """A stock loader in this project's order."""
     return bench.stock_loader(LmdbPairs(bench), RankBatches(bench.order, 0, ENDLESS), bench.collate)
@@ -285,9 +218,6 @@ READERS: dict[str, Callable[[Bench], Batches]] = {
     "tandem": lambda bench: tandem(bench, bench.rows),
     "tandem_raw": lambda bench: tandem(bench, bench.tokenized(bench.prepared("raw"))),
     "lmdb": lmdb_pairs,
-    "webdataset": webdataset,
-    "litdata": lambda bench: shards_of_a_library(bench, "litdata"),
-    "mosaic": lambda bench: shards_of_a_library(bench, "mosaic"),
 }
 
 
@@ -340,8 +270,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     named = json.dumps([args.image_size, args.images, args.train_file and str(Path(args.train_file).resolve())])
     digest = hashlib.blake2b(named.encode(), digest_size=8).hexdigest()
     args.cache_dir = str(Path(args.cache_dir or datasets.config.HF_DATASETS_CACHE, "tandem_loading", digest))
-    missing = [name for name in args.contestants if name in PACKAGES and not importlib.util.find_spec(PACKAGES[name])]
-    present = [name for name in args.contestants if name not in missing]
+    present = [name for name in args.contestants if name != "lmdb" or importlib.util.find_spec("lmdb")]
     field: list[Contestant] = []
     try:
         for name in present:
@@ -361,7 +290,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         cpu = rows[-1]["CPU ms per image"] = median(turn["cpu"] for turn in turns)
         rows[-1]["relative"] = rows[0].get("CPU ms per image", float("nan")) / cpu
         rows[-1] |= {"images/s": median(turn["rate"] for turn in turns), "kB moved per image": turns[0]["kB"]}
-    print_table(rows, [f"not installed: {', '.join(missing)}"] if missing else [])
+    print_table(rows, [] if present == args.contestants else ["lmdb is not installed"])
     return rows
 
 

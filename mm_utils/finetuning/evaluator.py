@@ -5,10 +5,9 @@ Shape letters: b rows of a batch, M of a split, C classes.
 
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 
 import datasets
-import evaluate
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -20,7 +19,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClas
 
 logger = logging.getLogger(__name__)
 
-_METRIC = Path(__file__).parent / "classification_scores"
 _MOST_CLASSES = 100  # with more, the scores of all rows take too much memory on the host, so there is no ROC AUC
 
 
@@ -41,7 +39,6 @@ class ClassificationEvaluator:
     def __init__(self, rows: datasets.Dataset, classes: int):
         self.label_M, self.classes = torch.tensor(rows["label"][:]), classes
         self.answers = rows["answers"][:] if "answers" in rows.column_names else None
-        self.metric = evaluate.load(str(_METRIC), keep_in_memory=True)
         self.guesses = torch.empty(0, 2, dtype=torch.long)
 
     @torch.no_grad()
@@ -55,8 +52,6 @@ class ClassificationEvaluator:
         rows, logits = self._classify(model, loader, accelerator)
         label_M, guess_M = self.label_M[rows], logits.argmax(1)
         self.guesses = torch.stack([label_M, guess_M], 1)
-        scores = logits.softmax(1).tolist() if self.classes <= _MOST_CLASSES else None
-        others = self.metric.compute(predictions=guess_M.tolist(), references=label_M.tolist(), scores=scores)
         metrics = share_with_interval("accuracy", label_M == guess_M)
         if self.answers is not None:
             shares = [
@@ -66,7 +61,11 @@ class ClassificationEvaluator:
             metrics["soft_accuracy"] = sum(shares) / len(shares)
         known = label_M[label_M >= 0]
         majority = known.bincount().max().item() / len(rows) if len(known) else 0.0
-        return {**metrics, **others, "majority": majority}
+        metrics |= {"macro_f1": macro_f1(guess_M.numpy(), label_M.numpy()), "majority": majority}
+        if self.classes <= _MOST_CLASSES:
+            area = roc_auc(logits.softmax(1).double().numpy(), label_M.numpy())
+            metrics |= {} if area is None else {"roc_auc": area}
+        return metrics
 
     def _classify(
         self, model: FusionDualEncoderForClassification, loader: Iterable, accelerator: Accelerator
@@ -89,3 +88,31 @@ class ClassificationEvaluator:
         if not sum(sizes):
             raise ValueError("no row could be read; the first reasons are: " + "; ".join(skipped[:3]))
         return distributed.gather(torch.cat(rows), sizes).cpu(), distributed.gather(torch.cat(logits), sizes).cpu()
+
+
+def macro_f1(guess_M: np.ndarray, label_M: np.ndarray) -> float:
+    """Return the mean F1 of the classes that occur; F1 = 2 x hits / (times predicted + times right). A label of -1 is of none."""
+    classes = int(max(guess_M.max(), label_M.max())) + 1
+    hits, guessed, occurs = (
+        np.bincount(values[values >= 0], minlength=classes)
+        for values in (guess_M[guess_M == label_M], guess_M, label_M)
+    )
+    known = guessed + occurs > 0
+    return float((2 * hits[known] / (guessed + occurs)[known]).mean())
+
+
+def roc_auc(scores_MC: np.ndarray, label_M: np.ndarray) -> float | None:
+    """Return the area under the ROC curve, ties count half; None if only one class occurs.
+
+    For two classes it is the probability that a row of the second has a higher score for it than one of the first; for more, the
+    mean over each class against the others, where both occur.
+    """
+    areas = []
+    for number in [1] if scores_MC.shape[1] == 2 else range(scores_MC.shape[1]):
+        positive = label_M == number
+        count, others = int(positive.sum()), int((~positive).sum())
+        if count and others:  # by the ranks of positive rows (Mann-Whitney); ties share ranks
+            _, place, times = np.unique(scores_MC[:, number], return_inverse=True, return_counts=True)
+            rank = np.cumsum(times) - (times - 1) / 2
+            areas.append(float((rank[place][positive].sum() - count * (count + 1) / 2) / (count * others)))
+    return float(np.mean(areas)) if areas else None

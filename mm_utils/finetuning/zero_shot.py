@@ -346,11 +346,11 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         splits = open_captioned(replace(sources[0], classes=labels.classes), args)
         split = _choose_split(labels.split, set(map(str, splits)), usual)
         captions = caption_classes(splits[split]["captions"], f"{title}, split {split}")
-        known = sorted(set(captions))
-        label_M = torch.tensor([known.index(each) for each in captions])
+        groups = sorted(set(captions))
+        label_M = torch.tensor([groups.index(each) for each in captions])
         rows, label_M = _evaluated(splits[split], label_M, args.max_eval_samples)
-        texts = [list(each[: min(map(len, known))]) for each in known]
-        return LabelledImages(rows, label_M, [each[0] for each in known], split, texts=texts)
+        texts = [list(each[: min(map(len, groups))]) for each in groups]
+        return LabelledImages(rows, label_M, [each[0] for each in groups], split, texts=texts)
     there = {row.split or "train" for source in sources for row in rows_of(source, paths) if isinstance(row, Record)}
     split = _choose_split(labels.split, there, usual)
     sources, title = [replace(source, only=split) for source in sources], f"{title}, split {split}"

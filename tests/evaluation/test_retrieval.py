@@ -19,7 +19,7 @@ from mm_utils.evaluation.embeddings import Embeddings, Keyed, Texts, embed_split
 from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, wilson_interval
 from mm_utils.evaluation.probes import Probes, caption_probes
 from mm_utils.evaluation.reranking import rank_directions
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.ranks import run_on_ranks
 from tests.kit.truthful_model import (
@@ -274,3 +274,15 @@ def test_evaluators_of_ones_own_are_functions(given: str, message: str) -> None:
         return
     with pytest.raises(ValueError, match=message):
         EvaluationArguments(evaluators=given)
+
+
+@pytest.mark.parametrize("value", [{"recall": 0.4}, {"own": "good"}, {"own": None}])
+def test_a_metric_is_a_number_and_has_one_source(value: dict[str, Any]) -> None:
+    nothing: Any = None
+    assert in_turn(lambda *_: {"recall": 0.5}, lambda *_: {"own": 1})(nothing, [], nothing) == {
+        "recall": 0.5,
+        "own": 1,
+    }
+    measure = in_turn(lambda *_: {"recall": 0.5}, lambda *_: value)
+    with pytest.raises(ValueError, match=next(iter(value))):
+        measure(nothing, [], nothing)

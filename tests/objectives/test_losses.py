@@ -27,8 +27,18 @@ def tiled_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, tile
     return info_nce(image, text, scale, gather_batch(image, text, ids), tile)
 
 
+def tiled_sigmoid(
+    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor, tile: Tile | None = None
+) -> Tensor:
+    return sigmoid_loss(image, text, scale, bias, gather_batch(image, text, ids), tile)
+
+
+LOSSES = {"info_nce": (tiled_info_nce, dense_info_nce, 1), "sigmoid": (tiled_sigmoid, dense_sigmoid, 2)}
+"""By name, the loss, its definition, and how many of scale and bias it takes."""
+
+
 def with_gradients(loss: Any, *inputs: Tensor, **rest: Any) -> list[Tensor]:
-    """Value and gradients of `loss(image, text, scale, ids)`."""
+    """Value and gradients of `loss(image, text, scale, ids)`, or with a bias behind the scale."""
     *leaves, ids = inputs
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     value = loss(*leaves, ids, **rest)
@@ -62,24 +72,35 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
 
 
-# -- InfoNCE, one process -----------------------------------------------------------------------------------------------
-@given(BATCHES, SCALES, TILES)
+# -- one process --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", LOSSES)
+@given(batch=BATCHES, scale=SCALES, tile=TILES, bias=st.floats(-40, 40))
 @settings(max_examples=120)
-def test_equals_the_definition(batch: Batch, scale: Tensor, tile: Tile | None) -> None:
+def test_equals_the_definition(name: str, batch: Batch, scale: Tensor, tile: Tile | None, bias: float) -> None:
     image, text, ids = batch
-    found = with_gradients(tiled_info_nce, image, text, scale, ids, tile=tile)
-    assert_equal(found, with_gradients(dense_info_nce, image, text, scale, ids))
+    loss, dense, count = LOSSES[name]
+    scalars = (scale, torch.tensor(bias, dtype=torch.double))[:count]
+    found = with_gradients(loss, image, text, *scalars, ids, tile=tile)
+    assert_equal(found, with_gradients(dense, image, text, *scalars, ids))
 
 
-@pytest.mark.parametrize("scale", [1.0, 14.3, 100.0])
-def test_fp32_is_as_good_as_it_can_be(scale: float) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("scale", "bias"), [(1.0, -10.0), (14.3, -10.0), (100.0, -10.0), (1e4, 0.0), (1e-3, -100.0)])
+def test_fp32_is_as_good_as_it_can_be_also_under_autocast(name: str, scale: float, bias: float) -> None:
     image, text, ids = make_batch(64, 32, images=60)
-    exact = with_gradients(dense_info_nce, image.float(), text.float(), torch.tensor(scale), ids)
-    found = with_gradients(tiled_info_nce, image.float(), text.float(), torch.tensor(scale), ids, tile=Tile(10, 12))
-    double = with_gradients(dense_info_nce, image, text, torch.tensor(scale, dtype=torch.double), ids)
-    for value, fp32, right in zip(found, exact, double, strict=True):
+    loss, dense, count = LOSSES[name]
+    double = torch.tensor([scale, bias], dtype=torch.double)[:count]
+    inputs = image.float(), text.float(), *double.float(), ids
+    exact = with_gradients(dense, *inputs)
+    found = with_gradients(loss, *inputs, tile=Tile(10, 12))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = with_gradients(loss, *inputs, tile=Tile(10, 12))
+    right = with_gradients(dense, image, text, *double, ids)
+    for value, again, fp32, expected in zip(found, inside, exact, right, strict=True):
         assert value.dtype == torch.float32
-        assert relative_error(value, right) < max(1e-5, 2 * relative_error(fp32, right))
+        assert torch.equal(again, value)
+        bound = max(1e-5 * max(1.0, scale / 100), 2 * relative_error(fp32, expected))
+        assert relative_error(value, expected) < bound
 
 
 def test_fp32_gradient_survives_convergence() -> None:
@@ -131,15 +152,6 @@ def test_extremes_of_scale(scale: float, dtype: torch.dtype) -> None:
         assert value.isfinite().all()
         if rounding < 0.1:
             assert float((value.double() - expected).norm()) < rounding * max(1.0, float(expected.norm()))
-
-
-def test_autocast_leaves_fp32() -> None:
-    image, text, ids = make_batch(16, 8)
-    inputs = image.float(), text.float(), torch.tensor(30.0), ids
-    outside = with_gradients(tiled_info_nce, *inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = with_gradients(tiled_info_nce, *inputs)
-    assert all(torch.equal(value, right) for value, right in zip(inside, outside, strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
@@ -198,33 +210,6 @@ def test_no_quadratic_tensor() -> None:
         with_gradients(tiled_sigmoid, image, text, scale, -scale, ids, tile=tile)
     assert dense.elements >= count**2
     assert tiled.elements <= 2 * count * width  # the embeddings
-
-
-# -- sigmoid, one process -----------------------------------------------------------------------------------------------
-def tiled_sigmoid(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ids: Tensor, tile: Tile | None = None
-) -> Tensor:
-    return sigmoid_loss(image, text, scale, bias, gather_batch(image, text, ids), tile)
-
-
-@given(BATCHES, SCALES, TILES, st.floats(-40, 40))
-@settings(max_examples=120)
-def test_sigmoid_equals_the_definition(batch: Batch, scale: Tensor, tile: Tile | None, bias: float) -> None:
-    image, text, ids = batch
-    inputs = image, text, scale, torch.tensor(bias, dtype=torch.double), ids
-    assert_equal(with_gradients(tiled_sigmoid, *inputs, tile=tile), with_gradients(dense_sigmoid, *inputs))
-
-
-@pytest.mark.parametrize(("scale", "bias"), [(10.0, -10.0), (100.0, -10.0), (1e4, 0.0), (1e-3, -100.0)])
-def test_sigmoid_in_fp32_and_under_autocast(scale: float, bias: float) -> None:
-    image, text, ids = make_batch(32, 8, images=30)
-    double = torch.tensor([scale, bias], dtype=torch.double)
-    right = with_gradients(dense_sigmoid, image, text, *double, ids)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = with_gradients(tiled_sigmoid, image.float(), text.float(), *double.float(), ids)
-    for value, expected in zip(found, right, strict=True):
-        assert value.dtype == torch.float32
-        assert relative_error(value, expected) < 1e-5 * max(1.0, scale / 100)
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])

@@ -1,4 +1,4 @@
-"""Spans of phrases against loops and brute force, on any number of processes; the loss of moments."""
+"""Pointing and spans of phrases against loops and brute force, on any number of processes; the losses of regions and moments."""
 
 import math
 from typing import Any
@@ -10,21 +10,119 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mm_utils import distributed
-from mm_utils.objectives.grounding.moments import (
-    MomentEvaluator,
-    fit_span,
-    overlaps,
-)
-from mm_utils.objectives.grounding.pointing import PointingEvaluator
+from mm_utils.objectives.grounding.moments import MomentEvaluator, fit_span, overlaps
+from mm_utils.objectives.grounding.pointing import PointingEvaluator, hits
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives.terms import Encoded
 from tests.kit.ranks import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR
-from tests.objectives.grid_model import IMAGES, GridModel, batches, measured, whole_batch
 
-CELLS = 4
+IMAGES, SLOTS, CELLS = 11, 3, 4
 
 
+class GridModel:
+    """The pixels of an image are the embeddings of its cells, and the ids of a phrase are its embedding."""
+
+    region_head: Any = True
+
+    def vision_features(self, pixel_values: Tensor, with_taps: bool) -> tuple[None, tuple[Tensor]]:
+        return None, (pixel_values,)
+
+    def cell_embeds(self, taps: tuple[Tensor]) -> Tensor:
+        return taps[0].permute(0, 2, 3, 1)
+
+    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, None]:
+        return torch.nn.functional.pad(input_ids.float(), (0, 3 - input_ids.shape[1])), None
+
+
+def whole_batch() -> dict[str, Any]:
+    """Images of none to three regions; the fourth cannot be decoded, so it is not a row."""
+    generator = torch.Generator().manual_seed(4)
+    counts = torch.randint(0, SLOTS + 1, (IMAGES,), generator=generator)
+    mask = (torch.arange(SLOTS) < counts[:, None]).long()[..., None].expand(-1, -1, 3)
+    boxes = torch.rand(IMAGES, SLOTS, 2, 2, generator=generator).sort(2).values.flatten(2)
+    return {
+        "pixel_values": torch.randn(IMAGES, 3, CELLS, CELLS, generator=generator),
+        "rows": torch.tensor([row for row in range(IMAGES + 1) if row != 3]),
+        "region_boxes": boxes,
+        "region_input_ids": torch.randint(-9, 9, (IMAGES, SLOTS, 3), generator=generator) * mask,
+        "region_attention_mask": mask,
+        "region_keys": torch.arange(IMAGES * SLOTS).view(IMAGES, SLOTS),
+    }
+
+
+def batches(size: int, rank: int = 0, world: int = 1) -> list[dict[str, Any]]:
+    whole, mine = whole_batch(), distributed.share(IMAGES, rank, world)
+    starts = range(mine.start, mine.stop, size)
+    parts = [slice(low, min(low + size, mine.stop)) for low in starts]
+    return [{name: value[part] for name, value in whole.items()} for part in [*parts, slice(0, 0)]]
+
+
+# -- regions --
+def regions_by_hand() -> tuple[list[tuple[int, int, bool]], float]:
+    """(row, key, hit) of every region, and the mean area of their boxes."""
+    whole, found, areas = whole_batch(), [], []
+    for place in range(IMAGES):
+        for slot in range(SLOTS):
+            if not whole["region_attention_mask"][place, slot].any():
+                continue
+            phrase = whole["region_input_ids"][place, slot].float()
+            left, top, right, bottom = whole["region_boxes"][place, slot].tolist()
+            cells = [(x, y) for x in range(CELLS) for y in range(CELLS)]
+            best = max(cells, key=lambda cell: float(whole["pixel_values"][place, :, cell[1], cell[0]] @ phrase))
+            x, y = ((index + 0.5) / CELLS for index in best)
+            hit = left <= x <= right and top <= y <= bottom
+            found.append((int(whole["rows"][place]), int(whole["region_keys"][place, slot]), hit))
+            areas.append((right - left) * (bottom - top))
+    return found, sum(areas) / len(areas)
+
+
+@pytest.mark.parametrize("size", [1, 4, 20])
+def test_pointing_equals_a_loop(size: int) -> None:
+    expected, chance = regions_by_hand()
+    evaluator = PointingEvaluator()
+    metrics = evaluator(GridModel(), batches(size), ACCELERATOR)  # type: ignore[arg-type]
+    accuracy = sum(hit for _, _, hit in expected) / len(expected)
+    assert 0 < accuracy < 1
+    assert metrics["pointing_accuracy"] == pytest.approx(accuracy)
+    assert metrics["pointing_chance"] == pytest.approx(chance)
+    assert 0 <= metrics["pointing_accuracy_low"] < accuracy < metrics["pointing_accuracy_high"] <= 1
+
+
+def test_the_loss_is_the_probability_of_pointing_outside() -> None:
+    """Against a loop over the cells: of each, which share of its points lies in the box, and how likely it is."""
+    batch, model, scale = whole_batch(), GridModel(), torch.tensor(3.0)
+    taps = (batch["pixel_values"],)
+    encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), taps)
+    nothing: Any = None
+    loss, right = RegionPointing().part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
+    expected, told = 0.0, 0
+    for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
+        left, top, end, bottom = (CELLS * batch["region_boxes"][place, slot]).tolist()
+        chance = (scale * model.cell_embeds(taps)[place] @ batch["region_input_ids"][place, slot].float()).flatten()
+        chance = chance.double().softmax(0).view(CELLS, CELLS)
+        inside = torch.zeros(CELLS, CELLS)
+        for y in range(CELLS):
+            for x in range(CELLS):
+                width, height = min(end, x + 1) - max(left, x), min(bottom, y + 1) - max(top, y)
+                inside[y, x] = max(0, width) * max(0, height)
+        expected -= (chance * inside).sum().log().item()
+        told += int(inside.flatten()[chance.argmax()] > 0.5)
+    assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
+
+
+def test_ties_and_nan_count_against_the_model() -> None:
+    heat, box = torch.zeros(4, 2, 2), torch.tensor([[0.0, 0.0, 0.4, 0.4]]).expand(4, -1)
+    heat[1, 0, 0] = 1.0
+    heat[2, 0, 0] = torch.nan
+    heat[3, 1, 1] = torch.nan
+    assert hits(heat, box).tolist() == [False, True, False, False]
+    everywhere, nowhere = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([[0.4, 0.4, 0.6, 0.6]])
+    assert hits(heat[:1], everywhere).item()
+    assert not hits(heat[1:2], nowhere).item()
+
+
+# -- moments --
 class TimeModel(GridModel):
     """The first row of the pixels are the embeddings of its cells along time."""
 
@@ -59,7 +157,7 @@ def nearest_box(profile: list[float]) -> tuple[float, float]:
     return best[1] / cells, best[2] / cells
 
 
-def by_hand() -> list[tuple[int, list[float], list[float]]]:
+def moments_by_hand() -> list[tuple[int, list[float], list[float]]]:
     """(row, true span, span found) of every moment."""
     whole, found = in_time(whole_batch()), []
     for place, slot in whole["region_attention_mask"].any(-1).nonzero().tolist():
@@ -72,7 +170,8 @@ def by_hand() -> list[tuple[int, list[float], list[float]]]:
 
 def in_space_and_time(size: int) -> dict[str, float]:
     loader = map(in_time, batches(size, distributed.rank(), distributed.world_size()))
-    return measured(size) | MomentEvaluator()(TimeModel(), loader, ACCELERATOR)  # type: ignore[arg-type]
+    found = PointingEvaluator()(GridModel(), batches(size, distributed.rank(), distributed.world_size()), ACCELERATOR)  # type: ignore[arg-type]
+    return found | MomentEvaluator()(TimeModel(), loader, ACCELERATOR)  # type: ignore[arg-type]
 
 
 # -- spans --------------------------------------------------------------------------------------------------------------
@@ -107,7 +206,7 @@ def test_overlaps_by_hand() -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 20])
 def test_metrics_equal_a_loop(size: int) -> None:
-    expected, evaluator = by_hand(), MomentEvaluator()
+    expected, evaluator = moments_by_hand(), MomentEvaluator()
     metrics = evaluator(TimeModel(), map(in_time, batches(size)), ACCELERATOR)  # type: ignore[arg-type]
     values = [iou(true, found) for _, true, found in expected]
     assert metrics["moment_miou"] == pytest.approx(sum(values) / len(values), rel=1e-5)
@@ -134,9 +233,10 @@ def test_the_number_of_processes_changes_nothing() -> None:
         assert found == pytest.approx(alone)
 
 
-def test_without_moments_there_are_no_metrics() -> None:
+def test_without_phrases_there_are_no_metrics() -> None:
     blank = [{**batch, "region_attention_mask": 0 * batch["region_attention_mask"]} for batch in batches(4)]
     assert MomentEvaluator()(TimeModel(), blank, ACCELERATOR) == {}  # type: ignore[arg-type]
+    assert PointingEvaluator()(GridModel(), blank, ACCELERATOR) == {}  # type: ignore[arg-type]
 
 
 def test_the_medium_decides_what_is_measured() -> None:

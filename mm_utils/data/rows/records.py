@@ -299,11 +299,16 @@ def image_path(value: Any, jail: Jail) -> str:
         raise Fault("object_cell", f"the cell is an object with the keys {keys}")
     if not isinstance(value, str):
         raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
-    if _ENCODED.match(value):
-        raise Fault("encoded_picture", f"the cell has {len(value):,} characters of base64, {value[:16]}...")
+    refuse_encoded(value)
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)
+
+
+def refuse_encoded(value: str) -> None:
+    """Raise encoded_picture if a cell is a picture as base64, which is no path."""
+    if _ENCODED.match(value):
+        raise Fault("encoded_picture", f"the cell has {len(value):,} characters of base64, {value[:16]}...")
 
 
 def path_id(path: str, id_root: str, written: Any) -> str:

@@ -34,7 +34,7 @@ from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_column, id_of, is_null
-from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
+from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder, refuse_encoded
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tables import Table, find_table_columns, records_of
 from mm_utils.data.rows.tar_patterns import files_of_pattern
@@ -310,6 +310,8 @@ def _training_row(record: Record, medium: str) -> dict[str, Any]:
     if not all(map(is_null, record.cut)):
         raise Fault("span_outside", f"it is a part of its {medium}, by start and end, and not cut out")
     content = image.data if isinstance(image, BytesImage) else None
+    if isinstance(content, str):
+        refuse_encoded(content)
     if not isinstance(content, bytes) or not content:
         raise Fault("image_missing", f"the {medium} is not in the shard")
     captions, faults, _ = check_captions(record.captions, CheckArguments())

@@ -42,9 +42,10 @@ from mm_utils.data.batches.workers import WorkerLoader, worker_options
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import cached_rows
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.paths import SHARDS, shard_kind
+from mm_utils.data.paths import SHARDS, check_own_file, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out
+from mm_utils.data.rows.folders import Unread, files_below, split_of_path
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
 from mm_utils.data.streams.order import InterleavedOrder, Reader, Slot
@@ -211,6 +212,15 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
     if is_saved(Path(name)):
         splits = load_splits(name, None, None, title, data.allow_outside_root)
         return {split: [file["filename"] for file in splits[split].cache_files] for split in splits}
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "README.md").is_file():  # whose card may name the files
+        found, unread = dict[str, list[str]](), Unread()
+        for file in sorted(files_below(folder, tuple(SHARDS), unread)):
+            check_own_file(folder / file, folder, data.allow_outside_root, title)
+            found.setdefault(split_of_path(file, by_words=True) or "train", []).append(str(folder / file))
+        for fault in unread.faults:
+            logger.warning("%s; %s", title, fault)
+        return found
     try:
         data_files = open_builder(name, None, data.allow_outside_root).config.data_files
     except Fault as fault:
@@ -250,8 +260,8 @@ def _first_rows(files: list[Shard], most: int) -> list[Shard]:
 def _read_all(shards: list[Shard], source: Source) -> Dataset:
     """Read whole shards once, into the datasets cache."""
     if next(_usable_rows((shards, source)), None) is None:
-        advice = "Check --image_column and --caption_column."
-        raise ValueError(f"shard {shards[0].url}; no row of validation can be used. {advice}")
+        [reason] = ShardReader(shards, source).read(0, 0, 1)
+        raise ValueError(f"{source.title}; no row of validation can be used ({reason}). Write the files anew.")
     # As a tuple, for a list would be shared out among processes.
     return cached_rows(_usable_rows, features_of(source.medium), {"whole": (shards, source)})
 

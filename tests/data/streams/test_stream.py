@@ -379,14 +379,16 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
     stream = opened(str(tmp_path / "saved"), groups=2)
     assert (stream.num_rows, len(stream.validation)) == (50, 8)
     assert "its split extra is none of train, validation, test, and is not read" in caplog.text
-    folder = tmp_path / "hub"
-    folder.mkdir()
-    for split in ("train", "validation"):
-        shards.write_parquet(
-            folder / f"{split}-00000.parquet", shards.rows_of(numbers["train" if split == "train" else "dev"])
-        )
-    stream = opened(str(folder), groups=1)
-    assert (stream.num_rows, len(stream.validation)) == (30, 5)
+    for name, split in (
+        ("train-0", "train"),
+        ("TRAINING/1", "restval"),
+        ("Val/0", "dev"),
+        (".hidden/train-1", "extra"),
+    ):
+        (path := tmp_path / "folder" / f"{name}.parquet").parent.mkdir(parents=True, exist_ok=True)
+        shards.write_parquet(path, shards.rows_of(numbers[split]))
+    stream = opened(str(tmp_path / "folder"), groups=1)
+    assert (stream.num_rows, len(stream.validation)) == (50, 5)
 
 
 @pytest.mark.parametrize(
@@ -410,6 +412,11 @@ def test_a_source_that_cannot_be_streamed_is_refused_in_one_line(flags: dict[str
 def test_shards_without_captions_are_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"image": b"x", "number": 1}] * 30).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="no caption column was recognised"):
+        opened(str(tmp_path / "a.parquet"))
+    datasets.Dataset.from_list([{"image": "/9j/4" + "AQSk" * 30, "caption": "a"}] * 30).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    with pytest.raises(ValueError, match=r"no row of validation can be used .* encoded_picture: .* of base64"):
         opened(str(tmp_path / "a.parquet"))
     members = [(f"{number}.png", shards.image_of(number)) for number in range(30)]
     with pytest.raises(ValueError, match=r"none of its first samples can be used .* has no caption among its members"):

@@ -109,7 +109,7 @@ def main(
     # 4. Train.
     evaluator = ClassificationEvaluator(data.splits["validation"], classes)
     measures: list[Evaluate] = [evaluator, *evaluators]
-    context = RunContext(run, given, data, model, objective, optimizer, measures, resume_from, callbacks=attached)
+    context = RunContext(run, given, data, model, objective, measures, resume_from, callbacks=attached)
     context.final_evaluations = int("test" in data.splits)
     context.start()
     trainer = Trainer(

@@ -49,6 +49,7 @@ from mm_utils.run.finish import finish_run
 from mm_utils.run.recipes import announce, recipe_for
 from mm_utils.run.start import run_script, start_run
 from mm_utils.training.optim import build_optimizer
+from mm_utils.training.stages import remaining, stages_of
 from mm_utils.training.trainer import Trainer
 
 
@@ -85,21 +86,14 @@ def main(
     else:
         data = open_data(run.accelerator, given[flags.DataArguments], given[flags.LoaderArguments], *opening)
 
-    # 3. Model, objective, optimizer.
+    # 3. Model and objective.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     model = build_model(model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium)
     rows = data.splits.get("train")
     objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, rows)
     is_model = has_baseline(given, data, attached)  # before the first step
-    optimizer = build_optimizer(
-        model,
-        given[flags.OptimizerArguments],
-        pretrained=model_args.pretrained,
-        device=run.accelerator.device,
-        has_baseline=is_model,
-    )
 
-    # 4. Train.
+    # 4. Train, first the encoders, then the fusion head.
     retrieval = validation_evaluator(given[flags.EvaluationArguments], data)
     others: list[Evaluate] = [
         *objective.evaluators(data.medium),
@@ -108,26 +102,33 @@ def main(
     ]
     measures: list[Evaluate] = [retrieval, *others, *train_recall(data, args.seed)]
     context = RunContext(
-        *(run, given, data, model, objective, optimizer, measures, resume_from, is_model),
+        *(run, given, data, model, objective, measures, resume_from, is_model),
         retrieval=retrieval,
         callbacks=attached,
     )
     scale = objective_args.highest_scale(model)
     context.start()
     args.settle_eval_steps(args.total_steps(data.num_rows), is_model)
-    trainer = Trainer(
-        args,
-        given[flags.OptimizerArguments],
-        run.accelerator,
-        objective,
-        optimizer,
-        data,
-        context.evaluators,
-        all_callbacks(run, objective, data, attached, scale),
-        flags=given.learnt,
-    )
-    context.metrics = trainer.train(resume_from, context.evaluates_start)
-    context.choice = trainer.choice
+    optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, objective, data, attached, scale)
+    stages = stages_of(objective, args, optimizer_args.head_share, data.num_rows)
+    for stage in remaining(stages, resume_from):
+        stage.freeze_others(objective)
+        optimizer = build_optimizer(
+            model,
+            optimizer_args,
+            pretrained=model_args.pretrained,
+            device=run.accelerator.device,
+            has_baseline=is_model,
+        )
+        trainer = Trainer(
+            *(args, optimizer_args, run.accelerator, objective, optimizer, data, context.evaluators, every),
+            flags=given.learnt,
+            stage=stage,
+        )
+        context.metrics = trainer.train(resume_from, context.evaluates_start, context.metrics)
+        context.choice, resume_from = trainer.choice, None
+        if trainer.ends_run:
+            break
 
     # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
     context.finish()

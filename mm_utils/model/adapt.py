@@ -253,6 +253,12 @@ class WeightAverage:
         finally:
             self._swap()
 
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make the average the model's parameters."""
+        for name, value in self.model.named_parameters():
+            value.copy_(self.values[name])
+
     def load(self, folder: Path) -> None:
         """Load the average from a checkpoint; called on all ranks.
 

@@ -140,6 +140,10 @@ class FusionLayer(nn.Module):
         self.gate = nn.Parameter(torch.ones(1))
         self.mlp = nn.Sequential(nn.Linear(dim, mlp_ratio * dim), nn.GELU(), nn.Linear(mlp_ratio * dim, dim))
 
+    def encode_image(self, tokens: Tensor) -> Tensor:
+        """Return this layer's keys and values of image tokens `[B, N, D]`; FSDP2 gathers the layer's weights for it."""
+        return self.cross_attention.keys_values(tokens)
+
     def forward(self, tokens: Tensor, keys_values: Tensor, text_mask: Tensor) -> Tensor:
         """`[P, L, D]` -> `[P, L, D]`; `text_mask` is `[P, 1, 1, L]` or, per query, `[P, 1, L, L]`."""
         normed = self.self_norm(tokens)
@@ -209,7 +213,7 @@ class FusionHead(nn.Module):
         tokens = self.vision_norm(torch.cat(levels, 1))
         ends = list(itertools.accumulate(level.shape[1] for level in levels))
         return tuple(
-            layer.cross_attention.keys_values(tokens[:, : ends[reach - 1]])
+            layer.encode_image(tokens[:, : ends[reach - 1]])
             for layer, reach in zip(self.layers, self.reach, strict=True)
         )
 

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 
 from mm_utils import distributed
 from mm_utils.model.encoding import encode_in_groups, stored_text, vision_features
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection, is_trained
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from mm_utils.objectives.losses import RollCall, gather_batch
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, Report, RowPlan, RowTerm, Term
-
-PARTS = {"encoders": ("vision_model", "text_model"), "head": ("fusion", "token_head", "caption_adapter")}
-"""The parts of the model that a run may train one after the other; projections learn with either."""
 
 
 @dataclass
@@ -63,41 +60,19 @@ class Objective(nn.Module):
     def __init__(self, model: FusionDualEncoderModel, seed: int = 0, added: frozenset[str] = frozenset()):
         super().__init__()
         self.model, self.seed, self.added = model, seed, added
-        self.trained_part: str | None = None
-        self._is_awaited = False
         for place, projection in enumerate((model.visual_projection, model.text_projection), start=1):
             if isinstance(projection, ResidualProjection):
                 RowDropout.replace(projection.dropouts, 10 * place)
 
     @property
     def reads_pairs(self) -> bool:
-        """True if the fusion head scores pairs."""
-        return self.pairs_per_image > 0 and self.trained_part != "encoders"
+        """True if the fusion head scores pairs: it is trained, and a term does."""
+        return self.pairs_per_image > 0 and self.model.fusion is not None and is_trained(self.model.fusion)
 
     @property
     def reads_taps(self) -> bool:
         """True if a term reads intermediate levels of the vision tower."""
         return self.reads_pairs
-
-    @property
-    def resting(self) -> list[nn.Parameter]:
-        """The weights that `train_part` excludes, as they are now: FSDP2 has others during a pass than before and after it."""
-        others = [name for part, names in PARTS.items() if self.trained_part not in (None, part) for name in names]
-        modules = [module for name in others if (module := getattr(self.model, name)) is not None]
-        return [weight for module in modules for weight in module.parameters() if weight.requires_grad]
-
-    def train_part(self, part: str | None, is_awaited: bool = False) -> None:
-        """Let the next steps train one of `PARTS`, or all with None. Encoders that rest compute no gradient.
-
-        With `is_awaited`, weights that rest get a gradient of 0, as DDP and DeepSpeed wait for one of every trained parameter.
-        """
-        if (part, is_awaited) == (self.trained_part, self._is_awaited):
-            return
-        self.trained_part, self._is_awaited = part, is_awaited
-        for encoder in (self.model.vision_model, self.model.text_model):
-            vars(encoder).pop("forward", None)
-            if part == "head":
-                encoder.forward = torch.no_grad()(encoder.forward)
 
     def forward(self, batch: Batch, step: int) -> Report:
         """Return the report of one global batch, of which `batch` is this rank's share."""
@@ -237,8 +212,6 @@ class JointObjective(Objective):
         for name, value in encoded.embeds.items():
             if (gradient := gradients[name]) is not None:
                 surrogate_loss = surrogate_loss + (value * gradient).sum()
-        if self._is_awaited:
-            surrogate_loss = surrogate_loss + 0 * sum((weight.sum() for weight in self.resting), torch.zeros(()))
         sums = []
         for term in self._row_terms():
             rows = plan.rows[term.name]
@@ -261,7 +234,7 @@ class JointObjective(Objective):
 
     def _row_terms(self) -> list[RowTerm]:
         terms = [term for term in self.weights if isinstance(term, RowTerm)]
-        return [term for term in terms if not term.pairs_per_image or self.trained_part != "encoders"]
+        return [term for term in terms if not term.pairs_per_image or self.reads_pairs]
 
 
 def blank_pair(batch: Batch) -> Batch:

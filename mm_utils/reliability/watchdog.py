@@ -76,7 +76,7 @@ class HangDetection(TrainerCallback):
         self._over = threading.Event()
 
     def __enter__(self) -> "HangDetection":
-        self._since = time.monotonic()
+        self._since, self._over = time.monotonic(), threading.Event()
         self._is_active = distributed.world_size() > 1
         if self._is_active:
             self._owns_monitor = not failures.is_monitoring()  # scripts have one (`run_script`), notebooks have none
@@ -228,7 +228,7 @@ class StragglerDetection(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure the towers' forward passes from now on."""
-        if distributed.world_size() > 1:
+        if distributed.world_size() > 1 and self._device is None:  # not again in the next stage
             self._device = kwargs["model"].device
             for tower in (kwargs["model"].vision_model, kwargs["model"].text_model):
                 if tower._compiled_call_impl is not None:  # which takes hooks into its graph

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, load_own
@@ -47,7 +46,7 @@ class RunContext:
     Attributes:
         run: processes, output folder, training arguments.
         given: all flags.
-        data, model, objective, optimizer: what is trained, on what, how.
+        data, model, objective: what is trained, and on what.
         evaluators: called in turn with (model, loader, accelerator); their metrics become those of an evaluation.
         resume_from: the checkpoint that training goes on from.
         has_baseline: whether the weights before the first step are a model already.
@@ -66,7 +65,6 @@ class RunContext:
     data: TrainingData
     model: Any
     objective: Objective
-    optimizer: torch.optim.Optimizer
     evaluators: list[Evaluate]
     resume_from: Path | None = None
     has_baseline: bool = False
@@ -80,7 +78,7 @@ class RunContext:
     callbacks: Sequence[TrainerCallback] = ()
 
     def start(self) -> None:
-        """Call `on_start` of the callbacks, when data, model, objective and optimizer exist."""
+        """Call `on_start` of the callbacks, when data, model and objective exist."""
         self.evaluates_start = self.has_baseline
         self._call("on_start", self.callbacks)
 
@@ -159,9 +157,8 @@ def all_callbacks(
         others: those that are attached.
         highest_scale: the bound of the inverse temperature; None for an objective without one.
     """
-    args = run.args
     callbacks: list[TrainerCallback] = [
-        HangDetection(args.ddp_timeout),
+        HangDetection(run.args.ddp_timeout),
         Throughput(run.accelerator.device),
         *([StragglerDetection()] if distributed.world_size() > 1 else []),
         SkippedSamples(),
@@ -169,6 +166,4 @@ def all_callbacks(
     ]
     if highest_scale is not None:
         callbacks.append(TemperatureClamp(highest_scale))
-    if args.early_stopping_patience:
-        callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
     return [*callbacks, *others, ProgressBar()]

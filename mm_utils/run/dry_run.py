@@ -37,7 +37,7 @@ from mm_utils.run.output_folder import holds_run, misplaced
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.memory import available_bytes
-from mm_utils.training.phases import head_start
+from mm_utils.training.stages import stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -253,15 +253,16 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     args.settle_eval_steps(steps, probe.context.has_baseline)
     first = 0 if probe.context.evaluates_start else args.eval_steps
     evaluated_steps = {steps, *(range(first, steps, args.eval_steps) if args.eval_steps > 0 else ())}
-    if args.eval_steps > 0 and (head := head_start(probe.context.objective, share, steps)):
-        evaluated_steps.add(head)  # the end of the encoders' part
-    saved_steps = {steps, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
+    ends = {stage.end for stage in stages_of(probe.context.objective, args, share, total["train"])}
+    if args.eval_steps > 0:
+        evaluated_steps |= ends
+    saved_steps = {*ends, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
     if args.keeps_best:  # each may be the best so far
         saved_steps |= evaluated_steps
     again = args.keeps_best and len(evaluated_steps) > 1  # if the best are not the last, they are measured once more
     evaluations, kept = len(evaluated_steps) + again + probe.context.final_evaluations, len(saved_steps)
     if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay
-        kept = min(kept, args.save_total_limit + 1 + args.keeps_best)
+        kept = min(kept, args.save_total_limit + 1 + args.keeps_best * len(ends))
     checkpoint = find_checkpoint("latest", folder)
     checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
     growth = total["validation"] / len(data.splits["validation"])

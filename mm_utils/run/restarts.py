@@ -111,10 +111,13 @@ class RestartRecord(TrainerCallback):
     """
 
     def __init__(self, save_config: Callable[[], None] | None = None):
-        self.save_config = save_config
+        self.save_config, self._is_recorded = save_config, False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the step; raise ValueError on all ranks if the last restarts began at the same one."""
+        if self._is_recorded:  # a later stage begins
+            return
+        self._is_recorded = True
         problem = _record_step(Path(args.output_dir), state.global_step) if distributed.rank() == 0 else None
         distributed.raise_everywhere(problem)
         if self.save_config is not None:

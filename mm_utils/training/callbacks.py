@@ -96,20 +96,10 @@ class CallbackRunner:
             )  # fmt: skip
 
     def exhausted(self) -> int:
-        """Return after how many evaluations without a better metric early stopping has ended a part of the run; 0 if not."""
-        return max((own.early_stopping_patience_counter for own in self._early_stops() if _has_waited(own)), default=0)
-
-    def wait_anew(self) -> None:
-        """Let early stopping count from 0 again."""
-        for callback in self._early_stops():
-            callback.early_stopping_patience_counter = 0
-
-    def _early_stops(self) -> list[EarlyStoppingCallback]:
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStoppingCallback)]
-
-
-def _has_waited(callback: EarlyStoppingCallback) -> bool:
-    return callback.early_stopping_patience_counter >= callback.early_stopping_patience
+        """Return after how many evaluations without a better metric early stopping has ended the stage; 0 if it has not."""
+        early = [callback for callback in self.callbacks if isinstance(callback, EarlyStoppingCallback)]
+        counts = [(each.early_stopping_patience_counter, each.early_stopping_patience) for each in early]
+        return max((count for count, patience in counts if count >= patience), default=0)
 
 
 class RunCallback(TrainerCallback):

@@ -59,8 +59,8 @@ class OptimizerArguments:
     )
     head_share: float = arg(
         0.5,
-        "Share of the run, its last part, in which the terms of the fusion head are trained, on backbones that stay as they are; "
-        "before it, the other terms alone. 0 = all at once. It plays no part without a term of the head.",
+        "Share of the steps, the last ones, in which the fusion head is trained, on encoders that stay as they are; before them, "
+        "the encoders alone. 0 = all at once. It plays no part without a term of the head.",
     )
     weight_decay: float = arg(
         0.1, "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions."
@@ -143,8 +143,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `--optim`: matrices decay, backbones have their own rate.
 
-    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`, and
-    `backbone`, whether it is frozen in the head's part of the run; the trainer sets `lr` from them and `schedule`.
+    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`; the trainer
+    sets `lr` from it and `schedule`.
 
     Args:
         model: the model.
@@ -166,7 +166,6 @@ def build_optimizer(
                 "params": [],
                 "lr": rate,
                 "peak_lr": rate,
-                "backbone": backbone,
                 "weight_decay": args.weight_decay if decays else 0.0,
             },
         )

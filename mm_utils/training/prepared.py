@@ -22,11 +22,14 @@ def prepare(
     optimizer: torch.optim.Optimizer,
     data: TrainingData,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the objective and the optimizer as this process trains them; called on all ranks.
+    """Return the objective and the optimizer as this process trains them; called on all ranks, for each stage of a run.
 
     Raises:
         ValueError: if backend, objective or data do not go together, with the reason.
     """
+    accelerator.free_memory()  # what it had prepared for the stage before
+    if isinstance(objective, FSDPModule):  # for which that has sharded it
+        return objective, accelerator.prepare_optimizer(optimizer)
     backend = accelerator.distributed_type.value
     if backend in ("FSDP", "DEEPSPEED"):
         configure = configure_fsdp if backend == "FSDP" else configure_deepspeed

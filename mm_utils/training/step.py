@@ -24,8 +24,8 @@ from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.reliability.skipped import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.memory import restored_buffers
-from mm_utils.training.optim import BATCH_EXPONENT, OptimizerArguments
-from mm_utils.training.phases import Phases
+from mm_utils.training.optim import BATCH_EXPONENT, OptimizerArguments, schedule
+from mm_utils.training.stages import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,11 @@ class TrainStep:
         args, optimizer_args: the run's arguments.
         accelerator: the accelerator that prepared objective and optimizer.
         objective, optimizer: the prepared objective and optimizer; the optimizer's groups have a `peak_lr`.
-        max_steps: the number of steps of the whole run.
+        stage: the steps that are taken, and their rates.
 
     Attributes:
         average: the moving average of the weights, with `--ema_decay`.
         micro_batch_size: the number of pairs that this rank holds at a time; None for all.
-        phases: what each step trains.
         nonfinite: the steps that changed nothing because they were not finite; complete after `settle`.
         reads_late: True if the device decides whether a step moves the weights, and its figures are read in the next step.
     """
@@ -56,12 +55,11 @@ class TrainStep:
         accelerator: Accelerator,
         objective: nn.Module,
         optimizer: torch.optim.Optimizer,
-        max_steps: int,
+        stage: Stage,
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
-        self.objective, self.optimizer = objective, optimizer
+        self.objective, self.optimizer, self.stage = objective, optimizer, stage
         self.unwrapped = unwrapped = accelerator.unwrap_model(objective)
-        self.phases = Phases(unwrapped, args, optimizer_args, max_steps)
         self.average = WeightAverage(unwrapped.model, args.ema_decay) if args.ema_decay else None
         self.sizes, size = args.batch_sizes, args.micro_batch_size
         share = -(-max(self.sizes.sizes) // distributed.world_size())
@@ -89,14 +87,14 @@ class TrainStep:
         if self._is_first or not (self.objective.training and self.unwrapped.model.training):  # 3 % of a small step
             self.objective.train()
         growth = (self.sizes.at(step) / self.sizes.at(0)) ** BATCH_EXPONENT
-        self.phases.set_rates(self.optimizer.param_groups, step, growth)
+        rate = growth * schedule(step - self.stage.begin, self.stage.end - self.stage.begin, self.optimizer_args)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * rate * self.stage.rate
         if self._is_first:
             self._is_first = False
             self._settle_order(batch)
         report = self._backward(batch, step)
         self.settle()  # the step before, while the device computes this one
-        for weight in self.unwrapped.resting:
-            weight.grad = None  # with one of 0, momentum and weight decay would still move it
         norm = self._clip(self.optimizer_args.max_grad_norm or math.inf)
         report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
         self.nonfinite.take(step, report["loss"], report["grad_norm"], batch["image_ids"])
@@ -137,7 +135,7 @@ class TrainStep:
         wrapped = isinstance(self.objective, DistributedDataParallel)
         if self.micro_batch_size is None and wrapped and distributed.world_size() >= 3:
             with restored_buffers(self.objective):
-                self._backward(batch, 0)  # of one part of the run at every start
+                self._backward(batch, 0)
             self.optimizer.zero_grad()
 
     def _backward(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
@@ -146,7 +144,6 @@ class TrainStep:
             place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
             seed_all(place % 2**32)
 
-        self.unwrapped.train_part(self.phases.part(step), is_awaited=self.unwrapped is not self.objective)
         report, self.micro_batch_size = backward_that_fits(
             self.accelerator, self.objective, batch, step, self.micro_batch_size, restart
         )

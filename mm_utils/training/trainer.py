@@ -2,7 +2,8 @@
 
 Names follow `transformers.Trainer` wherever the meaning is the same, and its callbacks run here unchanged. One thing differs:
 the unit of a step is the global batch, whose rows depend on (data, seed, step) alone, so a run that is resumed with another
-number of processes continues with the same batches.
+number of processes continues with the same batches. A run may be several stages (`mm_utils.training.stages`), one trainer each:
+callbacks then see training begin and end as often.
 
 Callbacks get the stock events, with further keyword arguments:
     on_step_begin: batch, data_wait (seconds). on_step_end: report, batch, data_wait, micro_batch_size.
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import step_of
@@ -39,8 +40,8 @@ from mm_utils.reliability.signals import Interrupted, Interruption
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.optim import OptimizerArguments
-from mm_utils.training.phases import same_head
 from mm_utils.training.prepared import prepare, unsharded
+from mm_utils.training.stages import HEAD, Stage, stages_of
 from mm_utils.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Trainer:
         evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
         callbacks: any `transformers.TrainerCallback`.
         flags: those that decide what is learnt, by name; a run that is resumed must have them as they were.
+        stage: the steps that are taken, what they train and what judges them; by default a whole run of all at once.
     """
 
     def __init__(
@@ -71,30 +73,30 @@ class Trainer:
         evaluators: Sequence[Callable[..., dict[str, float]]] = (),
         callbacks: Sequence[TrainerCallback] = (),
         flags: Mapping[str, Any] | None = None,
+        stage: Stage | None = None,
     ):
-        self.args, self.accelerator, self.data = args, accelerator, data
+        self.steps = args.total_steps(data.num_rows)  # of all stages
+        self.stage = stage = stage or stages_of(objective, args, 0.0, data.num_rows)[0]
+        self.args = args = copy.copy(args)
+        args.metric_for_best_model = stage.metric  # early stopping reads it
+        if args.logging_steps < 0:
+            args.logging_steps = min(10, -(-self.steps // 10))
+        self.accelerator, self.data = accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
         self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, data)
         self.model = objective.model
         self.evaluators = evaluators
         self.state = TrainerState(
-            max_steps=args.total_steps(data.num_rows),
+            global_step=stage.begin,
+            max_steps=stage.end,
             is_world_process_zero=accelerator.is_main_process,
             is_local_process_zero=accelerator.is_local_main_process,
         )
         self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // data.num_rows)
-        self.step = TrainStep(
-            args,
-            optimizer_args,
-            accelerator,
-            self.objective,
-            self.optimizer,
-            self.state.max_steps,
-        )
-        if args.logging_steps < 0:
-            args.logging_steps = min(10, -(-self.state.max_steps // 10))
-        self.phases, self.average = self.step.phases, self.step.average
-        self.callbacks = CallbackRunner(callbacks, self._context, accelerator.device)
+        self.step = TrainStep(args, optimizer_args, accelerator, self.objective, self.optimizer, stage)
+        self.average = self.step.average
+        early = [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else []
+        self.callbacks = CallbackRunner([*callbacks, *early], self._context, accelerator.device)
         self.signals = Interruption()
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
         self.flags = comparable(flags or {})
@@ -102,16 +104,26 @@ class Trainer:
             accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
         )
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
-        self._evaluated_step, self._saved_step = -1, 0
+        self._evaluated_step, self._saved_step = -1, stage.begin
         self._resumed_from: Path | None = None
         self.choice = ""  # which weights are saved, and what chose them; known after `train`
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from: Path | None = None, evaluate_start: bool = False) -> dict[str, float]:
-        """Train to the end or a callback's stop; save; return the metrics of what is saved.
+    def train(
+        self,
+        resume_from: Path | None = None,
+        evaluate_start: bool = False,
+        known: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Train to the end of the stage or a callback's stop; load the best weights; return their metrics.
 
-        With `evaluate_start`, the first weights are evaluated too, and kept if no later ones are better.
+        The model is saved if the run ends with this.
+
+        Args:
+            resume_from: a checkpoint of this stage.
+            evaluate_start: evaluate the first weights of the run too; they are kept if no later ones are better.
+            known: what the stage before has measured of the weights that this one begins with.
 
         Raises:
             Interrupted: if a signal stopped the run (`mm_utils.reliability.signals`); the checkpoint is written then.
@@ -123,15 +135,13 @@ class Trainer:
                 if isinstance(callback, AbstractContextManager):
                     stack.enter_context(callback)
             try:
-                self._begin(resume_from)
+                self._begin(resume_from, known or {})
                 metrics = self._evaluate_if_due(evaluate_start)
                 if not self.callbacks.control.should_training_stop:
                     metrics = self._take_steps() or metrics
-                if self._goes_on_with_head():
-                    metrics = self._take_steps() or metrics
                 self.step.settle()
-                if self.evaluators and self._evaluated_step != self.state.global_step:
-                    metrics = self.evaluate()
+                if self._evaluated_step != self.state.global_step and (self.ends_run or self.args.eval_steps > 0):
+                    metrics = self.evaluate() if self.evaluators else metrics
                 if self.saves and self._saved_step != self.state.global_step:
                     self.save_checkpoint()
                 complete = self._finish_writing()
@@ -139,7 +149,10 @@ class Trainer:
             except _StopRequested as stop:
                 self._save_and_exit(stop.signal)
         self.callbacks.call("on_train_end")
-        self.captured.save_model()
+        if self.ends_run:
+            self.captured.save_model()
+        elif self.average is not None:
+            self.average.settle()
         if not complete:
             self._fail_after_save_errors()
         return metrics
@@ -149,8 +162,6 @@ class Trainer:
         metrics: dict[str, float] = {}
         loader = self.data.train_batches(self.state.global_step, self.state.max_steps)
         for batch in loader:
-            if self.state.global_step == self.phases.head_from:
-                self._begin_head()
             self.callbacks.call("on_step_begin", batch=batch, data_wait=loader.wait)
             report = self.step.run(batch, self.state.global_step)
             self.state.global_step += 1
@@ -170,11 +181,16 @@ class Trainer:
         if self.state.global_step < self.state.max_steps:
             raise distributed.RunError(  # on this process, maybe alone: the others would wait for it in their next step
                 f"the training data of process {distributed.rank()} ended after step {self.state.global_step} of "
-                f"{self.state.max_steps}. Give all processes the same data, and as much as at the start."
+                f"{self.steps}. Give all processes the same data, and as much as at the start."
             )
         return metrics
 
-    def _begin(self, resume_from: Path | None) -> None:
+    @property
+    def ends_run(self) -> bool:
+        """True if no stage follows this one: it is the last, or a callback other than early stopping has ended it."""
+        return self.stage.is_last or (self.callbacks.control.should_training_stop and not self.callbacks.exhausted())
+
+    def _begin(self, resume_from: Path | None, known: Mapping[str, float]) -> None:
         """Check all that can be checked before the first step; load the checkpoint."""
         distributed.check_equal_on_all_ranks({"what decides the batches": self.identity})
         distributed.on_first(self.writer.clean_up)
@@ -184,15 +200,22 @@ class Trainer:
             distributed.on_first(partial(truncate_rows, self.output_dir / name, self.state.global_step))
         if self.saves:
             limit = self.args.save_total_limit
-            kept = None if limit is None else limit + self.args.keeps_best + self.phases.keeps_encoders
+            kept = None if limit is None else limit + 2 * self.args.keeps_best
             check_room(self.output_dir, self.captured.nbytes, kept)
         self.callbacks.call("on_train_begin")
+        if known and self.args.keeps_best and resume_from is None:
+            self.state.log_history.append({"step": self.stage.begin, **known})
+            if self.stage.judges_start:
+                self.state.best_metric = known.get(f"eval_{self.stage.metric}")
+                self.state.best_global_step = self.stage.begin
+            self.save_checkpoint()
 
     def _schedule_actions(self) -> None:
         """Set the actions that are due after this step; callbacks may change them."""
         step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
         self.callbacks.control.should_log = last or _due(step, self.args.logging_steps)
-        self.callbacks.control.should_evaluate = bool(self.evaluators) and (last or self.phases.evaluates(step))
+        evaluates = _due(step, self.args.eval_steps) or (last and (self.stage.is_last or self.args.eval_steps > 0))
+        self.callbacks.control.should_evaluate = bool(self.evaluators) and evaluates
         self.callbacks.control.should_save = _due(step, self.args.save_steps)
 
     def _sync_ranks(self) -> int:
@@ -202,7 +225,7 @@ class Trainer:
         to `_save_and_exit` and to the resumed run. On GPUs, ranks agree a step later, unless they wait for this one anyway.
         """
         signal, step = 0, self.state.global_step
-        waits = step >= self.state.max_steps or self.phases.evaluates(step)
+        waits = step >= self.state.max_steps or _due(step, self.args.eval_steps)
         waits = waits or _due(step, self.args.logging_steps) or _due(step, self.args.save_steps)
         flags = (self.signals.number, self.writer.saved(), self.writer.failures)
         for asked, saved, failures in self.callbacks.agree(*flags, later=self.step.reads_late and not waits):
@@ -255,15 +278,17 @@ class Trainer:
         self.callbacks.call("on_evaluate", metrics=metrics)
         self.log(metrics)
         step, history = self.state.global_step, self.state.log_history
-        value = metrics.get(f"eval_{self.phases.metric(step)}")
-        if value is None and self.phases.needs_metric(step):
-            raise ValueError(
-                f"--metric_for_best_model is {self.args.metric_for_best_model}; measured were {', '.join(found)}."
-            )
-        if self.phases.best_of_part(history, step) == step:
+        value = metrics.get(f"eval_{self.stage.metric}")
+        if value is None and self.stage.asked is None:
+            raise ValueError(f"--metric_for_best_model is {self.stage.metric}; measured were {', '.join(found)}.")
+        if self.stage.ranked(history)[:1] == [step]:
             self.state.best_metric, self.state.best_global_step = value, step
-        self.callbacks.control.should_save |= step in self.phases.kept(history)
+        self.callbacks.control.should_save |= step in self._kept()
         return metrics
+
+    def _kept(self) -> list[int]:
+        """Return the steps whose checkpoints are kept: that of the best, and that which the stage began with."""
+        return [*self.stage.ranked(self.state.log_history)[:1], self.stage.begin] if self.args.keeps_best else []
 
     def measure(self) -> dict[str, float]:
         """Evaluate the current weights, without logging."""
@@ -284,8 +309,8 @@ class Trainer:
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
         """Do the evaluation due before the first step, or when a resumed run was stopped."""
         step = self.state.global_step
-        due = bool(self.evaluators) and self.phases.evaluates(step) and (at_start or step > 0)
-        if not due or self._is_evaluated():
+        due = at_start and step == 0 if step == self.stage.begin else _due(step, self.args.eval_steps)
+        if not (due and self.evaluators and self.args.eval_steps > 0) or self._is_evaluated():
             return {}
         metrics = self.evaluate()
         if self.callbacks.control.should_save:
@@ -296,31 +321,6 @@ class Trainer:
         """Return whether the log has the evaluation of the present weights."""
         step = self.state.global_step
         return any(row["step"] == step and "loss" not in row for row in self.state.log_history)
-
-    def _goes_on_with_head(self) -> bool:
-        """Return whether early stopping has ended the encoders' part alone; the next step is then the first of the head's."""
-        step, first, control = self.state.global_step, self.phases.head_from, self.callbacks.control
-        waited = self.callbacks.exhausted() if control.should_training_stop else 0
-        if not (self.phases.is_split and step <= first < self.state.max_steps and waited):
-            return False
-        logger.info(
-            "The encoders' part ends early, at step %d, after %d evaluations without a better metric; the head's part begins, with "
-            "step %d", step, waited, first,
-        )  # fmt: skip
-        control.should_training_stop, self.state.global_step = False, first
-        self.state.epoch = self.sizes.before(first) / self.data.num_rows
-        return True
-
-    def _begin_head(self) -> None:
-        """Begin the head's part of the run, with the best encoders of the part before it, and their optimizer's state."""
-        state, best = self.state, self.phases.best_encoders(self.state.log_history)
-        if self.phases.is_split and self.args.keeps_best and best and best[0] != state.global_step:
-            self._finish_writing()
-            if (path := self._folder_of(best[0])) is not None:
-                self.captured.load_training(path)
-                logger.info("The head's part begins with the encoders of step %d, the best of theirs", best[0])
-        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-        self.callbacks.wait_anew()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -338,9 +338,10 @@ class Trainer:
             self.state.best_model_checkpoint = str(self.writer.path(self.state.global_step))
         self.writer.wait()  # the next capture reuses the memory that it reads
         run = {"identity": self.identity, "flags": self.flags, "nonfinite_steps": self.step.nonfinite.count}
+        run["stage"] = {"name": self.stage.name, "begin": self.stage.begin}
         snapshot = self.captured.capture(self.state, run)
         if self.accelerator.is_main_process:
-            self.writer.start(self.state.global_step, snapshot, self.phases.kept(self.state.log_history))
+            self.writer.start(self.state.global_step, snapshot, self._kept())
         self._saved_step = self.state.global_step
 
     def load_checkpoint(self, path: Path) -> TrainerState:
@@ -354,10 +355,10 @@ class Trainer:
         return state
 
     def _resume(self, path: Path) -> None:
-        if (step := step_of(path.resolve())) > self.state.max_steps:
+        if (step := step_of(path.resolve())) > self.steps:
             raise ValueError(
-                f"--resume_from_checkpoint is {path}, of step {step}; the run has {self.state.max_steps} steps. Raise --max_steps "
-                "or --num_train_epochs."
+                f"--resume_from_checkpoint is {path}, of step {step}; the run has {self.steps} steps. Raise --max_steps or "
+                "--num_train_epochs."
             )
         state, self._resumed_from = self.load_checkpoint(path), path.absolute()
         state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
@@ -367,7 +368,7 @@ class Trainer:
         self.callbacks.restore(state.stateful_callbacks or {})  # type: ignore[arg-type]
         if self.accelerator.is_main_process:
             self.writer.set_newer_aside(state.global_step)
-            logger.info("Resumed from %s at step %d of %d", path, state.global_step, state.max_steps)
+            logger.info("Resumed from %s at step %d of %d", path, state.global_step, self.steps)
 
     def _finish_writing(self) -> bool:
         """Wait for the last checkpoint and call the callbacks; return whether it could be written."""
@@ -380,57 +381,71 @@ class Trainer:
                 break
             self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
         if self.accelerator.is_main_process:
-            self.writer.remove_old(self.phases.kept(self.state.log_history))
+            self.writer.remove_old(self._kept())
         return not failures
 
     def _choose(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Load the best weights, where they are kept, and note what chose them; return the metrics of what is saved."""
-        step, first = self.state.global_step, self.phases.head_from
-        if self.args.keeps_best and (best := self.phases.best(self.state.log_history)):
-            metrics = self._load_best(best, metrics)
-        if self.phases.has_head and self.phases.is_new and step <= first:
-            self.model.config.rerank_weights = {}
-            self.choice += (
-                f" No head was trained: the run ended at step {step}, and its head learns from step {first} on."
+        """Load the best weights, where they are kept, and note what chose them; return their metrics."""
+        history, last = self.state.log_history, self.state.global_step
+        if waited := not self.stage.is_last and self.callbacks.exhausted():
+            logger.info(
+                "The encoders' stage ends early, at step %d, after %d evaluations without a better metric",
+                last,
+                waited,
             )
+        if self.args.keeps_best and (ranked := self.stage.ranked(history)):
+            best = next((step for step in ranked if self._folder_of(step)), None)
+            if best is None:
+                lost = self.writer.path(ranked[0])
+                logger.warning("%s could not be written, so the last weights are kept in place of the best", lost)
+            else:
+                metrics = self._load_best(best)
+        if self.ends_run and self.stage.awaits_new_head:
+            self.model.config.rerank_weights = {}
+            self.choice += f" No head was trained: the run ended at step {last}, and its head learns from step {self.stage.end} on."
         self.choice = self.choice.strip()
         return metrics
 
-    def _load_best(self, best: list[int], metrics: dict[str, float]) -> dict[str, float]:
-        """Load the best checkpoint's weights; return the metrics of its evaluation."""
-        history = self.state.log_history
-        step, path = next(((step, path) for step in best if (path := self._folder_of(step))), (best[0], None))
-        if path is None:
-            lost = self.writer.path(step)
-            logger.warning("%s could not be written, so the last weights are kept in place of the best", lost)
-            return metrics
+    def _load_best(self, best: int) -> dict[str, float]:
+        """Load the weights of the best step; return the metrics of its evaluation."""
+        history, last = self.state.log_history, self.state.global_step
+        path = self._folder_of(best)
+        assert path is not None
         self.captured.load_weights(path)
-        choice = self.phases.choice(history, step)
-        row = {
-            "step": self.state.global_step,
-            "saved_step": step,
-            "saved_part": choice.part,
-            "saved_by": choice.figure,
-        }
-        self.choice = str(choice)
+        found = next(row for row in history if row["step"] == best and "loss" not in row)
+        metrics = {name: value for name, value in found.items() if name.startswith("eval_")}
+        if not self.ends_run:
+            logger.info("The fusion head is trained on the encoders of step %d, the best of theirs", best)
+            return metrics
+        figure, self.choice = self.stage.choice(history, best)
+        row = {"step": last, "saved_step": best, "saved_part": self.stage.name, "saved_by": figure}
         reranks = any((self.model.config.rerank_weights or {}).values())
-        earlier = self.phases.lost_recall(history, step, reranks)
-        if earlier is not None and (path := self._folder_of(earlier)) is not None:
-            with same_head(self.model, self.average):
-                self.captured.load_weights(path)
+        if self.stage.lost_recall(history, best, reranks) and (path := self._folder_of(self.stage.begin)):
+            self._put_back_projections(path)
             metrics = {f"eval_{name}": value for name, value in self._measure_saved().items()}
-            self.choice += (
-                f" Its projections are those of step {earlier}: later ones cost more recall than the head adds."
-            )
-            row["saved_projections_step"] = earlier
-        else:
-            if step != self._evaluated_step:
-                self._measure_saved()  # the pictures are of what is saved
-            found = next(row for row in history if row["step"] == step and "loss" not in row)
-            metrics = {name: value for name, value in found.items() if name.startswith("eval_")}
+            self.choice += " Its projections are those that it began with: later ones cost more recall than it adds."
+            row["saved_projections_step"] = self.stage.begin
+        elif best != self._evaluated_step:
+            self._measure_saved()  # the pictures are of what is saved
         if self.accelerator.is_main_process:
             append_rows(self.output_dir / METRICS_FILE, [row])
         return metrics
+
+    def _put_back_projections(self, path: Path) -> None:
+        """Load all weights of a checkpoint but the head's."""
+        places = [{f"model.{name}": weight for name, weight in self.model.named_parameters()}]
+        if self.average is not None:
+            places.append({f"model.{name}": weight for name, weight in self.average.values.items()})
+        heads = [
+            (weight, weight.detach().clone())
+            for place in places
+            for name, weight in place.items()
+            if name.startswith(HEAD)
+        ]
+        self.captured.load_weights(path)
+        with torch.no_grad():
+            for weight, kept in heads:
+                weight.copy_(kept)
 
     def _folder_of(self, step: int) -> Path | None:
         """Return the checkpoint of a step, maybe in the folder that the run was begun in; None if it is lost."""
@@ -478,11 +493,7 @@ class Trainer:
         """Return the arguments of every event."""
         shared = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
         shared |= {"processing_class": self.data.processor, "eval_dataloader": self.data.eval_loader}
-        args, judge = self.args, self.phases.metric(self.state.global_step)
-        if judge != args.metric_for_best_model:  # early stopping reads it
-            args = copy.copy(args)
-            args.metric_for_best_model = judge
-        return args, self.state, shared
+        return self.args, self.state, shared
 
 
 class _StopRequested(Exception):

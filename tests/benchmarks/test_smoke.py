@@ -187,7 +187,7 @@ def test_a_step_waits_for_nothing(objectives, monkeypatch):
     setting = {"loop": "tandem", "objectives": objectives, "pairs": 12, "compiled": False}
     sizes = ModelArguments(vision_config="tiny", text_config="tiny", image_size=32)
     step, _ = gpu.make_step(gpu.make_accelerator(), setting, sizes, 100, None)
-    step(10**6 - 2)  # of the head's part of the run, where there is one
+    step(10**6 - 2)  # of the head's stage, where there is one
     with HostReads() as reads:
         step(10**6 - 1)
     assert reads.found == {}

@@ -117,7 +117,8 @@ def tiny_objective(kind: str) -> JointObjective:
     if kind == "captioning_of_few_words" and model.token_head is not None:
         model.token_head.bias.data[40:] = TokenHead.ABSENT
     if kind == "captioning_on_resting_towers":
-        objective.train_part("head")
+        objective.model.vision_model.requires_grad_(False)
+        objective.model.text_model.requires_grad_(False)
     return objective
 
 

@@ -7,7 +7,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, step_of
@@ -27,6 +27,7 @@ from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import OPTIMIZERS, OptimizerArguments, build_optimizer
+from mm_utils.training.stages import remaining, stages_of
 from mm_utils.training.throughput import Throughput
 from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective
@@ -51,6 +52,8 @@ class TinyRun:
         exact: 64-bit numbers.
         patience: of early stopping.
         new_head: the head was not trained before this run.
+        head_share: of the steps, in which it learns; with 0, the run is one stage.
+        rerank_weights: what an evaluation finds.
         figures: what an evaluation after a step measures, besides the score.
     """
 
@@ -64,6 +67,8 @@ class TinyRun:
     arguments: dict[str, Any] = field(default_factory=dict)
     patience: int = 100
     new_head: bool = False
+    head_share: float = 0.0
+    rerank_weights: dict[str, float] = field(default_factory=dict)
     figures: Mapping[int, dict[str, float]] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=lambda: {"data": "rows"})
 
@@ -130,7 +135,13 @@ class _Places(TrainerCallback):
 
 
 def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
-    """The trainer of a run; `seen` will hold the rows of every step that it takes."""
+    """The trainer of a run in one stage; `seen` will hold the rows of every step that it takes."""
+    [trainer] = trainers(replace(run, head_share=0.0), seen)
+    return trainer
+
+
+def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None) -> Iterator[Trainer]:
+    """The trainer of each stage from that of a checkpoint on, built when the one before has trained."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if distributed.world_size() > 1:
         let_accelerate_find_ranks()
@@ -143,6 +154,7 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
         "load_best_model_at_end": False,
         "logging_steps": 1,
         "ema_decay": 0.9,
+        "early_stopping_patience": run.patience,
     }
     given |= {"global_batch_size": BATCH, "metric_for_best_model": "score"} | run.arguments
     kept = given.pop("save_total_limit", 2)
@@ -159,7 +171,6 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
             module.p = run.dropout
     OPTIMIZERS["smooth_adamw"] = (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-3})
     learning = OptimizerArguments(learning_rate=1e-2, optim="smooth_adamw")
-    optimizer = build_optimizer(objective.model, learning, pretrained=False, device=accelerator.device)
     data: Any = SimpleNamespace(
         train_batches=lambda start, stop: Batches(run, start, stop, seen, args.global_batch_size),
         eval_loader=Batches(run, 0, 2, []),
@@ -169,26 +180,24 @@ def build(run: TinyRun, seen: list[list[int]]) -> Trainer:
         processor=Processor(),
     )
     watching = [
-        HangDetection(args.ddp_timeout),
-        Throughput(accelerator.device),
-        StragglerDetection(),
-        SkippedSamples(),
+        *(HangDetection(args.ddp_timeout), Throughput(accelerator.device), StragglerDetection(), SkippedSamples()),
+        *(TemperatureClamp(100.0), _Places(run.strike)),
     ]
-    trainer = Trainer(
-        args,
-        learning,
-        accelerator,
-        objective,
-        optimizer,
-        data,
-        evaluators=[lambda model, loader, _: _score(run, trainer, model, loader)],
-        callbacks=[*watching, TemperatureClamp(100.0), _Places(run.strike), EarlyStoppingCallback(run.patience)],
-    )
     objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))
-    return trainer
+    for stage in remaining(stages_of(objective, args, run.head_share, run.rows), checkpoint):
+        stage.freeze_others(objective)
+        optimizer = build_optimizer(objective.model, learning, pretrained=False, device=accelerator.device)
+        trainer = Trainer(
+            *(args, learning, accelerator, objective, optimizer, data),
+            evaluators=[lambda model, loader, _: _score(run, trainer, model, loader)],  # noqa: B023
+            callbacks=watching,
+            stage=stage,
+        )
+        yield trainer
 
 
 def _score(run: TinyRun, trainer: Trainer, model: Any, loader: Any) -> dict[str, float]:
+    model.config.rerank_weights = run.rerank_weights
     score = torch.zeros(())
     for number, _ in enumerate(loader):
         if number:
@@ -203,11 +212,15 @@ def train(run: TinyRun) -> tuple[int, int, list[list[int]]]:
     """Run to the end or to an interruption: the signal's number or 0, the last step, the rows of every step."""
     run.folder.mkdir(parents=True, exist_ok=True)
     seen: list[list[int]] = []
-    trainer = build(run, seen)
-    try:
-        trainer.train(find_checkpoint(run.resume, run.folder))
-    except Interrupted as interrupted:
-        return interrupted.number, trainer.state.global_step, seen
+    metrics: dict[str, float] = {}
+    checkpoint = find_checkpoint(run.resume, run.folder)
+    for number, trainer in enumerate(trainers(run, seen, checkpoint)):
+        try:
+            metrics = trainer.train(None if number else checkpoint, known=metrics)
+        except Interrupted as interrupted:
+            return interrupted.number, trainer.state.global_step, seen
+        if trainer.ends_run:
+            break
     return 0, trainer.state.global_step, seen
 
 

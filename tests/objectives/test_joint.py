@@ -16,14 +16,17 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.captioning import Captioning, token_cross_entropy
-from mm_utils.objectives.joint import PARTS, JointObjective
+from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.losses import GlobalBatch, gather_batch, info_nce, same_pair
 from mm_utils.objectives.masked_language import MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching, Pairs
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.stages import stages_of
 from tests.kit.objectives import (
     KINDS,
     PAIRS,
     SPLITS,
+    TERMS,
     dense_info_nce,
     global_batch,
     same_gradients,
@@ -202,9 +205,8 @@ def test_build_objective() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_trained_parameter_gets_a_gradient(kind: str) -> None:
-    """DDP waits for those of all of them, also of weights that are frozen for this step."""
+    """DDP waits for those of all of them."""
     objective = tiny_objective(kind)
-    objective.train_part(objective.trained_part, is_awaited=True)
     objective(global_batch(kind), 0)["loss"].backward()
     missing = [name for name, value in objective.named_parameters() if value.requires_grad and value.grad is None]
     assert [name for name in missing if "text_model.pooler" not in name] == []
@@ -369,25 +371,20 @@ def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatc
     assert model.token_head.known().all()
 
 
-@pytest.mark.parametrize(("part", "idle"), [("encoders", "head"), ("head", "encoders")])
-def test_a_part_of_the_model_is_trained_alone(part: str, idle: str) -> None:
-    objective, whole, batch = tiny_objective("captioning"), tiny_objective("captioning"), global_batch()
-    objective.train_part(part, is_awaited=True)
-    found = step(objective, batch, 3)
-    assert ("captioning_loss" in found["report"]) == (part == "head")
-    moved = {name.removeprefix("model.") for name, value in found["gradients"].items() if value.any()}
-    # The trainer drops gradients of weights that rest, as of the word embeddings that captions are made of.
-    assert not [name for name in moved if name.startswith(PARTS[idle]) and "word_embeddings" not in name]
-    assert {begin for begin in PARTS[part] for name in moved if name.startswith(begin)} == {*PARTS[part]}
-    resting = [weight for name, weight in objective.model.named_parameters() if name.startswith(PARTS[idle])]
-    assert {id(weight) for weight in objective.resting} == {id(weight) for weight in resting if weight.requires_grad}
-    assert all(weight.grad is not None for weight in objective.resting)
-    if part == "head":
-        begins = tuple(f"model.{name}" for name in (*PARTS["head"], "visual_projection", "text_projection"))
-        expected = step(whole, batch, 3)["gradients"]
-        same_gradients(
-            found["gradients"], {name: value for name, value in expected.items() if name.startswith(begins)}
-        )
+@pytest.mark.parametrize("kind", ["captioning", "matching_with_negatives"])
+def test_a_stage_trains_its_part_as_all_at_once_would(kind: str) -> None:
+    """Of the encoders' stage the head's terms are left out; in the head's, the encoders get no gradient."""
+    objective, batch = tiny_objective(kind), global_batch(kind)
+    stages = stages_of(objective, TrainingArguments(max_steps=10), 0.5, 9)
+    expected = step(tiny_objective(kind), batch, 3)["gradients"]
+    for stage in stages:
+        stage.freeze_others(objective)
+        found = step(objective, batch, 3)
+        term = TERMS[kind].split(",")[1].split(":")[0]
+        assert (f"{term}_loss" in found["report"]) == (stage.name == "head")
+        assert {name for name, value in found["gradients"].items() if value.any()} <= stage.trains
+        assert all(parameter.grad is None for parameter in objective.parameters() if not parameter.requires_grad)
+    same_gradients(*({name: given[name] for name in stages[1].trains} for given in (found["gradients"], expected)))
 
 
 def test_distillation_is_a_cross_entropy_with_the_teachers_softmax() -> None:

@@ -1,0 +1,146 @@
+"""A run is a list of stages: first its encoders learn, then its fusion head, on encoders that stay as they are.
+
+Each stage is taken by an ordinary `Trainer`, with its own schedule, best figure, early stopping and checkpoints. It begins with
+the best weights of the stage before it. Projections learn in both. With frozen encoders, with `--head_share 0`, or without a
+term of the head, a run is one stage.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from mm_utils.checkpointing.files import step_of
+from mm_utils.checkpointing.state import RUN_FILE
+from mm_utils.objectives.joint import Objective
+from mm_utils.training.arguments import TrainingArguments, greater_is_better
+
+logger = logging.getLogger(__name__)
+
+HEAD = ("model.fusion.", "model.token_head.", "model.caption_adapter.")
+ENCODERS = ("model.vision_model.", "model.text_model.")
+HEAD_RATE = 2.0  # of the peak rate, on encoders that stay as they are (docs/log.md)
+_OF_ENCODERS = ("text_to_image_", "image_to_text_")  # how their figures begin; of re-ranking there are the same
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a `Trainer` trains, in which steps of the run, and what judges it.
+
+    Attributes:
+        name: "encoders", or "head" if the head is trained.
+        begin, end: the steps, counted over the whole run; checkpoints are named by them.
+        is_last: whether the run ends with this stage.
+        trains: the names of the objective's parameters that learn.
+        metric: the figure that chooses the best evaluation. Encoders are judged by their own, heads by what they add to it.
+        asked: `--metric_for_best_model`, if `metric` stands in for that; where it is not measured, the last head is the best.
+        judges_start: whether the weights at `begin` may be the best.
+        awaits_new_head: whether a later stage trains a head that was not trained before.
+        rate: a factor of the peak rates.
+    """
+
+    name: str
+    begin: int
+    end: int
+    trains: frozenset[str]
+    metric: str
+    is_last: bool = True
+    asked: str | None = None
+    judges_start: bool = True
+    awaits_new_head: bool = False
+    rate: float = 1.0
+
+    def freeze_others(self, objective: nn.Module) -> None:
+        """Let the stage's parameters alone get gradients; called before the optimizer is built."""
+        shards = [module for module in objective.modules() if isinstance(module, FSDPModule)]
+        for gather in (True, False):  # FSDP2 has other parameters while it has gathered the weights
+            for module in shards:
+                module.unshard() if gather else module.reshard()
+            for name, parameter in objective.named_parameters():
+                parameter.requires_grad_(name in self.trains)
+
+    def ranked(self, history: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the evaluated steps, the best first: of equal ones the first, of heads the longest trained."""
+        rows = self._candidates(history)
+        sign, name = 1 if greater_is_better(self.metric) else -1, f"eval_{self.metric}"
+        values = {step: sign * row[name] for step, row in rows.items() if name in row}
+        if self.asked and not values:
+            return sorted(rows, reverse=True)
+        return sorted(values, key=lambda step: (-values[step], -step if self.asked else step))
+
+    def choice(self, history: Sequence[Mapping[str, Any]], step: int) -> tuple[str | None, str]:
+        """Return the figure that chose a step of `ranked`, None for the last step without one, and a sentence."""
+        what = "with the fusion head of" if self.name == "head" else "of"
+        name = f"eval_{self.metric}"
+        values = {at: row[name] for at, row in self._candidates(history).items() if name in row}
+        if not values:
+            return None, f"Saved is the model {what} step {step}, the last one, as no evaluation measured re-ranking."
+        best = f"the best of {len(values)} evaluations by {name} ({values[step]:.4g})"
+        return name, f"Saved is the model {what} step {step}, {best}."
+
+    def lost_recall(self, history: Sequence[Mapping[str, Any]], step: int, reranks: bool) -> bool:
+        """Return whether the projections of a step, re-ranked where that is on, are worse than those at `begin` alone."""
+        rows = {int(row["step"]): row for row in history if "loss" not in row}
+        trains_encoders = any(name.startswith(ENCODERS) for name in self.trains)
+        if self.begin not in rows or self.asked is None or trains_encoders or self.name != "head":
+            return False
+        sign, name = 1 if greater_is_better(self.asked) else -1, f"eval_{self.asked}"
+        value = rows[step].get(f"eval_rerank_{self.asked}", rows[step][name]) if reranks else rows[step][name]
+        return sign * value < sign * rows[self.begin][name]
+
+    def _candidates(self, history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        rows = {int(row["step"]): row for row in history if "loss" not in row}
+        return {step: row for step, row in rows.items() if self.judges_start or step > self.begin}
+
+
+def stages_of(objective: Objective, args: TrainingArguments, head_share: float, num_rows: int) -> list[Stage]:
+    """Return the stages of a run.
+
+    Args:
+        objective: whose parameters need a gradient if they are trained in any stage.
+        head_share: `--head_share`, the share of the steps, the last, in which the head learns; 0 for all at once.
+        num_rows: the number of training rows.
+    """
+    steps, metric = args.total_steps(num_rows), args.metric_for_best_model
+    trained = frozenset(name for name, weight in objective.named_parameters() if weight.requires_grad)
+    if not objective.pairs_per_image:
+        return [Stage("encoders", 0, steps, trained, metric)]
+    of_head = "head_mean_recall" if metric == "mean_recall" else metric
+    of_head = f"rerank_{metric}" if metric.startswith(_OF_ENCODERS) else of_head
+    is_new = any(name.startswith("fusion.") for name in objective.added)
+    head = Stage(
+        "head", 0, steps, trained, of_head, asked=metric if of_head != metric else None, judges_start=not is_new
+    )
+    if head_share and not any(name.startswith(ENCODERS) for name in trained):
+        logger.info(
+            "Both encoders are frozen, so the fusion head is trained from the first step on, without --head_share"
+        )
+        head_share = 0.0
+    if not head_share:
+        return [head]
+    begin = round((1 - head_share) * steps)
+    without_head, without_encoders = (
+        frozenset(name for name in trained if not name.startswith(part)) for part in (HEAD, ENCODERS)
+    )
+    encoders = Stage("encoders", 0, begin, without_head, metric, begin == steps, awaits_new_head=is_new)
+    head = replace(head, begin=begin, trains=without_encoders, rate=HEAD_RATE)
+    return [stage for stage in (encoders, head) if stage.begin < stage.end]
+
+
+def remaining(stages: Sequence[Stage], checkpoint: Path | None) -> list[Stage]:
+    """Return the stages from that of a checkpoint on; a stage that had begun keeps its begin if the run is longer now."""
+    if checkpoint is None:
+        return list(stages)
+    stored = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8")).get("stage")
+    if stored is None:
+        raise ValueError(
+            f"--resume_from_checkpoint is {checkpoint}; it was written before runs had stages. Begin the run anew."
+        )
+    place = next((place for place, stage in enumerate(stages) if stage.name == stored["name"]), 0)
+    begun, later = replace(stages[place], begin=stored["begin"]), stages[place + 1 :]
+    return [begun, *(replace(stage, begin=max(stage.begin, step_of(checkpoint.resolve()))) for stage in later)]

@@ -1,0 +1,189 @@
+"""A run is first its encoders' stage and then its head's: what judges each, what the second begins with, and what is saved."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.stages import stages_of
+from tests.kit.launches import logged
+from tests.kit.objectives import tiny_objective
+from tests.kit.ranks import run_on_ranks
+from tests.kit.tiny_run import Signalled, TinyRun, alone, exiting, train, trainers
+
+HEAD, TOWERS = "fusion.", ("vision_model.", "text_model.")
+Recalls = dict[int, tuple[float, float]]
+
+
+def run_of(folder: Path, recalls: Recalls, reranks: bool = True, **more: Any) -> TinyRun:
+    """A run of 10 steps, evaluated every second and after step 5, in whose last 5 the head learns.
+
+    Args:
+        recalls: by step, the encoders' recall, and that by the head.
+        reranks: whether re-ranking is on, so that its recall is the head's.
+    """
+    figures = {}
+    for step, (own, head) in recalls.items():
+        figures[step] = {"mean_recall": own, "head_mean_recall": head, "rerank_mean_recall": head if reranks else own}
+    given: dict[str, Any] = {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "mean_recall"}
+    arguments = given | {"save_total_limit": None, "ema_decay": 0.0} | more.pop("arguments", {})
+    return TinyRun(
+        folder,
+        figures=figures,
+        rerank_weights={"match": 0.5} if reranks else {},
+        arguments=arguments,
+        head_share=0.5,
+        **{"new_head": True} | more,
+    )
+
+
+def weights(folder: Path, *begin: str) -> dict[str, torch.Tensor]:
+    found = load_file(folder / "model.safetensors")
+    return {name: value for name, value in found.items() if name.startswith(begin or ("",))}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """The row that names what was saved; there is one."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    [found] = [row for row in rows if "saved_step" in row]
+    return found
+
+
+BEST_EARLY: Recalls = {2: (0.9, 0.9), 4: (0.5, 0.5), 5: (0.4, 0.4), 6: (0.8, 0.85), 8: (0.8, 0.95), 10: (0.8, 0.9)}
+COSTLY: Recalls = BEST_EARLY | {8: (0.7, 0.86), 10: (0.6, 0.8)}
+
+
+@pytest.mark.parametrize(
+    ("recalls", "reranks", "more", "expected"),
+    [
+        pytest.param(BEST_EARLY, True, {}, (8, None), id="the best head"),
+        pytest.param(COSTLY, True, {}, (8, 5), id="projections that got worse are put back"),
+        pytest.param(BEST_EARLY, False, {}, (8, 5), id="a head within noise is kept, off"),
+        pytest.param(COSTLY, True, {"arguments": {"ema_decay": 0.9}}, (8, 5), id="an average"),
+        pytest.param(BEST_EARLY, True, {"arguments": {"metric_for_best_model": "score"}}, (None, None), id="a figure of one's own"),
+        pytest.param(COSTLY, True, {"new_head": False}, (5, None), id="a head of before, better as it was"),
+    ],
+)  # fmt: skip
+def test_each_stage_is_judged_by_what_it_trains(
+    recalls: Recalls, reranks: bool, more: dict[str, Any], expected: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    """Both begin with the best weights of what was before them, and the saved model has the best head and encoders."""
+    run, (head, projections) = run_of(tmp_path, recalls, reranks, **more), expected
+    assert alone(train, run)[0] == 0
+    row, first, averages = saved(tmp_path), 2, run.arguments["ema_decay"] > 0
+    if head is None:
+        scores = logged(tmp_path, "eval_score")
+        first, head = (max(steps, key=lambda step: scores[step]) for steps in ((2, 4, 5), (6, 8, 10)))
+    assert (row["saved_part"], row["saved_step"], row.get("saved_projections_step")) == ("head", head, projections)
+    assert row["saved_by"] == ("eval_score" if "score" in str(more) else "eval_head_mean_recall")
+    of = {step: weights(tmp_path / f"checkpoint-{step}") for step in {first, 5, 6, 10, head}}
+    assert all(torch.equal(value, of[5][name]) for name, value in of[10].items() if name.startswith(TOWERS))
+    if not averages:
+        assert all(torch.equal(value, of[first][name]) for name, value in of[5].items() if not name.startswith(HEAD))
+    for name, value in weights(tmp_path).items():
+        if name.startswith(HEAD) and not averages:
+            assert torch.equal(value, of[head][name])
+        elif not name.startswith(HEAD):
+            assert torch.equal(value, of[projections or head][name])
+
+
+STOPS: Recalls = {2: (0.9, 0.9), 4: (0.8, 0.8), 6: (0.9, 0.5), 8: (0.9, 0.4), 10: (0.9, 0.9)}
+
+
+def test_early_stopping_ends_the_stages_one_by_one(tmp_path: Path) -> None:
+    """The encoders' after step 4, with those of step 2; the head's after step 8."""
+    run = run_of(tmp_path, STOPS, patience=1)
+    status, (_, last, rows) = alone(train, run)
+    assert (status, last, len(rows)) == (0, 8, 7)  # step 5 is not taken
+    assert list(logged(tmp_path, "eval_mean_recall")) == [2, 4, 6, 8]
+    assert saved(tmp_path)["saved_step"] == 6
+    assert same(weights(tmp_path, *TOWERS), weights(tmp_path / "checkpoint-2", *TOWERS))
+    assert alone(train, run)[1][1] == 8  # a run that has stopped does not go on
+    assert saved(tmp_path)["saved_step"] == 6
+
+
+@pytest.mark.parametrize("patience", [100, 1])
+@pytest.mark.parametrize("step", [4, 5, 6, 8])
+def test_a_resumed_run_saves_what_an_uninterrupted_one_does(patience: int, step: int, tmp_path: Path) -> None:
+    if patience == 1 and step == 5:
+        pytest.skip("not taken")
+    recalls, more = STOPS if patience == 1 else BEST_EARLY, {"arguments": {"save_total_limit": 1, "ema_decay": 0.9}}
+    assert alone(train, run_of(tmp_path / "straight", recalls, patience=patience, **more))[0] == 0
+    strike = Signalled("forward", step, signal.SIGTERM)
+    broken = run_of(tmp_path / "run", recalls, patience=patience, strike=strike, **more)
+    assert alone(exiting, broken)[0] == 143
+    assert alone(train, run_of(tmp_path / "run", recalls, patience=patience, **more))[0] == 0
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "straight"))
+    assert saved(tmp_path / "run") == saved(tmp_path / "straight")
+
+
+def exact(folder: Path, micro_batch_size: str | None = None) -> None:
+    arguments = {"micro_batch_size": micro_batch_size}
+    train(run_of(folder, BEST_EARLY, exact=True, dropout=0.0, arguments=arguments))
+
+
+def test_processes_and_parts_change_nothing(tmp_path: Path) -> None:
+    alone(exact, tmp_path / "one")
+    alone(exact, tmp_path / "parts", "2")
+    run_on_ranks(2, exact, tmp_path / "two")
+    for name in ("parts", "two"):
+        assert saved(tmp_path / name) == saved(tmp_path / "one")
+        torch.testing.assert_close(weights(tmp_path / name), weights(tmp_path / "one"), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (None, [("head", 0, 10)]),  # both encoders are frozen
+        (0.5, [("encoders", 0, 5), ("head", 5, 10)]),
+        (0.25, [("encoders", 0, 8), ("head", 8, 10)]),
+        (0.0, [("head", 0, 10)]),
+        (0.01, [("encoders", 0, 10)]),
+    ],
+)
+def test_the_stages_of_a_run(share: float | None, expected: list[tuple[str, int, int]]) -> None:
+    objective = tiny_objective("contrastive_matching")
+    if share is None:
+        objective.model.freeze("vision")
+        objective.model.freeze("text")
+    stages = stages_of(objective, TrainingArguments(max_steps=10), 0.5 if share is None else share, 100)
+    assert [(stage.name, stage.begin, stage.end) for stage in stages] == expected
+    assert [stage.is_last for stage in stages] == [False] * (len(stages) - 1) + [True]
+    trains = [{name.split(".")[1] for name in stage.trains} for stage in stages]
+    for stage, parts in zip(stages, trains, strict=True):
+        assert ("fusion" in parts) == (stage.name == "head")
+        assert ("vision_model" in parts) == (stage.name == "encoders" or share == 0)
+        assert "visual_projection" in parts
+
+
+def test_a_run_that_ends_before_the_head_says_that_none_was_trained(tmp_path: Path) -> None:
+    """Its re-ranking is off, and its encoders are chosen by their own recall."""
+    choice = alone(stopped, run_of(tmp_path, BEST_EARLY))[1]
+    assert "No head was trained: the run ended at step 4, and its head learns from step 5 on." in choice
+    assert (saved(tmp_path)["saved_step"], saved(tmp_path)["saved_part"]) == (2, "encoders")
+    assert json.loads((tmp_path / "config.json").read_text())["rerank_weights"] == {}
+
+
+def stopped(run: TinyRun) -> str:
+    run.folder.mkdir(exist_ok=True)
+    trainer = next(trainers(run, []))
+
+    def stop(place: str, step: int) -> None:
+        if (place, step) == ("end", 4):
+            trainer.callbacks.control.should_training_stop = True
+
+    for callback in trainer.callbacks.callbacks:
+        if hasattr(callback, "strike"):
+            callback.strike = stop
+    trainer.train()
+    return trainer.choice

@@ -48,6 +48,7 @@ from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.memory import peak_bytes, reset_peak
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.stages import stages_of
 from mm_utils.training.step import TrainStep
 
 Step = Callable[[int], Any]
@@ -114,7 +115,7 @@ def make_step(
     if len(processor.tokenizer) < words:
         model.text_model.resize_token_embeddings(words)
     image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), words)
-    optimizer_args = OptimizerArguments(warmup_ratio=0.0, head_share=0.0)  # the bare loop's rate; all terms in a step
+    optimizer_args = OptimizerArguments(warmup_ratio=0.0)  # the bare loop's rate
     objective = build_objective(model, ObjectiveArguments(setting["objectives"]), 0, processor.tokenizer)
     model.to(accelerator.device)
     batch = random_batch(setting["pairs"], vocabulary, image_size, accelerator.device)
@@ -127,7 +128,8 @@ def make_step(
     args = TrainingArguments(
         output_dir="unused", max_steps=10**6, global_batch_size=setting["pairs"], micro_batch_size=micro_batch_size
     )
-    train_step = TrainStep(args, optimizer_args, accelerator, objective, optimizer, 10**6)
+    [stage] = stages_of(accelerator.unwrap_model(objective), args, 0.0, 10**6)  # all terms in a step
+    train_step = TrainStep(args, optimizer_args, accelerator, objective, optimizer, stage)
 
     def step(number: int) -> Tensor:
         report = train_step.run(batch, number)

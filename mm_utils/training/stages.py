@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 HEAD = ("model.fusion.", "model.token_head.", "model.caption_adapter.")
 ENCODERS = ("model.vision_model.", "model.text_model.")
-HEAD_RATE = 2.0  # of the peak rate, on encoders that stay as they are (docs/log.md)
+HEAD_RATE = 2.0  # of the peak rate, on encoders that stay as they are
 _OF_ENCODERS = ("text_to_image_", "image_to_text_")  # how their figures begin; of re-ranking there are the same
 
 

@@ -18,6 +18,8 @@ from PIL import Image
 from mm_utils.data import images
 from mm_utils.data.images import encode, open_image, pixels, read_pixels, shrink
 from mm_utils.model.reading import UnreadableError
+from tests.kit.awkward import photo, turn
+from tests.kit.fault_images import draw, save
 from tests.kit.prepared import pixels_apart
 
 RED = (200, 30, 60)
@@ -25,16 +27,7 @@ RED = (200, 30, 60)
 
 def stored(image: Image.Image, form: str = "PNG", **options: Any) -> dict[str, Any]:
     """`image` as a row holds it."""
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return {"bytes": buffer.getvalue(), "path": None}
-
-
-def photo(width: int, height: int) -> Image.Image:
-    """A smooth picture whose colours say where a pixel came from: red is x, green is y."""
-    y, x = np.mgrid[0:height, 0:width]
-    scale = 255 / max(width - 1, height - 1, 1)
-    return Image.fromarray(np.stack([x * scale, y * scale, 0 * x + 99], 2).round().astype(np.uint8))
+    return {"bytes": save(image, form, **options), "path": None}
 
 
 # -- modes --------------------------------------------------------------------------------------------------------------
@@ -147,14 +140,7 @@ needs_simplejpeg = pytest.mark.skipif(images.simplejpeg is None, reason="simplej
 
 
 def noisy(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    noise = np.random.default_rng(width + height).integers(0, 256, (9, 9, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
-
-
-def turned(orientation: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return exif
+    return draw(width + height, (width, height)).convert(mode)
 
 
 VALUES = {
@@ -166,7 +152,7 @@ VALUES = {
     "progressive": stored(noisy(100, 80), "JPEG", progressive=True),
     "grey": stored(noisy(100, 80, "L"), "JPEG"),
     "four inks": stored(noisy(100, 80, "CMYK"), "JPEG"),
-    "turned": stored(noisy(100, 80), "JPEG", exif=turned(6)),
+    "turned": stored(noisy(100, 80), "JPEG", exif=turn(6)),
     "lossless": stored(noisy(100, 80), "PNG"),
     "transparent": stored(noisy(100, 80, "RGBA"), "PNG"),
 }

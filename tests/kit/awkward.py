@@ -1,10 +1,9 @@
 """Pictures and texts that many a reader reads otherwise: every door has to read them in one way."""
 
-import io
-from typing import Any
-
 import numpy as np
 from PIL import Image
+
+from tests.kit.fault_images import save
 
 RNG = np.random.default_rng(0)
 
@@ -15,10 +14,11 @@ def noise(height: int, width: int, channels: int) -> np.ndarray:
     return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))[:, :, :channels].squeeze()
 
 
-def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+def photo(width: int, height: int) -> Image.Image:
+    """A smooth picture whose colours say where a pixel came from: red is x, green is y."""
+    y, x = np.mgrid[0:height, 0:width]
+    scale = 255 / max(width - 1, height - 1, 1)
+    return Image.fromarray(np.stack([x * scale, y * scale, 0 * x + 99], 2).round().astype(np.uint8))
 
 
 def turn(orientation: int) -> Image.Exif:
@@ -32,26 +32,26 @@ def awkward_pictures() -> dict[str, bytes]:
     clear, palette = Image.fromarray(noise(50, 70, 4), "RGBA"), colours.quantize(16)
     deep = Image.fromarray((noise(40, 50, 3)[..., 0].astype(np.uint16) * 257).astype(np.uint16))
     return {
-        "plain": file(colours),
-        "RGBA": file(clear),
-        "LA": file(clear.convert("LA")),
-        "P with transparency": file(palette, transparency=3),
-        "I;16": file(deep),
-        "CMYK": file(colours.convert("CMYK"), "JPEG"),
-        "turned": file(colours, "JPEG", exif=turn(6)),
-        "float TIFF": file(Image.fromarray(noise(40, 50, 3)[..., 0].astype(np.float32) / 255), "TIFF"),
-        "turned TIFF": file(colours, "TIFF", tiffinfo={274: 6}),
-        "turned PNG": file(colours, exif=turn(7)),
-        "turned WebP": file(colours, "WEBP", exif=turn(8)),
-        "1 bit": file(colours.convert("1")),
-        "L with transparency": file(colours.convert("L"), transparency=100),
-        "16-bit TIFF": file(deep, "TIFF"),
-        "32-bit TIFF": file(Image.fromarray(noise(40, 50, 3)[..., 0].astype(np.int32) * 9999), "TIFF"),
-        "APNG": file(clear, save_all=True, append_images=[Image.new("RGBA", clear.size, "red")]),
-        "animated": file(colours, "GIF", save_all=True, append_images=[Image.new("RGB", colours.size, "red")]),
-        "tiny": file(Image.fromarray(noise(1, 2, 3).reshape(1, 2, 3))),
-        "extreme aspect": file(Image.fromarray(noise(9, 900, 3))),
-        "larger than it is shown": file(Image.fromarray(noise(300, 410, 3)), "JPEG"),
+        "plain": save(colours),
+        "RGBA": save(clear),
+        "LA": save(clear.convert("LA")),
+        "P with transparency": save(palette, transparency=3),
+        "I;16": save(deep),
+        "CMYK": save(colours.convert("CMYK"), "JPEG"),
+        "turned": save(colours, "JPEG", exif=turn(6)),
+        "float TIFF": save(Image.fromarray(noise(40, 50, 3)[..., 0].astype(np.float32) / 255), "TIFF"),
+        "turned TIFF": save(colours, "TIFF", tiffinfo={274: 6}),
+        "turned PNG": save(colours, exif=turn(7)),
+        "turned WebP": save(colours, "WEBP", exif=turn(8)),
+        "1 bit": save(colours.convert("1")),
+        "L with transparency": save(colours.convert("L"), transparency=100),
+        "16-bit TIFF": save(deep, "TIFF"),
+        "32-bit TIFF": save(Image.fromarray(noise(40, 50, 3)[..., 0].astype(np.int32) * 9999), "TIFF"),
+        "APNG": save(clear, save_all=True, append_images=[Image.new("RGBA", clear.size, "red")]),
+        "animated": save(colours, "GIF", save_all=True, append_images=[Image.new("RGB", colours.size, "red")]),
+        "tiny": save(Image.fromarray(noise(1, 2, 3).reshape(1, 2, 3))),
+        "extreme aspect": save(Image.fromarray(noise(9, 900, 3))),
+        "larger than it is shown": save(Image.fromarray(noise(300, 410, 3)), "JPEG"),
     }
 
 

@@ -51,7 +51,7 @@ def draw(number: int, size: tuple[int, int] = (64, 48)) -> Image.Image:
     return Image.fromarray(cells).resize(size, Image.Resampling.BICUBIC)
 
 
-def save(picture: Image.Image, form: str, **options: object) -> bytes:
+def save(picture: Image.Image, form: str = "PNG", **options: object) -> bytes:
     """The bytes of an image file."""
     buffer = io.BytesIO()
     picture.save(buffer, form, **options)
@@ -194,7 +194,11 @@ def _sized(width: int, height: int, form: str = "PNG") -> Make:
     return lambda picture: save(picture.resize((width, height)), form)
 
 
-_TEXT_CHUNK = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100 << 20), 1))
+def _with_text(whole: bytes) -> bytes:
+    """100 MB of it, compressed."""
+    return _with_chunk(whole, _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100 << 20), 1)))
+
+
 _REASONS: dict[str, dict[str, bytes | Make]] = {
     "image_empty": {"an empty file": b""},
     "image_unknown_format": {
@@ -229,7 +233,7 @@ _REASONS: dict[str, dict[str, bytes | Make]] = {
     "image_unreadable": {
         "a PNG of what is not a deflate stream": _png_of(64, 48, _chunk(b"IDAT", b"no deflate stream")),
         "a TIFF with a value that is not a number": lambda picture: save(_floats(picture, float("nan")), "TIFF"),
-        "a PNG with 100 MB of compressed text": lambda picture: _with_chunk(png(picture), _TEXT_CHUNK),
+        "a PNG with 100 MB of compressed text": lambda picture: _with_text(png(picture)),
     },
     "too_many_pixels": {
         "a PNG header of 50,000 x 50,000": _png_of(50_000, 50_000),

@@ -1,6 +1,5 @@
 """Small sounds and clips as prepared sets store them, and rows of them."""
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from PIL import Image
 
 from mm_utils.data.media import FEATURES
 from mm_utils.data.media.riff import read_avi, write_avi, write_wav
+from tests.kit.fault_images import save
 
 COLOURS = ("red", "lime", "blue", "white")
 
@@ -24,11 +24,7 @@ def tone(*hertz: float, rate: int = 16000, each: float = 0.5) -> bytes:
 
 def clip(colours: Sequence[str] = COLOURS, size: tuple[int, int] = (32, 24), fps: float = 4) -> bytes:
     """Return an AVI with a frame of each colour."""
-    frames = []
-    for colour in colours:
-        buffer = io.BytesIO()
-        Image.new("RGB", size, colour).save(buffer, "JPEG", quality=95)
-        frames.append(buffer.getvalue())
+    frames = [save(Image.new("RGB", size, colour), "JPEG", quality=95) for colour in colours]
     return write_avi(frames, fps, size)
 
 
@@ -66,9 +62,7 @@ def picture(seed: int, side: int = 90) -> Image.Image:
 
 
 def jpeg(grey: int, size: tuple[int, int] = (48, 32)) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, (grey, grey, grey)).save(buffer, "JPEG")
-    return buffer.getvalue()
+    return save(Image.new("RGB", size, (grey, grey, grey)), "JPEG")
 
 
 def rows_with_moments(moments: list[Any], contents: Sequence[bytes] = (), seconds: Sequence[float] = ()) -> Dataset:

@@ -1,6 +1,5 @@
 """Rows whose images show their number as a colour, and whose captions say it: whatever is paired wrongly is seen."""
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.model.processor import train_tokenizer
+from tests.kit.fault_images import save
 
 CPU = torch.device("cpu")
 FEATURES = Features(
@@ -34,9 +34,7 @@ def colour(index: int) -> tuple[int, int, int]:
 
 
 def png(index: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (20 + index, 30), colour(index)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return save(Image.new("RGB", (20 + index, 30), colour(index)), "PNG")
 
 
 def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:

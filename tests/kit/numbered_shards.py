@@ -1,7 +1,6 @@
 """Small shards whose images and captions name the same number, for the tests of streaming."""
 
 import contextlib
-import io
 import json
 import tarfile
 import threading
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from tests.kit.fault_images import save
 from tests.kit.reading import add_member
 
 FEATURES = datasets.Features(
@@ -29,9 +29,7 @@ FEATURES = datasets.Features(
 
 def image_of(number: int) -> bytes:
     """A picture of one colour, which says the number and survives any crop."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (20, 18), (number % 256, number // 256, 77)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return save(Image.new("RGB", (20, 18), (number % 256, number // 256, 77)), "PNG")
 
 
 def caption_of(number: int) -> str:

@@ -36,7 +36,8 @@ from mm_utils.model.spectrograms import LogMel
 from mm_utils.search.listing import Listing, Reader, stock_file
 from mm_utils.search.searcher import read_query
 from mm_utils.training.flops import measure_flops
-from tests.kit.awkward import RNG, TEXTS, awkward_pictures, file
+from tests.kit.awkward import RNG, TEXTS, awkward_pictures
+from tests.kit.fault_images import save
 from tests.kit.made_media import picture as made_picture
 from tests.kit.made_media import steady, video, wav
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
@@ -134,7 +135,7 @@ def animated(form: str) -> bytes:
     for at, frame in enumerate(frames):
         frame.paste((255, 0, 40 * at, 255), (6 * at, 10, 6 * at + 8, 30))
     times = {"duration": [100, 400, 50, 300, 200, 5], "disposal": 2} if form == "GIF" else {"duration": 200}
-    return file(frames[0], form, save_all=True, append_images=frames[1:], **times)
+    return save(frames[0], form, save_all=True, append_images=frames[1:], **times)
 
 
 CLIPS = {

@@ -1,6 +1,5 @@
 """Boxes follow their image into the square, and phrases become tokens once."""
 
-import io
 import random
 from typing import Any
 
@@ -28,6 +27,7 @@ from mm_utils.objectives.grounding.regions import (
     boxes_in,
     visible_regions,
 )
+from tests.kit.fault_images import save
 from tests.kit.media_files import rows_with_moments
 from tests.kit.numbered_rows import CPU, FEATURES, SIZE, WORDS, evaluation_pairs, training_pairs
 
@@ -87,9 +87,7 @@ def white_box(kind: str, width: int, height: int, box: tuple[int, int, int, int]
         return encode(image, kind)
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # stored lying down, to be turned clockwise
-    buffer = io.BytesIO()
-    image.transpose(Image.Transpose.ROTATE_90).save(buffer, "JPEG", quality=95, exif=exif)
-    return buffer.getvalue()
+    return save(image.transpose(Image.Transpose.ROTATE_90), "JPEG", quality=95, exif=exif)
 
 
 def whites(pixels: Tensor) -> list[float]:

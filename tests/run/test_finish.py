@@ -1,6 +1,5 @@
 """The picture of what captions find."""
 
-import io
 from pathlib import Path
 
 import datasets
@@ -11,6 +10,7 @@ from PIL import Image
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from mm_utils.plots import RetrievalExample
 from mm_utils.run import finish
+from tests.kit.fault_images import save
 from tests.kit.media_files import clip, media_rows
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel
 
@@ -32,9 +32,7 @@ def test_examples_are_in_the_order_that_was_measured(
     split, ranks = evaluator.split, evaluator.directions["text_to_image"]
     assert split is not None
     captions = [int((split.caption_key_T == key).sum()) for key in split.image_key_M]
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(file, "PNG")
-    images = [{"bytes": file.getvalue(), "path": None}] * len(captions)
+    images = [{"bytes": save(Image.new("RGB", (8, 8))), "path": None}] * len(captions)
     features = Features({"image": datasets.Image(decode=False), "captions": datasets.List(Value("string"))})
     rows = Dataset.from_dict({"image": images, "captions": [["a"] * count for count in captions]}, features)
     drawn: list[RetrievalExample] = []

@@ -4,7 +4,6 @@
 """
 
 import functools
-import io
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.kit.fault_images import save
 from tests.search.serving import bomb
 
 pytestmark = pytest.mark.slow
@@ -81,10 +81,9 @@ class Process:
 @pytest.fixture(scope="module")
 def process(index: Path) -> Iterator[Process]:
     process = Process(index)
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64), "red").save(buffer, "PNG")
+    buffer = save(Image.new("RGB", (64, 64), "red"), "PNG")
     for _ in range(3):  # what is loaded at the first use
-        assert process.ask("/search", buffer.getvalue()) == 200
+        assert process.ask("/search", buffer) == 200
         assert process.ask("/search?q=warm") == 200
     yield process
     process.running.terminate()
@@ -118,9 +117,7 @@ def picture(content: Callable[[], bytes]) -> Callable[[Process, int], int | str]
 
 def white() -> bytes:
     """A PNG of the most pixels that are decoded, in 120 kB."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (6300, 6300), "white").save(buffer, "PNG")
-    return buffer.getvalue()
+    return save(Image.new("RGB", (6300, 6300), "white"), "PNG")
 
 
 INF = float("inf")

@@ -25,6 +25,7 @@ from mm_utils.search.listing import (
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import embed
+from tests.kit.fault_images import save
 from tests.kit.media_files import clip, damaged, media_rows, tone
 from tests.kit.models import save_model
 from tests.search.conftest import make_embedder
@@ -149,10 +150,8 @@ def test_what_is_served(indexed: tuple[str, Path, Path], searcher: Searcher, mon
 
 def moving(*colours: str) -> bytes:
     """A GIF, four frames a second, which no codec is needed for."""
-    buffer = io.BytesIO()
     frames = [Image.new("RGB", (32, 24), colour) for colour in colours]
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=250)
-    return buffer.getvalue()
+    return save(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=250)
 
 
 FILES = {

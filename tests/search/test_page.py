@@ -2,7 +2,6 @@
 
 import base64
 import copy
-import io
 import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from mm_utils.data.images import open_image
 from mm_utils.search.narrowed import Filter
 from mm_utils.search.searcher import Hit
 from tests.kit.corpora import COLOURS, SHAPES, draw
+from tests.kit.fault_images import save
 from tests.search.serving import EVIL_CAPTION, EVIL_NAME, Served, served
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -99,9 +99,7 @@ class ColourSearcher:
 
 
 def encoded(colour: str, shape: str, kind: str = "PNG", side: int = 48) -> bytes:
-    stream = io.BytesIO()
-    draw(colour, shape).resize((side, side)).save(stream, kind)
-    return stream.getvalue()
+    return save(draw(colour, shape).resize((side, side)), kind)
 
 
 @pytest.fixture(scope="module")

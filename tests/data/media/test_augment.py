@@ -10,15 +10,9 @@ from PIL import Image
 
 from mm_utils.data.media.medium import _random_box, squares, vary_loudness
 from mm_utils.model.reading import center_square
+from tests.kit.awkward import photo
 
 RED = (200, 30, 60)
-
-
-def photo(width: int, height: int) -> Image.Image:
-    """A smooth picture whose colours say where a pixel came from: red is x, green is y."""
-    y, x = np.mgrid[0:height, 0:width]
-    scale = 255 / max(width - 1, height - 1, 1)
-    return Image.fromarray(np.stack([x * scale, y * scale, 0 * x + 99], 2).round().astype(np.uint8))
 
 
 def window_of(square: torch.Tensor, width: int, height: int) -> tuple[float, float]:

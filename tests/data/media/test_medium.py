@@ -1,6 +1,5 @@
 """Windows of clips and sounds: fixed shapes, a function of the generator, on the medium's own clock."""
 
-import io
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from mm_utils.data.media.medium import Clip, Sound, default_seconds, kind_of_pro
 from mm_utils.data.media.riff import write_avi, write_wav
 from mm_utils.model.reading import UnreadableError
 from mm_utils.model.spectrograms import LogMel
+from tests.kit.fault_images import save
 from tests.kit.media_files import jpeg, media_rows
 
 RATE = 1000
@@ -120,10 +120,8 @@ def test_frames_lie_on_the_clips_clock(count: int, frames: int, seconds: float |
 
 def test_all_frames_are_cropped_alike() -> None:
     ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (48, 1, 3))
-
-    buffer = io.BytesIO()
-    Image.fromarray(ramp).save(buffer, "JPEG", quality=100)
-    value = {"bytes": write_avi([buffer.getvalue()] * 5, 5, (64, 48)), "path": None}
+    frame = save(Image.fromarray(ramp), "JPEG", quality=100)
+    value = {"bytes": write_avi([frame] * 5, 5, (64, 48)), "path": None}
     clips = Clip(16, min_crop_area=0.3, frames=5)
     shown = clips.read(value, random.Random(3))[0]
     assert all(torch.equal(frame, shown[0]) for frame in shown)

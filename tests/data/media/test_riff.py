@@ -10,6 +10,7 @@ from PIL import Image
 
 from mm_utils.data.media.riff import read_avi, read_wav, write_avi, write_wav
 from mm_utils.model.reading import MOST_RATE, UnreadableError
+from tests.kit.fault_images import save
 from tests.kit.made_media import wav
 from tests.kit.media_files import jpeg
 
@@ -92,7 +93,6 @@ def test_more_frames_than_a_clip_has_are_refused() -> None:
 
 def test_frames_of_another_kind_are_refused() -> None:
     """A PNG is decoded whole, whatever is asked for: 512 of 40 million pixels would be 60 GB."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (48, 32)).save(buffer, "PNG")
+    buffer = save(Image.new("RGB", (48, 32)), "PNG")
     with pytest.raises(UnreadableError, match="not JPEG"):
-        read_avi(write_avi([FRAMES[0], buffer.getvalue()], 4, (48, 32)))
+        read_avi(write_avi([FRAMES[0], buffer], 4, (48, 32)))

@@ -11,8 +11,6 @@ It depends on `datasets` and `evaluate` alone, so it loads from a path without a
 import datasets
 import evaluate
 
-_DESCRIPTION = "Recall at 1, 5 and 10, mean and median rank of the first right item of every query."
-_CITATION = ""
 _INPUTS = """
 Args:
     predictions: for each query, ids of the retrieved items, best first.
@@ -30,8 +28,8 @@ class RetrievalRecall(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         ids = datasets.Sequence(datasets.Value("int64"))
         return evaluate.MetricInfo(
-            description=_DESCRIPTION,
-            citation=_CITATION,
+            description="Recall at 1, 5 and 10, mean and median rank of the first right item of every query.",
+            citation="",
             inputs_description=_INPUTS,
             features=datasets.Features({"predictions": ids, "references": ids}),
         )
@@ -39,7 +37,10 @@ class RetrievalRecall(evaluate.Metric):
     def _compute(
         self, predictions: list[list[int]], references: list[list[int]], k: tuple[int, ...] = (1, 5, 10)
     ) -> dict[str, float]:
-        hits = [_first_hit(found, set(right)) for found, right in zip(predictions, references)]  # noqa: B905
+        hits = [  # rank of the first right item, from 1; 0 if there is none
+            next((place for place, item in enumerate(found, 1) if item in set(right)), 0)
+            for found, right in zip(predictions, references)  # noqa: B905
+        ]
         ranks = sorted(hit or len(found) + 1 for hit, found in zip(hits, predictions))  # noqa: B905
         middle = len(ranks) // 2
         return {
@@ -47,8 +48,3 @@ class RetrievalRecall(evaluate.Metric):
             "mean_rank": sum(ranks) / len(ranks),
             "median_rank": (ranks[middle] + ranks[~middle]) / 2,
         }
-
-
-def _first_hit(found: list[int], right: set[int]) -> int:
-    """Return the rank of the first right item, from 1; 0 if there is none."""
-    return next((place for place, item in enumerate(found, 1) if item in right), 0)

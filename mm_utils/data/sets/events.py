@@ -7,10 +7,9 @@ from the seed everywhere, JPEG bytes from it and Pillow's codec.
 """
 
 import io
-import os
 import random
+from functools import partial
 
-import datasets
 import numpy as np
 from PIL import Image
 
@@ -32,24 +31,6 @@ _HALF = 7.5  # half its extent, in pixels
 _OVERSAMPLING = 4
 
 _State = tuple[float, float, float]  # centre and half the extent
-
-
-def load_clips(
-    num_train: int = 1500,
-    num_eval: int = 250,
-    seed: int = 0,
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> datasets.DatasetDict:
-    """Load the splits train, validation and test from the cache; generate them on first use.
-
-    A row has `id`, `image` (an AVI file of JPEG frames, not decoded), `captions` with their `languages`, `moments` (the
-    `span` of each event in seconds, and a `phrase`), `order_pair` as scenes have it, `seconds`, `width` and `height`.
-    Twins are neighbouring rows. The cache is `cache_dir`, or else the one of `datasets`.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
-    return load_sequences(CLIPS, num_train, num_eval, seed, cache_dir)
 
 
 def draw_frames(content: Content, rng: random.Random) -> tuple[np.ndarray, list[Span]]:
@@ -122,3 +103,4 @@ def _cover(shape: str, state: _State) -> tuple[tuple[slice, slice], np.ndarray]:
 
 
 CLIPS = Recipe("clips", "clip", "1", ("appear", "stay"), _draw_events, _phrase, _render)
+load_clips = partial(load_sequences, CLIPS, num_train=1500, num_eval=250)

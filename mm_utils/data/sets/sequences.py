@@ -98,9 +98,13 @@ class Recipe:
 
 
 def load_sequences(
-    recipe: Recipe, num_train: int, num_eval: int, seed: int, cache_dir: str | os.PathLike[str] | None
+    recipe: Recipe, num_train: int, num_eval: int, seed: int = 0, cache_dir: str | os.PathLike[str] | None = None
 ) -> datasets.DatasetDict:
     """Load the splits train, validation and test from the cache; generate them on first use.
+
+    A row has `id`, `image` (an AVI file of JPEG frames, or a WAV file, not decoded), `captions` with their `languages`, `moments`
+    (the `span` of each event in seconds, and a `phrase`), `order_pair` as scenes have it, `seconds`, `width` and `height`.
+    Twins are neighbouring rows. The cache is `cache_dir`, or else the one of `datasets`.
 
     Raises:
         ValueError: if a number is out of range.

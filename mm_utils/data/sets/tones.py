@@ -5,10 +5,9 @@ counted. The 1,600 default sounds take 5 s on one core and 205 MB on disk. Sampl
 of a very few where another library computes the sine.
 """
 
-import os
 import random
+from functools import partial
 
-import datasets
 import numpy as np
 
 from mm_utils.data.media.riff import write_wav
@@ -25,24 +24,6 @@ _FAMILIES = ("tone", "tone", "tone", "chord", "clicks", "noise")
 _GLIDE = 2.0  # ratio of the highest to the lowest frequency of a tone that rises or falls
 _GAP = 0.12  # least silence about an event, in seconds
 _FADE = 0.01
-
-
-def load_sounds(
-    num_train: int = 1200,
-    num_eval: int = 200,
-    seed: int = 0,
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> datasets.DatasetDict:
-    """Load the splits train, validation and test from the cache; generate them on first use.
-
-    A row has `id`, `image` (a WAV file, not decoded), `captions` with their `languages`, `moments` (the `span` of each event
-    in seconds, and a `phrase`), `order_pair` as scenes have it, and `seconds`. Twins are neighbouring rows. The cache is
-    `cache_dir`, or else the one of `datasets`.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
-    return load_sequences(SOUNDS, num_train, num_eval, seed, cache_dir)
 
 
 def make_samples(content: Content, rng: random.Random) -> tuple[np.ndarray, list[Span]]:
@@ -132,3 +113,4 @@ def _white(samples: int, rng: random.Random) -> np.ndarray:
 
 
 SOUNDS = Recipe("sounds", "sound", "1", ("sound",), _draw_events, _phrase, _render)
+load_sounds = partial(load_sequences, SOUNDS, num_train=1200, num_eval=200)

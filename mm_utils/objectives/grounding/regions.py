@@ -130,13 +130,12 @@ class RegionReader(ColumnReader):
 def _tokenize(
     rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> Columns:
-    count = len(rows["id"])
+    count, column = len(rows["id"]), "moments" if "moments" in rows else "regions"
     is_wanted = [True] * count if wanted is None else wanted
-    if "moments" in rows:
-        checked = map(_checked_moments, rows["id"], rows["moments"], rows["seconds"], is_wanted)
-    else:
-        checked = map(_checked_regions, rows["id"], rows["regions"], is_wanted)
-    regions = list(checked)
+    seconds = rows.get("seconds", [None] * count)
+    regions = [
+        _checked(*row) if own else [] for *row, own in zip(rows["id"], rows[column], seconds, is_wanted, strict=True)
+    ]
     phrases = [phrase for row in regions for _, phrase in row]
     tokens = iter(encode_captions(tokenizer, phrases, max_seq_length))
     return {
@@ -146,48 +145,36 @@ def _tokenize(
     }
 
 
-def _checked_regions(image_id: str, regions: Any, is_wanted: bool) -> list[tuple[list[float], str]]:
-    """Return box and phrase of each region; unprepared sources may hold anything."""
+def _checked(row_id: str, values: Any, seconds: float | None) -> list[tuple[list[float], str]]:
+    """Return box and phrase of each region of an image, or of each moment of `seconds`, whose box is (start, 0, length, 1).
+
+    Unprepared sources may hold anything.
+    """
     found = []
-    for region in _listed(regions) if is_wanted else []:
+    whose, name = (f"image {row_id}", "region") if seconds is None else (row_id, "moment")
+    for value in values or [] if isinstance(values, list) or not values else [values]:
+        problem = "a region is a box (x, y, width, height in pixels) and a phrase"
         try:
-            x, y, width, height = map(float, region["box"])
-            phrase = region["phrase"]
-            sound = width > 0 and height > 0 and all(map(np.isfinite, (x, y, width, height))) and phrase.strip()
+            phrase = value["phrase"]
+            if seconds is None:
+                x, y, width, height = map(float, value["box"])
+            else:
+                problem = "a moment is a span (start and end in seconds) and a phrase"
+                x, end = map(float, value["span"])
+                if 0 <= x < end and (end > seconds + SLACK or x >= seconds):
+                    problem = f"it ends after the medium, which lasts {seconds:g} seconds"
+                    end = x
+                y, width, height = 0.0, min(end, seconds) - x, 1.0
+            is_told = width > 0 and height > 0 and all(map(np.isfinite, (x, y, width, height))) and phrase.strip()
+            is_told = is_told and (seconds is None or x >= 0)
         except (TypeError, ValueError, KeyError, AttributeError):
-            sound = False
-        if not sound:
+            is_told = False
+        if not is_told:
             raise ValueError(
-                f"image {image_id} has the region {region}; a region is a box (x, y, width, height in pixels) and a "
-                "phrase. Correct it, or let scripts/prepare_data.py set such rows aside."
+                f"{whose} has the {name} {value}; {problem}. Correct it, or let scripts/prepare_data.py set such rows aside."
             )
         found.append(([x, y, width, height], phrase))
     return found
-
-
-def _checked_moments(medium_id: str, moments: Any, seconds: float, is_wanted: bool) -> list[tuple[list[float], str]]:
-    """Return the box (start, 0, length, 1) and phrase of each moment of `seconds`."""
-    found = []
-    for moment in _listed(moments) if is_wanted else []:
-        problem = "a moment is a span (start and end in seconds) and a phrase"
-        try:
-            start, end = map(float, moment["span"])
-            phrase, is_moment = moment["phrase"], 0 <= start < end and bool(moment["phrase"].strip())
-        except (TypeError, ValueError, KeyError, AttributeError):
-            is_moment = False
-        if is_moment and (end > seconds + SLACK or start >= seconds):
-            is_moment, problem = False, f"it ends after the medium, which lasts {seconds:g} seconds"
-        if not is_moment:
-            raise ValueError(
-                f"{medium_id} has the moment {moment}; {problem}. Correct it, or let scripts/prepare_data.py set such "
-                "rows aside."
-            )
-        found.append(([start, 0.0, min(end, seconds) - start, 1.0], phrase))
-    return found
-
-
-def _listed(values: Any) -> list[Any]:
-    return values or [] if isinstance(values, list) or not values else [values]
 
 
 def visible_regions(

@@ -16,7 +16,7 @@ from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.mining import REASONS, Mined, MiningArguments, choose
 from scripts import mine_negatives, prepare_data, pretrain
-from tests.kit.media_files import picture
+from tests.kit.fault_images import draw
 
 IMAGES, WIDTH = 40, 8
 ARGS = MiningArguments(num_negatives=3, num_candidates=12, relative_margin=0.1)
@@ -100,7 +100,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thirty images, of which the last two look alike, in three splits."""
     folder, rows = tmp_path_factory.mktemp("pairs"), []
     for number in range(30):
-        picture(min(number, 28)).save(folder / f"{number}.jpg", quality=95 - 20 * (number == 29))
+        draw(min(number, 28), (110, 90)).save(folder / f"{number}.jpg", quality=95 - 20 * (number == 29))
         split = "train" if number < 20 or number > 27 else "validation" if number < 24 else "test"
         captions = [f"picture {number}", f"a {split} image, number {number}", "an image"][: 2 + number % 2]
         rows.append({"image": f"{number}.jpg", "captions": captions, "split": split})

@@ -77,49 +77,25 @@ def test_training_asks_no_server(server: RecordingServer, tmp_path: Path) -> Non
 # -- files that change after they were found ----------------------------------------------------------------------------
 
 
-def remove(path: Path) -> None:
-    """it is gone"""
-    path.unlink()
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "it is gone": lambda path: None,
+    "it is a pipe": os.mkfifo,
+    "it is a folder": os.mkdir,
+    "it is an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "it is empty": lambda path: path.write_bytes(b""),
+    "it is cut in half": lambda path: path.write_bytes(png(draw(3))[:300]),
+}
 
 
-def pipe(path: Path) -> None:
-    """it is a pipe"""
-    path.unlink()
-    os.mkfifo(path)
-
-
-def folder(path: Path) -> None:
-    """it is a folder"""
-    path.unlink()
-    path.mkdir()
-
-
-def device(path: Path) -> None:
-    """it is an endless device"""
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def empty(path: Path) -> None:
-    """it is empty"""
-    path.write_bytes(b"")
-
-
-def halve(path: Path) -> None:
-    """it is cut in half"""
-    path.write_bytes(path.read_bytes()[:300])
-
-
-@pytest.mark.parametrize("change", [remove, pipe, folder, device, empty, halve], ids=lambda change: change.__name__)
-def test_a_file_that_changes_while_training_is_named_and_the_run_goes_on(
-    change: Callable[[Path], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_while_training_is_named_and_the_run_goes_on(change: str, tmp_path: Path) -> None:
     names = [f"{number}.png" for number in range(6)]
     for number, name in enumerate(names):
         (tmp_path / name).write_bytes(png(draw(number)))
     arguments = DataArguments(train_file=str(write(tmp_path, names)), validation_file=str(write(tmp_path, names)))
     rows = tokenize_splits(load_pairs(arguments), new_tokenizer(), 16)["train"]
-    change(tmp_path / "3.png")
+    (tmp_path / "3.png").unlink()
+    CHANGES[change](tmp_path / "3.png")
     [batch] = loaders().evaluation(rows, 6)
     assert batch["image_ids"] == [name for name in names if name != "3.png"]
     [reason] = batch["skipped"]

@@ -177,42 +177,29 @@ def test_weights_beside_a_pickle_are_read_without_it(canary: Canary, tmp_path: P
     build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
 
 
-def cut(content: bytes) -> bytes:
-    """cut in half"""
-    return content[: len(content) // 2]
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut in half": lambda content: content[: len(content) // 2],
+    "a header of an exabyte": lambda content: (1 << 60).to_bytes(8, "little") + content[8:],
+    "a garbled header": lambda content: content[:8] + b"\0" * 20 + content[28:],
+}
 
 
-def claim(content: bytes) -> bytes:
-    """with a header of an exabyte"""
-    return (1 << 60).to_bytes(8, "little") + content[8:]
-
-
-def garble(content: bytes) -> bytes:
-    """with a garbled header"""
-    return content[:8] + b"\0" * 20 + content[28:]
-
-
-@pytest.mark.parametrize("damage", [cut, claim, garble], ids=lambda damage: damage.__name__)
-def test_damaged_weights_are_named(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_weights_are_named(damage: str, tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"^[^\n]*{tmp_path}[^\n]*$"):
         build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
-    assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"dtype": "__import__"},
-        {"hidden_act": "nonesuch"},
-        {"quantization_config": 5},
-        {"hidden_size": "wide"},
-        {"num_hidden_layers": None},
-    ],
-    ids=str,
-)
+ODD_VALUES: list[dict[str, Any]] = [
+    *({"dtype": "__import__"}, {"hidden_act": "nonesuch"}, {"quantization_config": 5}, {"hidden_size": "wide"}),
+    {"num_hidden_layers": None},
+]
+
+
+@pytest.mark.parametrize("odd", ODD_VALUES, ids=str)
 def test_odd_values_in_a_model_configuration_are_one_line(odd: dict[str, Any], tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -55,12 +55,6 @@ def media_rows(kind: str, contents: Sequence[bytes], **columns: Sequence[Any]) -
     return Dataset(table.cast(features.arrow_schema))
 
 
-def picture(seed: int, side: int = 90) -> Image.Image:
-    """Large smooth blobs: no two seeds look the same."""
-    cells = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    return Image.fromarray(cells).resize((side + 20, side), Image.Resampling.BICUBIC)
-
-
 def jpeg(grey: int, size: tuple[int, int] = (48, 32)) -> bytes:
     return save(Image.new("RGB", size, (grey, grey, grey)), "JPEG")
 

@@ -22,7 +22,7 @@ from mm_utils.model.processor import cached_tokenizer
 from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.negatives import Negatives
 from scripts.prepare_data import main
-from tests.kit.media_files import picture
+from tests.kit.fault_images import draw
 
 
 def write_source(folder: Path, count: int = 40, first: int = 0, **values: Any) -> Path:
@@ -30,7 +30,7 @@ def write_source(folder: Path, count: int = 40, first: int = 0, **values: Any) -
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for seed in range(first, first + count):
-        picture(seed).save(folder / f"{seed}.jpg", quality=95)
+        draw(seed, (110, 90)).save(folder / f"{seed}.jpg", quality=95)
         rows.append({"image": f"{seed}.jpg", "captions": [f"picture {seed}", f"number {seed}"], **values})
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

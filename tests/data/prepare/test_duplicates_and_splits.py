@@ -30,17 +30,12 @@ from mm_utils.data.prepare.perceptual_hash import (
     on_all_cores,
     pairs_of_choice,
 )
+from tests.kit.fault_images import draw
 
 # -- rows of all sources ------------------------------------------------------------------------------------------------
 
 
-def blobs(seed: int) -> Image.Image:
-    """Large and smooth: no two seeds look the same."""
-    cells = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    return Image.fromarray(cells).resize((96, 96), Image.Resampling.BICUBIC)
-
-
-PICTURES = [blobs(seed) for seed in range(40)]
+PICTURES = [draw(seed, (96, 96)) for seed in range(40)]
 PRINTS = [fingerprint(image) for image in PICTURES]
 NEAR_PRINTS = [fingerprint(image.resize((60, 60)).point(lambda v: min(255, v + 8))) for image in PICTURES]
 

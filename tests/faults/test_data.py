@@ -18,8 +18,8 @@ from mm_utils.data.images import open_image
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
-from tests.data.prepare.fault_rows import CAPTION, TOKENS_GOOD, Row, line
-from tests.data.prepare.zoo import Corpus, Pair, write_table
+from tests.data.prepare.fault_rows import line
+from tests.data.prepare.zoo import Corpus, Pair
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.prepared import CLOSE, pixels_apart, quarantine_of, report_of
@@ -127,40 +127,6 @@ def test_training_from_raw_files_finds_the_same(source: str, zoo: Corpus, own_ca
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------
-
-
-def reasons_of(folder: Path, rows: list[str]) -> list[str]:
-    """Reasons in the quarantine when `rows` lie between good ones."""
-    corpus = Corpus(folder)
-    table = [Row(f"row {at}", row, "?") for at, row in enumerate(rows)]
-    write_table(corpus, "rows", corpus.add("rows", "pairs.jsonl"), table, line())
-    main(["--sources", *corpus.sources, "--output_dir", str(folder / "out"), *FLAGS])
-    return [fault["reason"] for fault in quarantine_of(folder / "out")]
-
-
-BOXES = {
-    "of no number": [float("nan"), 2, 3, 4],
-    "beyond the image": [900, 900, 20, 20],
-    "without width": [4, 4, 0, 20],
-    "of negative width": [40, 4, -9, 20],
-}
-
-
-def test_a_box_lies_in_its_image(tmp_path: Path) -> None:
-    rows = [line(regions=[{"box": box, "phrase": "a dog"}]) for box in BOXES.values()]
-    assert reasons_of(tmp_path, rows) == ["bad_regions"] * len(BOXES)
-
-
-@pytest.mark.parametrize(
-    ("name", "good", "bad"),
-    [("pairs.jsonl", line(), '["{image}", "{caption}"]'), ("results.token", TOKENS_GOOD, "{image}\t{caption}")],
-)
-def test_a_bad_first_line_is_one_bad_row(name: str, good: str, bad: str, tmp_path: Path) -> None:
-    corpus = Corpus(tmp_path)
-    path = corpus.add("rows", name)
-    write_table(corpus, "rows", path, [Row("bad", bad, "?"), *[Row("good", good, "", CAPTION)] * 5], good=None)
-    main(["--sources", *corpus.sources, "--output_dir", str(tmp_path / "out"), *FLAGS])
-    assert [fault["where"] for fault in quarantine_of(tmp_path / "out")] == ["line 1"]
 
 
 def test_an_archive_made_on_a_mac_is_read(tmp_path: Path) -> None:

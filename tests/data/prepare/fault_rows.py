@@ -80,6 +80,15 @@ REGIONS = [
     Row("a region without its box", line(regions=[{"phrase": "a dog"}]), "bad_regions"),
     Row("a box of three numbers", line(regions=[{"box": [1, 2, 3], "phrase": "a dog"}]), "bad_regions"),
     Row("a box of words", line(regions=[{"box": ["a", "b", "c", "d"], "phrase": "a dog"}]), "bad_regions"),
+    *(
+        Row(f"a box {kind}", line(regions=[{"box": box, "phrase": "a dog"}]), "bad_regions")
+        for kind, box in {
+            "of no number": [float("nan"), 2, 3, 4],
+            "beyond the image": [900, 900, 20, 20],
+            "without width": [4, 4, 0, 20],
+            "of negative width": [40, 4, -9, 20],
+        }.items()
+    ),
     Row("a phrase of null", line(regions=[{"box": _BOX, "phrase": None}]), "caption_null"),
     Row("no regions", line(regions=[]), "", CAPTION),
     Row("a region", line(regions=[{"box": _BOX, "phrase": "a dog"}]), "", CAPTION),

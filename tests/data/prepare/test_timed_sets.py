@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from datasets import Audio, load_from_disk
 
-from mm_utils.data.media import FEATURES, kind_of
+from mm_utils.data.media import kind_of
 from mm_utils.data.media.pictures import loudness_picture
 from mm_utils.data.media.riff import read_avi, read_wav, store_clip
-from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import Storage, read_part
@@ -19,7 +18,7 @@ from mm_utils.data.prepare.on_disk import content_fingerprint, open_prepared, wr
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
 from mm_utils.data.prepare.pipeline import IngestPlan, ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.model.reading import UnreadableError, read_frames, read_sound
 from scripts import prepare_data
 from tests.data.prepare.fault_media import CLIPS, FRAMES, SOUNDS, Case
@@ -85,17 +84,6 @@ def test_prepared_sounds_open_as_sounds(sounds: Path, tmp_path: Path) -> None:
     assert written["train"].features == pairs["train"].features
     assert content_fingerprint(written) == content_fingerprint(pairs)
     assert "audio" in load_from_disk(str(tmp_path / "again"))["train"].features
-
-
-def test_raw_sounds_are_stored_in_the_cache(sounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
-    args = DataArguments(train_file=str(sounds / "rows.jsonl"))
-    first = load_pairs(args)
-    assert first["train"].features["image"] == FEATURES["sound"]
-    assert read_wav(first["train"][0]["image"]["bytes"])[1] == 16_000
-    monkeypatch.setattr("mm_utils.data.prepare.cache._prepare", None)  # it is not called again
-    assert load_pairs(args)["train"].features == first["train"].features
-    assert len(list(tmp_path.glob("tandem_pairs/*/report.json"))) == 1
 
 
 def test_prepared_clips_open_as_clips(tmp_path: Path) -> None:

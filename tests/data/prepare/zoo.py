@@ -124,13 +124,15 @@ def write_table(
     pictures: str = "images",
     **places: str,
 ) -> None:
-    """Write rows, each with a picture, and before and behind each a `good` one, in a file of lines; or in an array of JSON."""
+    """Write rows, each with a picture, and behind each a `good` one, in a file of lines; or in an array of JSON.
+
+    A file with a header begins with a good row, the others with their first fault.
+    """
     (path.parent / pictures).mkdir(parents=True, exist_ok=True)
     is_array, written = path.suffix == ".json", bytearray(header)
     between = [] if good is None else [Row("a plain row", good, "", CAPTION)]
-    for place, row in enumerate(
-        [*between, *(item for each in table for item in (each, *between)), *([last] if last else [])]
-    ):
+    every = [*(between if header else ()), *(item for each in table for item in (each, *between))]
+    for place, row in enumerate(every + ([last] if last else [])):
         number, picture, caption = corpus.new()
         name = f"{pictures}/{number}.png"
         picture.save(path.parent / name)

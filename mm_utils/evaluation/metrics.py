@@ -147,7 +147,7 @@ def mean_gain(directions: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[floa
 def helps(ranks: dict[str, DirectionRanks]) -> bool:
     """Return whether re-ranking gains mean recall beyond its interval, and loses in no direction."""
     mean, half_width, least = mean_gain(
-        (each.cosine_Q, each.reranked_Q, each.queries.group) for each in ranks.values()
+        (each.cosine_Q, each.reranked_Q, each.queries.group) for each in ranks.values() if each.reranked_Q is not None
     )
     return least >= 0 and mean > half_width
 

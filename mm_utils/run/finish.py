@@ -271,7 +271,7 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
     count, kind = len(split.text_TE), kind_of(rows.features)
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
         own, towers = split.caption_key_T[query], int(ranks.cosine_Q[query])
-        if ranks.reranked_items is not None and ranks.reranked_scores is not None:
+        if ranks.reranked_Q is not None and ranks.reranked_items is not None and ranks.reranked_scores is not None:
             found, scores = ranks.reranked_items[query, :_HITS], ranks.reranked_scores[query, :_HITS]
             note = f"right {kind}: place {int(ranks.reranked_Q[query]):,}\nby the encoders alone: {towers:,}"
         else:

@@ -153,7 +153,7 @@ def open_faiss(
     factory, _, settings = text.partition(";")
     name = hashlib.blake2b(factory.encode(), digest_size=8).hexdigest()
     file = folder / f"{FAISS}{fingerprint_of(rows)}-{name}.index"
-    index = _read(file, len(vectors)) if file.is_file() else None
+    index: Any = _read(file, len(vectors)) if file.is_file() else None
     is_new = index is None
 
     def candidates(query_QE: Tensor, count: int) -> list[np.ndarray]:
@@ -169,7 +169,7 @@ def open_faiss(
         if settings:
             if any(float(value) < 1 for value in _VALUES.findall(settings)):
                 raise RuntimeError("a setting below 1 reads nothing")
-            faiss.ParameterSpace().set_index_parameters(index, settings)
+            faiss.ParameterSpace().set_index_parameters(index, settings)  # type: ignore[arg-type]
         candidates(torch.zeros(1, vectors.width), 1)
     except RuntimeError as error:
         raise ValueError(

@@ -220,7 +220,8 @@ def replace_rows(folder: Path, tables: Iterable[pa.Table], columns: pa.Schema) -
     """
     # Those of a killed run are among the old ones.
     old = [*folder.glob("data-*.arrow"), *folder.glob(f"{FAISS}*")]
-    run, names, waiting = uuid.uuid4().hex[:8], [], iter(tables)
+    run, waiting = uuid.uuid4().hex[:8], iter(tables)
+    names: list[str] = []
     features = datasets.Features.from_arrow_schema(columns)
     schema = features.arrow_schema
     try:

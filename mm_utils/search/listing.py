@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,9 @@ def moments_of(content: bytes, side: int) -> list[Image.Image]:
         if error.reason != "too_long":
             raise
         clip = store_clip(read_frames(content, CLIP_FPS, end=_SECONDS), CLIP_FPS, side)
-    shown = list(accumulate(clip.jpegs, lambda before, own: own or before))
+    shown: list[bytes] = []
+    for jpeg in clip.jpegs:  # one that is empty is as the one before
+        shown.append(jpeg or shown[-1])
     places = [int((at + 0.5) / _FRAMES * len(shown)) for at in range(_FRAMES)]
     return [open_image({"bytes": shown[place], "path": None}) for place in places]
 

@@ -8,9 +8,9 @@ A folder of images, clips or sounds per class, with the table and picture of con
     python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --classes names.txt --output_dir outputs/zero-shot
 
-Templates of your own, and the fusion head re-ranking the first 5 classes of every image:
+Templates of your own:
     python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
-        --templates "a scan of a {}." "{}, seen from above" --rerank_top_k 5
+        --templates "a scan of a {}." "{}, seen from above"
 
 The figures also go into the model card of the run's folder, where the Hub reads them.
 """
@@ -84,10 +84,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     logger.info("%s: %s %ss, %s classes", images.split, *counts)
 
     # 3. Model.
-    model = load_model(args.model_name_or_path, fusion_layers=0).eval()
-    if model.fusion is None:
-        given.refuse("rerank_top_k", "the model has no fusion head")
-    model = accelerator.prepare(model)
+    model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())
 
     # 4. Evaluate.
     evaluator = ZeroShotEvaluator(images, processor.tokenizer, loader_args.max_seq_length, zero_shot_args)

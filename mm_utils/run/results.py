@@ -69,10 +69,9 @@ def zero_shot_results(metrics: Mapping[str, float], data: EvaluatedData) -> list
     """Return the accuracies of zero-shot classification."""
     task = f"zero-shot-{COLUMNS[data.medium]}-classification"
     return [
-        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES[stage]}")
-        for stage in STAGES
-        for measure, title in ACCURACIES.items()
-        if (name := f"{stage}{measure}") in metrics
+        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES['']}")
+        for name, title in ACCURACIES.items()
+        if name in metrics
     ]
 
 

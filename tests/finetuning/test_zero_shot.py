@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -31,58 +30,38 @@ TOKENIZER = train_tokenizer([template.replace("{}", name) for name in CLASSES fo
 class BagModel:
     """Texts are the sum of their tokens' vectors; the number of an image fills its pixels."""
 
-    config = SimpleNamespace(projection_dim=6, rerank_weights={"match": 1.0, "caption": 2.0})
-    logit_scale = torch.tensor(2.0)
-    fusion: Any = True
-
     def __init__(self, images: int = 23):
         generator = torch.Generator().manual_seed(3)
         self.token = torch.randn(len(TOKENIZER), 6, generator=generator)
         self.image = normalize(torch.randn(images, 6, generator=generator), dim=1)
         self.label = torch.randint(0, len(CLASSES) - 1, (images,), generator=generator)  # the last one has no image
 
-    def encode_image(self, pixel_values: Tensor, with_keys_values: bool) -> tuple[Tensor, Any]:
-        image_bE = self.image[pixel_values[:, 0, 0, 0].round().long()]
-        return image_bE, (image_bE[None, :, None].expand(2, -1, 1, 6),) if with_keys_values else None
+    def encode_image(self, pixel_values: Tensor, with_keys_values: bool) -> tuple[Tensor, None]:
+        return self.image[pixel_values[:, 0, 0, 0].round().long()], None
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         states = self.token[input_ids]
         return normalize((states * attention_mask[..., None]).sum(1), dim=1), states
 
-    def voice_scores(
-        self,
-        voices: list[str],
-        keys_values: tuple[Tensor, ...],
-        text_states: Tensor,
-        attention_mask: Tensor,
-        _: Tensor,
-    ) -> Tensor:
-        assert voices == ["match"]
-        image_pE = keys_values[0][0, :, 0].flip(1)  # an opinion of its own
-        return 3 * (image_pE[:, None] * text_states).sum(2).mul(attention_mask).sum(1, keepdim=True)
-
     def batches(self, batch_size: int, unreadable: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         examples: list[dict[str, Any]] = [{"input_ids": [], "caption_keys": []} for _ in self.image]
         return evaluation_batches(examples, batch_size, unreadable)
 
-    def evaluator(self, top_k: int = 0) -> ZeroShotEvaluator:
+    def evaluator(self) -> ZeroShotEvaluator:
         images = LabelledImages(datasets.Dataset.from_dict({}), self.label, CLASSES, "test")
-        return ZeroShotEvaluator(images, TOKENIZER, 32, ZeroShotArguments(templates=TEMPLATES, rerank_top_k=top_k))
+        return ZeroShotEvaluator(images, TOKENIZER, 32, ZeroShotArguments(templates=TEMPLATES))
 
-    def by_loops(self, top_k: int) -> tuple[list[int], list[int], list[int]]:
-        """Per image: the rank of its class, the first class, and the rank after the head has reordered the first k."""
-        found: tuple[list[int], list[int], list[int]] = ([], [], [])
+    def by_loops(self) -> tuple[list[int], list[int]]:
+        """Per image: the rank of its class, and the first class."""
+        found: tuple[list[int], list[int]] = ([], [])
         texts = [[TOKENIZER(template.replace("{}", name)).input_ids for template in TEMPLATES] for name in CLASSES]
         sums = [[self.token[ids].sum(0) for ids in of_class] for of_class in texts]
         means = [normalize(torch.stack([normalize(one, dim=0) for one in row]).mean(0), dim=0) for row in sums]
         for image, label in zip(self.image, self.label.tolist(), strict=True):
             cosines = [float(image @ mean) for mean in means]
             order = sorted(range(len(CLASSES)), key=lambda number: -cosines[number])
-            matches = [sum(float(3 * image.flip(0) @ one) for one in row) / len(row) for row in sums]
-            scores = [float(self.logit_scale.exp()) * cosines[c] + matches[c] for c in range(len(CLASSES))]
-            again = sorted(order[:top_k], key=lambda number: -scores[number]) + order[top_k:]
-            for column, value in zip(found, (order.index(label) + 1, order[0], again.index(label) + 1), strict=True):
-                column.append(value)
+            found[0].append(order.index(label) + 1)
+            found[1].append(order[0])
         return found
 
 
@@ -92,7 +71,7 @@ def test_metrics_equal_plain_loops(batch_size: int, monkeypatch: pytest.MonkeyPa
     model: Any = BagModel()
     evaluator = model.evaluator()
     found = evaluator(model, model.batches(batch_size), MAIN_PROCESS)
-    rank, guess, _ = model.by_loops(0)
+    rank, guess = model.by_loops()
     assert [column.tolist() for column in evaluator.predictions] == [
         list(range(23)),
         model.label.tolist(),
@@ -105,22 +84,6 @@ def test_metrics_equal_plain_loops(batch_size: int, monkeypatch: pytest.MonkeyPa
     assert found["macro_accuracy@1"] == pytest.approx(sum(sum(hits) / len(hits) for hits in of_class) / 6)
     assert found["chance@1"] == 1 / 7
     assert found["majority@1"] == pytest.approx(max(map(len, of_class)) / 23)
-    assert not any(name.startswith("rerank") for name in found)
-
-
-@pytest.mark.parametrize("top_k", [1, 3, 100])
-@pytest.mark.parametrize("pairs", [2, 256])
-def test_the_head_reorders_the_first_classes(top_k: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_shot, "PAIRS", pairs)
-    model: Any = BagModel(200)
-    found = model.evaluator(top_k)(model, model.batches(30), MAIN_PROCESS)
-    rank, _, reranked = model.by_loops(top_k)
-    assert found["accuracy@1"] == pytest.approx(rank.count(1) / 200)
-    assert found["rerank_accuracy@1"] == pytest.approx(reranked.count(1) / 200)
-    assert found["rerank_accuracy@5"] == pytest.approx(sum(one <= 5 for one in reranked) / 200)
-    model.fusion = None
-    found = model.evaluator(3)(model, model.batches(30), MAIN_PROCESS)
-    assert not any(name.startswith("rerank") for name in found)
 
 
 def test_ties_and_nan_count_against_the_model() -> None:
@@ -159,8 +122,6 @@ def test_templates_are_checked_and_read_from_a_file(tmp_path: Path) -> None:
     for templates, message in ((["a photo"], "--templates is a photo; "), ([], "--templates is an empty file; ")):
         with pytest.raises(ValueError, match=message):
             ZeroShotArguments(templates=templates)
-    with pytest.raises(ValueError, match="--rerank_top_k is -1"):
-        ZeroShotArguments(rerank_top_k=-1)
 
 
 def evaluate_cases() -> list[tuple[dict[str, float], list[list[int]]]]:
@@ -168,7 +129,7 @@ def evaluate_cases() -> list[tuple[dict[str, float], list[list[int]]]]:
     # The third case leaves nothing for the first of two ranks, the last nothing for some rank from the beginning.
     for images, unreadable in ((23, ()), (23, (0, 1, 2, 3, 12)), (23, tuple(range(12))), (1, ())):
         model: Any = BagModel(images)
-        evaluator = model.evaluator(3)
+        evaluator = model.evaluator()
         metrics = evaluator(model, model.batches(5, unreadable), MAIN_PROCESS)
         found.append((metrics, [column.tolist() for column in evaluator.predictions]))
     return found

@@ -7,7 +7,6 @@
 
 - `tandem`: this project's loader, order, objective and optimizer, with the contrastive loss alone; `tandem_ungrouped` pads captions
   to the longest of the batch, `tandem_in_2_parts` and `tandem_in_8_parts` cut the batch into micro-batches (gradient caching).
-- `two_pass_8`: gradient caching as published (arXiv 2101.06983): 8 parts are embedded without gradient, and all of them again.
 - `transformers`: what `examples/pytorch/contrastive-image-text/run_clip.py` of transformers does: torchvision inside `with_transform`,
   no workers, texts padded to 128 tokens, the model's own loss, fused AdamW, gradients clipped to 1.
 - `open_clip`: what open_clip's loop does with a CSV file: Pillow in workers, texts padded to 77 tokens, `ClipLoss`.
@@ -27,7 +26,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import (
@@ -53,13 +51,11 @@ from benchmarks.peers import (
     synthetic_batches,
     transformers_batches,
 )
-from mm_utils import distributed
 from mm_utils.data.batches.loaders import DeviceLoader, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.media import Image
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import backward
-from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.memory import peak_bytes
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 
@@ -99,38 +95,6 @@ def tandem_batches(bench: Bench) -> Iterator[Batch]:
     medium = Image(*bench.geometry, bench.loader_args.min_crop_area)
     loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, medium)
     return iter(loaders.train(bench.rows, order, 0, ENDLESS))
-
-
-def two_pass(bench: Bench, parts: int) -> Losses:
-    """Gradient caching as published; equal seeds make the dropout of both passes the same."""
-    model, loss_of = bench.model, clip_loss()
-    objective, optimizer = JointObjective(model, {}), bench.optimizer_of(model, lr=LEARNING_RATE)
-    bench.count_tokens_of(model.text_model)
-    cuts = [distributed.share(bench.batch_size, part, parts) for part in range(parts)]
-
-    def embed(batch: Batch, cut: range) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(cut.start)
-        columns = ("pixel_values", "input_ids", "attention_mask", "ids", "lengths")
-        with bench.accelerator.autocast():
-            embeds = objective.encode({name: batch[name][cut.start : cut.stop] for name in columns}).embeds
-            return embeds["image"], embeds["text"]
-
-    for batch in tandem_batches(bench):
-        with torch.no_grad():
-            embedded = [embed(batch, cut) for cut in cuts]
-        sides = [torch.cat(side).float().requires_grad_() for side in zip(*embedded, strict=True)]
-        loss = loss_of(*sides, model.logit_scale.exp())
-        bench.accelerator.backward(loss)
-        for cut in cuts:
-            pulled = [
-                (part * side.grad[cut.start : cut.stop]).sum()  # type: ignore[index]
-                for part, side in zip(embed(batch, cut), sides, strict=True)
-            ]
-            sum(pulled).backward()  # type: ignore[union-attr]  # the cached gradients carry the loss scale already
-        bench.accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
 
 
 def transformers_example(bench: Bench) -> Losses:
@@ -175,7 +139,6 @@ CONTESTANTS: dict[str, Callable[[Bench], Losses]] = {
     "tandem_ungrouped": partial(tandem, grouped=False),
     "tandem_in_2_parts": partial(tandem, parts=2),
     "tandem_in_8_parts": partial(tandem, parts=8),
-    "two_pass_8": partial(two_pass, parts=8),
     "transformers": transformers_example,
     "open_clip": open_clip,
 }

@@ -9,12 +9,12 @@ import torch
 from mm_utils.arguments import arg, required
 from mm_utils.model.adapt import (
     LoraArguments,
+    add_adapters,
     freeze_unused,
     recompute_activations,
     switch_off_dropout,
     use_channels_last,
 )
-from mm_utils.model.adapters import add_adapters
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import (
     CLASSIFIER_INPUTS,

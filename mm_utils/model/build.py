@@ -15,6 +15,7 @@ from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
 from mm_utils.model.adapt import (
     LoraArguments,
+    add_adapters,
     compile_parts,
     freeze_unused,
     multiply_patches,
@@ -22,7 +23,6 @@ from mm_utils.model.adapt import (
     switch_off_dropout,
     use_channels_last,
 )
-from mm_utils.model.adapters import add_adapters
 from mm_utils.model.arguments import TEXT_PRESETS, ModelArguments, check_reads, preset, vision_preset
 from mm_utils.model.encoding import use_known_padding
 from mm_utils.model.image_size import resize
@@ -137,8 +137,9 @@ def _whole_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, mediu
         _check_head(args, model)
     reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
     check_reads(name, reads, medium)
-    model.vision_model = _resized(model.vision_model, args)
-    model.config.vision_config = model.vision_model.config
+    if args.image_size:
+        model.vision_model = resize(model.vision_model, args.image_size)
+        model.config.vision_config = model.vision_model.config
     if not args.joins_whole:
         return model
     return _with_text_tower(model, *_backbone(args, "text", tokenizer), **_head(args))
@@ -261,26 +262,23 @@ def _backbone(
     name, pooling = getattr(args, f"{tower}_model_name_or_path"), "auto"
     if name:
         made, pooling = load_tower(name, tower, getattr(args, f"freeze_{tower}"), args.trust_remote_code)
+    elif tower == "vision":
+        size = {"image_size": args.image_size} if args.image_size else {}
+        made = vision_tower(AutoConfig.for_model(**{**vision_preset(args, medium), **size}))
     else:
-        made = _new_vision_backbone(args, medium) if tower == "vision" else _new_text_backbone(args, tokenizer)
+        words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        made = AutoModel.from_config(AutoConfig.for_model(**{**preset(args.text_config, TEXT_PRESETS), **words}))
     if tower == "vision" and medium not in media_of(made):
         flag = f"--vision_model_name_or_path is {name}" if name else f"--vision_config is {args.vision_config}"
         raise ValueError(
             f"{flag}; a {type(made).__name__} like this one reads {'s or '.join(media_of(made))}s, and the data are {medium}s. "
             f"Choose another, or give --vision_config tiny, which is made for {medium}s."
         )
-    if tower == "vision" and name:
-        made = _resized(made, args)
+    if tower == "vision" and name and args.image_size:
+        made = resize(made, args.image_size)
     if hasattr(made.config, "apply_spec_augment"):
         made.config.apply_spec_augment = False  # its masks are drawn by NumPy, so that no step could be repeated
     return made, pooling
-
-
-def _resized(vision_model: Any, args: ModelArguments) -> Any:
-    """Return a trained tower of media, for another image size if one is asked for."""
-    if not args.image_size:
-        return vision_model
-    return resize(vision_model, args.image_size)
 
 
 def media_of(backbone: Any) -> tuple[str, ...]:
@@ -289,13 +287,3 @@ def media_of(backbone: Any) -> tuple[str, ...]:
     if input_name(backbone) in ("input_values", "input_features") or shape[0] == 1:
         return ("sound",)
     return ("clip",) if len(shape) == 4 else ("image", "clip")
-
-
-def _new_vision_backbone(args: ModelArguments, medium: str = "image") -> PreTrainedModel:
-    size = {"image_size": args.image_size} if args.image_size else {}
-    return vision_tower(AutoConfig.for_model(**{**vision_preset(args, medium), **size}))
-
-
-def _new_text_backbone(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    return AutoModel.from_config(AutoConfig.for_model(**{**preset(args.text_config, TEXT_PRESETS), **words}))

@@ -280,13 +280,6 @@ def vision_tower(config: Any) -> Any:
     return made.get_encoder() if config.model_type == "whisper" else made
 
 
-def _text_tower(config: Any) -> PreTrainedModel:
-    """Make the text tower of a config."""
-    if config.model_type == "chinese_clip_text_model":
-        return ChineseCLIPTextModel(config, add_pooling_layer=False)
-    return _made(config)
-
-
 def class_of_tower(config: Any) -> Any:
     """Return the class that is named after a config of transformers, None if there is none."""
     name = type(config).__module__
@@ -296,6 +289,8 @@ def class_of_tower(config: Any) -> Any:
 
 def _made(config: Any) -> Any:
     """Make a tower; `AutoModel` does not know some that are parts of stock models."""
+    if config.model_type == "chinese_clip_text_model":
+        return ChineseCLIPTextModel(config, add_pooling_layer=False)
     is_part = config.__module__.startswith("transformers.") and type(config) not in MODEL_MAPPING
     return class_of_tower(config)(config) if is_part else AutoModel.from_config(config)
 
@@ -443,15 +438,6 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _media_tower(config: FusionDualEncoderConfig, backbone: PreTrainedModel | None = None) -> Any:
-    """Return the tower of media, on this backbone, by default a new one."""
-    tower: Any = backbone if backbone is not None else vision_tower(config.vision_config)
-    take_images(image_backbone(tower))
-    if config.medium == "clip" and len(input_shape(tower)) == 3:
-        return FramesTower(tower, config.vision_pooling, config.vision_pooled_width)
-    return tower
-
-
 def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.Module:
     """Return a new projection, of two layers for CLAP, or none where the tower embeds by itself."""
     own = getattr(config, f"{tower}_config")
@@ -516,8 +502,11 @@ class FusionDualEncoderModel(PreTrainedModel):
                 "The config does not say how wide the backbones' outputs are. Build new models with "
                 "mm_utils.model.join.join_backbones(vision_model, text_model), which measures them."
             )
-        self.vision_model: Any = _media_tower(config, vision_model)
-        self.text_model = text_model if text_model is not None else _text_tower(config.text_config)
+        self.vision_model: Any = vision_model if vision_model is not None else vision_tower(config.vision_config)
+        take_images(image_backbone(self.vision_model))
+        if config.medium == "clip" and len(input_shape(self.vision_model)) == 3:
+            self.vision_model = FramesTower(self.vision_model, config.vision_pooling, config.vision_pooled_width)
+        self.text_model = text_model if text_model is not None else _made(config.text_config)
         self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
         self.visual_projection = _projection(config, "vision", config.vision_pooled_width)
         self.text_projection = _projection(config, "text", config.text_width)
@@ -752,15 +741,6 @@ class FusionDualEncoderModel(PreTrainedModel):
         texts = (side.expand(pairs, *side.shape[1:]) for side in (text_states, attention_mask, input_ids))
         scores = self.voice_scores(list(weights), keys_values, *texts)
         return scores @ scores.new_tensor(list(weights.values()))
-
-    def token_logits(
-        self, keys_values: KeysValues, text_states: Tensor, attention_mask: Tensor, is_target: Tensor
-    ) -> Tensor:
-        """Return logits `[M, V]` of the tokens where `is_target`, bool `[P, L]`."""
-        assert self.fusion is not None
-        assert self.token_head is not None
-        fused = self.fusion(keys_values, text_states, attention_mask)[:, 1:]
-        return self.token_head(fused[is_target], self.text_model.get_input_embeddings().weight)
 
     def caption_states(self, keys_values: KeysValues, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return what the token after each one is predicted from, `[P, L, D]`."""

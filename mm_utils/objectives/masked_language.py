@@ -86,5 +86,9 @@ class MaskedLanguageModelling(RowTerm):
             seen = mask = labels = seen.new_ones(1, length)
             is_target = torch.zeros_like(seen, dtype=torch.bool)
         _, states = encode_in_groups(model, seen, mask, batch.get("lengths") if len(encoded) else None)
-        logits = model.token_logits(keys_values, states, mask, is_target)
+        assert model.fusion is not None
+        assert model.token_head is not None
+        fused = model.fusion(keys_values, states, mask)[:, 1:]
+        words: Any = model.text_model.get_input_embeddings()
+        logits = model.token_head(fused[is_target], words.weight)
         return token_cross_entropy(logits, labels[is_target])

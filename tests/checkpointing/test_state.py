@@ -26,8 +26,7 @@ from mm_utils.checkpointing.state import (
 )
 from mm_utils.distributed import full_tensor
 from mm_utils.model import adapt
-from mm_utils.model.adapt import LoraArguments, WeightAverage, load_weights
-from mm_utils.model.adapters import add_adapters
+from mm_utils.model.adapt import LoraArguments, WeightAverage, add_adapters, load_weights
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from tests.kit.objectives import sharded, tiny_objective

@@ -11,13 +11,14 @@ from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config
 
 from mm_utils.model.adapt import (
     LoraArguments,
+    add_adapters,
+    attention_layers,
     compile_parts,
     load_weights,
     merged,
     save_adapters,
     switch_off_dropout,
 )
-from mm_utils.model.adapters import add_adapters, attention_layers
 from mm_utils.model.build import freeze_unreached
 from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel

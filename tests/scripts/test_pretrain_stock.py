@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
-from mm_utils.model.adapters import attention_layers
+from mm_utils.model.adapt import attention_layers
 from mm_utils.model.build import load_model
 from scripts import eval_retrieval, pretrain
 from tests.kit.corpora import draw

@@ -6,7 +6,6 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from mm_utils import distributed
 from mm_utils.data.faults import REASONS
 from mm_utils.data.media import FEATURES
 from mm_utils.data.prepare.checks import PILLOW_PIXELS, CheckArguments
-from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, Reconciled, reconcile
+from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.ingest import FIRST_CHUNK, IN_PLACE, PART_SCHEMA, key_of_rows, read_part
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
-from mm_utils.data.prepare.pipeline import Ingested, IngestPlan, flush, ingest_sources, rows_of
+from mm_utils.data.prepare.pipeline import IngestPlan, flush, ingest_sources, rows_of
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.stored import open_rows, stored
@@ -90,9 +89,16 @@ def _checked(
             "%s: all %s rows and their images are checked, once; the result is kept in %s",
             names, f"{count:,}", folder.parent,
         )  # fmt: skip
-        with unfinished(folder.parent / f"{key}.partial") as work:
-            plan = IngestPlan(RAW_CHECKS, storage, workers_for(num_proc, count), max_bad_fraction=0.5)
+        workers = min(num_proc or distributed.available_cores(), count // FIRST_CHUNK + 1)
+        plan = IngestPlan(RAW_CHECKS, storage, workers, max_bad_fraction=0.5)
+        work = folder.parent / f"{key}.partial"  # here an interrupted start leaves its chunks
+        work.mkdir(exist_ok=True)
+        try:
             _prepare(folder, work, sources, paths, plan)
+        except ValueError:
+            shutil.rmtree(work)  # rows that are mended have another key
+            raise
+        shutil.rmtree(work)
 
     folder = stored("labels" if labelled else "pairs", key, make)
     if distributed.rank() == 0:
@@ -101,67 +107,34 @@ def _checked(
     return folder
 
 
-def workers_for(num_proc: int | None, count: int) -> int:
-    """Return how many processes check a number of rows."""
-    return min(num_proc or distributed.available_cores(), count // FIRST_CHUNK + 1)
-
-
-@contextmanager
-def unfinished(work: Path) -> Iterator[Path]:
-    """Yield the folder in which an interrupted start left its chunks; remove it at the end.
-
-    Where the rows are refused it goes, too: data that are mended have another key.
-    """
-    work.mkdir(exist_ok=True)
-    try:
-        yield work
-    except ValueError:
-        shutil.rmtree(work)
-        raise
-    shutil.rmtree(work)
-
-
 def _prepare(folder: Path, work: Path, sources: list[Source], paths: PathArguments, plan: IngestPlan) -> None:
     ingested = ingest_sources(sources, paths, plan, work)
-    place = work.with_suffix("")
-    if not plan.storage.captioned:
+    by_reason = defaultdict(list)
+    for fault in ingested.faults:
+        by_reason[fault["source"], fault["reason"]].append(fault)
+    warnings = []
+    for (source, reason), faults in by_reason.items():
+        rows = ingested.sources[source].rows
+        places = ", ".join(fault["where"] for fault in faults[:_NAMED]) + (" ..." if len(faults) > _NAMED else "")
+        warnings.append(
+            f"{source}: {reason}, {len(faults):,} times in {rows:,} rows ({places}), such as: {faults[0]['detail']}. "
+            f"{REASONS[reason]} {work.with_suffix('') / 'quarantine.jsonl'} lists all."
+        )
+    if plan.storage.captioned:
+        found = reconcile(ingested.parts, _RECONCILE, work / "leaks.jsonl", own_ids=True)
+        if found.faults:  # images that share an id, as nothing else is set aside here
+            fault = found.faults[0]
+            raise ValueError(f"{fault['source']}, {fault['where']}: {fault['detail']}. {REASONS[fault['reason']]}")
+        if merged := found.duplicates["merged_rows"]:
+            logger.info("%s rows merged into an earlier row of the same image", f"{merged:,}")
+        if found.leaks:
+            what = "what is measured there is no measure of unseen images. prepare_data lists all."
+            warnings.append(f"{found.leaks}; {what}")
+        write_pairs(found, ingested.parts, folder)
+    else:
         schema = pa.schema([PART_SCHEMA.field(name) for name in _LABELLED])
         with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             for part in ingested.parts:
                 writer.write_table(read_part(part, _LABELLED))
-        write_findings(folder, {"warnings": _faults(ingested, place)}, ingested.faults)
-        flush(folder)
-        return
-    found = reconcile(ingested.parts, _RECONCILE, work / "leaks.jsonl", own_ids=True)
-    if found.faults:  # images that share an id, as nothing else is set aside here
-        fault = found.faults[0]
-        raise ValueError(f"{fault['source']}, {fault['where']}: {fault['detail']}. {REASONS[fault['reason']]}")
-    write_pairs(found, ingested.parts, folder)
-    write_findings(folder, {"warnings": _faults(ingested, place) + _relations(found)}, ingested.faults)
+    write_findings(folder, {"warnings": warnings}, ingested.faults)
     flush(folder)
-
-
-def _faults(ingested: Ingested, place: Path) -> list[str]:
-    """Describe the faults of each source by reason; `place` is the result's."""
-    by_reason = defaultdict(list)
-    for fault in ingested.faults:
-        by_reason[fault["source"], fault["reason"]].append(fault)
-    messages = []
-    for (source, reason), faults in by_reason.items():
-        rows = ingested.sources[source].rows
-        places = ", ".join(fault["where"] for fault in faults[:_NAMED]) + (" ..." if len(faults) > _NAMED else "")
-        messages.append(
-            f"{source}: {reason}, {len(faults):,} times in {rows:,} rows ({places}), such as: {faults[0]['detail']}. "
-            f"{REASONS[reason]} {place / 'quarantine.jsonl'} lists all."
-        )
-    return messages
-
-
-def _relations(found: Reconciled) -> list[str]:
-    """Log the merged rows; describe the leaks."""
-    merged = found.duplicates["merged_rows"]
-    if merged:
-        logger.info("%s rows merged into an earlier row of the same image", f"{merged:,}")
-    if not found.leaks:
-        return []
-    return [f"{found.leaks}; what is measured there is no measure of unseen images. prepare_data lists all."]

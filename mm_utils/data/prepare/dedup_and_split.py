@@ -292,7 +292,11 @@ def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test:
     if not unknown.any():
         return
     links_U2 = np.stack([state.group_U, np.arange(len(state.group_U))], axis=1)
-    group_U = groups(len(state.first_U), np.concatenate([links_U2, _same_file(state, facts)]))
+    files_U = _codes(facts["file_hash"])[state.first_U]
+    parts = np.flatnonzero(files_U >= 0)  # clips or sounds that may be parts of one file
+    group_U = groups(
+        len(state.first_U), np.concatenate([links_U2, np.stack([_first_of(files_U, parts), parts], axis=1)])
+    )
     group_N = group_U[state.image_N]
     largest = int(np.bincount(group_N[unknown]).max())
     held_out = validation + test
@@ -311,14 +315,6 @@ def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test:
     by_hash_U = assign_splits(group_U, keys, (max(0.0, 1 - held_out), validation, test), least=least)
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
-
-
-def _same_file(state: _State, facts: pa.Table) -> np.ndarray:
-    """Return pairs [P, 2] of clips or sounds that are parts of one file."""
-    files_U = _codes(facts["file_hash"])[state.first_U]
-    known = np.flatnonzero(files_U >= 0)
-    pairs = np.stack([_first_of(files_U, known), known], axis=1)
-    return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
 def _first_of_id_or_path(facts: pa.Table, state: _State, rows: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, DatasetInfo, Features
+from datasets import DatasetDict, DatasetInfo, Features
 from datasets.features.features import require_decoding
 from tqdm.auto import tqdm
 
@@ -75,24 +75,18 @@ def open_prepared(name: str, title: str, config: str | None = None, allow_outsid
         ValueError: begun by `title`, if it cannot be loaded, a split is none of it, or a file of it lies elsewhere.
     """
     pairs = with_image(load_splits(name, config, None, title, allow_outside))
-    unknown = [split for split in pairs if split not in SPLITS]
-    lacking = [split for split, rows in pairs.items() if not _is_prepared_split(rows)]
-    if unknown or lacking:
-        raise ValueError(
-            f"{title}; its report.json says {PREPARED_FORMAT}, but split {(unknown + lacking)[0]} is none of it. "
-            "Prepare it anew."
-        )
+    for split, rows in pairs.items():
+        is_read = rows.features.get("image") in FEATURES.values() and "content_id" in rows.features
+        opened = [name for name, feature in rows.features.items() if name != "image" and require_decoding(feature)]
+        if split not in SPLITS or not is_read or opened:
+            raise ValueError(
+                f"{title}; its report.json says {PREPARED_FORMAT}, but split {split} is none of it. Prepare it anew."
+            )
     if not allow_outside:
         jail = dataset_jail(name, None, allow_outside)
         for split, rows in pairs.items():
             check_image_files(rows, f"{title}, split {split}", jail)
     return pairs
-
-
-def _is_prepared_split(rows: Dataset) -> bool:
-    """Return whether rows have a prepared split's columns, and no image that would be opened."""
-    is_read = rows.features.get("image") in FEATURES.values() and "content_id" in rows.features
-    return is_read and not any(require_decoding(feature) for name, feature in rows.features.items() if name != "image")
 
 
 def with_image(pairs: DatasetDict) -> DatasetDict:

@@ -196,9 +196,8 @@ def assign_splits(
     if min(fractions) < 0 or not math.isclose(sum(fractions), 1):
         raise ValueError(f"the split fractions are {list(fractions)}; they make {sum(fractions):g}. Give shares of 1.")
     first, place = np.unique(groups_N, return_inverse=True)
-    digests_N = np.fromiter(
-        (int.from_bytes(hash_of_text(f"{salt}\0{key}"), "little") for key in keys), "<u8", len(groups_N)
-    )
+    digests = (hashlib.blake2b(f"{salt}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8) for key in keys)
+    digests_N = np.fromiter((int.from_bytes(each.digest(), "little") for each in digests), "<u8", len(groups_N))
     positions = digests_N[first] / 2.0**64
     bounds = np.cumsum(fractions)[:-1]
     if least:
@@ -209,11 +208,6 @@ def assign_splits(
         if last >= 0:
             bounds[0] = min(bounds[0], positions[order[last]])
     return np.searchsorted(bounds, positions, side="right").astype(np.int8)[place]
-
-
-def hash_of_text(text: str) -> bytes:
-    """Return 8 bytes of BLAKE2b."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 def _work(num_hashes: int, radius: int, count: int) -> float:

@@ -112,9 +112,14 @@ def among(vectors: StoredVectors, mask_N: np.ndarray) -> Find:
 
 def _highest(blocks: Iterable[Tensor], query_QE: Tensor, count: int) -> list[Hits]:
     """Return the best rows of all blocks `[n, E]`, by products in fp32."""
-    one = query_QE[0] if len(query_QE) == 1 else None
-    parts = [(query_QE @ part.T if one is None else torch.mv(part, one)[None]) for part in map(Tensor.float, blocks)]
-    score_QN = torch.cat(parts, 1) if parts else torch.empty(len(query_QE), 0)
+    # Memory that is taken and freed for every block costs more than the product: the system clears its pages.
+    scratch_nE, parts = torch.empty(0, query_QE.shape[1]), [torch.empty(len(query_QE), 0)]
+    for block in blocks:
+        if len(block) > len(scratch_nE):
+            scratch_nE = torch.empty(block.shape)
+        part_nE = scratch_nE[: len(block)].copy_(block)
+        parts.append(query_QE @ part_nE.T if len(query_QE) > 1 else torch.mv(part_nE, query_QE[0])[None])
+    score_QN = torch.cat(parts, 1)
     places = [best(score_N, count) for score_N in score_QN]
     return [
         list(zip(rows, score_N[rows].tolist(), strict=True)) for rows, score_N in zip(places, score_QN, strict=True)

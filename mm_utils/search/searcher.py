@@ -157,7 +157,8 @@ class Searcher:
         texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
         with self._lock, torch.no_grad():
             query_QE, _ = self._model.encode_text(*self._model.text_inputs(texts), with_states=False)
-            found = self._find_everywhere(normalize(query_QE.float().cpu(), dim=1), 1)
+            parts = normalize(query_QE.float().cpu(), dim=1).split(10)  # 40 MB of scores for a million images
+            found = [hits for part in parts for hits in self._find_everywhere(part, 1)]
         return float(torch.tensor([hits[0][1] for hits in found]).quantile(_FLOOR))
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:

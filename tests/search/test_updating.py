@@ -70,7 +70,9 @@ def test_only_added_and_changed_files_are_embedded(model: Path, tmp_path: Path) 
     assert (done.embedded, done.kept, done.removed, done.images) == (15, 92, 3, 107)
     update(tmp_path / "fresh", model, photos)
     assert_same(index, tmp_path / "fresh")
-    assert len(list(index.glob("data-*.arrow"))) == 1
+    [rows] = index.glob("data-*.arrow")
+    assert update(index, model, photos).embedded == 0
+    assert list(index.glob("data-*.arrow")) == [rows], "nothing changed, so nothing is written"
 
 
 def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) -> None:

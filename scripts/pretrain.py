@@ -40,6 +40,7 @@ from mm_utils.data.training_data import TrainingData, open_data
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.evaluation.train_recall import train_recall, validation_evaluator
 from mm_utils.model.build import build_model
+from mm_utils.model.checks import check_positions
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective
 from mm_utils.run import flags
@@ -89,6 +90,7 @@ def main(
     # 3. Model and objective.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     model = build_model(model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium)
+    check_positions(model, data.max_seq_length)
     rows = data.splits.get("train")
     objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, rows)
     is_model = has_baseline(given, data, attached)  # before the first step

@@ -7,10 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # as in an active environment
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -81,24 +79,6 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():
             monkeypatch.setattr(sys.modules[f"mm_utils.{module}"], name, lambda *given, **_: given[-1].touch())
-
-
-@pytest.fixture(autouse=True)
-def flops_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save the counting of FLOPs, a third of a tiny run: equal models have equal counts. `tests/training/test_flops.py` counts."""
-    if flops := sys.modules.get("mm_utils.training.flops"):
-        monkeypatch.setattr(flops, "measure_flops", partial(_counted, flops.measure_flops))
-
-
-_COUNTS: dict[Any, Any] = {}
-
-
-def _counted(count: Callable[..., Any], model: Any, *args: Any) -> Any:
-    parameters = tuple((name, each.shape, each.requires_grad) for name, each in model.named_parameters())
-    key = (str(model.config), model.dtype, parameters, args)
-    if key not in _COUNTS:
-        _COUNTS[key] = count(model, *args)
-    return _COUNTS[key]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel, text_positions
 from mm_utils.model.open_clip import opened
 from mm_utils.model.pretrained import is_dual_encoder, load_config
 from mm_utils.places import missing
@@ -45,3 +45,12 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
         f"{title}; that is a {config.model_type}, and a whole model has both encoders of scripts/pretrain.py. To train one "
         f"from it, give scripts/pretrain.py {flags}."
     )
+
+
+def check_positions(model: FusionDualEncoderModel, max_seq_length: int) -> None:
+    """Raise ValueError if the text tower cannot read captions of so many tokens."""
+    most = text_positions(model.text_model)
+    if most is not None and max_seq_length > most:
+        raise ValueError(
+            f"--max_seq_length is {max_seq_length}; the text backbone has positions for {most} tokens. Give at most {most}."
+        )

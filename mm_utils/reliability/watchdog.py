@@ -1,30 +1,21 @@
-"""Name the rank that others wait for: one that hangs, whose run ends, or a slower one.
+"""Name the rank that hangs and that others wait for, and end the run.
 
-Hangs: a process that hangs (a dead network drive, a deadlock in a data worker, a stopped process) leaves the others waiting in the next
+A process that hangs (a dead network drive, a deadlock in a data worker, a stopped process) leaves the others waiting in the next
 collective. Rank 0 notices that it makes no progress, queries the status of all ranks (`mm_utils.reliability.failures`) and logs
 which ranks are behind; at the timeout it ends all processes with that message. Rank 1 does so a little later, if rank 0 itself
 hangs. The timeout of the process group, later still, is the last resort.
-
-Stragglers: all ranks of a step wait for the slowest one, so the duration of a step shows nothing. Measured is what each rank
-needs by itself: the wait for its data, and the forward passes of the towers, which contain no collective. (Under FSDP they do, to
-gather the weights; there only the wait for data shows a difference.)
 """
 
 import logging
 import os
-import platform
-import statistics
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
@@ -36,9 +27,6 @@ logger = logging.getLogger(__name__)
 SLOW_PHASES = ("start", "evaluation", "save", "end")  # in these, the others may wait for what one process does alone
 SLOW_PHASE_TIMEOUT = 3600.0  # seconds; a longer timeout of the steps holds here, too
 MIN_WARN_SECONDS = 30.0
-MIN_EXCESS = 0.3  # of the median rank's own time: a slow rank needs this much more
-MIN_SHARE_OF_STEP = 0.1  # the excess must be this much of a step to matter
-_Mark = Any  # a time, on CUDA an event
 _LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)))
 
 
@@ -207,119 +195,3 @@ def laggards(answers: list[Status | None]) -> list[int]:
     if count * 2 <= len(known):
         return []
     return [rank for rank, answer in enumerate(known) if answer.get("place") != usual]
-
-
-# -- stragglers ---------------------------------------------------------------------------------------------------------
-
-
-class StragglerDetection(TrainerCallback):
-    """Warn once of a rank that is slower than the others in two successive training log rows.
-
-    On CUDA the passes are timed by events, without waiting for them. A run of one process is not measured.
-    """
-
-    def __init__(self) -> None:
-        self._device: torch.device | None = None  # of a run of several processes
-        self._in_step, self._steps, self._wait, self._seconds = False, 0, 0.0, 0.0
-        self._begun: dict[nn.Module, _Mark] = {}
-        self._passes: list[tuple[_Mark, _Mark]] = []
-        self._suspects: set[int] = set()
-        self._named: set[int] = set()
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure the towers' forward passes from now on."""
-        if distributed.world_size() > 1 and self._device is None:  # not again in the next stage
-            self._device = kwargs["model"].device
-            for tower in (kwargs["model"].vision_model, kwargs["model"].text_model):
-                if tower._compiled_call_impl is not None:  # which takes hooks into its graph
-                    tower._compiled_call_impl = self._timed(tower, tower._compiled_call_impl)
-                else:
-                    tower.register_forward_pre_hook(self._begin_pass, prepend=True)  # measure other hooks, too
-                    tower.register_forward_hook(self._end_pass)
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure the step; passes outside of steps, as in evaluation, are not measured."""
-        self._in_step, self._start = True, time.perf_counter()
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step."""
-        self._in_step = False
-        self._steps += 1
-        self._wait += kwargs["data_wait"]
-        self._seconds += kwargs["data_wait"] + time.perf_counter() - self._start
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Compare the ranks in a training row, and measure anew."""
-        if self._device is None or "loss" not in kwargs["logs"] or not self._steps:
-            return
-        row = [total / self._steps for total in (self._wait, sum(map(_seconds, self._passes)), self._seconds)]
-        table = distributed.gather(torch.tensor([row], device=self._device), [1] * distributed.world_size()).tolist()
-        self._steps, self._wait, self._seconds, self._passes = 0, 0.0, 0.0, []
-        slow = slow_ranks(table)
-        new, self._suspects = (slow & self._suspects) - self._named, slow
-        if new:
-            self._named |= new
-            hosts = gather_object([platform.node()])
-            if distributed.rank() == 0:
-                for rank in sorted(new):
-                    logger.warning("Step %d: %s", state.global_step, _describe(rank, hosts[rank], table))
-
-    def _timed(self, tower: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a compiled tower's call, measured from outside of its graph."""
-
-        def timed(*inputs: Any, **named: Any) -> Any:
-            self._begin_pass(tower, inputs)
-            output = call(*inputs, **named)
-            self._end_pass(tower, inputs, output)
-            return output
-
-        return timed
-
-    def _begin_pass(self, tower: nn.Module, inputs: Any) -> None:
-        if self._in_step:
-            self._begun[tower] = self._now()
-
-    def _end_pass(self, tower: nn.Module, inputs: Any, output: Any) -> None:
-        if self._in_step:
-            self._passes.append((self._begun[tower], self._now()))
-
-    def _now(self) -> _Mark:
-        if self._device is None or self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _seconds(marks: tuple[_Mark, _Mark]) -> float:
-    """Return the duration of a pass; on CUDA wait for its end."""
-    begin, end = marks
-    if isinstance(begin, torch.cuda.Event):
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
-    return end - begin
-
-
-def slow_ranks(table: list[list[float]]) -> set[int]:
-    """Return the ranks that take clearly longer than the median rank.
-
-    Args:
-        table: seconds per step of each rank: waiting for data, computing, the whole step.
-    """
-    own = [wait + computing for wait, computing, _ in table]
-    median, step = statistics.median_low(own), max(row[2] for row in table)
-    limit = max((1 + MIN_EXCESS) * median, median + MIN_SHARE_OF_STEP * step)
-    return {rank for rank, seconds in enumerate(own) if seconds > limit}
-
-
-def _describe(rank: int, host: str, table: list[list[float]]) -> str:
-    wait, computing, _ = table[rank]
-    usual_wait, usual_computing, _ = map(statistics.median_low, zip(*table, strict=True))
-    if wait - usual_wait > computing - usual_computing:
-        advice = "that machine's drive, and at --dataloader_num_workers"
-    else:
-        advice = "that machine for other programs, or a hot or broken device"
-    return (
-        f"process {rank} (host {host}) slows the others down: in a step it waits {wait:.2g} s for data and computes "
-        f"{computing:.2g} s, the median process {usual_wait:.2g} s and {usual_computing:.2g} s. Look at {advice}."
-    )

@@ -10,19 +10,17 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from mm_utils import distributed
 from mm_utils.arguments import Parsed, load_own
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
 from mm_utils.hub import HubPusher
 from mm_utils.objectives.joint import Objective
 from mm_utils.reliability.skipped import SkippedSamples
-from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
+from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import ProgressBar, RunCallback, TemperatureClamp
-from mm_utils.training.flops import FlopRates
 from mm_utils.training.frozen import CacheFeatures
 from mm_utils.training.starts.callbacks import ClosedFormStart, WiseFT
 from mm_utils.training.teacher import CacheTeacher
@@ -31,7 +29,7 @@ from mm_utils.training.trackers import Tracking
 from mm_utils.training.warnings import CollapseWarning
 
 KINDS: tuple[type[RunCallback], ...] = (
-    *(FlopRates, CacheFeatures, CacheTeacher, ClosedFormStart, WiseFT, CollapseWarning),
+    *(CacheFeatures, CacheTeacher, ClosedFormStart, WiseFT, CollapseWarning),
     *(HubPusher, Tracking),
 )
 """The callbacks that flags ask for, in the order in which they are started."""
@@ -160,7 +158,6 @@ def all_callbacks(
     callbacks: list[TrainerCallback] = [
         HangDetection(run.args.ddp_timeout),
         Throughput(run.accelerator.device),
-        *([StragglerDetection()] if distributed.world_size() > 1 else []),
         SkippedSamples(),
         RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
     ]

@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, size_of
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
@@ -274,7 +273,6 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
             seconds * min(total["train"], most) / rows / 3600 for _, seconds, rows, most in probe.context.passes
         ),
     }
-    per_rank = probe.logs["pairs_per_second"] / distributed.world_size()
     return {
         "steps": steps,
         "evaluations": evaluations,
@@ -292,7 +290,6 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
         "free_disk_gb": shutil.disk_usage(folder).free / 1e9,
         "parameters": probe.parameters,
         "trained_parameters": probe.trained_parameters,
-        "gflops_per_pair": 1e3 * probe.logs.get("tflops", math.nan) / per_rank,
         "loss": probe.logs["loss"],
         "unreadable_share": len(probe.unreadable) / max(1, probe.seen),
     }
@@ -320,7 +317,6 @@ def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe)
         f"evaluation {spent['evaluation']} ({times}), checkpoints {spent['checkpoint']}",
         "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB free",
         "parameters": f"{figures['parameters']:,}, {figures['trained_parameters']:,} of them trained",
-        **({"compute": f"{flops:.3g} GFLOPs a pair"} if math.isfinite(flops := figures["gflops_per_pair"]) else {}),
         "disk": f"checkpoints {figures['checkpoints_gb']:.3g} GB ({figures['kept_checkpoints']} at a time), model "
         f"{figures['model_gb']:.3g} GB; {figures['free_disk_gb']:.4g} GB free",
     }

@@ -192,15 +192,6 @@ def test_an_error_while_a_checkpoint_is_written(exact: Path, tmp_path: Path, err
     assert rank_runs.difference(tmp_path / "run", exact) <= TOLERANCE
 
 
-def test_a_slow_process(straight: Straight, tmp_path: Path) -> None:
-    run = TinyRun(tmp_path / "run")
-    ended = start(2, run, Fault(Sleep(0.15), "tower", 0, 1, times=STEPS))
-    assert ended.statuses == [0, 0], ended.text
-    assert "process 1 (host" in ended.texts[0]
-    assert "slows the others down" in ended.texts[0]
-    assert rank_runs.difference(run.folder, straight(2)) == 0
-
-
 class Shorten:
     """Let the loader end early."""
 

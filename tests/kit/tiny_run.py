@@ -22,7 +22,7 @@ from mm_utils.checkpointing.files import find_checkpoint, step_of
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.reliability.signals import Interrupted
 from mm_utils.reliability.skipped import SkippedSamples
-from mm_utils.reliability.watchdog import HangDetection, StragglerDetection
+from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.callbacks import TemperatureClamp
@@ -180,7 +180,7 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
         processor=Processor(),
     )
     watching = [
-        *(HangDetection(args.ddp_timeout), Throughput(accelerator.device), StragglerDetection(), SkippedSamples()),
+        *(HangDetection(args.ddp_timeout), Throughput(accelerator.device), SkippedSamples()),
         *(TemperatureClamp(100.0), _Places(run.strike)),
     ]
     objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))

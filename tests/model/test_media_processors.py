@@ -26,7 +26,6 @@ from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.processor import load_processor, load_processor_of
-from mm_utils.training.flops import measure_flops
 from tests.kit.models import TOWERS
 
 CAPTIONS = ["a dog barks", "a glass breaks", "rain falls"] * 5
@@ -144,8 +143,6 @@ def test_clip_tiny_encodes_frames(tmp_path: Path) -> None:
     processor.save_pretrained(tmp_path)
     again = load_processor_of(str(tmp_path)).image_processor
     assert (again.clip_frames, again.window_seconds) == (16, None)
-    counts = [measure_flops(model, (steps, 3, 32, 32), 16).image for steps in (4, 8)]
-    assert 1.9 < counts[1] / counts[0] < 2.1
     with pytest.raises(ValueError, match="reads clips, and it was given images"):
         model.encode(images=frames[0])
 

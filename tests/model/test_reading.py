@@ -29,13 +29,13 @@ from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media.medium import Clip, Sound
 from mm_utils.data.media.riff import store_clip, write_wav
+from mm_utils.model.checks import check_positions
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import center_square, frames_of, open_picture, read_frames, read_sound, samples_of
 from mm_utils.model.spectrograms import LogMel
 from mm_utils.search.listing import Listing, Reader, stock_file
 from mm_utils.search.searcher import read_query
-from mm_utils.training.flops import measure_flops
 from tests.kit.awkward import RNG, TEXTS, awkward_pictures
 from tests.kit.fault_images import save
 from tests.kit.made_media import picture as made_picture
@@ -240,4 +240,4 @@ def test_the_folder_is_found_from_anywhere_and_saved_again(
 
 def test_captions_longer_than_the_text_tower_reads_are_refused(model: FusionDualEncoderModel) -> None:
     with pytest.raises(ValueError, match="--max_seq_length is 17; the text backbone has positions for 16 tokens"):
-        measure_flops(model, SIDE, 17)
+        check_positions(model, 17)

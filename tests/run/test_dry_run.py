@@ -59,7 +59,6 @@ def test_the_figures_describe_the_whole_run(forecast):
     assert found["dry_run_checkpoints"] == 4
     assert found["dry_run_training_hours"] * 3600 == pytest.approx(40 * 12 / found["dry_run_pairs_per_second"])
     assert 0 < found["dry_run_peak_memory_gib"] < found["dry_run_free_memory_gib"]
-    assert 0 < found["dry_run_gflops_per_pair"] < 1
     assert found["dry_run_unreadable_share"] == 0
 
 

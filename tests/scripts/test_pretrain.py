@@ -57,7 +57,6 @@ def test_log_has_what_a_reader_looks_for(finished):
     assert ["captioning_loss" in row for row in rows_of(folder) if "loss" in row] == [False, False, True, True]
     expected = {"loss", "contrastive_loss", "temperature", "grad_norm"}
     assert expected | {"learning_rate", "pairs_per_second", "data_wait", "padding", "peak_memory_gib"} <= set(line)
-    assert 0 < line["tflops"] < 10
     assert 0 <= line["data_wait"] <= 1
 
 

@@ -44,7 +44,17 @@ from mm_utils.training.frozen import FROZEN_DEFAULTS, MLP_RATE, CacheFeatures
 from scripts import pretrain
 from tests.kit.launches import losses, on_two_processes, weights
 from tests.kit.numbered_rows import new_tokenizer, png, rows_of
-from tests.kit.objectives import KINDS, SPLITS, TERMS, global_batch, share_of, step, step_in_parts, tiny_objective
+from tests.kit.objectives import (
+    KINDS,
+    SPLITS,
+    TERMS,
+    assert_same,
+    global_batch,
+    share_of,
+    step,
+    step_in_parts,
+    tiny_objective,
+)
 from tests.kit.ranks import run_on_ranks
 
 SIZE = 16
@@ -259,35 +269,26 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[], Dataset] | None, bool, bool
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_store_is_for_one_model(name: str, rows: Dataset, own_cache: Path) -> None:
-    change, vision, text = MODELS[name]
-    cached(rows, frozen())
-    objective = frozen()
-    change(objective)
-    assert added(own_cache, lambda: cached(rows, objective)) == vision + text
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_store_is_for_one_preprocessing_and_one_data_set(name: str, rows: Dataset, own_cache: Path) -> None:
-    options, other, vision, text = OTHERS[name]
+def test_a_store_is_for_one_model_one_preprocessing_one_data_set_and_one_precision(
+    rows: Dataset, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cached(rows, frozen())
-    assert added(own_cache, lambda: cached(other() if other else rows, frozen(), **options)) == vision + text
 
+    def check(name: str, expected: int, objective: Objective, given: Dataset = rows, **options: Any) -> None:
+        before = stores(own_cache)
+        cached(given, objective, **options)
+        assert len(stores(own_cache) - before) == expected, name
 
-def test_a_store_is_for_one_precision(rows: Dataset, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached(rows, frozen())
+    for name, (change, vision, text) in MODELS.items():
+        change(objective := frozen())
+        check(name, vision + text, objective)
+    for name, (options, other, vision, text) in OTHERS.items():
+        check(name, vision + text, frozen(), other() if other else rows, **options)
     monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
-    assert added(own_cache, lambda: cached(rows, frozen())) == 2
+    check("precision", 2, frozen())
     monkeypatch.setattr(feature_cache, "DTYPES", (torch.float32,))
-    assert added(own_cache, lambda: cached(rows, frozen())) == 2
-
-
-def added(folder: Path, run: Callable[[], Any]) -> int:
-    before = stores(folder)
-    run()
-    return len(stores(folder) - before)
+    check("stored precision", 2, frozen())
 
 
 def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, own_cache: Path) -> None:
@@ -361,15 +362,6 @@ def with_features(objective: Objective, batch: dict[str, Any], towers: str) -> d
             batch["text_pooled"], states = model.text_features(batch["input_ids"], batch["attention_mask"])
             batch |= {"text_states": states} if objective.reads_pairs else {}
     return batch
-
-
-def assert_same(found: dict[str, Any], right: dict[str, Any]) -> None:
-    assert found["report"] == pytest.approx(right["report"], rel=1e-6, abs=3e-7)
-    right = {name: torch.as_tensor(values, dtype=torch.double) for name, values in right["gradients"].items()}
-    largest = max(float(values.abs().max()) for values in right.values())
-    for name, values in right.items():
-        gradient = torch.as_tensor(found["gradients"][name], dtype=torch.double)
-        torch.testing.assert_close(gradient, values, rtol=1e-6, atol=1e-8 * largest, msg=name)
 
 
 @pytest.mark.parametrize("towers", TOWERS)

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,34 +123,25 @@ class PrepareArguments:
         return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows, engine.pool)
 
 
-def parse_source(item: str | Mapping[str, Any]) -> Source:
-    r"""Read ``path,key=value,...``, or a mapping of the same keys as a YAML file has it.
-
-    A comma inside a value is written ``\,``; templates are separated by ``|``, or are a list in a mapping.
+def parse_source(item: str) -> Source:
+    r"""Read ``path,key=value,...``; a comma inside a value is written ``\,``, and templates are separated by ``|``.
 
     Raises:
         ValueError: for an unknown key or an impossible value.
     """
-    if isinstance(item, str):
-        path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
-        pairs = [part.partition("=") for part in rest]
-        odd = next((key for key, equals, _ in pairs if not equals), None)
-        if odd is not None:
-            raise ValueError(rf"--sources has {item}; '{odd}' is not key=value. Write a comma in a path as '\,'.")
-        names = ["path", *(key.strip() for key, _, _ in pairs)]
-        twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
-        if twice is not None:
-            raise ValueError(f"--sources has {item}; {twice} is given twice. Keep one of them.")
-        item = dict(zip(names, [path.strip(), *(value.strip() for _, _, value in pairs)], strict=True))
+    path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
     known = [each.name for each in dataclasses.fields(Source) if each.name != "title"]
-    values = {key: value for key, value in item.items() if value is not None}
-    for key in values:
+    values: dict[str, Any] = {"path": path.strip()}
+    for part in rest:
+        key, equals, value = (text.strip() for text in part.partition("="))
+        if not equals:
+            raise ValueError(rf"--sources has {item}; '{key}' is not key=value. Write a comma in a path as '\,'.")
+        if key in values:
+            raise ValueError(f"--sources has {item}; {key} is given twice. Keep one of them.")
         if key not in known:
-            raise ValueError(f"--sources has the key {key}; known are {', '.join(known)}.{close_to(str(key), known)}")
-    texts: dict[str, Any] = {key: str(value) for key, value in {"path": "", **values}.items()}
-    if templates := values.get("templates"):
-        texts["templates"] = tuple(templates.split("|") if isinstance(templates, str) else map(str, templates))
-    source = Source(**texts)
+            raise ValueError(f"--sources has the key {key}; known are {', '.join(known)}.{close_to(key, known)}")
+        values[key] = tuple(value.split("|")) if key == "templates" else value
+    source = Source(**values)
     if is_url(source.path):
         raise ValueError(
             f"{source.title}; files of this machine are read. Copy them first, for example with aws s3 sync, or train on shards with "

@@ -116,7 +116,7 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
         sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
     found = Ingested({source.name: SourceTally(source) for source in sources})
     given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
-    for part, result in ingest_rows(_of_one_kind(given, plan.storage), plan, work, "Checking images"):
+    for part, result in ingest_rows(_of_one_kind(given, plan.storage), plan, work):
         found.parts.append(part)
         found.faults += result.faults
         found.notes.update(result.notes)
@@ -153,9 +153,7 @@ def _reading(*sources: Source) -> Iterator[None]:
         ) from error
 
 
-def ingest_rows(
-    rows: Iterable[Record | BadRow], plan: IngestPlan, work: Path, title: str
-) -> Iterator[tuple[Path, ChunkResult]]:
+def ingest_rows(rows: Iterable[Record | BadRow], plan: IngestPlan, work: Path) -> Iterator[tuple[Path, ChunkResult]]:
     """Check and store rows on all cores; yield the files of each chunk, in order. Existing ones are kept.
 
     Raises:
@@ -163,7 +161,7 @@ def ingest_rows(
     """
     parts = work / "parts"
     parts.mkdir(exist_ok=True)
-    with tqdm(desc=title, unit=" rows", smoothing=0.05) as bar, plan.pool(plan.workers) as pool:
+    with tqdm(desc="Checking", unit=" rows", smoothing=0.05) as bar, plan.pool(plan.workers) as pool:
         try:
             under_way: deque[tuple[int, Future[ChunkResult]]] = deque()
             chunks = iter(cut_into_chunks(rows))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mm_utils.data.prepare.arguments import parse_source
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import DataArguments, PathArguments
 
 
 def test_an_item_is_parsed() -> None:
@@ -15,8 +15,6 @@ def test_an_item_is_parsed() -> None:
     assert (source.path, source.name) == ("coco/captions, all.json", "captions, all.json")
     assert (source.image_root, source.split) == ("coco/train2017", "validation")
     assert source.templates == ("a {}.", "{}")
-    mapping = {"path": "a, b/", "templates": ["x {}"], "id_column": None}
-    assert parse_source(mapping) == Source("a, b/", templates=("x {}",), name="a, b")
     assert pickle.loads(pickle.dumps(source)) == source
 
 
@@ -29,7 +27,6 @@ BAD_ITEMS = [
     ("p.jsonl,path=q.jsonl", "path is given twice"),
     ("p,templates=a photo", "templates=a photo; a template says"),
     (",split=val", "an item without a path"),
-    ({"split": "val"}, "an item without a path"),
 ]
 
 

@@ -3,9 +3,15 @@
 from pathlib import Path
 
 import pytest
+from datasets import ClassLabel, Dataset, Features, Image
 
 from mm_utils.data import benchmarks as named
 from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL, fetch, find_benchmark
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.rows.source import DataArguments
+from tests.kit.fault_images import grey
+from tests.kit.finetuning import labelled_of
+from tests.kit.reading import write_tar
 
 NUMBERS = {
     **{"imagenet1k": 1000, "cifar10": 10, "cifar100": 100, "food101": 101, "oxford_pets": 37, "flowers102": 102},
@@ -87,3 +93,68 @@ def test_only_the_files_of_an_evaluation_are_fetched(own_cache: Path, monkeypatc
     monkeypatch.setattr(named, "snapshot_download", download)
     fetch(CLASSIFICATION["imagenet1k"], "x")
     assert asked == [("ILSVRC/imagenet-1k", "dataset", ["*validation-*", "*.txt"])]
+
+
+def zero_shot_folder(folder: Path) -> Path:
+    """As CLIP_benchmark writes them: two shards of a test split, and one of a train split that holds something else."""
+    for place, shade, label in (("test/0", 0, b"9"), ("test/1", 20, b"0"), ("train/0", 255, b"0")):
+        path = folder / f"{place}.tar"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "nshards.txt").write_text("2\n")
+        write_tar(path, [("s0000000.png", grey(shade)), ("s0000000.cls", label)])
+    return folder
+
+
+def test_a_benchmarks_name_gives_classes_prompts_and_the_split(
+    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = zero_shot_folder(tmp_path / "wds")
+    found = labelled_of(dataset_name=str(folder), classes="stl10")
+    assert found.classes == list(CLASSIFICATION["stl10"].classes)
+    assert (found.label_M.tolist(), found.split) == ([9, 0], "test")
+    assert found.templates == ("a photo of a {}.", "a photo of the {}.")
+    assert "2 images, and stl10 has 8,000; the figures are not those of the benchmark" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "split"),
+    [
+        ("cifar10", "plain_text/test", "test"),
+        ("svhn", "cropped_digits/test", "test"),
+        ("food101", "data/validation", "validation"),
+    ],
+)
+def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(name: str, file: str, split: str, own_cache: Path) -> None:
+    benchmark = CLASSIFICATION[name]
+    folder = own_cache / "tandem_benchmarks" / name
+    path = folder / f"{file}-00000-of-00001.parquet"
+    path.parent.mkdir(parents=True)
+    features = Features({"img": Image(), "label": ClassLabel(names=list(benchmark.names))})
+    Dataset.from_dict(
+        {"img": [{"bytes": grey(at), "path": None} for at in range(3)], "label": [2, 0, 1]}, features
+    ).to_parquet(path)
+    beside = folder / ".cache/huggingface/download" / f"{path.name}.metadata"  # as the Hub's client leaves it
+    beside.parent.mkdir(parents=True)
+    beside.write_text("x")
+    found = labelled_of(classes=name)
+    assert (found.split, found.label_M.tolist(), found.classes) == (split, [2, 0, 1], list(benchmark.classes))
+
+
+def retrieval_folder(folder: Path) -> Path:
+    """Six captions of each of two test images, and one train image, in shards of the same name."""
+    for split, keys in (("test", ("a", "b")), ("train", ("a",))):
+        (folder / split).mkdir(parents=True)
+        members = []
+        for at, key in enumerate(keys):
+            captions = "\n".join(f"{split} {key} says {number}" for number in range(6))
+            members += [(f"{key}.png", grey(90 * at + 30 * len(split))), (f"{key}.txt", captions.encode())]
+        write_tar(folder / split / "0.tar", members)
+    (folder / "dataset_type.txt").write_text("retrieval\n")
+    return folder
+
+
+def test_a_retrieval_benchmark_is_a_source_by_its_name(tmp_path: Path, own_cache: Path) -> None:
+    retrieval_folder(own_cache / "tandem_benchmarks/flickr8k")
+    pairs = load_pairs(DataArguments(dataset_name="flickr8k"), need_train=False)
+    assert {split: len(rows) for split, rows in pairs.items()} == {"train": 1, "test": 2}
+    assert len(pairs["train"]["captions"][0]) == 6  # the protocol is that of an evaluation

@@ -28,11 +28,6 @@ def test_an_exact_name_wins_over_another_case() -> None:
     assert find_columns(["Caption", "CAPTION", "image"], "t", Columns(caption="CAPTION")).caption == "CAPTION"
 
 
-def test_two_columns_of_one_name_are_an_error() -> None:
-    with pytest.raises(ValueError, match="t has two columns x; only one can be read"):
-        find_columns(["image", "caption", "x", "x"], "t", Columns())
-
-
 def test_an_error_names_the_flag_or_the_key_of_a_source_and_few_columns() -> None:
     with pytest.raises(ValueError, match=r"t; no image .* The columns are: Bild, text\. Set --image_column\."):
         find_columns(["Bild", "text"], "t", Columns())

@@ -7,11 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict, Features, Image, Sequence, Value
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.records import BytesImage, FileImage, UrlImage
+from mm_utils.data.rows.records import FileImage, UrlImage
 from mm_utils.data.rows.source import PathArguments
 from tests.kit.reading import NAMES, content, lines, read, reasons, write
 
@@ -119,23 +118,6 @@ def test_a_parquet_struct_of_paths_alone_is_paths(folder: Path) -> None:
     good, bad = read(folder / "p.parquet")
     assert [record.id for record in good] == NAMES
     assert reasons(bad) == [("row 3", "outside_root")]
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_a_saved_data_set_is_read_from_its_files(folder: Path, shuffled: bool) -> None:
-    rows = [{"image": {"bytes": f"image {at}".encode()}, "captions": [f"{at}"]} for at in range(40)]
-    features = Features({"image": Image(decode=False), "captions": Sequence(Value("string"))})
-    whole = Dataset.from_list(rows, features=features)
-    splits = {"train": whole.select(range(30)), "dev": whole.select(range(30, 38)), "other": whole.select([38, 39])}
-    DatasetDict(splits).save_to_disk(folder / "saved", num_shards={"train": 3, "dev": 1, "other": 1})
-    good, bad = read(folder / "saved")
-    assert reasons(bad) == [("split other", "unknown_split")]
-    assert [record.split for record in good] == ["train"] * 30 + ["validation"] * 8
-    assert not any(isinstance(record.image, BytesImage) for record in good)
-    if shuffled:
-        random.Random(0).shuffle(good)
-    assert [content(record).decode() for record in good] == [f"image {record.captions[0]}" for record in good]
-    assert {record.split for record in read(folder / "saved", split="test")[0]} == {"test"}
 
 
 def test_metadata_of_each_split_or_one_above_them(folder: Path) -> None:

@@ -79,10 +79,6 @@ def read(urls: list[str]) -> list[Any]:
     return [row for place, shard in enumerate(shards) for row in reader.read(place, 0, shard.rows)]
 
 
-def test_rows_are_those_of_the_disk(store: Store, tmp_path: Path) -> None:
-    assert read(expand(PATTERN)) == read(expand(str(tmp_path / "shards/*.tar")))
-
-
 def test_a_server_that_comes_back_is_used_again(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     urls = expand(PATTERN)
     shards = count_shards(urls)

@@ -36,7 +36,11 @@ class ParquetRows:
         self.name = name
         # Without pre_buffer, Parquet is read page by page; with it, the whole row group comes into memory.
         self.file = pq.ParquetFile(source, pre_buffer=False, buffer_size=buffer_size)
-        size = os.path.getsize(source) if isinstance(source, str) else _size(source)
+        if isinstance(source, str):
+            size = os.path.getsize(source)
+        else:
+            size = source.seek(0, os.SEEK_END)
+            source.seek(0)
         self._most = _ALLOWED + _GROWTH * size
         rows = self.file.metadata.num_rows
         if rows > _ROWS_ALLOWED + size:
@@ -50,7 +54,9 @@ class ParquetRows:
         """
         about = self.file.metadata.row_group(group)
         chunks = [about.column(at) for at in range(about.num_columns)]
-        chunks = [each for each in chunks if _is_of(each.path_in_schema, columns)]
+        chunks = [
+            each for each in chunks if f"{each.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))
+        ]
         largest = max((each.total_uncompressed_size for each in chunks), default=0)  # of a cell, too
         values = max((each.num_values for each in chunks), default=0)  # a value may take no byte of the file
         self._check_decoded(max(largest, values))
@@ -106,14 +112,3 @@ def check_files(paths: Sequence[str]) -> None:
         if path.lower().endswith(".parquet"):
             with ParquetRows(path, Path(path).name).file:
                 pass
-
-
-def _size(file: BinaryIO) -> int:
-    at = file.tell()
-    size = file.seek(0, os.SEEK_END)
-    file.seek(at)
-    return size
-
-
-def _is_of(path: str, columns: Sequence[str]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in columns)

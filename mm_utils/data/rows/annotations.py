@@ -10,7 +10,16 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.rows.columns import split_of
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.text_files import checked_object, is_array, parse_json, read_document, wide_encoding
+from mm_utils.data.rows.text_files import (
+    check_row,
+    checked_object,
+    is_array,
+    open_lines,
+    parse_json,
+    read_document,
+    read_lines,
+    wide_encoding,
+)
 
 _TOKEN = re.compile(r"(?P<name>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)")
 _PIPES = re.compile(r"(?P<name>[^|]+)\|\s*(?P<number>\d+)\s*\|(?P<caption>.*)")
@@ -112,27 +121,25 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     """
     path, builder = Path(source.path), _builder(source, safety)
     pattern = _TOKEN
-    for where, line in builder.lines(path, "line"):
-        if isinstance(line, BadRow):
-            yield line
-            continue
-        text = line.strip()
-        if where == "line 1" and _HEADER.match(text):
-            pattern = _PIPES if "|" in text else _COMMA
-            continue
-        try:
-            found = pattern.fullmatch(text)
-            if found is None:
-                raise Fault("malformed_row", "it is not an image's name and its caption")
-            yield builder.record(where, builder.image(found["name"].strip()), [_unquoted(found["caption"])])
-        except Fault as fault:
-            yield builder.bad(where, fault, line)
-
-
-def _unquoted(text: str) -> str:
-    text = text.strip()
-    quoted = len(text) > 1 and text[0] == text[-1] == '"'
-    return text[1:-1].replace('""', '"') if quoted else text
+    with open_lines(path) as file:
+        for number, line in enumerate(read_lines(file), start=1):
+            text = line.strip()
+            if number == 1 and _HEADER.match(text):
+                pattern = _PIPES if "|" in text else _COMMA
+                continue
+            if not text:
+                continue
+            try:
+                check_row(line)
+                found = pattern.fullmatch(text)
+                if found is None:
+                    raise Fault("malformed_row", "it is not an image's name and its caption")
+                caption = found["caption"].strip()
+                if len(caption) > 1 and caption[0] == caption[-1] == '"':
+                    caption = caption[1:-1].replace('""', '"')
+                yield builder.record(f"line {number}", builder.image(found["name"].strip()), [caption])
+            except Fault as fault:
+                yield builder.bad(f"line {number}", fault, line)
 
 
 def _open_document(

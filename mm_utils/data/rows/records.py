@@ -7,10 +7,8 @@ clip or sound, all of which are files or bytes.
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -20,13 +18,11 @@ from mm_utils.data.faults import Fault, excerpt, storable
 from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, Limits, is_url, read_file
-from mm_utils.data.rows.columns import SUFFIXES, is_null, texts_of
+from mm_utils.data.rows.columns import is_null, texts_of
 from mm_utils.data.rows.downloads import download
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.text_files import check_row, open_lines, read_lines
 from mm_utils.text import one_line, redact
 
-IMAGE_SUFFIXES = SUFFIXES["image"]
 # A data: URI; what base64 makes of JPEG, PNG, GIF, WebP and WAV, BMP, TIFF; or a text of it that is longer than paths are.
 _ENCODED = re.compile(
     r"data:[\w.+/-]*(?:;[\w=-]+)*;base64,|(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK)[A-Za-z0-9+/\s]{40,}={0,2}\s*$|"
@@ -272,19 +268,6 @@ class RecordBuilder:
     def bad(self, where: str, fault: Fault, raw: str = "") -> BadRow:
         """Return the bad row of a fault."""
         return BadRow(self.source.name, storable(where), fault, excerpt(raw))
-
-    def lines(self, path: Path, unit: str) -> Iterator[tuple[str, str | BadRow]]:
-        """Read the lines of a text file that are not blank, each with its place."""
-        with open_lines(path) as file:
-            for number, line in enumerate(read_lines(file), start=1):
-                if not line.strip():
-                    continue
-                where = f"{unit} {number}"
-                try:
-                    check_row(line)
-                    yield where, line.strip("\r\n")
-                except Fault as fault:
-                    yield where, self.bad(where, fault, line)
 
 
 def image_path(value: Any, jail: Jail) -> str:

@@ -8,7 +8,6 @@ and Python pickles, which run code when they are read, set the whole sample asid
 
 import os
 import tarfile
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -27,7 +26,7 @@ from mm_utils.data.rows.columns import (
     answers_of,
     split_of,
 )
-from mm_utils.data.rows.folders import Unread, files_below, split_of_path, walk
+from mm_utils.data.rows.folders import Unread, files_below, split_of_path
 from mm_utils.data.rows.records import (
     BadRow,
     BytesImage,
@@ -114,16 +113,21 @@ class Sample:
 
 def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read `source`'s shards, each by itself; an id is split folder, shard name and key."""
-    names, paths = class_names(source), shard_paths(source)
-    is_folder, a_line = os.path.isdir(source.path), has_caption_a_line(source.path)
+    names, is_folder, unread = class_names(source), os.path.isdir(source.path), Unread()
+    if is_folder:
+        found = files_below(source.path, (".tar",), unread)
+        paths = sorted(os.path.join(source.path, name) for name in found)
+    else:
+        paths = files_of_pattern(source.path)
+    missing = next((path for path in paths if not os.path.isfile(path)), None)
+    if missing is not None or not paths:
+        raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
     for path in paths if is_folder else ():
         check_own_file(path, source.path, safety.allow_outside_root, source.title)
+    a_line = has_caption_a_line(source.path)
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
     builder = RecordBuilder(replace(source, medium=medium), safety, ".")
-    if is_folder:
-        unread = Unread()
-        deque(walk(source.path, unread), maxlen=0)
-        yield from unread.rows(builder)
+    yield from unread.rows(builder)
     for path in paths:
         name = os.path.relpath(path, source.path) if is_folder else os.path.basename(path)
         split = split_of_path(name, by_words=True) if is_folder else None
@@ -134,18 +138,6 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
                 yield record_of_sample(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)
             except Fault as fault:
                 yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"))
-
-
-def shard_paths(source: Source) -> list[str]:
-    """Return the shards of a folder, a file, or a pattern with ``*`` or ``{000..099}``."""
-    if os.path.isdir(source.path):
-        paths = sorted(os.path.join(source.path, name) for name in files_below(source.path, (".tar",)))
-    else:
-        paths = files_of_pattern(source.path)
-    missing = next((path for path in paths if not os.path.isfile(path)), None)
-    if missing is not None or not paths:
-        raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
-    return paths
 
 
 def has_caption_a_line(folder: str) -> bool:
@@ -346,55 +338,43 @@ def record_of_sample(
     split: str | None,
     a_line: bool,
 ) -> Record:
-    """Return a sample's record; `split` is its folder's, `a_line` as in `has_caption_a_line`."""
-    values = sample.values()
-    answers = None
-    if builder.source.labelled:
-        wanted = builder.source.label_column, builder.source.caption_column
-        label = wanted[0] or next((name for name in LABEL_NAMES if name in values), None)
+    """Return a sample's record: its unchecked captions are those of .txt or .caption, else of .json, else the class in .cls.
+
+    Args:
+        names: the names of classes by number.
+        split: that of the folder.
+        a_line: a line is a caption; see `has_caption_a_line`.
+    """
+    values, source, answers = sample.values(), builder.source, None
+    usual = TEXT_NAMES if source.labelled else USUAL_NAMES["caption"]
+    column = source.caption_column or next((name for name in usual if name in values), None)
+    plain = next((name for name in ("txt", "caption") if name in sample.texts), None)
+    captions: Any = []
+    if source.labelled:
+        label = source.label_column or next((name for name in LABEL_NAMES if name in values), None)
         if label not in values and "cls" not in sample.texts:
             raise sample.lacks("label")
         answers = answers_of(values[label] if label in values else sample.text("cls"))
-        text = wanted[1] or next((name for name in TEXT_NAMES if name in values), None)
-        captions = [values[text]] if text in values else []
-    else:
-        captions = captions_of_sample(sample, values, builder.source, names)
-    if a_line and len(captions) == 1 and isinstance(captions[0], str):
-        captions = captions[0].splitlines()
-    image: ImageRef
-    member = sample.medium(builder.medium)
-    if member is not None:
-        image = member
-    elif builder.safety.allow_download and is_url(str(values.get("url"))):
-        image, _ = builder.image(values["url"])
-    else:
-        raise sample.lacks(builder.medium)
-    if values.get("split") is not None and not builder.source.split:
-        split = split_of(values["split"])
-    beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
-    beside |= {"cut": (values.get("start"), values.get("end")), "answers": answers}
-    return builder.record(where, (image, storable(key)), captions, split=split, **beside)
-
-
-def captions_of_sample(sample: Sample, values: dict[str, Any], source: Source, names: dict[str, str]) -> list[Any]:
-    """Return unchecked captions: of .txt or .caption, else .json, else the class in .cls.
-
-    Args:
-        values: the fields of .json.
-        names: the names of classes by number.
-    """
-    column = source.caption_column or next((name for name in USUAL_NAMES["caption"] if name in values), None)
-    plain = next((name for name in ("txt", "caption") if name in sample.texts), None)
-    captions: Any
-    if plain is not None and source.caption_column is None:
+        captions = [values[column]] if column in values else []
+    elif plain is not None and source.caption_column is None:
         captions = sample.text(plain)
     elif column in values:
         captions = values[column]
     elif "cls" in sample.texts:
-        label = sample.text("cls").strip()
-        if label.isdigit() and label not in names:
-            raise Fault("unmatched_image", f"class {label} has no name; set classes= to a file of names")
-        captions = captions_of_class(source, names.get(label, label), source.medium)
+        number = sample.text("cls").strip()
+        if number.isdigit() and number not in names:
+            raise Fault("unmatched_image", f"class {number} has no name; set classes= to a file of names")
+        captions = captions_of_class(source, names.get(number, number), source.medium)
     else:
         raise sample.lacks("caption")
-    return captions if isinstance(captions, list) else [captions]
+    if not isinstance(captions, list):
+        captions = captions.splitlines() if a_line and isinstance(captions, str) else [captions]
+    member = sample.medium(builder.medium)
+    if member is None and not (builder.safety.allow_download and is_url(str(values.get("url")))):
+        raise sample.lacks(builder.medium)
+    image, _ = builder.image(values["url"] if member is None else member)
+    if values.get("split") is not None and not source.split:
+        split = split_of(values["split"])
+    beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
+    beside |= {"cut": (values.get("start"), values.get("end")), "answers": answers}
+    return builder.record(where, (image, storable(key)), captions, split=split, **beside)

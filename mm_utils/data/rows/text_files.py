@@ -181,14 +181,15 @@ def _array_records(path: Path) -> tuple[str, Rows]:
         cause = fault.__cause__
         line, text = (cause.lineno, cause.doc[:1000]) if isinstance(cause, json.JSONDecodeError) else (1, "")
         return "line", iter([(line, BadLine(fault, text))])
-    return "row", ((number, _item(item)) for number, item in enumerate(items))
 
+    def rows() -> Rows:
+        for number, item in enumerate(items):
+            try:
+                yield number, checked_object(item)
+            except Fault as fault:
+                yield number, BadLine(fault, "" if fault.reason == "too_nested" else str(item))
 
-def _item(item: Any) -> dict[str, Any] | BadLine:
-    try:
-        return checked_object(item)
-    except Fault as fault:
-        return BadLine(fault, "" if fault.reason == "too_nested" else str(item))
+    return "row", rows()
 
 
 class _Lines:
@@ -245,7 +246,11 @@ def _delimited_records(path: Path, delimiter: str) -> Rows:
             if names is None and cells:
                 names = _header(cells, path)
             elif names is not None and cells:
-                yield lines.begin, _as_dict(names, cells)
+                row: dict[Any, Any] = {**dict.fromkeys(names), **dict(zip(names, cells, strict=False))}
+                row.pop("", None)
+                if len(cells) > len(names):
+                    row[None] = cells[len(names) :]  # as `csv.DictReader` has it
+                yield lines.begin, row
             lines.finish_row()
 
 
@@ -272,13 +277,3 @@ def _header(cells: list[str], path: Path) -> list[str]:
     if twice is not None:
         raise ValueError(f"{path} has two columns {shortened(twice)}; only one can be read. Rename one.")
     return cells
-
-
-def _as_dict(names: list[str], cells: list[str]) -> dict[Any, Any]:
-    """Return a row as `csv.DictReader` does; surplus cells are a list under the key None, those without a name left out."""
-    row: dict[Any, Any] = dict.fromkeys(names)
-    row.update(zip(names, cells, strict=False))
-    row.pop("", None)
-    if len(cells) > len(names):
-        row[None] = cells[len(names) :]
-    return row

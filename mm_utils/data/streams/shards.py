@@ -265,12 +265,11 @@ def _read_records(url: str, first: int, source: Source) -> Iterator[Record | Bad
         if isinstance(shard, tarfile.TarFile):
             for sample in islice(read_samples(shard, url, kinds=(source.medium,), first=first), first, None):
                 try:
-                    record = record_of_sample(builder, sample, sample.key, sample.key, {}, None, False)
                     values = sample.values()
                     column = find_column("--id_column", list(values), source.title, None, USUAL_NAMES["id"])
                     # By .json alone: two keys may have the same image.
-                    record.id = id_of(values, Columns(id=source.id_column or column))
-                    yield record
+                    key = id_of(values, Columns(id=source.id_column or column)) or ""
+                    yield record_of_sample(builder, sample, sample.key, key, {}, None, False)
                 except Fault as fault:
                     yield builder.bad(sample.key, fault)
             return
@@ -364,8 +363,12 @@ class ShardReader:
         rows: list[Row] = []
         self._last = (-1, -1, -1), []  # given up before the next run is read
         url, first = self.shards[shard].url, self.shards[shard].first
+
+        def is_worth_a_try(error: Exception) -> bool:
+            return isinstance(error, damage()) and not _is_gone(url, error) and ("://" in url or _may_pass(error))
+
         try:
-            retry(lambda: self._extend(rows, shard, start, stop), lambda error: _is_worth_a_try(url, error), _PAUSES)
+            retry(lambda: self._extend(rows, shard, start, stop), is_worth_a_try, _PAUSES)
         except damage() as error:
             if not _is_gone(url, error):
                 stamp_of(url)  # raises if it is the connection that fails
@@ -388,10 +391,6 @@ class ShardReader:
         if len(rows) < stop - start:
             raise EOFError(f"it ends at row {source.first + start + len(rows)}")
         self._next = (shard, stop)
-
-
-def _is_worth_a_try(url: str, error: BaseException) -> bool:
-    return isinstance(error, damage()) and not _is_gone(url, error) and ("://" in url or _may_pass(error))
 
 
 def _is_gone(url: str, error: BaseException) -> bool:

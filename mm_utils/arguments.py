@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
@@ -45,19 +45,29 @@ class FlagHelp(str):
 
     decides: Decides
     usual: bool
+    per_machine: bool
 
 
-def arg(default: T, help: str, *, decides: Decides = "learning", usual: bool = False, **metadata: Any) -> T:
+def arg(
+    default: T,
+    help: str,
+    *,
+    decides: Decides = "learning",
+    usual: bool = False,
+    per_machine: bool = False,
+    **metadata: Any,
+) -> T:
     """Declare a dataclass field together with its ``--help`` line.
 
     Args:
         default, help: its default and its line in ``--help``.
         decides: a resumed run must have a flag that decides what is learnt as it was, and may change all others.
         usual: ``--help`` shows it where there are many flags.
+        per_machine: the processes of a run may have it differ.
         metadata: what else argparse gets.
     """
     text = FlagHelp(help)
-    text.decides, text.usual = decides, usual
+    text.decides, text.usual, text.per_machine = decides, usual, per_machine
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
@@ -103,12 +113,16 @@ class Parsed:
     @property
     def learnt(self) -> dict[str, Any]:
         """The values that decide what is learnt, by name."""
-        return {
-            field.name: getattr(each, field.name)
-            for each in self._parsed
-            for field in dataclasses.fields(each)
-            if field.metadata["help"].decides == "learning"
-        }
+        return self._values(lambda help: help.decides == "learning")
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The values that all processes of a run have, by name."""
+        return self._values(lambda help: not help.per_machine)
+
+    def _values(self, is_wanted: Callable[[FlagHelp], bool]) -> dict[str, Any]:
+        fields = ((each, field) for each in self._parsed for field in dataclasses.fields(each))
+        return {field.name: getattr(each, field.name) for each, field in fields if is_wanted(field.metadata["help"])}
 
     @property
     def is_trial(self) -> bool:
@@ -135,10 +149,11 @@ class Parsed:
 
     def default(self, **values: Any) -> None:
         """Change flags that are not given."""
-        for each in self._parsed:
-            for name in values.keys() & _names(each):
-                if not self.is_given(name):
-                    setattr(each, name, values[name])
+        values = {name: value for name, value in values.items() if not self.is_given(name)}
+        self._parsed = [
+            dataclasses.replace(each, **{name: values[name] for name in values.keys() & _names(each)})
+            for each in self._parsed
+        ]
 
     def refuse(self, names: str, reason: str) -> None:
         """Refuse flags that would have no effect, and that ask for something: those above 0 and unlike their default.

@@ -31,7 +31,7 @@ from datasets import DatasetDict
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required, to_dict
-from mm_utils.data.batches.loaders import EVALUATION_BATCH, OF_TRAINING, LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.benchmarks import RETRIEVAL, find_benchmark
 from mm_utils.data.pairs import load_benchmark, load_split
@@ -79,11 +79,10 @@ class EvalRetrievalArguments:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (EvalRetrievalArguments, EvaluationArguments, DataArguments, LoaderArguments)
+    groups = (EvalRetrievalArguments, EvaluationArguments, DataArguments, ReadingArguments)
     given = parse_args(*groups, argv=argv, doc=__doc__)
     args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
-    data_args, loader_args = given[DataArguments], given[LoaderArguments]
-    given.refuse(OF_TRAINING, "nothing is trained")
+    data_args, loader_args = given[DataArguments], given[ReadingArguments]
     check_model(args.model_name_or_path)
     if args.output_dir:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

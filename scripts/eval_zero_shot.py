@@ -29,7 +29,7 @@ from pathlib import Path
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
-from mm_utils.data.batches.loaders import EVALUATION_BATCH, OF_TRAINING, LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.finetuning.zero_shot import (
@@ -64,11 +64,11 @@ class EvalZeroShotArguments:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (EvalZeroShotArguments, DataArguments, ZeroShotArguments, LoaderArguments)
+    groups = (EvalZeroShotArguments, DataArguments, ZeroShotArguments, ReadingArguments)
     given = parse_args(*groups, argv=argv, doc=__doc__)
     args, data_args = given[EvalZeroShotArguments], given[DataArguments]
-    zero_shot_args, loader_args = given[ZeroShotArguments], given[LoaderArguments]
-    given.refuse(f"{OF_TRAINING} max_train_samples", "nothing is trained")
+    zero_shot_args, loader_args = given[ZeroShotArguments], given[ReadingArguments]
+    given.refuse("max_train_samples", "nothing is trained")
     given.refuse("caption_column", "classes of media are measured")
     check_model(args.model_name_or_path)
     if args.output_dir:

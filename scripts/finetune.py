@@ -76,23 +76,23 @@ def main(
     """Run the script and return its metrics; the arguments are those of scripts/pretrain.py's."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(*FLAGS, *flags_of_callbacks("finetune"), argv=argv, doc=__doc__)
-    classifier_args, args = given[ClassifierArguments], given[FinetuningArguments]
+    classifier_args = given[ClassifierArguments]
     check_flags(given)
     attached = attach("finetune", given, callbacks)
     if given["dry_run"]:
-        return dry_run(main, "finetune", argv, args, given.settings)
+        return dry_run(main, "finetune", argv, given[FinetuningArguments], given.settings)
     run = start_run("finetune", given)
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
     processor = load_processor_of(classifier_args.model_name_or_path)
-    task, data = open_task(
-        run.accelerator, given[DataArguments], given[TaskArguments], given[LoaderArguments], args, processor
-    )
+    sources = given[DataArguments], given[TaskArguments], given[LoaderArguments]
+    task, data = open_task(run.accelerator, *sources, run.args, processor, run.fits_batch)
+    run = run.settled(data)
     rows, classes = data.splits["train"], len(task.classes)
     logger.info("%s classes", f"{classes:,}")
 
     # 3. Model, objective, optimizer.
-    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    resume_from = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
     model = build_classifier(
         classifier_args,
         given[LoraArguments],
@@ -102,7 +102,7 @@ def main(
     )
     labels = torch.tensor(rows["label"][:])
     weights = weigh_classes(labels, classes, classifier_args.class_weights)
-    objective = ClassificationObjective(model, labels, weights, args.seed)
+    objective = ClassificationObjective(model, labels, weights, run.args.seed)
     optimizer_args = given[OptimizerArguments]
     optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
 
@@ -113,7 +113,7 @@ def main(
     context.final_evaluations = int("test" in data.splits)
     context.start()
     trainer = Trainer(
-        args,
+        run.args,
         optimizer_args,
         run.accelerator,
         objective,

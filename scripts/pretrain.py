@@ -69,13 +69,13 @@ def main(
     given = parse_args(*groups, argv=argv, doc=__doc__)
     if recipe := recipe_for(given):  # pairs of one's own, and no start is named: not from scratch
         given = parse_args(*groups, argv=argv, doc=__doc__, recipe=recipe)
-    model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
-    args = given[flags.TrainingArguments]
     flags.check_flags(given)
     attached = attach("pretrain", given, callbacks)
+    model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
     if given["dry_run"]:
-        return dry_run(main, "pretrain", argv, args, given.settings)
+        return dry_run(main, "pretrain", argv, given[flags.TrainingArguments], given.settings)
     run = start_run("pretrain", given)
+    args = run.args
     if recipe:
         announce(recipe)
 
@@ -85,7 +85,8 @@ def main(
     if given["streaming"]:
         data = open_streamed(run.accelerator, given, *opening)
     else:
-        data = open_data(run.accelerator, given[flags.DataArguments], given[flags.LoaderArguments], *opening)
+        sources = given[flags.DataArguments], given[flags.LoaderArguments]
+        data = open_data(run.accelerator, *sources, *opening, fits_batch=run.fits_batch)
 
     # 3. Model and objective.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
@@ -94,6 +95,7 @@ def main(
     rows = data.splits.get("train")
     objective = build_objective(model, objective_args, args.seed, data.processor.tokenizer, rows)
     is_model = has_baseline(given, data, attached)  # before the first step
+    run = run.settled(data, is_model)
 
     # 4. Train, first the encoders, then the fusion head.
     retrieval = validation_evaluator(given[flags.EvaluationArguments], data)
@@ -110,9 +112,8 @@ def main(
     )
     scale = objective_args.highest_scale(model)
     context.start()
-    args.settle_eval_steps(args.total_steps(data.num_rows), is_model)
     optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, objective, data, attached, scale)
-    stages = stages_of(objective, args, optimizer_args.head_share, data.num_rows)
+    stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
     for stage in remaining(stages, resume_from):
         stage.freeze_others(objective)
         optimizer = build_optimizer(
@@ -123,7 +124,7 @@ def main(
             has_baseline=is_model,
         )
         trainer = Trainer(
-            *(args, optimizer_args, run.accelerator, objective, optimizer, data, context.evaluators, every),
+            *(run.args, optimizer_args, run.accelerator, objective, optimizer, data, context.evaluators, every),
             flags=given.learnt,
             stage=stage,
         )

@@ -39,9 +39,6 @@ class Schedule(Protocol):
     def batch_sizes(self) -> BatchSizes:
         """The global batch size as a function of the step."""
 
-    def fit_batch(self, num_rows: int) -> None:
-        """Make a batch that nobody sized fit the training rows."""
-
 
 @dataclass
 class TrainingData:
@@ -117,6 +114,7 @@ def open_data(
     schedule: Schedule,
     make_processor: Callable[..., ProcessorMixin],
     readers: Sequence[ColumnReader] = (),
+    fits_batch: bool = True,
 ) -> TrainingData:
     """Open the pairs that the arguments name, tokenised, with their loaders.
 
@@ -129,6 +127,7 @@ def open_data(
         make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
             `seconds` of its window.
         readers: what terms read besides media and captions.
+        fits_batch: whether nobody named the size of a batch, so that it is at most all rows.
 
     Raises:
         ValueError: if the source cannot be read, with file, line or column and what to do.
@@ -139,7 +138,7 @@ def open_data(
         splits = first_rows(splits, data_args, f"--max_train_samples is {data_args.max_train_samples}")
         processor = processor_of(make_processor, iterate_captions(splits["train"]), splits["train"], loader_args)
         splits = tokenize_splits(splits, processor.tokenizer, loader_args.max_seq_length, readers=readers)
-    return make_data(accelerator, splits, processor, loader_args, schedule, readers, total)
+    return make_data(accelerator, splits, processor, loader_args, schedule, readers, total, fits_batch)
 
 
 def processor_of(
@@ -162,12 +161,15 @@ def make_data(
     schedule: Schedule,
     readers: Sequence[ColumnReader] = (),
     total_rows: dict[str, int] | None = None,
+    fits_batch: bool = True,
 ) -> TrainingData:
-    """Put tokenised splits into batches."""
+    """Put tokenised splits into batches, of at most all rows where nobody named their size."""
     rows = splits["train"]
-    schedule.fit_batch(len(rows))
+    sizes = schedule.batch_sizes.at_most(len(rows)) if fits_batch else schedule.batch_sizes
+    if sizes != schedule.batch_sizes:
+        logger.info("A step takes all %d training rows, fewer than --global_batch_size", len(rows))
     loaders = open_loaders(accelerator, splits, processor, loader_args, schedule, readers)
-    order = GlobalOrder(len(rows), schedule.batch_sizes, schedule.seed)
+    order = GlobalOrder(len(rows), sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
     identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer)}
     found = TrainingData(splits, processor, loaders, order, identity, total_rows=total)

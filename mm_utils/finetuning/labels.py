@@ -95,12 +95,13 @@ def open_task(
     loader_args: LoaderArguments,
     schedule: Schedule,
     processor: ProcessorMixin,
+    fits_batch: bool = True,
 ) -> tuple[LabelledTask, TrainingData]:
     """Open the labelled rows that the arguments name, with loaders; see `open_data`."""
     with distributed.first_then_others():
         task = load_task(data_args, task_args, kind_of_processor(processor))
         task.splits = tokenize_splits(task.splits, processor.tokenizer, loader_args.max_seq_length)
-    return task, make_data(accelerator, task.splits, processor, loader_args, schedule)
+    return task, make_data(accelerator, task.splits, processor, loader_args, schedule, fits_batch=fits_batch)
 
 
 def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image") -> LabelledTask:

@@ -113,6 +113,13 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        own = "vision_model_name_or_path", "vision_config", "text_config", "projection_dim", "projection"
+        for name in own if self.model_name_or_path else ():
+            if getattr(self, name) != getattr(ModelArguments, name):
+                raise ValueError(
+                    f"--{name} is {getattr(self, name)}, and --model_name_or_path is {self.model_name_or_path}; a whole model "
+                    "has its own, and the flag would change nothing. Drop one of the two."
+                )
         if self.joins_whole:
             self.freeze_vision = True
         most = math.isqrt(psutil.virtual_memory().total // _BYTES_OF_PIXEL)

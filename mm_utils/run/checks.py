@@ -23,20 +23,18 @@ from mm_utils.run.restarts import code_digest, device_name, versions
 
 logger = logging.getLogger(__name__)
 
-# These may differ between machines: they decide nothing, or only the main process reads them.
-_MAY_DIFFER = {"output_dir", "dataloader_num_workers", "image_root"}
 _LAUNCHERS = {"accelerate", "accelerate-launch", "torchrun"}
 _LAUNCHER_MODULES = {"accelerate.commands.launch", "accelerate.commands.accelerate_cli", "torch.distributed.run"}
 _SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def check_equal_start(config: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same arguments, code and package versions.
+def check_equal_start(common: Mapping[str, Any]) -> None:
+    """Check that all ranks have the same arguments, by name, code and package versions.
 
     Raises:
         ValueError: on every rank, naming the differences and the ranks.
     """
-    given = {f"--{name}": value for name, value in config.items() if name not in _MAY_DIFFER}
+    given = {f"--{name}": value for name, value in common.items()}
     values = {**given, **versions(), "the code of mm_utils": code_digest()}
     distributed.check_equal_on_all_ranks(values, distributed.SAME_COMMAND)
 

@@ -249,7 +249,7 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     steps = args.total_steps(total["train"])
     model, loader = last.pairs / last.seconds, probe.images_per_second
     rate = min(model, loader) if data.loaders.arguments.num_workers else 1 / (1 / model + 1 / loader)
-    args.settle_eval_steps(steps, probe.context.has_baseline)
+    args = args.settled(args.batch_sizes, total["train"], probe.context.has_baseline)
     first = 0 if probe.context.evaluates_start else args.eval_steps
     evaluated_steps = {steps, *(range(first, steps, args.eval_steps) if args.eval_steps > 0 else ())}
     ends = {stage.end for stage in stages_of(probe.context.objective, args, share, total["train"])}

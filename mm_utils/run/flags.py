@@ -19,15 +19,6 @@ from mm_utils.run.start import RunArguments
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
 
-OF_NEW_MODELS = [
-    "vision_model_name_or_path",
-    "vision_config",
-    "text_config",
-    "projection_dim",
-    "projection",
-]
-"""Flags of a model that is built: a whole one has them in its configuration."""
-
 PRETRAINING = (
     *(DataArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments, StreamingArguments),
@@ -73,13 +64,6 @@ def check_flags(given: Parsed) -> None:
         check_model(given["model_name_or_path"])
     if given.config and given["resume_from_checkpoint"]:
         _check_place(Path(given.config), given["output_dir"])
-    if given["model_name_or_path"] is not None and given["fusion_layers"] is not None:
-        for name in OF_NEW_MODELS:
-            if given[name] != getattr(ModelArguments, name):
-                raise ValueError(
-                    f"--{name} is {given[name]}, and --model_name_or_path is {given['model_name_or_path']}; a whole model has its "
-                    "own, and the flag would change nothing. Drop one of the two."
-                )
     for names, is_unread, reason in unread(given):
         if is_unread:
             given.refuse(names, reason)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from accelerate.utils import set_seed
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg, to_dict
+from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
 from mm_utils.run import checks, rendezvous
 from mm_utils.run.output_folder import claim_folder, save_config
@@ -53,6 +54,7 @@ class Run:
         args: the training arguments.
         repository: the repository on the Hub that the model is pushed to, if it is.
         defaults: the default of every argument, by name.
+        fits_batch: whether the command line does not name the size of a batch, so that it is at most all rows.
     """
 
     name: str
@@ -62,13 +64,18 @@ class Run:
     args: TrainingArguments
     repository: str | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
+    fits_batch: bool = True
+
+    def settled(self, data: TrainingData, has_baseline: bool = False) -> "Run":
+        """Return this run with the arguments that depend on the data, and on whether its first weights are a model."""
+        return replace(self, args=self.args.settled(data.order.sizes, data.num_rows, has_baseline))
 
 
 def start_run(name: str, given: Parsed) -> Run:
     """Set up processes, logging and the output folder.
 
     Device, precision and number of processes come from `accelerate launch`, everything else from the arguments.
-    `args.output_dir` is set to the folder, and after a restart by the launcher `args.resume_from_checkpoint` to `latest`.
+    The run's `args.output_dir` is the folder, and after a restart by the launcher its `args.resume_from_checkpoint` is `latest`.
 
     Args:
         name: the script's name.
@@ -79,13 +86,13 @@ def start_run(name: str, given: Parsed) -> Run:
         ValueError: if the processes have different arguments or code, or the device does not support the precision.
     """
     args, settings = given[TrainingArguments], given.settings
-    args.names_batch = "global_batch_size" in given.named
+    fits_batch = args.batch_size_schedule is None and "global_batch_size" not in given.named
     accelerator = make_accelerator()
     checks.check_devices(accelerator)
-    checks.check_equal_start(settings)
+    checks.check_equal_start(given.common)
     launch, description = launcher_names(), describe_start(accelerator)
     claim = distributed.on_first(lambda: claim_folder(name, args, settings, launch))
-    args.output_dir, args.resume_from_checkpoint = claim.folder, claim.resume_from
+    args = replace(args, output_dir=claim.folder, resume_from_checkpoint=claim.resume_from)
     settings = {**settings, **to_dict(args)}
 
     def write() -> None:
@@ -102,7 +109,7 @@ def start_run(name: str, given: Parsed) -> Run:
 
     distributed.on_first(write)
     set_seed(args.seed)
-    return Run(name, accelerator, Path(claim.folder), settings, args, defaults=given.defaults)
+    return Run(name, accelerator, Path(claim.folder), settings, args, defaults=given.defaults, fits_batch=fits_batch)
 
 
 def make_accelerator() -> Accelerator:

@@ -1,16 +1,13 @@
 """The flags of the training loop, named as in `transformers.TrainingArguments`."""
 
-import logging
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mm_utils.arguments import arg, in_notebook, launch_command, launcher
 from mm_utils.checkpointing.files import CONFIG_FILE as CONFIG_FILE
 from mm_utils.data.batches.order import BatchSizes
-
-logger = logging.getLogger(__name__)
 
 # In the output folder:
 METRICS_FILE = "metrics.jsonl"  # a row per log and per evaluation
@@ -22,12 +19,16 @@ def greater_is_better(metric: str) -> bool:
     return not metric.endswith(("loss", "rank"))
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingArguments:
     """Training: batch size, length, evaluation, checkpoints."""
 
     output_dir: str | None = arg(
-        None, "The folder of the run; default: a new outputs/<script>-N.", decides="place", usual=True
+        None,
+        "The folder of the run; default: a new outputs/<script>-N.",
+        decides="place",
+        usual=True,
+        per_machine=True,
     )
     resume_from_checkpoint: str | None = arg(
         None,
@@ -88,10 +89,8 @@ class TrainingArguments:
     # No flags:
     save_total_limit: ClassVar[int | None] = 2  # checkpoints, in addition to the best ones
     script = "pretrain"  # whose command resumes a run that a notebook has started
-    names_batch = True  # `start_run` sets whether the command line names the batch's size
 
     def __post_init__(self) -> None:
-        self.eval_strategy = "steps" if self.eval_steps > 0 else "no"  # transformers' callbacks read it
         if self.max_steps <= 0 and self.num_train_epochs <= 0:
             raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
         size = self.micro_batch_size
@@ -124,16 +123,10 @@ class TrainingArguments:
             return BatchSizes.parse(self.batch_size_schedule)
         return BatchSizes((0,), (self.global_batch_size,))
 
-    def fit_batch(self, num_rows: int) -> None:
-        """Let a batch whose size the command line does not name be at most all rows."""
-        is_free = not self.names_batch and self.batch_size_schedule is None
-        if is_free and 2 <= num_rows < self.global_batch_size:
-            logger.info(
-                "A step takes all %d training rows, fewer than --global_batch_size %d",
-                num_rows,
-                self.global_batch_size,
-            )
-            self.global_batch_size = num_rows
+    @property
+    def eval_strategy(self) -> str:
+        """As transformers' callbacks read it."""
+        return "steps" if self.eval_steps > 0 else "no"
 
     @property
     def greater_is_better(self) -> bool:
@@ -145,11 +138,18 @@ class TrainingArguments:
         """True if the best evaluated weights are saved on the way, and kept."""
         return self.load_best_model_at_end and self.eval_steps > 0 and self.save_steps > 0
 
-    def settle_eval_steps(self, steps: int, has_baseline: bool) -> None:
-        """Replace an `eval_steps` of -1, for a run of `steps`."""
-        if self.eval_steps < 0:
-            self.eval_steps = -(-steps // 5) if has_baseline else 0
-            self.eval_strategy = "steps" if has_baseline else "no"
+    def settled(self, sizes: BatchSizes, num_rows: int, has_baseline: bool) -> "TrainingArguments":
+        """Return these arguments with what depends on the data: batches of `sizes`, and how often a run is evaluated.
+
+        Args:
+            sizes: of the batches.
+            num_rows: the training rows.
+            has_baseline: whether the weights before the first step are a model.
+        """
+        args = replace(self, global_batch_size=sizes.sizes[0]) if self.batch_size_schedule is None else self
+        if args.eval_steps >= 0:
+            return args
+        return replace(args, eval_steps=-(-args.total_steps(num_rows) // 5) if has_baseline else 0)
 
     def total_steps(self, num_rows: int) -> int:
         """Return the number of steps of the whole run, for a training split of `num_rows`."""
@@ -162,7 +162,7 @@ class TrainingArguments:
         return max(1, step + (2 * (pairs - self.batch_sizes.before(step)) > self.batch_sizes.at(step)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuningArguments(TrainingArguments):
     """Training: as for pre-training, with other defaults."""
 

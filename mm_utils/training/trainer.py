@@ -14,10 +14,10 @@ And two events of ours, called on callbacks that have them: on_evaluate_begin, o
 manager is entered around training, and one that is `ExportableState` is stored in checkpoints and restored.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,11 +77,9 @@ class Trainer:
     ):
         self.steps = args.total_steps(data.num_rows)  # of all stages
         self.stage = stage = stage or stages_of(objective, args, 0.0, data.num_rows)[0]
-        self.args = args = copy.copy(args)
-        args.metric_for_best_model = stage.metric  # early stopping reads it
-        if args.logging_steps < 0:
-            args.logging_steps = min(10, -(-self.steps // 10))
-        self.accelerator, self.data = accelerator, data
+        every = args.logging_steps if args.logging_steps >= 0 else min(10, -(-self.steps // 10))
+        args = replace(args, metric_for_best_model=stage.metric, logging_steps=every)  # early stopping reads the metric
+        self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
         self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, data)
         self.model = objective.model

@@ -28,7 +28,7 @@ from tests.kit.ranks import run_on_ranks
 def opened(train: int = 12, validation: int = 5) -> TrainingData:
     """So many images; those of validation are the first ones of train."""
     accelerator, rows = Accelerator(cpu=True), tokenize_captions(rows_of(train), new_tokenizer(), 16)
-    arguments = LoaderArguments(16, 1, dataloader_num_workers="0")
+    arguments = LoaderArguments(16, min_crop_area=1, dataloader_num_workers="0")
     loaders = Loaders(arguments, accelerator.device, 0, media.Image(16, (0.5,) * 3, (0.2,) * 3))
     splits = DatasetDict(train=rows, validation=rows.take(validation))
     order = GlobalOrder(train, BatchSizes((0,), (2,)), seed=0)

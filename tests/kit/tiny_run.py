@@ -157,9 +157,8 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
         "early_stopping_patience": run.patience,
     }
     given |= {"global_batch_size": BATCH, "metric_for_best_model": "score"} | run.arguments
-    kept = given.pop("save_total_limit", 2)
-    args = TrainingArguments(output_dir=str(run.folder), **given)
-    args.save_total_limit = kept
+    kind = type("Arguments", (TrainingArguments,), {"save_total_limit": given.pop("save_total_limit", 2)})
+    args = kind(output_dir=str(run.folder), **given)
     objective = tiny_objective(run.kind)
     assert isinstance(objective, JointObjective)
     objective.to(torch.double if run.exact else torch.float)

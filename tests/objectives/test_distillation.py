@@ -44,7 +44,7 @@ def student(teacher: str, **fields: Any) -> tuple[TrainingData, JointObjective]:
     torch.manual_seed(0)
     model = build_model(ModelArguments(image_size=SIZE, fusion_layers=0, **fields), new_tokenizer())
     rows = tokenize_captions(rows_of(12, BROKEN), new_tokenizer(), 16)
-    arguments = LoaderArguments(16, 0.5, dataloader_num_workers="0")
+    arguments = LoaderArguments(16, min_crop_area=0.5, dataloader_num_workers="0")
     loaders = Loaders(arguments, Accelerator(cpu=True).device, 0, media.Image(SIZE, (0.5,) * 3, (0.2,) * 3))
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
     data = TrainingData(DatasetDict(train=rows), SimpleNamespace(), loaders, order, {}, 5)

@@ -17,8 +17,10 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from mm_utils import distributed
+from mm_utils.arguments import parse_args
 from mm_utils.model.checks import check_model
 from mm_utils.run import checks
+from mm_utils.run.flags import PRETRAINING
 from mm_utils.run.start import make_accelerator
 from tests.kit.processes import fork, read_report, wait_until
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
@@ -111,7 +113,8 @@ def disagreements() -> list[str | None]:
     """On each of three ranks, the messages of several checks."""
     join_ranks()
     rank = distributed.rank()
-    alike = {"learning_rate": 1e-3, "seed": 1, "output_dir": f"of-{rank}", "dataloader_num_workers": str(rank)}
+    own = ["--output_dir", f"of-{rank}", "--dataloader_num_workers", str(rank), "--image_root", str(rank)]
+    alike = parse_args(*PRETRAINING, argv=own).common
     found = [message_of(checks.check_equal_start, alike)]
     found.append(message_of(checks.check_equal_start, {**alike, "learning_rate": 1e-3 if rank != 1 else 2e-3}))
     found.append(message_of(checks.check_equal_start, alike if rank else {**alike, "extra": 1}))

@@ -21,7 +21,7 @@ from mm_utils.arguments import parse_args
 from mm_utils.distributed import RunError
 from mm_utils.run import flags
 from mm_utils.run.callbacks import attach, flags_of_callbacks
-from scripts import embed, eval_retrieval, eval_zero_shot, finetune, pretrain, search
+from scripts import embed, finetune, pretrain, search
 from tests.kit.numbered_shards import write_shards
 from tests.kit.stock_folders import write_stock
 
@@ -84,8 +84,6 @@ def test_unread_flags_are_refused(
 
 
 OF_OTHER_SCRIPTS = [
-    (eval_retrieval, "--model_name_or_path m", "min_crop_area=0.5 horizontal_flip=true"),
-    (eval_zero_shot, "--model_name_or_path m --dataset_name d", "horizontal_flip=true"),
     (
         embed,
         "--model_name_or_path m --index_dir i --images d",

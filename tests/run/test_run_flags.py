@@ -6,31 +6,27 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mm_utils.arguments import parse_args
+from mm_utils.model.arguments import ModelArguments
 from mm_utils.reliability import failures
 from mm_utils.run import flags
 from mm_utils.run.callbacks import flags_of_callbacks
 from mm_utils.run.script import run_script
 from scripts.finetune import FLAGS
 
-OTHER = {
-    "projection_dim": "48",
-    "projection": "mlp",
-}
 
-
-@pytest.mark.parametrize("name", flags.OF_NEW_MODELS)
-def test_flags_of_new_models_are_refused_for_a_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "check_model", lambda *_: None)
-    value = OTHER.get(name, "base" if name.endswith("config") else "other")
-    for argv in ([f"--{name}", value], ["--model_name_or_path", "whole"]):
-        flags.check_flags(parse_args(*flags.PRETRAINING, argv=argv))
-    given = parse_args(*flags.PRETRAINING, argv=["--model_name_or_path", "whole", f"--{name}", value])
+@pytest.mark.parametrize(
+    "name", ["vision_model_name_or_path", "vision_config", "text_config", "projection_dim", "projection"]
+)
+def test_flags_of_new_models_are_refused_for_a_whole_one(name: str) -> None:
+    value: Any = {"projection_dim": 48, "projection": "mlp"}.get(name, "base" if name.endswith("config") else "other")
+    ModelArguments(**{name: value})
     with pytest.raises(ValueError, match=f"--{name} is {value}, and --model_name_or_path is whole; a whole model has"):
-        flags.check_flags(given)
+        ModelArguments(model_name_or_path="whole", **{name: value})
 
 
 def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
@@ -124,18 +120,10 @@ def test_a_moved_run_is_not_resumed_in_its_old_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "named", "rows", "expected"),
-    [
-        ({}, False, 300, 64),
-        ({}, False, 40, 40),
-        ({"global_batch_size": 512}, False, 300, 300),  # a default of the run, or a saved config
-        ({"global_batch_size": 512}, True, 300, 512),  # refused later, by name
-        ({"batch_size_schedule": "0:16,9:64"}, False, 40, 64),
-        ({}, False, 1, 64),
-    ],
+    ("given", "rows", "expected"),
+    [({}, 300, 64), ({}, 40, 40), ({"batch_size_schedule": "0:16,9:64"}, 40, 64), ({}, 1, 64)],
 )
-def test_a_batch_that_nobody_sized_is_at_most_all_rows(given: dict, named: bool, rows: int, expected: int) -> None:
-    args = flags.TrainingArguments(**given)
-    args.names_batch = named
-    args.fit_batch(rows)
-    assert args.batch_sizes.sizes[-1] == expected
+def test_a_batch_that_nobody_sized_is_at_most_all_rows(given: dict, rows: int, expected: int) -> None:
+    sizes = flags.TrainingArguments(**given).batch_sizes.at_most(rows)
+    assert sizes.sizes[-1] == expected
+    assert flags.TrainingArguments(**given).settled(sizes, rows, False).batch_sizes == sizes

@@ -24,8 +24,7 @@ from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
 def start(folder: Path | None, **values: Any) -> TrainingArguments:
     """Start a run; return its training arguments."""
     args = TrainingArguments(output_dir=None if folder is None else str(folder), **values)
-    start_run("pretrain", Parsed([args, RunArguments()]))
-    return args
+    return start_run("pretrain", Parsed([args, RunArguments()])).args
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def frozen(
 
 
 def loaders(workers: int = 0, size: int = SIZE, mean: float = 0.5, std: float = 0.2) -> Loaders:
-    arguments = LoaderArguments(16, 1, dataloader_num_workers=str(workers))
+    arguments = LoaderArguments(16, min_crop_area=1, dataloader_num_workers=str(workers))
     return Loaders(arguments, Accelerator().device, 0, media.Image(size, (mean, 0.4, 0.3), (std, 0.3, 0.4)))
 
 
@@ -149,7 +149,7 @@ def test_a_batch_holds_what_the_towers_give(
             seen.append(batch)
             skipped += batch["skipped"]
     live = {name: [] for name in ("rows", "skipped", "lengths")}
-    arguments = LoaderArguments(16, 1.0, dataloader_num_workers="0")
+    arguments = LoaderArguments(16, min_crop_area=1.0, dataloader_num_workers="0")
     again = Loaders(arguments, Accelerator().device, 0, media.Image(SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
     for batch, expected in zip(seen, again.train(rows, order, 0, 6), strict=True):
         for name in (*live, "image_ids"):

@@ -41,31 +41,27 @@ _FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
 EVALUATION_BATCH = 64  # rows per process and forward pass; it does not change the result
-OF_TRAINING = "min_crop_area horizontal_flip"
-"""Flags of `LoaderArguments` that training alone reads."""
 
 
 @dataclass
-class LoaderArguments:
-    """Settings of captions, windows, augmentation and workers."""
+class ReadingArguments:
+    """Settings of captions, windows and workers."""
 
     max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
-    min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.")
     dataloader_num_workers: str = arg(
         "auto",
         f"Processes that decode images, per rank, 0 for none; auto = one per spare core, at most {_MAX_WORKERS}.",
         decides="speed",
         usual=True,
-    )
-    horizontal_flip: bool = arg(
-        False,
-        "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "
-        "writing.",
+        per_machine=True,
     )
     clip_frames: int | None = arg(
         None,
         "Frames of a clip that a new model is shown, at equal distances; default 16, or what the video backbone was trained on.",
     )
+    # No flags where nothing is trained:
+    min_crop_area = 0.8
+    horizontal_flip = False
 
     def __post_init__(self) -> None:
         if self.max_seq_length < 3:
@@ -84,6 +80,18 @@ class LoaderArguments:
         if self.dataloader_num_workers != "auto":
             return int(self.dataloader_num_workers)
         return max(0, min(_MAX_WORKERS, distributed.cores_per_process() - 1))
+
+
+@dataclass
+class LoaderArguments(ReadingArguments):
+    """Settings of captions, windows, augmentation and workers."""
+
+    min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.")
+    horizontal_flip: bool = arg(
+        False,
+        "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "
+        "writing.",
+    )
 
 
 class DeviceLoader:
@@ -128,7 +136,7 @@ class Loaders:
         readers: what batches have besides media and captions, where rows have it.
     """
 
-    arguments: LoaderArguments
+    arguments: ReadingArguments
     device: torch.device
     pad_token_id: int
     medium: Medium
@@ -219,7 +227,7 @@ class Loaders:
 
 
 def make_loaders(
-    arguments: LoaderArguments,
+    arguments: ReadingArguments,
     device: torch.device,
     processor: ProcessorMixin,
     readers: Sequence[ColumnReader] = (),

@@ -79,6 +79,10 @@ class BatchSizes:
             ) from None
         return cls(starts, sizes)
 
+    def at_most(self, rows: int) -> "BatchSizes":
+        """Return batches of all rows in place of one size that is larger."""
+        return BatchSizes((0,), (rows,)) if len(self.sizes) == 1 and 2 <= rows < self.sizes[0] else self
+
     def at(self, step: int) -> int:
         """Return the number of pairs in step `step`."""
         return self.sizes[self._phase(step)]

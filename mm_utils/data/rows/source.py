@@ -69,7 +69,10 @@ class DataArguments:
     )
     caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
     image_root: str | None = arg(
-        None, "Folder that image paths are relative to; default the data file's folder.", decides="place"
+        None,
+        "Folder that image paths are relative to; default the data file's folder.",
+        decides="place",
+        per_machine=True,
     )
     allow_outside_root: bool = arg(
         False, "Accept image paths that leave --image_root: absolute, by '..', by a link.", decides="place"

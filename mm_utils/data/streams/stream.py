@@ -103,6 +103,11 @@ class Stream:
         """Rows of an epoch."""
         return self.order.num_rows
 
+    @property
+    def sizes(self) -> BatchSizes:
+        """Rows of a step."""
+        return self.order.sizes
+
     def check(self, row: Row, shard: int, number: int) -> Row:
         """Return a row of a shard unless its image is one of validation's, else the reason."""
         if isinstance(row, dict) and not self.held_out.isdisjoint((_by_id(row), _by_bytes(row))):

@@ -9,20 +9,15 @@ ones would take longer than a minute they are left out, and the peak of memory s
 import logging
 import math
 import os
-import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import gather_object
-from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils.checkpointing.files import find_checkpoint, size_of
@@ -31,7 +26,6 @@ from mm_utils.distributed import RunError
 from mm_utils.reliability import failures
 from mm_utils.run import finish
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.commands import own_command
 from mm_utils.run.output_folder import holds_run, misplaced
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
@@ -39,8 +33,6 @@ from mm_utils.training.memory import available_bytes
 from mm_utils.training.stages import stages_of
 
 logger = logging.getLogger(__name__)
-
-_DRY_RUN = re.compile(r"(?:^| )--dry[_-]run(?:[ =](?:true|yes|t|y|1))?(?= |$)", re.IGNORECASE)
 
 CHECKED, EVALUATED = 256, 32  # images of train that are read, and of validation that are evaluated
 STEP_SECONDS, LOADER_SECONDS = 60.0, 4.0
@@ -63,7 +55,7 @@ def dry_run(
         settings: all its arguments, by name.
 
     Raises:
-        RunError: if the output folder cannot be used, or a checkpoint holds other weights than were trained.
+        RunError: if the output folder cannot be used.
         ValueError, FloatingPointError: as the real run would raise them.
     """
     folder = Path(args.output_dir or f"outputs/{name}")
@@ -80,10 +72,8 @@ def dry_run(
         main([*(sys.argv[1:] if argv is None else argv), *_overrides(args, settings, plan, scratch)], (probe,))
         if not probe.is_main_process:
             return {}
-        probe.check_saved(scratch)
         figures = _forecast(args, settings.get("head_share") or 0.0, probe, scratch)
-    start = command_without_dry_run(name, argv)
-    logger.info("%s", "\n".join([*_describe(figures, args, probe), f"Start it: {start}"]))
+    logger.info("%s", "\n".join(_describe(figures, args, probe)))
     _warn(figures, probe, existing)
     return {f"dry_run_{name}": float(value) for name, value in figures.items()}
 
@@ -111,12 +101,11 @@ def _scratch_folder(scratch: Path) -> Iterator[None]:
 def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[int, int], scratch: Path) -> list[str]:
     """Return the flags of the dry run, which follow those of the real run."""
     steps = 2 * max(plan)
-    samples = {"train": max(CHECKED, 2 * max(plan.values())), "eval": EVALUATED}
-    limits = {f"max_{split}_samples": settings.get(f"max_{split}_samples") for split in samples}
+    samples = {"max_train_samples": max(CHECKED, 2 * max(plan.values())), "max_eval_samples": EVALUATED}
     values = {
         "dry_run": False,
         "output_dir": scratch,
-        **{name: min(samples[name.split("_")[1]], limit or sys.maxsize) for name, limit in limits.items()},
+        **{name: min(most, settings.get(name) or sys.maxsize) for name, most in samples.items()},
         "max_steps": steps,
         "head_share": 0.0,  # towers and head at once: no step of the run takes more
         "batch_size_schedule": ",".join(f"{start}:{size}" for start, size in plan.items()),
@@ -130,15 +119,6 @@ def _overrides(args: TrainingArguments, settings: Mapping[str, Any], plan: dict[
     return [word for flag, value in values.items() for word in (f"--{flag}", str(value))]
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step: global pairs, seconds without waiting for data, peak GiB after it."""
-
-    pairs: int
-    seconds: float
-    peak: float
-
-
 class _Probe(TrainerCallback):
     """Measure the steps, the evaluation, the checkpoint and the loader of a dry run.
 
@@ -147,11 +127,8 @@ class _Probe(TrainerCallback):
     """
 
     def __init__(self, plan: dict[int, int]):
-        self.plan = plan
-        self.steps: list[_Step] = []
+        self.plan, self.is_main_process = plan, False
         self.seconds = {"evaluation": 0.0, "checkpoint": 0.0}
-        self.logs: dict[str, float] = {}
-        self.is_main_process = False
 
     def on_start(self, context: RunContext) -> None:
         """Keep what decides evaluations, and the passes before the first step."""
@@ -164,15 +141,15 @@ class _Probe(TrainerCallback):
         self.began = time.perf_counter()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start the clock."""
+        """Start the clock: a step does not count the time that it waited for data."""
         self.last = time.perf_counter()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the time of a step; stop before the large batch if that would take too long."""
-        self.step_seconds = self._lap()
-        pairs = args.batch_sizes.at(state.global_step - 1)
+        self._lap("step")
+        self.pairs = args.batch_sizes.at(state.global_step - 1)
         if state.global_step in self.plan:
-            expected = state.global_step * self.step_seconds * self.plan[state.global_step] / pairs
+            expected = state.global_step * self.seconds["step"] * self.plan[state.global_step] / self.pairs
             control.should_training_stop = time.perf_counter() - self.began + expected > STEP_SECONDS
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -187,32 +164,23 @@ class _Probe(TrainerCallback):
                     "bf16 or fp32, or look at the images."
                 )
         self.logs = logs
-        pairs = args.batch_sizes.at(state.global_step - 1)
-        self.steps.append(_Step(pairs, self.step_seconds, logs["peak_memory_gib"]))
 
     def on_evaluate_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock."""
-        self._lap()
+        self._lap("log")
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the time of the evaluation."""
-        self.seconds["evaluation"] = self._lap()
+        self._lap("evaluation")
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the time from the end of the evaluation to the complete checkpoint."""
-        self.seconds["checkpoint"] = self._lap()
+        self._lap("checkpoint")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count parameters; time the loader alone."""
-        self.weights = kwargs["model"].state_dict()
-        parameters = list(kwargs["model"].parameters())
-        self.parameters = sum(parameter.numel() for parameter in parameters)
-        self.trained_parameters = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        device = parameters[0].device
-        self.available = available_bytes(device) / 2**30
-        start, images = state.global_step, 0
-        unreadable: dict[str, str] = {}
-        seen: set[str] = set()
+        """Time the loader alone; note what it cannot read."""
+        self.free_memory = available_bytes(next(kwargs["model"].parameters()).device) / 2**30
+        start, images, seen, unreadable = state.global_step, 0, set[str](), dict[str, str]()
         began = time.perf_counter()
         for batch in self.data.train_batches(start, start + 100_000):
             images += len(batch["image_ids"]) + len(batch["skipped"])
@@ -226,70 +194,52 @@ class _Probe(TrainerCallback):
         self.unreadable = {name: reason for *_, reasons in found for name, reason in reasons.items()}
         self.seen = len(set().union(*(ids for _, ids, _ in found)) | set(self.unreadable))
 
-    def check_saved(self, folder: Path) -> None:
-        """Raise RunError if the checkpoint holds other weights than were trained."""
-        checkpoint = find_checkpoint("latest", folder)
-        file = checkpoint / "model.safetensors" if checkpoint else folder / "model.safetensors"
-        saved = load_file(file) if file.is_file() else {}
-        plain = {name: value for name, value in self.weights.items() if not isinstance(value, DTensor)}
-        wrong = [name for name in saved.keys() & plain.keys() if not torch.equal(saved[name], plain[name].cpu())]
-        if wrong:
-            raise RunError(f"{file.parent.name} holds other values of {', '.join(sorted(wrong)[:3])} than were saved.")
-
-    def _lap(self) -> float:
-        """Return the seconds since the last call, or since the step began."""
+    def _lap(self, name: str) -> None:
         before, self.last = self.last, time.perf_counter()
-        return self.last - before
+        self.seconds[name] = self.last - before
 
 
 def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path) -> dict[str, float]:
     """Return what the whole run will take; memory is NaN if the largest batch was not tried."""
-    total, data = probe.data.total_rows, probe.data
-    largest, last = args.batch_sizes.sizes[-1], probe.steps[-1]
+    total, data, context = probe.data.total_rows, probe.data, probe.context
     steps = args.total_steps(total["train"])
-    model, loader = last.pairs / last.seconds, probe.images_per_second
+    model, loader = probe.pairs / probe.seconds["step"], probe.images_per_second
     rate = min(model, loader) if data.loaders.arguments.num_workers else 1 / (1 / model + 1 / loader)
-    args = args.settled(args.batch_sizes, total["train"], probe.context.has_baseline)
-    first = 0 if probe.context.evaluates_start else args.eval_steps
+    args = args.settled(args.batch_sizes, total["train"], context.has_baseline)
+    first = 0 if context.evaluates_start else args.eval_steps
     evaluated_steps = {steps, *(range(first, steps, args.eval_steps) if args.eval_steps > 0 else ())}
-    ends = {stage.end for stage in stages_of(probe.context.objective, args, share, total["train"])}
+    ends = {stage.end for stage in stages_of(context.objective, args, share, total["train"])}
     if args.eval_steps > 0:
         evaluated_steps |= ends
     saved_steps = {*ends, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
     if args.keeps_best:  # each may be the best so far
         saved_steps |= evaluated_steps
     again = args.keeps_best and len(evaluated_steps) > 1  # if the best are not the last, they are measured once more
-    evaluations, kept = len(evaluated_steps) + again + probe.context.final_evaluations, len(saved_steps)
+    evaluations, kept = len(evaluated_steps) + again + context.final_evaluations, len(saved_steps)
     if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay
         kept = min(kept, args.save_total_limit + 1 + args.keeps_best * len(ends))
     checkpoint = find_checkpoint("latest", folder)
     checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
     growth = total["validation"] / len(data.splits["validation"])
+    passes = (seconds * min(total["train"], most) / rows for _, seconds, rows, most in context.passes)
     hours = {
+        "start_hours": sum(passes) / 3600,
         "training_hours": args.batch_sizes.before(steps) / rate / 3600,
         "evaluation_hours": evaluations * growth * probe.seconds["evaluation"] / 3600,
         "checkpoint_hours": len(saved_steps) * probe.seconds["checkpoint"] / 3600,
-        "start_hours": sum(
-            seconds * min(total["train"], most) / rows / 3600 for _, seconds, rows, most in probe.context.passes
-        ),
     }
     return {
         "steps": steps,
         "evaluations": evaluations,
         "checkpoints": len(saved_steps),
         "pairs_per_second": rate,
-        "model_pairs_per_second": model,
-        "loader_images_per_second": loader,
         "hours": sum(hours.values()),
         **hours,
-        "peak_memory_gib": last.peak if last.pairs == largest else math.nan,
-        "free_memory_gib": probe.available,
-        "kept_checkpoints": kept,
+        "peak_memory_gib": probe.logs["peak_memory_gib"] if probe.pairs == args.batch_sizes.sizes[-1] else math.nan,
+        "free_memory_gib": probe.free_memory,
         "checkpoints_gb": kept * checkpoint_bytes / 1e9,
         "model_gb": (size_of(folder) - checkpoint_bytes) / 1e9,
         "free_disk_gb": shutil.disk_usage(folder).free / 1e9,
-        "parameters": probe.parameters,
-        "trained_parameters": probe.trained_parameters,
         "loss": probe.logs["loss"],
         "unreadable_share": len(probe.unreadable) / max(1, probe.seen),
     }
@@ -297,30 +247,23 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
 
 def _describe(figures: dict[str, float], args: TrainingArguments, probe: _Probe) -> list[str]:
     """Return the forecast as lines of text."""
-    largest, timed = args.batch_sizes.sizes[-1], probe.steps[-1].pairs
-    model, loader = figures["model_pairs_per_second"], figures["loader_images_per_second"]
-    bound = "the loader decides the speed" if loader < model else "the model decides the speed"
-    exact = "measured" if timed == largest else f"extrapolated from {timed} pairs to {largest}"
-    spent = {name: duration(figures[f"{name}_hours"]) for name in ("training", "evaluation", "checkpoint", "start")}
-    times = "once" if figures["evaluations"] == 1 else f"at most {figures['evaluations']} times"
-    before = (
-        f"{' and '.join(name for name, *_ in probe.context.passes)} {spent['start']}, " if probe.context.passes else ""
-    )
-    memory = f"{figures['peak_memory_gib']:.2f} GiB a process (measured)"
+    largest, timed, loader = args.batch_sizes.sizes[-1], probe.pairs, probe.images_per_second
+    spent = {name: duration(figures[f"{name}_hours"]) for name in ("start", "training", "evaluation", "checkpoint")}
+    exact, memory = "measured", f"{figures['peak_memory_gib']:.2f} GiB a process (measured)"
     if timed != largest:
+        exact = f"extrapolated from {timed} pairs to {largest}"
         memory = f"unknown: a step of {largest} pairs was too slow to try; set --micro_batch_size auto to be safe"
     rows = {
         "steps": f"{figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s",
-        "speed": f"{figures['pairs_per_second']:.4g} pairs/s ({exact}): model {model:.4g}, loader alone {loader:.4g} "
-        f"(workers: {probe.data.loaders.arguments.num_workers}); {bound}",
-        "time": f"{duration(figures['hours'])}: {before}training {spent['training']}, "
-        f"evaluation {spent['evaluation']} ({times}), checkpoints {spent['checkpoint']}",
+        "speed": f"{figures['pairs_per_second']:.4g} pairs/s ({exact}); the loader alone reaches {loader:.4g}",
+        "time": f"{duration(figures['hours'])}: before the first step {spent['start']}, training {spent['training']}, at most "
+        f"{figures['evaluations']} evaluations {spent['evaluation']}, checkpoints {spent['checkpoint']}",
         "memory": f"{memory}; {figures['free_memory_gib']:.2f} GiB free",
-        "parameters": f"{figures['parameters']:,}, {figures['trained_parameters']:,} of them trained",
-        "disk": f"checkpoints {figures['checkpoints_gb']:.3g} GB ({figures['kept_checkpoints']} at a time), model "
-        f"{figures['model_gb']:.3g} GB; {figures['free_disk_gb']:.4g} GB free",
+        "disk": f"checkpoints {figures['checkpoints_gb']:.3g} GB, model {figures['model_gb']:.3g} GB; "
+        f"{figures['free_disk_gb']:.4g} GB free",
     }
-    return ["The whole run, by this dry run:", *(f"  {name:<12}{text}" for name, text in rows.items())]
+    lines = [f"  {name:<12}{text}" for name, text in rows.items()]
+    return ["The whole run, by this dry run:", *lines, "The same command without --dry_run starts it."]
 
 
 def _warn(figures: dict[str, float], probe: _Probe, place: Path) -> None:
@@ -342,10 +285,3 @@ def _warn(figures: dict[str, float], probe: _Probe, place: Path) -> None:
             "The disk of %s has %.3g GB left, and the run writes %.3g GB. Make room.",
             place, figures["free_disk_gb"], gigabytes,
         )  # fmt: skip
-
-
-def command_without_dry_run(script: str, argv: Sequence[str] | None) -> str:
-    """Return the command of the run that this dry run has tried."""
-    command = own_command(script, argv)
-    without = _DRY_RUN.sub("", command)
-    return command + " --dry_run false" if without == command else without  # then a YAML file has the flag

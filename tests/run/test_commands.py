@@ -21,7 +21,6 @@ from PIL import Image
 
 from mm_utils.arguments import LAUNCH_VARIABLE, launcher
 from mm_utils.run.commands import evaluation_command
-from mm_utils.run.dry_run import command_without_dry_run
 from scripts import eval_retrieval, finetune, pretrain
 from tests.kit.corpora import COLOURS, draw
 
@@ -213,20 +212,6 @@ for task, given in (("feature-extraction", "a dog"), ("image-feature-extraction"
     assert all(re.search(rf"^\d\.\d{{3}}  {colour}$", done.stdout, re.MULTILINE) for colour in COLOURS)
     front = [yaml.safe_load((found.folder / "README.md").read_text().split("---")[1]) for found in (trained, tuned)]
     assert [each.get("pipeline_tag") for each in front] == ["feature-extraction", None]
-
-
-@pytest.mark.parametrize(
-    ("words", "kept"),
-    [
-        (["--dry_run", "--seed", "1"], ["--seed", "1"]),
-        (["--seed", "1", "--dry_run", "True"], ["--seed", "1"]),
-        (["--seed", "1", "--dry-run"], ["--seed", "1"]),
-        (["--dry_run=true"], []),
-        (["--config", "my c.yaml"], ["--config", "my c.yaml", "--dry_run", "false"]),
-    ],
-)
-def test_the_command_after_a_dry_run_lacks_the_flag(words: list[str], kept: list[str], place: Path) -> None:
-    assert parsed(command_without_dry_run("pretrain", words)) == ("pretrain", kept)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
@@ -22,7 +22,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from mm_utils.command import scripts_folder
-from mm_utils.text import printable, redact
+from mm_utils.text import one_line, printable, redact
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -113,16 +113,14 @@ class Parsed:
     @property
     def learnt(self) -> dict[str, Any]:
         """The values that decide what is learnt, by name."""
-        return self._values(lambda help: help.decides == "learning")
+        return {
+            name: self[name] for name, field in self._fields.items() if field.metadata["help"].decides == "learning"
+        }
 
     @property
     def common(self) -> dict[str, Any]:
         """The values that all processes of a run have, by name."""
-        return self._values(lambda help: not help.per_machine)
-
-    def _values(self, is_wanted: Callable[[FlagHelp], bool]) -> dict[str, Any]:
-        fields = ((each, field) for each in self._parsed for field in dataclasses.fields(each))
-        return {field.name: getattr(each, field.name) for each, field in fields if is_wanted(field.metadata["help"])}
+        return {name: self[name] for name, field in self._fields.items() if not field.metadata["help"].per_machine}
 
     @property
     def is_trial(self) -> bool:
@@ -137,15 +135,18 @@ class Parsed:
     def defaults(self) -> dict[str, Any]:
         """The declared default of every flag by name, None for a list."""
         return {
-            field.name: None if field.default is dataclasses.MISSING else field.default
-            for each in self._parsed
-            for field in dataclasses.fields(each)
+            name: None if field.default is dataclasses.MISSING else field.default
+            for name, field in self._fields.items()
         }
 
     def differs(self, names: str) -> bool:
         """Return whether one of some flags, separated by spaces, is not at its default; the script may lack some."""
-        known = {field.name: field for each in self._parsed for field in dataclasses.fields(each)}
+        known = self._fields
         return any(self[name] != known[name].default for name in names.split() if name in known)
+
+    @property
+    def _fields(self) -> dict[str, dataclasses.Field]:
+        return {field.name: field for each in self._parsed for field in dataclasses.fields(each)}
 
     def default(self, **values: Any) -> None:
         """Change flags that are not given."""
@@ -167,7 +168,7 @@ class Parsed:
         Raises:
             ValueError: if the command line has one of them.
         """
-        known = {field.name: field for each in self._parsed for field in dataclasses.fields(each)}
+        known = self._fields
         for field in (known[name] for name in names.split() if name in known):
             value = self[field.name]
             if not value or value == field.default:
@@ -215,14 +216,7 @@ def parse_args(
         formatter_class=_Help,
     )
     parser.add_argument("--config", metavar="FILE", help="A flat YAML file of these flags; the command line wins.")
-    parser.add_argument(
-        "--help-all",
-        nargs="?",
-        const="",
-        metavar="GROUP",
-        action=_HelpAll,
-        help="Show all flags, or those of a group.",
-    )
+    parser.add_argument("--help-all", nargs=0, action=_HelpAll, help="Show all flags.")
     path = _take_config(parser, argv)
     in_config = [name for file in (recipe, path) if file for name in _set_defaults(parser, file)]
     words = _explicit(parser, argv)
@@ -236,13 +230,9 @@ def parse_args(
         parser.error(str(error))
     parsed = parsed[: len(arg_classes)]
     if rest and unknown and not any(word.startswith("-") for word in unknown):
-        given = {rest: " ".join(unknown)}
-        return Parsed(
-            [dataclasses.replace(each, **given) if hasattr(each, rest) else each for each in parsed],
-            path,
-            named,
-            in_config,
-        )
+        text = " ".join(unknown)
+        parsed = [dataclasses.replace(each, **{rest: text}) if hasattr(each, rest) else each for each in parsed]
+        return Parsed(parsed, path, named, in_config)
     if unknown:
         known = _known(parser)
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
@@ -349,44 +339,29 @@ def launch_command(script: str, words: Sequence[str], launcher: str | None = Non
 
 class _HelpAll(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        parser.group = values
+        parser.shows_all = True
         parser.print_help()
         parser.exit()
 
 
 class _Parser(HfArgumentParser):
-    """Report a mistake in one line, without secrets and without the list of all flags.
+    """Report a mistake in one line, without secrets and without the list of all flags."""
 
-    Attributes:
-        group: what ``--help-all`` was given, "" for all flags; None for ``--help``.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.group: str | None = None
-        super().__init__(*args, **kwargs)
+    shows_all = False
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {printable(redact(message))}\n")
 
     def format_help(self) -> str:
-        """Return the help of the usual flags of many, of all, or of the groups whose titles have a word."""
-        flags = {action.dest for action in self._actions} - {"help", "help_all"}
-        if self.group == "" or (self.group is None and len(flags) <= _MANY):
+        """Return the help of all flags, or of the usual ones of many."""
+        flags = len({action.dest for action in self._actions} - {"help", "help_all"})
+        if self.shows_all or flags <= _MANY:
             return super().format_help()
-        groups = [(group, list(group._group_actions)) for group in self._action_groups]
-        for group, actions in groups:
-            named = self.group is not None and self.group.lower() in str(group.title).lower()
+        for group in self._action_groups:  # the program ends after its help
             group._group_actions[:] = [
-                each
-                for each in actions
-                if named or (self.group is None and getattr(each.help, "usual", each.dest in _OWN))
+                each for each in group._group_actions if getattr(each.help, "usual", each.dest in _OWN)
             ]
-        found = super().format_help()
-        for group, actions in groups:
-            group._group_actions[:] = actions
-        titles = "\n".join(f"  {group.title}" for group, actions in groups if actions)
-        rest = "--help-all shows all, and --help-all WORD those of the groups that have it in their titles"
-        return f"{found}\n{len(flags)} flags in all. {rest}:\n{titles}\n"
+        return f"{super().format_help()}\n{flags} flags in all; --help-all shows the others, too.\n"
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -543,7 +518,9 @@ def read_flat_yaml(path: str) -> dict[str, Entry]:
         node = loader.get_single_node()
         values = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}{_line_of(error)} is not valid YAML: {_problem(error)}") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = "" if mark is None else f", line {mark.line + 1},"
+        raise ValueError(f"{path}{place} is not valid YAML: {problem or one_line(error)}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start + 1}). Save it as UTF-8") from error
     except RecursionError as error:
@@ -554,12 +531,3 @@ def read_flat_yaml(path: str) -> dict[str, Entry]:
         raise ValueError(f"{path} holds a {type(values).__name__}; give flat 'flag: value' lines")
     lines = [key.start_mark.line + 1 for key, _ in node.value]
     return {str(key): Entry(value, line) for (key, value), line in zip(values.items(), lines, strict=True)}
-
-
-def _line_of(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return "" if mark is None else f", line {mark.line + 1},"
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or " ".join(str(error).split()))

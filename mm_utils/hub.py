@@ -88,8 +88,7 @@ def check_repository(flag: str, name: str | None, licence: str | None = None) ->
         if name is not None:
             validate_repo_id(name)
     except HFValidationError as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"{flag} is {name!r}; {reason}. Give 'name' or 'namespace/name'.") from error
+        raise ValueError(f"{flag} is {name!r}; {one_line(error)} Give 'name' or 'namespace/name'.") from error
     if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
         raise ValueError(
             f"--license is {licence!r}; the Hub's identifiers have small letters, digits, dots and hyphens. Give one of "
@@ -99,18 +98,8 @@ def check_repository(flag: str, name: str | None, licence: str | None = None) ->
 
 def repository_name(output_dir: Path) -> str:
     """Return the folder's name without characters that the Hub refuses."""
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", output_dir.resolve().name)
-    name = re.sub(r"\.git$", "", re.sub(r"--+|\.\.+", "-", name)).strip("-.")
-    return name[:96].rstrip("-.") or "model"
-
-
-def outcome(push: Future[str | None], timeout: float, folder: Path | None = None) -> str | None:
-    """Wait for a push; return the reason of a failure, or None."""
-    timeout += size_of(folder) / 1e6 if folder is not None else 0
-    try:
-        return push.result(timeout)
-    except TimeoutError:
-        return f"it is not done within {timeout:.0f} seconds"
+    name = re.sub(r"[^A-Za-z0-9_.]+|\.\.+|--+", "-", output_dir.resolve().name.removesuffix(".git"))
+    return name[:96].strip("-.") or "model"
 
 
 class Repository:
@@ -122,7 +111,7 @@ class Repository:
         private: whether it is created as private.
     """
 
-    def __init__(self, name: str, kind: str, private: bool):
+    def __init__(self, name: str, kind: str, private: bool = False):
         self.name, self.kind, self.private = name, kind, private
         self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
         self._lock = threading.Lock()
@@ -152,17 +141,25 @@ class Repository:
         threading.Thread(target=run, daemon=True).start()
         return push
 
-    def succeeded(self, push: Future[str | None], folder: Path, left_out: Sequence[str]) -> bool:
-        """Wait for the push of a folder; return whether it is on the Hub. A failure is a warning, with the command for later."""
-        if error := outcome(push, _TIMEOUT, folder):
-            excluded = "".join(f' --exclude "{name}"' for name in left_out)
-            kind = "" if self.kind == "model" else f" --repo-type {self.kind}"
-            command = (
-                f"hf upload {self.name} {shlex.quote(str(folder))} .{kind}{excluded}{' --private' * self.private}"
-            )
+    def has_got(self, folder: Path, left_out: Sequence[str], message: str) -> bool:
+        """Push a folder and wait; return whether it is on the Hub. A failure is a warning, with the command for later."""
+        error = _outcome(
+            self.push(folder, commit_message=message, ignore_patterns=list(left_out)), _TIMEOUT + size_of(folder) / 1e6
+        )
+        if error:
+            kind = [] if self.kind == "model" else ["--repo-type", self.kind]
+            words = ["hf", "upload", self.name, str(folder), ".", *kind, *["--private"] * self.private]
+            words += [word for name in left_out for word in ("--exclude", name)]
             text = "the push to %s failed; %s. It is safe in %s; push it later with: %s"
-            logger.warning(text, self.name, error, folder, command)
+            logger.warning(text, self.name, error, folder, shlex.join(words))
         return not error
+
+
+def _outcome(push: Future[str | None], timeout: float) -> str | None:
+    try:
+        return push.result(timeout)
+    except TimeoutError:
+        return f"it is not done within {timeout:.0f} seconds"
 
 
 class HubPusher(RunCallback):
@@ -188,12 +185,11 @@ class HubPusher(RunCallback):
     def open(self, output_dir: Path) -> None:
         """Set the folder that is pushed."""
         self.output_dir = output_dir.absolute()
-        name = self.args.hub_model_id or repository_name(self.output_dir)
-        self.repository = Repository(name, "model", private=False)
+        self.repository = Repository(self.args.hub_model_id or repository_name(self.output_dir), "model")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Create the repository, so that a bad token shows before the training."""
-        if state.is_world_process_zero and (error := outcome(self.repository.push(), _START_TIMEOUT)):
+        if state.is_world_process_zero and (error := _outcome(self.repository.push(), _START_TIMEOUT)):
             text = "the Hub repository is %s; it cannot be opened: %s. Training goes on and the push is tried again later; "
             logger.warning(text + "check `hf auth whoami`", self.repository.name, error)
 
@@ -201,12 +197,10 @@ class HubPusher(RunCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, checkpoint: Path | None = None, **kwargs: Any
     ) -> None:
         """Push `checkpoint` in the background, unless the push before it is still in progress."""
-        if not state.is_world_process_zero or self.args.hub_strategy == "end" or not self._settle():
-            return
-        checkpoint = checkpoint or checkpoint_path(args.output_dir, state.global_step)
-        model = self.repository.push(checkpoint, commit_message=checkpoint.name, ignore_patterns=list(_RESUME_STATE))
-        self._pushes[model] = checkpoint
-        self._push_state(checkpoint)
+        if state.is_world_process_zero and self.args.hub_strategy != "end" and self._settle():
+            checkpoint = checkpoint or checkpoint_path(args.output_dir, state.global_step)
+            self._push(checkpoint, commit_message=checkpoint.name, ignore_patterns=list(_RESUME_STATE))
+            self._push_state(checkpoint)
 
     def on_finish(self, run: Any) -> None:
         """Set the card's repository, whose namespace is known by now."""
@@ -220,25 +214,23 @@ class HubPusher(RunCallback):
             run.published.append(f"pushed to {self.repository.name}")
 
     def push_model(self) -> bool:
-        """Push the output folder as the final model, and the last checkpoint; return whether all of it is on the Hub."""
-        left_out = (*_UNFINISHED, *_OF_MACHINE)
-        self._settle(_TIMEOUT)
-        model = self.repository.push(
-            self.output_dir, commit_message="End of training", ignore_patterns=[*left_out, *_RESUME_STATE]
-        )
+        """Push the last checkpoint, and the output folder as the final model; return whether the model is on the Hub."""
         for checkpoint in checkpoint_folders(self.output_dir)[-1:]:
             self._push_state(checkpoint)
-        is_there = self.repository.succeeded(model, self.output_dir, left_out)
         self._settle(_TIMEOUT)
-        return is_there
+        return self.repository.has_got(
+            self.output_dir, (*_UNFINISHED, *_OF_MACHINE, *_RESUME_STATE), "End of training"
+        )
+
+    def _push(self, checkpoint: Path, **options: Any) -> None:
+        self._pushes[self.repository.push(checkpoint, **options)] = checkpoint
 
     def _push_state(self, checkpoint: Path) -> None:
         """Push all of a checkpoint, if `--hub_strategy` asks for it, in the place of what it replaces."""
         places = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}
         if place := places.get(self.args.hub_strategy):
             message = f"{checkpoint.name}, to resume"
-            push = self.repository.push(checkpoint, path_in_repo=place, commit_message=message, delete_patterns="*")
-            self._pushes[push] = checkpoint
+            self._push(checkpoint, path_in_repo=place, commit_message=message, delete_patterns="*")
 
     def _settle(self, timeout: float = 0.0) -> bool:
         """Name the pushes of checkpoints that failed; return whether all are done, at most `timeout` seconds later."""
@@ -256,7 +248,6 @@ def push_data_set(folder: str, args: DatasetHubArguments) -> bool:
         return False
     repository = Repository(args.repository(folder), "dataset", args.hub_private_repo)
     logger.info("Pushing %s to %s, %s", folder, repository.name, "private" if repository.private else "public")
-    push = repository.push(Path(folder), commit_message="Prepared data set", ignore_patterns=[*_SET_ASIDE])
-    if is_there := repository.succeeded(push, Path(folder), _SET_ASIDE):
+    if is_there := repository.has_got(Path(folder), _SET_ASIDE, "Prepared data set"):
         logger.info("Pushed to %s: load_dataset(%r)", repository.name, repository.name)
     return is_there

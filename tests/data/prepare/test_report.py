@@ -193,5 +193,5 @@ def test_a_push_that_fails_names_the_command_for_later(
     server.fail("/commit/", 403)
     assert not push_data_set(str(prepared), DatasetHubArguments(push_to_hub=True, hub_dataset_id="tester/pairs"))
     _, _, command = caplog.text.partition("push it later with: ")
-    flags = ["--repo-type", "dataset", "--exclude", "quarantine.jsonl", "--exclude", ".*", "--private"]
+    flags = ["--repo-type", "dataset", "--private", "--exclude", "quarantine.jsonl", "--exclude", ".*"]
     assert shlex.split(command.splitlines()[0]) == ["hf", "upload", "tester/pairs", str(prepared), ".", *flags]

@@ -78,7 +78,9 @@ class Trainer:
         self.steps = args.total_steps(data.num_rows)  # of all stages
         self.stage = stage = stage or stages_of(objective, args, 0.0, data.num_rows)[0]
         every = args.logging_steps if args.logging_steps >= 0 else min(10, -(-self.steps // 10))
-        args = replace(args, metric_for_best_model=stage.metric, logging_steps=every)  # early stopping reads the metric
+        args = replace(
+            args, metric_for_best_model=stage.metric, logging_steps=every
+        )  # early stopping reads the metric
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
         self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, data)

@@ -50,61 +50,19 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & ((1 << 33) - 1))
 
 
-class RowNoise(nn.Module):
-    """A module whose random numbers in training are functions of the key of each row.
+class RowDropout(nn.Module):
+    """Dropout of features `[n, C]` whose masks in training are functions of the key of each row.
 
     Attributes:
+        p: the share to drop.
         place: number of the module, so that two modules draw other numbers.
         keys: one int64 for each row of the next input, `[n]`; None draws from torch's random numbers.
-    """
-
-    place = 0
-    keys: Tensor | None = None
-
-    def uniform(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Return uniform numbers in (0, 1), `[rows, columns]`."""
-        if self.keys is None:
-            return torch.rand(rows, columns, device=device)
-        if len(self.keys) != rows:
-            raise ValueError(
-                f"{type(self).__name__} draws by pair, and was given {rows} rows of {len(self.keys)} pairs: a term of --objectives "
-                "embeds other texts. Drop regions, moments and mined negatives, or --projection mlp."
-            )
-        return uniform_noise(self.keys.to(device), torch.arange(columns, device=device), self.place)
-
-
-def set_row_keys(model: nn.Module, keys: Tensor | None) -> None:
-    """Set the keys of the rows that the model is given next, for all its `RowNoise`.
-
-    They stay set until the next rows: a layer that is recomputed in the backward pass draws the same numbers again.
-    """
-    for module in model.modules():
-        if isinstance(module, RowNoise):
-            module.keys = keys
-
-
-@contextmanager
-def part_of_rows(module: nn.Module, rows: slice) -> Iterator[None]:
-    """Inside the `with` block a module is given these of the rows, not all."""
-    drawing = [(each, each.keys) for each in module.modules() if isinstance(each, RowNoise) and each.keys is not None]
-    for each, keys in drawing:
-        each.keys = keys[rows]
-    yield
-    for each, keys in drawing:
-        each.keys = keys
-
-
-class RowDropout(RowNoise):
-    """Dropout of features `[n, C]`.
-
-    Args:
-        p: the share to drop.
-        place: see `RowNoise`.
     """
 
     def __init__(self, p: float, place: int = 1):
         super().__init__()
         self.p, self.place = p, place
+        self.keys: Tensor | None = None
 
     @classmethod
     def replace(cls, layers: nn.ModuleList | nn.Sequential, place: int = 1) -> None:
@@ -118,5 +76,37 @@ class RowDropout(RowNoise):
         """Zero a share `p` of the features in training, and scale the others."""
         if not self.training or not self.p:
             return features
-        kept = self.uniform(len(features), features.shape[1], features.device) >= self.p
-        return features * kept.to(features) / (1 - self.p)
+        if self.keys is None:
+            noise = torch.rand(*features.shape, device=features.device)
+        elif len(self.keys) == len(features):
+            columns = torch.arange(features.shape[1], device=features.device)
+            noise = uniform_noise(self.keys.to(features.device), columns, self.place)
+        else:
+            raise ValueError(
+                f"RowDropout draws by pair, and was given {len(features)} rows of {len(self.keys)} pairs: a term of --objectives "
+                "embeds other texts. Drop regions, moments and mined negatives, or --projection mlp."
+            )
+        return features * (noise >= self.p).to(features) / (1 - self.p)
+
+
+def set_row_keys(model: nn.Module, keys: Tensor | None) -> None:
+    """Set the keys of the rows that the model is given next, for all its `RowDropout`.
+
+    They stay set until the next rows: a layer that is recomputed in the backward pass draws the same numbers again.
+    """
+    for module in model.modules():
+        if isinstance(module, RowDropout):
+            module.keys = keys
+
+
+@contextmanager
+def part_of_rows(module: nn.Module, rows: slice) -> Iterator[None]:
+    """Inside the `with` block a module is given these of the rows, not all."""
+    drawing = [
+        (each, each.keys) for each in module.modules() if isinstance(each, RowDropout) and each.keys is not None
+    ]
+    for each, keys in drawing:
+        each.keys = keys[rows]
+    yield
+    for each, keys in drawing:
+        each.keys = keys

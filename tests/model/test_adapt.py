@@ -22,6 +22,7 @@ from mm_utils.model.adapt import (
 from mm_utils.model.build import freeze_unreached
 from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from tests.kit.models import IMAGE, TOWER
 from tests.kit.objectives import global_batch, tiny_objective
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -101,8 +102,6 @@ def test_a_checkpoint_is_loaded_with_its_adapters(tmp_path: Path) -> None:
 
 
 # -- towers in training -------------------------------------------------------------------------------------------------
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-IMAGE = {"image_size": 32, "patch_size": 8}
 
 
 def join(vision, **config) -> FusionDualEncoderModel:

@@ -32,9 +32,8 @@ from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.join import join_backbones
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
 from mm_utils.model.reading import center_square
-from tests.kit.models import CAPTIONS
+from tests.kit.models import CAPTIONS, TOWER
 
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 VIT = {"model_type": "vit", **TOWER, "image_size": 32, "patch_size": 8}
 MEAN, STD = [0.1, 0.2, 0.3], [0.9, 0.8, 0.7]
 

@@ -28,10 +28,8 @@ from mm_utils.model.build import build_model, load_model
 from mm_utils.model.join import join_backbones
 from mm_utils.model.pretrained import load_tower
 from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
-from tests.kit.models import CAPTIONS
+from tests.kit.models import CAPTIONS, IMAGE, TOWER
 
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-IMAGE = {"image_size": 32, "patch_size": 8}
 DECODER = {f"decoder_{name}": value for name, value in TOWER.items()}
 
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from mm_utils.model.row_noise import RowDropout, RowNoise, row_keys, set_row_keys
+from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 
 
-def drawn(layer: RowNoise, keys: torch.Tensor | None, rows: slice = slice(None)) -> torch.Tensor:
+def drawn(layer: RowDropout, keys: torch.Tensor | None, rows: slice = slice(None)) -> torch.Tensor:
     values = torch.arange(1.0, 1 + 6 * 20 * 4, 4).view(6, 20)
     set_row_keys(layer, None if keys is None else keys[rows])
     return layer(values[rows])

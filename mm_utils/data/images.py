@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from mm_utils.model.reading import (
     UnreadableError,
     decode,
     decoder_message,
+    draft,
+    orientation_of,
+    plain_jpeg,
     read_header,
     resized,
     simplejpeg,
@@ -64,9 +68,14 @@ def read_pixels(value: dict[str, Any], min_side: int | None = None) -> tuple[np.
         return pixels(value), size
     content = value.get("bytes")
     if simplejpeg is not None and content and bytes(memoryview(content)[:3]) == b"\xff\xd8\xff":
-        found = _plain_jpeg(bytes(content), min_side)
-        if found is not None:
-            return found
+        with suppress(Exception):  # what is wrong says `open_sized`
+            header = read_header(content)
+            size = header.size
+            draft(header, min_side)
+            if orientation_of(header) == 1 and header.width * header.height <= MOST_PIXELS:
+                found = plain_jpeg(header, content, size)
+                if found is not None:
+                    return found, size
     image, size = open_sized(value, min_side)
     return np.asarray(image), size
 
@@ -126,31 +135,3 @@ def encode(image: Image.Image, store: str, quality: int = JPEG_QUALITY) -> bytes
 
 def _read(path: str) -> bytes:
     return retry(lambda: read_regular_file(path, MOST_BYTES), is_passing, (0.1, 0.2))
-
-
-def _plain_jpeg(content: bytes, min_side: int | None) -> tuple[np.ndarray, tuple[int, int]] | None:
-    """Decode a JPEG by simplejpeg if that yields exactly Pillow's pixels, or return None."""
-    if b"Exif\0\0" in content or b"tiff:Orientation" in content:
-        return None
-    try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
-        scale = _draft_scale(height, width, min_side)
-        if (
-            colours != "YCbCr"
-            or height * width > (Image.MAX_IMAGE_PIXELS or 0)
-            or height * width > MOST_PIXELS * scale**2
-        ):
-            return None
-        least = {"min_height": -(-height // scale), "min_width": -(-width // scale), "min_factor": 2}
-        return simplejpeg.decode_jpeg(content, **(least if scale > 1 else {})), (width, height)
-    except ValueError:
-        return None
-
-
-def _draft_scale(height: int, width: int, min_side: int | None) -> int:
-    """Return the factor by which Pillow's `draft` would reduce a JPEG."""
-    shorter = min(height, width)
-    if min_side is None or min_side >= shorter:
-        return 1
-    allowed = min(side // max(1, side * min_side // shorter) for side in (height, width))
-    return max(scale for scale in (1, 2, 4, 8) if scale <= allowed)

@@ -141,21 +141,19 @@ def decode(
         Exception: what the decoder raises at a damaged file, among others struct.error and RuntimeError.
     """
     width, height = header.size
-    if min_side is not None:
-        _draft(header, min_side)
+    draft(header, min_side)
     if most_pixels is not None and header.width * header.height > most_pixels:
         text = f"it has {width:,} x {height:,} pixels, {most_pixels:,} are the most; prepare_data can shrink it once"
         raise UnreadableError(text, "too_many_pixels")
     if header.format == "PNG":
         header.load()  # here, as reading the EXIF block of a PNG decodes it, and hides its damage
-    orientation, notes = _orientation(header), []
+    orientation, notes = orientation_of(header), []
     if getattr(header, "is_animated", False):
         notes.append("multi_page_first" if header.format in ("TIFF", "MPO") else "animated_first_frame")
-    image = _decode_strictly(header, content, (width, height)) if strict else None
-    if image is None:
+    array = plain_jpeg(header, content, (width, height)) if strict else None
+    if array is None:
         header.load()
-        image = header
-    image = _flatten(image, notes)
+    image = _flatten(header if array is None else Image.fromarray(array), notes)
     if orientation in _TURNS:
         notes.append("exif_rotated")
     if header.format == "TIFF":  # Pillow has turned it already
@@ -167,7 +165,7 @@ def decode(
     return image, (width, height), tuple(notes)
 
 
-def _orientation(header: Image.Image) -> int:
+def orientation_of(header: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8; a garbled EXIF block counts as none."""
     try:
         value = header.getexif().get(ExifTags.Base.Orientation, 1)
@@ -176,24 +174,23 @@ def _orientation(header: Image.Image) -> int:
     return value if value in range(1, 9) else 1
 
 
-def _draft(header: Image.Image, min_side: int) -> None:
-    """Ask for a reduced decode; `draft` keeps both sides at least as large as asked."""
+def draft(header: Image.Image, min_side: int | None) -> None:
+    """Ask for a reduced decode of a JPEG; `draft` keeps both sides at least as large as asked."""
     shorter = min(header.size)
-    if min_side < shorter:
+    if min_side is not None and min_side < shorter:
         header.draft("RGB", (header.width * min_side // shorter, header.height * min_side // shorter))
 
 
-def _decode_strictly(header: Image.Image, content: bytes, size: tuple[int, int]) -> Image.Image | None:
-    """Decode a plain colour JPEG by simplejpeg at the scale of `header`, or return None."""
+def plain_jpeg(header: Image.Image, content: bytes, size: tuple[int, int]) -> np.ndarray | None:
+    """Decode a colour JPEG of `size` at the scale of `header` by simplejpeg, to Pillow's pixels `[H, W, 3]`; None of other files.
+
+    Raises ValueError also at inner damage that Pillow skips over.
+    """
     if simplejpeg is None or header.format != "JPEG" or header.mode != "RGB":
         return None
-    smaller = {}
-    if header.size != size:
-        smaller = {"min_width": header.width, "min_height": header.height, "min_factor": 2}
-    array = simplejpeg.decode_jpeg(content, "RGBX", strict=True, **smaller)
-    if array.shape[1::-1] != header.size:
-        return None
-    return Image.frombytes("RGB", header.size, array.data, "raw", "RGBX")
+    smaller = {"min_width": header.width, "min_height": header.height, "min_factor": 2} if header.size != size else {}
+    array: np.ndarray = simplejpeg.decode_jpeg(content, strict=True, **smaller)
+    return array if array.shape[1::-1] == header.size else None
 
 
 def _flatten(image: Image.Image, notes: list[str]) -> Image.Image:

@@ -45,8 +45,9 @@ def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Pa
     figures = []
     for number, name in enumerate(classes):
         right, (count, other) = counts.get((number, number), 0), mistakes[number]
-        shares = (right / of if of else None for of in (rows[number], guessed[number]))
-        figures.append(ClassFigures(name, rows[number], *shares, other, count))
+        recall = right / rows[number] if rows[number] else None
+        precision = right / guessed[number] if guessed[number] else None
+        figures.append(ClassFigures(name, rows[number], recall, precision, other, count))
     if folder is not None:
         with open(Path(folder, "classes.csv"), "w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)

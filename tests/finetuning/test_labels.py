@@ -103,7 +103,7 @@ def database(folder: Path) -> None:
 def shards(folder: Path, suffix: str) -> None:
     cells = [name if suffix == "cls" else json.dumps({"label": name}) for name in ANIMALS]
     members = [((f"{at}.png", grey(10 * at)), (f"{at}.{suffix}", cell.encode())) for at, cell in enumerate(cells)]
-    write_tar(folder / "0.tar", [member for both in members for member in both])
+    write_tar(folder / "0.tar", [*(member for both in members for member in both), ("9.png", grey(90))])  # of no label
 
 
 SOURCES: dict[str, tuple[str, Callable[[Path], object]]] = {  # the name of the source, and what writes it beside the pictures
@@ -251,21 +251,6 @@ def test_names_for_prompts(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             labelled_of(dataset_name=source, classes=str(file))
-
-
-@pytest.mark.parametrize(
-    ("given", "feature", "message"),
-    [
-        ([-1, 0, -1], ClassLabel(names=["a", "b"]), "2 of 3 rows are bad, .* row 0: it has no label. .* are public"),
-        (["a", None], Value("string"), "it has 1 of at least 2 classes"),
-        ([0.5, 1.0], Value("float32"), "its labels are numbers, not a name"),
-        ([0, 1], ClassLabel(names=["a", " "]), "class 1 has no name. Give them in --classes"),
-    ],
-)
-def test_labels_that_are_not_a_class(given: list[Any], feature: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        labelled_of(dataset_name=save(tmp_path / "saved", given, feature))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["image", "sound", "clip"])
@@ -428,11 +413,19 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path, tones: 
     Dataset.from_dict({"image": pictures(2)}, Features({"image": ImageFeature()})).save_to_disk(bare)
     sounds = files(tmp_path / "media", {f"{name}/{copy}.wav": tone(200) for name in "ab" for copy in range(2)})
     of_scenes = {"task": "scenes:colour", "train_file": one_class}
+    not_a_class: list[tuple[list[Any], Any, str]] = [
+        ([-1, 0, -1], ClassLabel(names=["a", "b"]), "2 of 3 rows are bad, .* row 0: it has no label. .* are public"),
+        (["a", None], Value("string"), "it has 1 of at least 2 classes"),
+        ([0.5, 1.0], Value("float32"), "its labels are numbers, not a name"),
+        ([0, 1], ClassLabel(names=["a", " "]), "class 1 has no name. Give them in --classes"),
+    ]
     doors: list[tuple[Callable[..., Any], str, dict[str, Any], str]] = [
         (task_of, "image", {"train_file": one_class}, "its labels are '1' alone, and a task has 2 classes"),
         (task_of, "image", {"train_file": f"{bare}.csv"}, "--train_file is .*bare.csv; there is no such file"),
         (task_of, "image", of_scenes, "--task is scenes:colour; --train_file is .*, too, and labels have one source"),
         (task_of, "sound", {"dataset_name": "sounds"}, "its rows have no labels. Give a --task on them: sounds:describes"),
+        *((labelled_of, "image", {"dataset_name": save(tmp_path / f"saved {n}", *case)}, message)
+          for n, (*case, message) in enumerate(not_a_class)),
         (labelled_of, "image", {"dataset_name": str(bare)}, "no label column was recognised. The columns are: image."),
         (labelled_of, "image", {"dataset_name": str(tmp_path / "no")}, "there is no such folder"),
         (labelled_of, "image", {}, "--dataset_name is missing"),
@@ -441,8 +434,9 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path, tones: 
           for kind in ("image", "clip")),
     ]  # fmt: skip
     for door, medium, flags, message in doors:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             door(medium, **flags)
+        assert "\n" not in str(caught.value)
     for flags, message in (
         ({"task": "vqa"}, "--task is vqa; choose one of scenes:describes, scenes:colour"),
         ({"num_answers": 1}, "--num_answers is 1; give at least 2"),

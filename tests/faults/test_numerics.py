@@ -106,18 +106,16 @@ def break_a_weight(trainer: Trainer, batch: dict[str, Any]) -> None:
         trainer.model.text_projection.weight[0, 0] = math.nan
 
 
-@pytest.mark.parametrize("step", [6, slow(STEPS)])
-def test_weights_that_are_not_finite_are_not_saved(exact: Path, tmp_path: Path, step: int) -> None:
+def test_weights_that_are_not_finite_are_not_saved(exact: Path, tmp_path: Path) -> None:
     run = exact_run(tmp_path / "run")
-    ended = start(2, run, Fault(break_a_weight, "end", step, None))
+    ended = start(2, run, Fault(break_a_weight, "end", 6, None))
     assert ended.statuses == [1, 1], ended.text
-    after = "the last step" if step == STEPS else f"step {step}"
-    assert f"the weights after {after} are not finite" in ended.errors(0)[0]
+    assert "the weights after step 6 are not finite" in ended.errors(0)[0]
     assert "Traceback" not in ended.text
     assert not (run.folder / "model.safetensors").exists()
     path, damaged = newest_checkpoint(run.folder)
     assert path is not None
-    assert (step_of(path), damaged) == ((step - 1) // SAVE_STEPS * SAVE_STEPS, {})
+    assert (step_of(path), damaged) == (SAVE_STEPS, {})
     again = start(2, run)
     assert again.statuses == [0, 0], again.text
     assert rank_runs.difference(run.folder, exact) < TOLERANCE

@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
                 groups = match.groupdict()
                 if "repo" in groups and groups["repo"] not in self.server.repos:
                     self._answer(404, {"error": "Repository not found"})
-                elif (answer := handler(body, **groups)) is not None:  # type: ignore[operator]
+                elif (answer := handler(body, **groups)) is not None:
                     self._answer(200, answer)
                 return
         self._answer(404, {"error": f"the stand-in has no {self.command} {path}"})

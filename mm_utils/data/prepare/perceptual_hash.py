@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -121,18 +121,18 @@ def pairs_of_choice(hashes_N: np.ndarray, radius: int, choice: Choice) -> Iterat
             yield np.sort(np.stack([order[rows], order[rows + gap]], axis=1), axis=1)
 
 
-Sifted = TypeVar("Sifted")
-Run = Callable[[np.ndarray, int, Callable[[np.ndarray], Sifted]], Iterable[Sifted]]
+Sift = Callable[[np.ndarray], np.ndarray]
+Run = Callable[[np.ndarray, int, Sift], Iterable[np.ndarray]]
 """Searches hashes `[N]` within a radius, and returns in any order what the function makes of each chunk of pairs `[P, 2]`."""
 
 
-def on_all_cores(hashes_N: np.ndarray, radius: int, sift: Callable[[np.ndarray], Sifted]) -> list[Sifted]:
+def on_all_cores(hashes_N: np.ndarray, radius: int, sift: Sift) -> list[np.ndarray]:
     """Search in threads, as NumPy sorts and compares outside of the interpreter's lock; as many as the free memory holds."""
     listed, need = choices(len(hashes_N), radius), max(1, _BYTES * len(hashes_N))
     cores = max(1, min(available_cores(), psutil.virtual_memory().available // need))
     with ThreadPoolExecutor(cores) as pool, tqdm(total=len(listed), desc="Near copies", leave=False) as bar:
 
-        def search(choice: Choice) -> list[Sifted]:
+        def search(choice: Choice) -> list[np.ndarray]:
             found = [sift(pairs) for pairs in pairs_of_choice(hashes_N, radius, choice)]
             bar.update()
             return found

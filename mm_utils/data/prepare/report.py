@@ -197,7 +197,6 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed
         f"Copies across splits: {_plural(copies, kind)}; dropped: {_plural(dropped, 'row')}.",
     ]
     tables = {
-        "What it holds": [_split_row(name, part, kind) for name, part in summary["splits"].items()],
         "Sources": summary["sources"],
         "Set aside": [
             {
@@ -221,8 +220,10 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed
         "\n".join(f"- {markdown_text(warning)}" for warning in warnings)
         or "Nothing stands out. Do look at the pairs below.",
         *(["![random pairs](pairs.jpg)"] if tiles else []),
-        *(part for title, rows in tables.items() if rows for part in (f"## {title}", _table(rows))),
+        "## What it holds",
+        _table([_split_row(name, part, kind) for name, part in summary["splits"].items()]),
         "Sides, seconds and words: the median, and in brackets the 5th and 95th percentile.",
+        *(part for title, rows in tables.items() if rows for part in (f"## {title}", _table(rows))),
     ]
     (folder / "report.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 

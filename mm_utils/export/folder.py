@@ -10,6 +10,7 @@ open_clip        open_clip_config.json, open_clip_model.safetensors and the toke
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -131,12 +132,11 @@ def immich_width(width: int) -> int:
     Raises:
         ValueError: if it knows none that is large enough.
     """
-    for known in IMMICH_NAMES:
-        if known >= width:
-            return known
-    raise ValueError(
-        f"--layout is immich; it stores at most {max(IMMICH_NAMES)} numbers, and embeddings here have {width}."
-    )
+    if width > max(IMMICH_NAMES):
+        raise ValueError(
+            f"--layout is immich; it stores at most {max(IMMICH_NAMES)} numbers, and embeddings here have {width}."
+        )
+    return min(known for known in IMMICH_NAMES if known >= width)
 
 
 def ends_in_pad(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -162,21 +162,15 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
         size, mean, std = image_geometry(processor)
         settings = {"size": [size, size], "mode": "RGB", "mean": mean, "std": std, "interpolation": "bicubic"}
         _write(folder / "visual/preprocess_cfg.json", {**settings, "resize_mode": "shortest"})
-        config = {
-            "embed_dim": immich_width(model.config.projection_dim),
-            "vision_cfg": {"image_size": size},
-            "text_cfg": {"context_length": text_length(model, tokenizer)},
-        }
+        texts, width = {"context_length": text_length(model, tokenizer)}, immich_width(model.config.projection_dim)
+        config = {"embed_dim": width, "vision_cfg": {"image_size": size}, "text_cfg": texts}
         _write(folder / "config.json", config)
         return
     own = processor.feature_extractor if model.config.medium == "sound" else processor.image_processor
     own.save_pretrained(folder)
     if layout == "transformers.js":
-        scale = model.logit_scale.item()
-        width = model.config.projection_dim
-        _write(
-            folder / "config.json", {"model_type": "clip", "projection_dim": width, "logit_scale_init_value": scale}
-        )
+        sizes = {"projection_dim": model.config.projection_dim, "logit_scale_init_value": model.logit_scale.item()}
+        _write(folder / "config.json", {"model_type": "clip", **sizes})
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -295,13 +289,15 @@ def write_report(
     }
     content = json.dumps({**stated, "figures": [asdict(each) for each in figures.values()]}, indent=2)
     (folder / "export.json").write_text(content + "\n", encoding="utf-8")
-    usage = USAGE[layout if model.config.medium == "image" else model.config.medium].replace(
-        "NAME", IMMICH_NAMES[immich_width(width)] if layout == "immich" else ""
-    )
-    usage = usage.replace("WIDTH", str(immich_width(width)) if layout == "immich" else "")
-    precision = list(figures)[-1]
-    padding = '"max_length"' if model.config.text_padding else "true"
-    usage = usage.replace("DTYPE", _JS_TYPES.get(precision, "fp32")).replace("PADDING", padding)
+    known = immich_width(width) if layout == "immich" else 0
+    words = {
+        "NAME": IMMICH_NAMES.get(known, ""),
+        "WIDTH": str(known),
+        "DTYPE": _JS_TYPES.get(list(figures)[-1], "fp32"),
+        "PADDING": '"max_length"' if model.config.text_padding else "true",
+    }
+    usage = USAGE[layout if model.config.medium == "image" else model.config.medium]
+    usage = re.sub("|".join(words), lambda word: words[word[0]], usage)
     if layout != "immich" and model.config.medium == "image":
         for file in (Path(__file__).with_name("without_torch.py"), Path(reading.__file__)):
             shutil.copy(file, folder)

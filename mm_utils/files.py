@@ -281,10 +281,10 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def allow_open_files() -> int | None:
-    """Raise this process's limit of open files; return it, None if there is none."""
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, of which data workers and shards need many."""
     if sys.platform == "win32":
-        return None
+        return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -292,5 +292,3 @@ def allow_open_files() -> int | None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(ValueError, OSError):  # macOS allows fewer than it says
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            return wanted
-    return None if soft == resource.RLIM_INFINITY else soft

@@ -86,11 +86,11 @@ def open_files() -> Iterator[tuple[int, int]]:
 def test_the_limit_of_open_files_is_raised(open_files: tuple[int, int]) -> None:
     hard = open_files[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    raised = allow_open_files()
-    assert raised is not None
-    assert raised > 512 or hard == 512
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (raised, hard)
-    assert allow_open_files() == raised
+    allow_open_files()
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert raised[0] > 512 or hard == 512
+    allow_open_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised
 
 
 def test_lines_after_the_resumed_step_and_torn_lines_are_removed(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from mm_utils.data.batches.loaders import (
     DeviceLoader,
     LoaderArguments,
     Loaders,
-    check_open_files,
     make_loaders,
 )
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
@@ -26,6 +25,7 @@ from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
+from mm_utils.files import allow_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def make_data(
     sizes = schedule.batch_sizes.at_most(len(rows)) if fits_batch else schedule.batch_sizes
     if sizes != schedule.batch_sizes:
         logger.info("A step takes all %d training rows, fewer than --global_batch_size", len(rows))
-    loaders = open_loaders(accelerator, splits, processor, loader_args, schedule, readers)
+    loaders = open_loaders(accelerator, splits, processor, loader_args, readers)
     order = GlobalOrder(len(rows), sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
     identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer)}
@@ -182,12 +182,9 @@ def open_loaders(
     splits: DatasetDict,
     processor: ProcessorMixin,
     loader_args: LoaderArguments,
-    schedule: Schedule,
     readers: Sequence[ColumnReader] = (),
-    *,
-    streaming: bool = False,
 ) -> Loaders:
-    """Return the loaders of a run, for which its machines have enough open files."""
+    """Return the loaders of a run."""
     rows = splits["validation"]
     if "moments" in set(rows.column_names) - {reader.source(rows) for reader in readers}:
         logger.info(
@@ -196,5 +193,5 @@ def open_loaders(
     # Saved with the model, so that all who load it read as much of a text.
     processor.tokenizer.model_max_length = loader_args.max_seq_length
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
-    check_open_files(loader_args.num_workers, streaming=streaming)
+    allow_open_files()
     return loaders

@@ -1,6 +1,5 @@
 """Load rows as batches: decoded and augmented in workers, normalised on the device."""
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,14 +29,10 @@ from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.batches.workers import WorkerLoader, worker_options
 from mm_utils.data.media.medium import Medium, check_window, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
-from mm_utils.files import MAX_OPEN_FILES, allow_open_files
-
-logger = logging.getLogger(__name__)
 
 _MAX_WORKERS = 16
 _SHOWN = 8  # images of a batch in a message
 _MOST_FRAMES = 512  # of an example
-_FEWEST_OPEN_FILES = 128  # with which data workers have been seen to begin
 
 
 EVALUATION_BATCH = 64  # rows per process and forward pass; it does not change the result
@@ -243,21 +238,3 @@ def make_loaders(
         if getattr(arguments, name):
             raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium.kind}s. Drop it.")
     return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, readers)
-
-
-def check_open_files(workers: int, *, streaming: bool = False) -> None:
-    """Raise the limit of open files as far as it may be; called on all ranks.
-
-    Raises:
-        ValueError: on every rank, if data workers cannot begin with so few on a machine.
-    """
-    limit, error = allow_open_files(), None
-    if limit is not None and limit < 1_024 and (workers or streaming):
-        text = (
-            f"ulimit -n is {limit}; data workers and shards may need more open files. Set ulimit -n {MAX_OPEN_FILES}, or pass "
-            "--dataloader_num_workers 0."
-        )
-        error = text if workers and limit < _FEWEST_OPEN_FILES else None
-        if error is None:
-            logger.warning("%s", text)
-    distributed.raise_everywhere(error)

@@ -313,7 +313,7 @@ def open_streamed(
         processor = processor_of(make_processor, stream.captions(), stream.validation, args)
         total, splits = {"train": stream.num_rows}, DatasetDict(validation=stream.validation)
         splits = tokenize_splits(splits, processor.tokenizer, args.max_seq_length, readers=readers)
-    loaders = open_loaders(accelerator, splits, processor, args, schedule, readers, streaming=True)
+    loaders = open_loaders(accelerator, splits, processor, args, readers)
     identity = {"data": stream.fingerprint, **loaders.content(None, processor.tokenizer)}
     total["validation"] = len(stream.validation)
     data = StreamedData(splits, processor, loaders, stream, identity, total_rows=total)

@@ -1,7 +1,6 @@
 """Loaders: workers and ranks change no batch, images are normalised on the device."""
 
 import multiprocessing
-import resource
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, check_open_files
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.batches.workers import WorkerLoader, end_workers
@@ -70,21 +69,6 @@ def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 400)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert LoaderArguments().num_workers == 16
-
-
-def test_few_open_files(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    check_open_files(0)
-    assert not caplog.text
-    check_open_files(2)
-    assert "ulimit -n is 256; data workers" in caplog.text
-    caplog.clear()
-    check_open_files(0, streaming=True)
-    assert "ulimit -n is 256" in caplog.text
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
-    check_open_files(0)
-    with pytest.raises(ValueError, match=r"^ulimit -n is 40; data workers .* or pass --dataloader_num_workers 0"):
-        check_open_files(2)
 
 
 def test_workers_end_by_themselves_where_a_cycle_keeps_the_loader() -> None:

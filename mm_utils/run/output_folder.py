@@ -31,13 +31,8 @@ _DATA = ("train_file", "validation_file", "test_file", "dataset_name", "image_ro
 _MODELS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
 _OWN = (
     *(STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder"),
-    *(
-        "model*.safetensors",
-        "model.safetensors.index.json",
-        "modeling_fusion_dual_encoder.py",
-        "fusion.py",
-        "reading.py",
-    ),
+    *("model*.safetensors", "model.safetensors.index.json"),
+    *("modeling_fusion_dual_encoder.py", "fusion.py", "reading.py", "spectrograms.py"),
     "*processor_config.json",
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("spiece.model", "sentencepiece*.model"),

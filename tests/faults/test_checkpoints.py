@@ -154,14 +154,6 @@ def test_sigkill_at_every_point_of_five_saves(tmp_path: Path) -> None:
 # -- damaged ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing befell, with its checkpoints of steps 9 and 10."""
-    folder = tmp_path_factory.mktemp("straight") / "run"
-    assert alone(train, TinyRun(folder))[0] == 0
-    return folder
-
-
 DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "cut by a byte": lambda path, _: path.write_bytes(path.read_bytes()[:-1]),
     "cut in half": lambda path, _: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
@@ -180,15 +172,8 @@ def _patch(path: Path, place: int, bits: int) -> None:
     path.write_bytes(content)
 
 
-FILES = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "ema.safetensors",
-    STATE_FILE,
-    "run.json",
-    "config.json",
-    MANIFEST,
-)
+FILES = [f"{name}.safetensors" for name in ("model", "optimizer", "ema")]
+FILES += [STATE_FILE, "run.json", "config.json", MANIFEST]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -12,26 +12,8 @@ from mm_utils.checkpointing.files import newest_checkpoint, step_of
 from tests.kit.ranks import run_on_ranks
 from tests.kit.tiny_run import STEPS, Signalled, TinyRun, alone, digest, exiting, losses, train
 
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing befell."""
-    folder = tmp_path_factory.mktemp("straight") / "run"
-    assert alone(train, TinyRun(folder))[0] == 0
-    return folder
-
-
-PLACES = [
-    ("batch", 1),
-    ("forward", 5),
-    ("end", 6),
-    ("evaluation", 4),
-    ("evaluation", STEPS),
-    ("saved", 6),
-    ("end", STEPS),
-]
-
-
+PLACES = [("batch", 1), ("forward", 5), ("end", 6), ("evaluation", 4), ("evaluation", STEPS), ("saved", 6)]
+PLACES += [("end", STEPS)]
 CASES = [*((place, signal.SIGTERM) for place in PLACES), (PLACES[1], signal.SIGINT), (PLACES[3], signal.SIGUSR1)]
 OTHERS = [case for case in product(PLACES, (signal.SIGINT, signal.SIGUSR1)) if case not in CASES]
 

@@ -154,7 +154,10 @@ class RayCallback(TrainerCallback):
         """Report a row, training rows only after some seconds, on whose end all ranks agree."""
         logs = kwargs["logs"]
         if state.is_world_process_zero and "loss" in logs:
-            logger.info("%s", progress_line(logs, state.max_steps))
+            shown = [f"step {logs['step']} of {state.max_steps}: loss {logs['loss']:.3f}"]
+            if "pairs_per_second" in logs:
+                shown += [f"{logs['pairs_per_second']:.0f} pairs/s", f"{logs['data_wait']:.0%} data wait"]
+            logger.info("%s", ", ".join(shown))
         waited = round(1000 * (time.monotonic() - self._since))
         [milliseconds] = distributed.max_over_ranks([waited], kwargs["model"].device)
         if "loss" in logs and milliseconds < 1000 * LOOK_SECONDS:
@@ -165,11 +168,3 @@ class RayCallback(TrainerCallback):
         self._reported_step = state.global_step
         self.report(dict(logs))
         self._since = time.monotonic()
-
-
-def progress_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """Return a log row as a line, such as `step 40 of 800: loss 2.312, 812 pairs/s`."""
-    line = f"step {row['step']} of {max_steps}: loss {row['loss']:.3f}"
-    if "pairs_per_second" in row:
-        line += f", {row['pairs_per_second']:.0f} pairs/s, {row['data_wait']:.0%} data wait"
-    return line

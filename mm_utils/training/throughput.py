@@ -1,6 +1,5 @@
-"""Measure how well a run uses its hardware, and advise one that waits for its data."""
+"""Measure how well a run uses its hardware."""
 
-import logging
 import time
 from typing import Any
 
@@ -10,10 +9,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from mm_utils.model.encoding import computed_tokens
 from mm_utils.objectives.grad_cache import cuts
 from mm_utils.training.memory import peak_bytes
-
-logger = logging.getLogger(__name__)
-
-MAX_DATA_WAIT = 0.2  # share of the time spent waiting for data above which a run is slower than it needs to be
 
 
 class Throughput(TrainerCallback):

@@ -344,23 +344,19 @@ class Trainer:
             self.writer.start(self.state.global_step, snapshot, self._kept())
         self._saved_step = self.state.global_step
 
-    def load_checkpoint(self, path: Path) -> TrainerState:
-        """Load a checkpoint's weights, optimizer and counters on all ranks; return its state.
+    def _resume(self, path: Path) -> None:
+        """Load a checkpoint's weights, optimizer and counters on all ranks.
 
         Raises:
             ValueError: if the checkpoint is of another model, of other data or of other flags.
         """
-        state, run = self.captured.restore(path, self.identity, self.flags)
-        self.step.nonfinite.count = run["nonfinite_steps"]
-        return state
-
-    def _resume(self, path: Path) -> None:
         if (step := step_of(path.resolve())) > self.steps:
             raise ValueError(
                 f"--resume_from_checkpoint is {path}, of step {step}; the run has {self.steps} steps. Raise --max_steps or "
                 "--num_train_epochs."
             )
-        state, self._resumed_from = self.load_checkpoint(path), path.absolute()
+        state, run = self.captured.restore(path, self.identity, self.flags)
+        self.step.nonfinite.count, self._resumed_from = run["nonfinite_steps"], path.absolute()
         state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
         state.is_world_process_zero = self.state.is_world_process_zero
         state.is_local_process_zero = self.state.is_local_process_zero
@@ -394,23 +390,21 @@ class Trainer:
                 waited,
             )
         if self.args.keeps_best and (ranked := self.stage.ranked(history)):
-            best = next((step for step in ranked if self._folder_of(step)), None)
-            if best is None:
+            found = ((step, path) for step in ranked if (path := self._folder_of(step)))
+            if (best := next(found, None)) is not None:
+                metrics = self._load_best(*best)
+            else:
                 lost = self.writer.path(ranked[0])
                 logger.warning("%s could not be written, so the last weights are kept in place of the best", lost)
-            else:
-                metrics = self._load_best(best)
         if self.ends_run and self.stage.awaits_new_head:
             self.model.config.rerank_weights = {}
             self.choice += f" No head was trained: the run ended at step {last}, and its head learns from step {self.stage.end} on."
         self.choice = self.choice.strip()
         return metrics
 
-    def _load_best(self, best: int) -> dict[str, float]:
+    def _load_best(self, best: int, path: Path) -> dict[str, float]:
         """Load the weights of the best step; return the metrics of its evaluation."""
         history, last = self.state.log_history, self.state.global_step
-        path = self._folder_of(best)
-        assert path is not None
         self.captured.load_weights(path)
         found = next(row for row in history if row["step"] == best and "loss" not in row)
         metrics = {name: value for name, value in found.items() if name.startswith("eval_")}
@@ -420,8 +414,8 @@ class Trainer:
         figure, self.choice = self.stage.choice(history, best)
         row = {"step": last, "saved_step": best, "saved_part": self.stage.name, "saved_by": figure}
         reranks = any((self.model.config.rerank_weights or {}).values())
-        if self.stage.lost_recall(history, best, reranks) and (path := self._folder_of(self.stage.begin)):
-            self._put_back_projections(path)
+        if self.stage.lost_recall(history, best, reranks) and (start := self._folder_of(self.stage.begin)):
+            self._put_back_projections(start)
             metrics = {f"eval_{name}": value for name, value in self._measure_saved().items()}
             self.choice += " Its projections are those that it began with: later ones cost more recall than it adds."
             row["saved_projections_step"] = self.stage.begin
@@ -433,15 +427,8 @@ class Trainer:
 
     def _put_back_projections(self, path: Path) -> None:
         """Load all weights of a checkpoint but the head's."""
-        places = [{f"model.{name}": weight for name, weight in self.model.named_parameters()}]
-        if self.average is not None:
-            places.append({f"model.{name}": weight for name, weight in self.average.values.items()})
-        heads = [
-            (weight, weight.detach().clone())
-            for place in places
-            for name, weight in place.items()
-            if name.startswith(HEAD)
-        ]
+        weights = [*self.model.named_parameters(), *(self.average.values.items() if self.average is not None else ())]
+        heads = [(weight, weight.detach().clone()) for name, weight in weights if f"model.{name}".startswith(HEAD)]
         self.captured.load_weights(path)
         with torch.no_grad():
             for weight, kept in heads:

@@ -22,23 +22,26 @@ def trials(folder: Path, metric: str = "mean_recall") -> list[Trial]:
     return found
 
 
-@pytest.mark.parametrize(("metric", "order"), [("mean_recall", "31"), ("loss", "13")])
-def test_the_best_comes_first(metric: str, order: str, tmp_path: Path) -> None:
-    found, name = ranked(trials(tmp_path, metric))
-    assert name == f"eval_{metric}"
-    assert [trial.values["seed"] for trial in found] == [*order, "=2"]
+NAN = float("nan")
 
 
-def test_runs_with_a_head_are_compared_after_re_ranking(tmp_path: Path) -> None:
-    found = trials(tmp_path)
-    found[0].metrics["eval_rerank_mean_recall"], found[2].metrics["eval_rerank_mean_recall"] = 0.7, 0.6
-    assert ranked(found) == ([found[0], found[2], found[1]], "eval_rerank_mean_recall")
-
-
-def test_no_number_does_not_come_before_the_best(tmp_path: Path) -> None:
-    found = trials(tmp_path)
-    found.insert(1, Trial({"seed": "4"}, tmp_path / "seed-4", {"eval_mean_recall": float("nan")}))
-    assert [trial.values["seed"] for trial in ranked(found)[0]] == ["3", "1", "4", "=2"]
+@pytest.mark.parametrize(
+    ("metric", "more", "name", "order"),
+    [
+        ("mean_recall", {}, "eval_mean_recall", "31"),
+        ("loss", {}, "eval_loss", "13"),
+        ("mean_recall", {"eval_rerank_mean_recall": (0.7, 0.6)}, "eval_rerank_mean_recall", "13"),  # with a head
+        ("mean_recall", {"eval_mean_recall": (0.25, NAN)}, "eval_mean_recall", "13"),  # no number is not the best
+    ],
+)
+def test_the_best_comes_first(
+    metric: str, more: dict[str, tuple[float, float]], name: str, order: str, tmp_path: Path
+) -> None:
+    found = trials(tmp_path, metric)
+    for figure, values in more.items():
+        found[0].metrics[figure], found[2].metrics[figure] = values
+    found, chosen = ranked(found)
+    assert (chosen, [trial.values["seed"] for trial in found]) == (name, [*order, "=2"])
 
 
 def test_the_file(tmp_path: Path) -> None:

@@ -140,9 +140,3 @@ def test_a_preemption_stops_the_run_as_a_signal_does(caplog: pytest.LogCaptureFi
         assert (signals.number, calls.callback.has_stopped) == (signal.SIGTERM, True)
         calls.step()
     assert calls.looks == [1, 2]
-
-
-def test_a_line_of_progress() -> None:
-    row = {"step": 40, "loss": 2.3125, "pairs_per_second": 812.4, "data_wait": 0.031}
-    assert worker.progress_line(row, 800) == "step 40 of 800: loss 2.312, 812 pairs/s, 3% data wait"
-    assert worker.progress_line({"step": 1, "loss": 2.0}, 8) == "step 1 of 8: loss 2.000"

@@ -32,12 +32,8 @@ def weights_of_start(model: FusionDualEncoderModel, added: Collection[str] = ())
     They are all but a classifier's, a head's that never was trained, and those that terms have added for this run.
     """
     new = ("classifier.", *added) if model.voices else ("classifier.", "fusion.", *added)
-    return copy_weights(model, {name for name in merged(model.state_dict()) if not name.startswith(new)})
-
-
-def copy_weights(model: FusionDualEncoderModel, names: Collection[str]) -> dict[str, Tensor]:
-    """Return a copy of these weights, with adapters merged."""
-    return {name: value.detach().clone() for name, value in merged(model.state_dict()).items() if name in names}
+    weights = merged(model.state_dict())
+    return {name: value.detach().clone() for name, value in weights.items() if not name.startswith(new)}
 
 
 def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from mm_utils.data.batches.dataset import (
 from mm_utils.data.batches.order import EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.batches.workers import WorkerLoader, worker_options
-from mm_utils.data.media.medium import Medium, check_window, kind_of, read_by
+from mm_utils.data.media.medium import Medium, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
 
 _MAX_WORKERS = 16
@@ -233,8 +233,10 @@ def make_loaders(
         ValueError: if a flag asks for another window than the model's, or of images for sounds.
     """
     medium = read_by(processor, arguments.min_crop_area)
-    check_window(medium, arguments.clip_frames)
     for name in medium.unused:
         if getattr(arguments, name):
             raise ValueError(f"--{name} is {getattr(arguments, name)}; these are {medium.kind}s. Drop it.")
+    frames = getattr(medium, "frames", None)
+    if arguments.clip_frames not in (None, frames):
+        raise ValueError(f"--clip_frames is {arguments.clip_frames}; the model takes {frames}. Drop it.")
     return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, readers)

@@ -18,7 +18,7 @@ short sound are empty frames, as its tower was trained; models that were saved w
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import datasets
 import numpy as np
 import torch
-from datasets import Audio, Dataset, Features, Value, Video
+from datasets import Audio, Video
 from PIL import Image as PictureFile
 from torch import Tensor
 from typing_extensions import override
@@ -325,19 +325,6 @@ def kind_of(features: Mapping[str, Any]) -> str:
     return medium_of(features).kind
 
 
-def cached_rows(rows: Callable[..., Iterator[dict[str, Any]]], features: Features, given: dict[str, Any]) -> Dataset:
-    """Write the rows that a generator makes of `given` into the datasets cache, once."""
-    bare = Features({**features, "image": {"bytes": Value("binary"), "path": Value("string")}})
-    found = Dataset.from_generator(
-        rows,
-        features=bare if medium_of(features).lasts else features,  # the encoder of `Audio` asks for a codec
-        cache_dir=str(datasets.config.HF_DATASETS_CACHE),
-        gen_kwargs=given,
-    )
-    assert isinstance(found, Dataset)
-    return found.cast_column("image", features["image"]) if medium_of(features).lasts else found
-
-
 # -- the medium of a processor ------------------------------------------------------------------------------------------
 
 
@@ -354,10 +341,7 @@ def kind_of_processor(processor: "ProcessorMixin") -> str:
     return "clip" if getattr(processor.image_processor, "clip_frames", None) else "image"
 
 
-def read_by(
-    processor: "ProcessorMixin",
-    min_crop_area: float = 1.0,
-) -> Any:
+def read_by(processor: "ProcessorMixin", min_crop_area: float = 1.0) -> Any:
     """Return the `Medium` that reads as a processor says, with training's augmentation."""
     if kind_of_processor(processor) == "sound":
         from mm_utils.model.spectrograms import LogMel  # here, as preparing needs no extractors
@@ -396,14 +380,6 @@ def settle_window(processor: "ProcessorMixin", medium: str, seconds: float | Non
     owner.window_seconds = getattr(owner, "window_seconds", None) or seconds
     if medium == "clip":
         owner.clip_frames = getattr(owner, "clip_frames", None) or frames or CLIP_FRAMES
-
-
-def check_window(medium: Medium, frames: int | None) -> None:
-    """Raise ValueError if `--clip_frames` asks for another number of frames than the model's."""
-    known = getattr(medium, "frames", None)
-    if frames is not None and frames != known:
-        why = f"the model takes {known}" if known else f"these are {medium.kind}s"
-        raise ValueError(f"--clip_frames is {frames}; {why}. Drop it.")
 
 
 # -- squares of images, loudness of sounds ------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Value, config
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -40,7 +40,6 @@ from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes, choose_
 from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key, tokenize_splits
 from mm_utils.data.batches.workers import WorkerLoader, worker_options
 from mm_utils.data.faults import Fault
-from mm_utils.data.media.medium import cached_rows
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.paths import SHARDS, check_own_file, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
@@ -268,7 +267,17 @@ def _read_all(shards: list[Shard], source: Source) -> Dataset:
         [reason] = ShardReader(shards, source).read(0, 0, 1)
         raise ValueError(f"{source.title}; no row of validation can be used ({reason}). Write the files anew.")
     # As a tuple, for a list would be shared out among processes.
-    return cached_rows(_usable_rows, features_of(source.medium), {"whole": (shards, source)})
+    features = features_of(source.medium)
+    lasts = source.medium != "image"  # the encoder of `Audio` asks for a codec
+    bare = Features({**features, "image": {"bytes": Value("binary"), "path": Value("string")}})
+    rows = Dataset.from_generator(
+        _usable_rows,
+        features=bare if lasts else features,
+        cache_dir=str(config.HF_DATASETS_CACHE),
+        gen_kwargs={"whole": (shards, source)},
+    )
+    assert isinstance(rows, Dataset)
+    return rows.cast_column("image", features["image"]) if lasts else rows
 
 
 def _usable_rows(whole: tuple[Sequence[Shard], Source]) -> Iterator[dict[str, Any]]:

@@ -189,8 +189,13 @@ def prepared(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
     return [row for split in open_prepared(output, "it").values() for row in split]
 
 
+def arguments(flag: str, path: Path) -> DataArguments:
+    values: dict[str, Any] = {flag: str(path)}
+    return DataArguments(**values)
+
+
 def raw(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
-    args = DataArguments(**{flag: str(path)})
+    args = arguments(flag, path)
     return [row for split in load_pairs(args, need_train=False).values() for row in split]
 
 
@@ -201,7 +206,7 @@ def labelled(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
 
 
 def streamed(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
-    stream = open_stream(DataArguments(**{flag: str(path)}), BatchSizes((0,), (2,)), 0)
+    stream = open_stream(arguments(flag, path), BatchSizes((0,), (2,)), 0)
     reader = ShardReader(stream.shards, stream.source)
     train = [row for at, shard in enumerate(stream.shards) for row in reader.read(at, 0, shard.rows)]
     return [*stream.validation, *train]

@@ -81,13 +81,13 @@ def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> I
             if isinstance(row, Record):
                 named.update(frame.name for frame in getattr(row.image, "frames", (row.image,)))
             yield row
-    unread = Unread()
-    for place, names in walk(source.path):
+    unread, root, read = Unread(), os.path.abspath(source.path), set(map(os.path.abspath, files))
+    for place, names in walk(root):
         for name in names:
-            path = Path(os.path.abspath(os.path.join(place, name)))
-            is_other = name.lower() in METADATA_FILES and path not in map(Path.absolute, files)
-            if is_other or (name.lower().endswith(SUFFIXES[builder.medium]) and str(path) not in named):
-                unread.add("not_read", os.path.relpath(path, os.path.abspath(source.path)))
+            path, lower = os.path.join(place, name), name.lower()
+            is_other = lower in METADATA_FILES and path not in read
+            if is_other or (lower.endswith(SUFFIXES[builder.medium]) and path not in named):
+                unread.add("not_read", os.path.relpath(path, root))
     yield from unread.rows(builder)
 
 

@@ -1,8 +1,8 @@
 """The order of a stream: the rows of step s where rows can only be read one after the other.
 
-Shards are files, or runs of rows in a file. Each epoch assigns them at random to a fixed number of groups of about as many rows.
-A group reads one shard after the other, in blocks of consecutive rows that are shuffled inside the block. The rows of all groups
-are interleaved in proportion to the groups' sizes: every group yields its rows evenly over the whole epoch.
+Shards are files, or runs of rows in a file. Each epoch deals them at random to a fixed number of groups of about as many rows.
+A group reads one shard after the other, in blocks of consecutive rows that are shuffled inside the block, and every group yields
+its rows evenly over the whole epoch.
 
 The batch of step s is a pure function of (rows of the shards, batch sizes, seed, groups, block size, s): ranks, workers and
 restarts change nothing, and any step is found without walking through those before it. Every row is drawn exactly once an
@@ -10,9 +10,7 @@ epoch, and every batch has exactly its size. Weaker than in `mm_utils.data.batch
 than a block apart never change their order, and a batch that reaches over the end of an epoch may hold an image twice.
 
 A reader, one of the workers of one of the ranks, reads whole groups, chosen per epoch so that readers have about the same to
-read. Until the end of an epoch no two readers open the same shard.
-
-Shape letters: G groups, B rows of a step.
+read. Until the end of an epoch no two readers open the same shard. Shape letters: G groups, B rows of a step.
 """
 
 import heapq

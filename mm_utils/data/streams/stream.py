@@ -114,7 +114,7 @@ class Stream:
         return row
 
     def place_of(self, shard: int, number: int) -> str:
-        """Name a row without an id: its file, and its number there, from 0."""
+        """Name a row by its file, and its number there, from 0."""
         return f"shard {self.shards[shard].url}, row {self.shards[shard].first + number}"
 
     def captions(self, most: int = 20_000) -> Iterator[str]:

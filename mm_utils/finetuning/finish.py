@@ -206,10 +206,8 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
         if gained and evaluations.rise:
             commands.append(longer_command(run.name, run.output_dir, run.settings))
     if model.config.classifier_inputs == "image" and any(run.settings[name] for name in SOURCES):
-        words = [
-            "--model_name_or_path",
-            str(run.settings["model_name_or_path"]),
-        ]  # what the start does without training
-        words += to_words(DataArguments, run.settings, ["max_train_samples"]) + to_words(LabelArguments, run.settings)
-        commands.append(launch_command("eval_zero_shot", words))
+        # What the start does without training.
+        words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
+        words += to_words(DataArguments, run.settings, ["max_train_samples", "caption_column"])
+        commands.append(launch_command("eval_zero_shot", words + to_words(LabelArguments, run.settings)))
     return [*lines, *listing(run.output_dir, contents, context.published), *next_lines(commands)]

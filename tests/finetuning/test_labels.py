@@ -469,6 +469,12 @@ def test_rows_that_cannot_be_used_are_left_out_and_named(
     pq.write_table(pa.table(columns), tmp_path / "shop.parquet")
     assert labelled_of(train_file=str(tmp_path / "shop.parquet")).label_M.tolist() == [1, 0, 1]
     assert "bad_label, 1 times in 5 rows (row 3)" in caplog.text
+    rows = [f"{n}.png,{n},{'train' if n > 4 else 'test'}\n" for n in range(20)]
+    (tmp_path / "rows.csv").write_text("image,label,split\n" + "".join(rows))
+    (tmp_path / "names.txt").write_text("".join(f"name {n}\n" for n in range(5)))
+    (tmp_path / "3.png").write_bytes(grey(3))
+    flags = {"train_file": str(tmp_path / "rows.csv"), "classes": str(tmp_path / "names.txt")}
+    assert len(labelled_of(split="test", **flags).rows) == 5  # although most images of train are missing
     names = {f"{name}/{copy}.wav": tone(200) for name in "ab" for copy in range(2)} | {"a/0.wav": b"nothing"}
     found = labelled_of("sound", dataset_name=files(tmp_path / "media", names))
     assert found.label_M.tolist() == [0, 1, 1]

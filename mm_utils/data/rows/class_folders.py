@@ -55,7 +55,7 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
                 image = builder.image(path)
                 yield builder.record(f"file {path}", image, list(captions), split=split, answers=[label])
             except Fault as fault:
-                yield builder.bad(f"file {path}", fault, path)
+                yield builder.bad(f"file {path}", fault, path, split)
     yield from unread.rows(builder)
 
 

@@ -73,8 +73,8 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
     read = _READERS.get(source.format, _read_own)
     rows = read_metadata(source, safety, files) if files else read(source, safety)
-    only = source.only
-    return (row for row in rows if only is None or isinstance(row, BadRow) or (row.split or "train") == only)
+    only = source.only  # a bad row may be of any split
+    return (row for row in rows if only in (None, row.split or (only if isinstance(row, BadRow) else "train")))
 
 
 def _check_template(source: Source, has_columns: bool) -> None:

@@ -18,7 +18,7 @@ from mm_utils.data.faults import Fault, excerpt, storable
 from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, Limits, is_url, read_file
-from mm_utils.data.rows.columns import is_null, texts_of
+from mm_utils.data.rows.columns import SPLIT_NAMES, is_null, texts_of
 from mm_utils.data.rows.downloads import download
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.text import one_line, redact
@@ -176,12 +176,13 @@ class Record:
 
 @dataclass(slots=True)
 class BadRow:
-    """A row without a record: the reason, and the beginning of the row, escaped."""
+    """A row without a record: the reason, the beginning of the row, escaped, and its split, where that is known."""
 
     source: str
     where: str
     fault: Fault
     raw: str = ""
+    split: str | None = field(default=None, repr=False)
 
 
 class RecordBuilder:
@@ -265,9 +266,10 @@ class RecordBuilder:
                 found.id = storable(f"{key}#{begin}-{end}")
         return found
 
-    def bad(self, where: str, fault: Fault, raw: str = "") -> BadRow:
+    def bad(self, where: str, fault: Fault, raw: str = "", split: Any = None) -> BadRow:
         """Return the bad row of a fault."""
-        return BadRow(self.source.name, storable(where), fault, excerpt(raw))
+        split = self.source.split or SPLIT_NAMES.get(str(split).lower())
+        return BadRow(self.source.name, storable(where), fault, excerpt(raw), split)
 
 
 def image_path(value: Any, jail: Jail) -> str:

@@ -132,13 +132,13 @@ def records_of(
     for number, values in table.rows:
         where = f"{prefix}{table.unit} {number}"
         if isinstance(values, BadLine):
-            yield builder.bad(where, values.fault, values.text)
+            yield builder.bad(where, values.fault, values.text, split)
             continue
         try:
             yield _record(table, builder, where, values, split, by_folder)
         except Fault as fault:
             shown = {key: value for key, value in values.items() if not isinstance(value, ImageRef)}
-            yield builder.bad(where, fault, str(shown))
+            yield builder.bad(where, fault, str(shown), values.get("split") or split)
 
 
 def _record(

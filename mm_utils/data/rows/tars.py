@@ -137,7 +137,7 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
             try:
                 yield record_of_sample(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)
             except Fault as fault:
-                yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"))
+                yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"), split)
 
 
 def has_caption_a_line(folder: str) -> bool:

@@ -36,21 +36,18 @@ from mm_utils.model.reading import MOST_PIXELS
 from mm_utils.stored import stamp, version_of
 
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
-IMAGE_TYPE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-REGIONS_TYPE = pa.list_(pa.struct({"box": pa.list_(pa.float64()), "phrase": pa.string()}))
-MOMENTS_TYPE = pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()}))
 PART_SCHEMA = pa.schema(
     {
         "id": pa.string(),
         "medium": pa.string(),
-        "image": IMAGE_TYPE,
+        "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
         "width": pa.int32(),
         "height": pa.int32(),
         "captions": pa.list_(pa.string()),
-        "regions": REGIONS_TYPE,
+        "regions": pa.list_(pa.struct({"box": pa.list_(pa.float64()), "phrase": pa.string()})),
         NEGATIVES: pa.list_(pa.string()),
         "seconds": pa.float64(),
-        "moments": MOMENTS_TYPE,
+        "moments": pa.list_(pa.struct({"span": pa.list_(pa.float64()), "phrase": pa.string()})),
         "source": pa.string(),
         "where": pa.string(),
         "split": pa.string(),

@@ -344,7 +344,7 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
     try:  # also hides it from what transformers wants installed before it loads any model with this file
         import av
     except ImportError as error:
-        raise UnreadableError(f"{kind} is not read without PyAV", "needs_av") from error
+        raise UnreadableError(f"{kind} is not read without PyAV (pip install av)", "needs_av") from error
 
     def refuse(url: str, flags: int, options: Any) -> Any:
         raise PermissionError(f"the file names another one, {url}, which is not opened")

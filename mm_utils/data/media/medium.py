@@ -1,17 +1,13 @@
 """A medium is an object: how an image, a clip or a sound is called, stored, and read as an example.
 
-The classes hold what is true of all media of a kind (`MEDIA`), their objects how those of one model are read. Code that has
-nothing to ask of the kind finds the medium of a row in the column `image`, whatever it is: an image file, a sound as a WAV file,
-or a clip as an AVI file of JPEG frames (`mm_utils.data.media.riff`). The column's feature tells the kind.
+The classes hold what is true of all media of a kind (`MEDIA`), their objects how those of one model are read. The medium of a row is
+in the column `image`, whose feature tells the kind: an image file, a WAV file, or an AVI file of JPEG frames.
 
-Clips and sounds last, and an example is a window of them. Seconds are counted here and in preparation, and nowhere else frames or
-samples. Training takes a random window, evaluation the middle; what is shorter than the window begins with it, and then the last
-frame stays, or silence follows, or the sound again (`LogMel.window`). A window is stated in shares of the medium's length, so that
-moments of it (`mm_utils.objectives.grounding.regions`) follow into the window, and none lies in what comes after the end.
+Clips and sounds last, and an example is a window of them, in seconds: in training a random one, in evaluation the middle. After what is
+shorter, the last frame stays, or silence follows, or the sound again (`LogMel.window`).
 
 Three attributes of ours are saved among the stock ones of a processor. `window_seconds` is the length of what the model is shown of a
-clip or a sound (None: whole clips), and `clip_frames` the frames of a clip; `settle_window` alone writes them, once, for a new model,
-where a pretrained tower does not fix them (`mm_utils.model.processor`). `pads_frames` says of an AST extractor that what follows a
+clip or a sound (None: whole clips), and `clip_frames` the frames of a clip. `pads_frames` says of an AST extractor that what follows a
 short sound are empty frames, as its tower was trained; models that were saved without it were trained with frames of silence.
 """
 

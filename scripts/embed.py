@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import COLUMNS, DataArguments
 from mm_utils.model.build import load_model
@@ -50,17 +50,12 @@ class EmbedArguments:
         "With a model of images, also take the videos of the folder: each as the mean of eight frames of its first minute.",
     )
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
-    per_device_eval_batch_size: int = arg(64, "Rows per process and forward pass; it does not change the result.")
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
 
     def __post_init__(self) -> None:
         for name in ("model_name_or_path", "index_dir"):
             if getattr(self, name) is None:
                 raise ValueError(f"--{name} is missing; give a folder.")
-        if self.per_device_eval_batch_size < 1:
-            raise ValueError(
-                f"--per_device_eval_batch_size is {self.per_device_eval_batch_size}; give at least 1 image."
-            )
         if self.images and self.split:
             raise ValueError(f"--split is {self.split}; a folder of images has no splits. Drop one of the two.")
 
@@ -102,7 +97,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 3. Model.
     model = load_model(model_name, fusion_layers=0).eval().to(accelerator.device)
-    embedder = Embedder(model, medium, args.per_device_eval_batch_size, workers.num_workers)
+    embedder = Embedder(model, medium, EVALUATION_BATCH, workers.num_workers)
 
     # 4. Embed what is new.
     done = update_index(folder, model_name, listing, embedder, accelerator)

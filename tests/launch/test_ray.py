@@ -65,7 +65,7 @@ from mm_utils.search import updating
 from mm_utils.run.start import make_accelerator
 from scripts import embed
 
-write_part, updating.FLUSH_SECONDS = updating.write_part, 0.0
+write_part, updating.FLUSH_SECONDS, embed.EVALUATION_BATCH = updating.write_part, 0.0, 4
 
 def write_and_die(*part):
     write_part(*part)
@@ -175,7 +175,7 @@ def test_an_index_of_several_workers_is_that_of_one_process(workers: int, plain:
     for number in range(40):
         (photos / f"{number}.png").write_bytes(png(number))
     (photos / "broken.png").write_bytes(b"no image")
-    words = ["--model_name_or_path", str(plain), "--images", str(photos), "--per_device_eval_batch_size", "4"]
+    words = ["--model_name_or_path", str(plain), "--images", str(photos)]
     embed.main([*words, "--index_dir", str(tmp_path / "alone")])
     (tmp_path / "embeds.py").write_text(EMBEDS)
     own = ["--num_workers", str(workers), "embeds.py", *words, "--index_dir", "index"]

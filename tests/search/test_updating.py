@@ -97,6 +97,16 @@ def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) ->
     assert (done.embedded, done.kept, done.images) == (1, 3, 4)
 
 
+def test_raw_photographs_are_named_and_not_passed_over(tmp_path: Path) -> None:
+    for name in ("a.jpg", "a.NEF", "b.cr2", ".c.nef", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    names, skipped = list_folder(str(tmp_path))
+    assert names == ["a.jpg"]
+    assert [(line["id"], line["reason"]) for line in skipped] == [
+        (name, "image_unknown_format") for name in ("a.NEF", "b.cr2")
+    ]
+
+
 def killed_everywhere(model: Path, folder: Path) -> tuple[int, int]:
     """Kill an update before the 1st, the 2nd ... file that it opens to write, renames or removes, until one has ended."""
     photos, index = folder / "photos", folder / "index"

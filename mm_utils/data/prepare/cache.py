@@ -5,7 +5,7 @@ import logging
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ _LABELLED = ("image", "seconds", "file_hash", "captions", "answers", "split")  #
 _NAMED = 3  # places that a warning names
 
 
-def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int | None = None) -> DatasetDict:
+def load_or_prepare(sources: list[Source], paths: PathArguments) -> DatasetDict:
     """Load the rows of raw sources from the datasets cache; check all of them the first time.
 
     Files stay where they are and are named by their paths; embedded images are stored as they came, clips and sounds in
@@ -44,14 +44,11 @@ def load_or_prepare(sources: list[Source], paths: PathArguments, num_proc: int |
         ValueError: if a source cannot be read, more than half of its rows are bad, an id names two images, or the cache
             cannot be written.
     """
-    rows = (row for source in sources for row in rows_of(source, paths))
-    folder = _checked(rows, sources, paths, num_proc)
+    folder, _ = _checked(sources, paths)
     return open_prepared(str(folder), ", ".join(source.name for source in sources), allow_outside=True)
 
 
-def load_labelled_rows(
-    sources: list[Source], paths: PathArguments, num_proc: int | None = None
-) -> tuple[Dataset, tuple[str, ...]]:
+def load_labelled_rows(sources: list[Source], paths: PathArguments) -> tuple[Dataset, tuple[str, ...]]:
     """Load the rows of labelled sources as `load_or_prepare` does, all of them, in order.
 
     Returns:
@@ -59,28 +56,24 @@ def load_labelled_rows(
         source says it; of clips and sounds also `seconds`, and the `file_hash` that parts of a file have in common. And the names of
         all classes in order, if the source has them.
     """
+    (folder, classes), medium = _checked(sources, paths), sources[0].medium
+    found = open_rows(folder).cast_column("image", FEATURES[medium])
+    return found.remove_columns(["seconds", "file_hash"]) if medium == "image" else found, classes
+
+
+def _checked(sources: list[Source], paths: PathArguments) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder of what is made of the rows of the sources, once, and the names of all classes; log what it warns of."""
     classes: dict[tuple[str, ...], None] = {}
 
     def rows() -> Iterator[Record | BadRow]:
-        for source in sources:
-            for row in rows_of(source, paths):
-                if isinstance(row, Record):
-                    classes[row.classes] = None
-                yield row
+        for row in (row for source in sources for row in rows_of(source, paths)):
+            if isinstance(row, Record):
+                classes[row.classes] = None
+            yield row
 
-    found, medium = open_rows(_checked(rows(), sources, paths, num_proc)), sources[0].medium
-    found = found.cast_column("image", FEATURES[medium])
-    found = found.remove_columns(["seconds", "file_hash"]) if medium == "image" else found
-    return found, next(iter(classes), ())
-
-
-def _checked(
-    rows: Iterable[Record | BadRow], sources: list[Source], paths: PathArguments, num_proc: int | None
-) -> Path:
-    """Return the folder of what is made of the rows of the sources, once; log what it warns of."""
     names, labelled = ", ".join(source.name for source in sources), sources[0].labelled
     title, hidden = f"Reading {redact(names)}", distributed.rank() > 0
-    given = tqdm(rows, desc=title, unit=" rows", leave=False, disable=hidden)
+    given = tqdm(rows(), desc=title, unit=" rows", leave=False, disable=hidden)
     storage = replace(IN_PLACE, captioned=not labelled)
     key, count = key_of_rows(given, sources, paths, RAW_CHECKS, storage, _RECONCILE)
 
@@ -89,7 +82,7 @@ def _checked(
             "%s: all %s rows and their images are checked, once; the result is kept in %s",
             names, f"{count:,}", folder.parent,
         )  # fmt: skip
-        workers = min(num_proc or distributed.available_cores(), count // FIRST_CHUNK + 1)
+        workers = min(distributed.available_cores(), count // FIRST_CHUNK + 1)
         plan = IngestPlan(RAW_CHECKS, storage, workers, max_bad_fraction=0.5)
         work = folder.parent / f"{key}.partial"  # here an interrupted start leaves its chunks
         work.mkdir(exist_ok=True)
@@ -104,7 +97,7 @@ def _checked(
     if distributed.rank() == 0:
         for message in json.loads((folder / "report.json").read_text(encoding="utf-8"))["warnings"]:
             logger.warning("%s", message)
-    return folder
+    return folder, next(iter(classes), ())
 
 
 def _prepare(folder: Path, work: Path, sources: list[Source], paths: PathArguments, plan: IngestPlan) -> None:

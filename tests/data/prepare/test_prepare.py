@@ -304,9 +304,9 @@ def write(folder: Path, names: list[str]) -> None:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def load(folder: Path, name: str = "pairs.jsonl", workers: int = 2) -> DatasetDict:
+def load(folder: Path, name: str = "pairs.jsonl") -> DatasetDict:
     source = Source(str(folder / name), title=f"--train_file is {name}")
-    return load_or_prepare([source], PathArguments(allow_outside_root=True), workers)
+    return load_or_prepare([source], PathArguments(allow_outside_root=True))
 
 
 def ids(folder: Path) -> list[str]:
@@ -337,7 +337,7 @@ def test_a_changed_image_row_or_option_leads_to_another_result(folder: Path, own
     assert len(ids(folder)) == 6
     write(folder, [f"{number}.png" for number in range(5)])
     assert len(ids(folder)) == 5
-    load_or_prepare([Source(str(folder / "pairs.jsonl"), id_column="caption")], PathArguments(), 1)
+    load_or_prepare([Source(str(folder / "pairs.jsonl"), id_column="caption")], PathArguments())
     assert len(results(own_cache)) == 5
 
 

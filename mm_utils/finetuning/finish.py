@@ -84,7 +84,7 @@ def classification_card(
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
     medium = model.config.medium
     name = task.title.rpartition(" is ")[2]
-    rows, results, glance = [], [], []
+    rows, results = [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
             data = EvaluatedData(
@@ -99,8 +99,6 @@ def classification_card(
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
             )
             rows.append([split, accuracy, f"{low} to {high}", f1, majority])
-            always = f"always the most frequent class: {majority}"
-            glance.append((f"accuracy, {split}", f"{accuracy} ({low} to {high}); {always}"))
     return run_card(
         run,
         model,
@@ -110,7 +108,6 @@ def classification_card(
         table_note=chosen_on_validation(run, metrics, choice),
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
-        glance=glance,
         results=results,
         dataset_name=name,
         dataset_rows={name: len(split) for name, split in task.splits.items()},

@@ -148,7 +148,6 @@ class CardInfo:
     Attributes:
         medium: the kind of media, of `mm_utils.data.media.COLUMNS`.
         model: what `from_pretrained` takes: the absolute path of the folder, or the repository on the Hub.
-        glance: titles and texts of what a person reads first.
         table, table_note: titles and rows of the results, and a sentence below them.
         metrics: all metrics by name.
         pipeline_tag: a pipeline that takes the model; None if there is none.
@@ -184,7 +183,6 @@ class CardInfo:
     tags: tuple[str, ...] = ()
     summary: str | None = None
     usage: Callable[[str, str], str] | None = None
-    glance: list[tuple[str, str]] = field(default_factory=list)
     results: list[EvalResult] = field(default_factory=list)
     datasets: list[str] = field(default_factory=list)
     base_models: list[str] = field(default_factory=list)
@@ -201,7 +199,6 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         f"---\n{_front_matter(card).to_yaml()}\n---",
         f"# {_text(card.name)}",
         _what_it_is(card),
-        markdown_table(["at a glance", ""], [[title, _text(text)] for title, text in _glance(card)]),
         "## Use",
         usage,
         *([_fenced("bash", "\n".join(card.search))] if card.search else []),
@@ -284,14 +281,6 @@ def _retrieval_tags(medium: str) -> list[str]:
 
 def _medium_tags(medium: str) -> list[str]:
     return [] if medium == "image" else [COLUMNS[medium]]
-
-
-def _glance(card: CardInfo) -> list[tuple[str, str]]:
-    """Return what a person reads first: data and results, and that nobody but the owner can license the weights."""
-    count = card.dataset_rows.get("train", 0)
-    unit = f"{card.medium}s" if card.usage is None else "rows"
-    rows = [("trained on", f"{card.dataset_name}, {count:,} {unit}")]
-    return [*rows, *card.glance, ("licence", "not stated; ask who trained it")]
 
 
 def _usage(card: CardInfo) -> str:

@@ -28,7 +28,6 @@ from mm_utils.reports.model_card import (
     EXAMPLES,
     CardInfo,
     EvaluatedData,
-    an,
     data_names,
     is_on_hub,
     model_title,
@@ -69,13 +68,13 @@ def retrieval_card(
     counts = {f"{medium}s": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
     reranks, shown = model.fusion is not None and bool(stored_weights(model)), _with_head(metrics, model)
     counted, queries = independent_queries(split, images, medium)
+    stock = run.output_dir / "dual_encoder"
     return run_card(
         run,
         model,
         metrics,
         argv,
         medium=medium,
-        glance=_retrieval_glance(shown, split, images, queries, medium),
         table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium)),
         table_note=" ".join(
             filter(
@@ -101,7 +100,7 @@ def retrieval_card(
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
         has_fusion=reranks,
-        dual_encoder=_class_in(run.output_dir / "dual_encoder"),
+        dual_encoder=AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else "",
         base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
 
@@ -145,21 +144,20 @@ def _retrieval_rows(
     """Return both directions' recalls: encoders, re-ranked, the head's gain, by chance."""
     rows: list[list[str]] = []
     for direction, title in DIRECTIONS.items():
-        name = title.replace("image", medium)
-        found = {prefix: _recalls(metrics, f"{prefix}{direction}") for prefix in MEASURED}
+        shown = title.replace("image", medium)
+        found = {
+            prefix: [metrics[name] for k in CUTOFFS if (name := f"{prefix}{direction}_recall@{k}") in metrics]
+            for prefix in MEASURED
+        }
         for prefix, recalls in found.items():
             if recalls:
-                rows.append([f"{name}, {MEASURED[prefix]}", *(_with_interval(recall, queries) for recall in recalls)])
+                rows.append([f"{shown}, {MEASURED[prefix]}", *(_with_interval(recall, queries) for recall in recalls)])
         gains = [after - before for before, after in zip(*found.values(), strict=False)]
         if gains:
-            rows.append([f"{name}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
+            rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
         if split is not None:
-            rows.append([f"{name}, by chance", *(f"{chance(split, direction, k):.3f}" for k in CUTOFFS)])
+            rows.append([f"{shown}, by chance", *(f"{chance(split, direction, k):.3f}" for k in CUTOFFS)])
     return rows
-
-
-def _recalls(metrics: Mapping[str, float], name: str) -> list[float]:
-    return [metrics[f"{name}_recall@{k}"] for k in CUTOFFS if f"{name}_recall@{k}" in metrics]
 
 
 def independent_queries(split: Embeddings | None, images: int, medium: str) -> tuple[str, int]:
@@ -180,33 +178,6 @@ def _with_interval(recall: float, queries: int) -> str:
         return f"{recall:.3f}"
     low, high = wilson_interval(recall * queries, queries)
     return f"{recall:.3f} ({low:.2f} to {high:.2f})"
-
-
-def _retrieval_glance(
-    metrics: Mapping[str, float], split: Embeddings | None, images: int, queries: int, medium: str
-) -> list[tuple[str, str]]:
-    """Return in words how often the first item that is found is a right one."""
-    rows = []
-    for direction, title in (
-        ("text_to_image", f"finds the {medium} of a text first"),
-        ("image_to_text", f"finds a text of {an(medium)} first"),
-    ):
-        before, after = (metrics.get(f"{prefix}{direction}_recall@1") for prefix in MEASURED)
-        if before is not None:
-            text = f"{_with_interval(before, queries)} of the time, among {images:,} {medium}s"
-            text += f" (by chance {chance(split, direction, 1):.3f})" if split is not None else ""
-            text += f"; {_with_interval(after, queries)} with the fusion head" if after is not None else ""
-            rows.append((title, text))
-    if "eval_moment_iou0.5" in metrics:
-        share, low, high, fixed = (metrics[f"eval_moment_iou0.5{part}"] for part in ("", "_low", "_high", "_fixed"))
-        text = f"{share:.3f} ({low:.2f} to {high:.2f}) of the phrases, with an overlap (IoU) of at least 0.5"
-        rows.append(("finds the span of a phrase", f"{text}; the best fixed span: {fixed:.3f}"))
-    return rows
-
-
-def _class_in(folder: Path) -> str:
-    """Return the name of the class whose model a folder holds; empty if there is no such folder."""
-    return AutoConfig.from_pretrained(folder).architectures[0] if folder.is_dir() else ""
 
 
 def run_card(

@@ -82,7 +82,6 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
     assert loaded.tags == [*tags, *([column] if medium != "image" else []), "custom_code"]
     result = loaded.eval_results[0]
     assert (result.task_type, result.metric_name) == (tags[0], f"recall@1, text to {medium}, the two encoders")
-    assert f"29,000 {medium}s |" in text
     code = text.partition("```python\n")[2].partition("```")[0]
     compile(code, "card", "exec")
     assert call in code
@@ -98,7 +97,7 @@ FIGURES = {"text_to_image_recall@1": 0.43217, "image_to_text_recall@5": 0.5, "re
 def test_the_hub_reads_what_the_model_is_and_what_was_measured(tmp_path: Path) -> None:
     results = retrieval_results({f"eval_{name}": value for name, value in FIGURES.items()}, DATA, "eval_")
     changes = {"datasets": ["me/pairs"], "base_models": ["me/base"]}
-    path = write_model_card(tmp_path, card(results=results, glance=[("finds it", "0.4 of the time")], **changes))
+    path = write_model_card(tmp_path, card(results=results, **changes))
     data = ModelCard.load(path).data
     assert data.datasets == ["me/pairs"]
     assert data.base_model == ["me/base"]
@@ -110,13 +109,6 @@ def test_the_hub_reads_what_the_model_is_and_what_was_measured(tmp_path: Path) -
     assert (first.dataset_name, first.dataset_split) == ("photos/captions.jsonl", "validation")
     assert first.dataset_args == {"images": 164, "captions": 166}
     assert "re-ranked" in results[-1].metric_name
-    text = path.read_text(encoding="utf-8")
-    glance = text.partition("## Use")[0]
-    for part in (
-        "| trained on | me/pairs, 29,000 images |",
-        "| finds it | 0.4 of the time |",
-    ):
-        assert part in glance
 
 
 @pytest.mark.parametrize(

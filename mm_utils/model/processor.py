@@ -5,7 +5,6 @@ It is the whole input of the tower, where this is fixed, so that its time axis i
 """
 
 import itertools
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -34,13 +33,12 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from mm_utils.data.media.medium import MOST_SECONDS
 from mm_utils.model.arguments import ModelArguments, check_reads, vision_preset
 from mm_utils.model.open_clip import opened
 from mm_utils.model.pretrained import check_words, explained, load_config
 from mm_utils.stored import key_of, stored, version_of
 from mm_utils.text import one_line
-
-logger = logging.getLogger(__name__)
 
 MOST_CAPTIONS = 1_000_000  # that a vocabulary knows of
 SAMPLE = 250_000  # of these, evenly spread, that it is learnt from: 10 s of CPU
@@ -55,7 +53,6 @@ SPECIAL_TOKENS = {
     "mask_token": "[MASK]",
 }
 SOUND_RATE, HOP = 16000, 400  # samples a second, and from frame to frame, of a spectrogram for a tower from scratch
-MOST_SECONDS = 10.0  # of a sound, where nothing says how many
 _COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
 
 

@@ -19,8 +19,6 @@ from mm_utils.checkpointing.files import (
     checkpoint_path,
     misfits,
     newest_checkpoint,
-    remove_unfinished,
-    set_aside,
     size_of,
     step_of,
     write_checkpoint,
@@ -59,14 +57,6 @@ class CheckpointWriter:
         """Return the folder of the checkpoint of a step."""
         return checkpoint_path(self.output_dir, step)
 
-    def clean_up(self) -> None:
-        """Remove folders that a killed run left half written."""
-        remove_unfinished(self.output_dir)
-
-    def set_newer_aside(self, step: int) -> None:
-        """Rename checkpoints of later steps, which a run resumed from `step` will write again."""
-        set_aside(self.output_dir, step)
-
     def start(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         """Start writing the checkpoint of `step`, after the previous write has finished.
 
@@ -85,10 +75,6 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def remove_old(self, keep: Collection[int]) -> None:
-        """Remove old checkpoints that were kept until callbacks had seen them."""
-        remove_old_checkpoints(self.output_dir, self.limit, keep)
 
     def _run(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         try:

@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from mm_utils import distributed
-from mm_utils.checkpointing.files import step_of
+from mm_utils.checkpointing.files import remove_unfinished, set_aside, step_of
 from mm_utils.checkpointing.state import TrainingState, comparable
-from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room
+from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room, remove_old_checkpoints
 from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import in_turn
@@ -193,7 +193,7 @@ class Trainer:
     def _begin(self, resume_from: Path | None, known: Mapping[str, float]) -> None:
         """Check all that can be checked before the first step; load the checkpoint."""
         distributed.check_equal_on_all_ranks({"what decides the batches": self.identity})
-        distributed.on_first(self.writer.clean_up)
+        distributed.on_first(partial(remove_unfinished, self.output_dir))
         if resume_from is not None:
             self._resume(resume_from)
         for name in (METRICS_FILE, NONFINITE_FILE):
@@ -309,8 +309,8 @@ class Trainer:
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
         """Do the evaluation due before the first step, or when a resumed run was stopped."""
         step = self.state.global_step
-        due = at_start and step == 0 if step == self.stage.begin else _due(step, self.args.eval_steps)
-        if not (due and self.evaluators and self.args.eval_steps > 0) or self._is_evaluated():
+        due = (step > self.stage.begin or (at_start and step == 0)) and _due(step, self.args.eval_steps)
+        if not (due and self.evaluators) or self._is_evaluated():
             return {}
         metrics = self.evaluate()
         if self.callbacks.control.should_save:
@@ -363,7 +363,7 @@ class Trainer:
         self.state, self._saved_step = state, state.global_step
         self.callbacks.restore(state.stateful_callbacks or {})  # type: ignore[arg-type]
         if self.accelerator.is_main_process:
-            self.writer.set_newer_aside(state.global_step)
+            set_aside(self.output_dir, state.global_step)
             logger.info("Resumed from %s at step %d of %d", path, state.global_step, self.steps)
 
     def _finish_writing(self) -> bool:
@@ -377,7 +377,7 @@ class Trainer:
                 break
             self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
         if self.accelerator.is_main_process:
-            self.writer.remove_old(self._kept())
+            remove_old_checkpoints(self.output_dir, self.writer.limit, self._kept())
         return not failures
 
     def _choose(self, metrics: dict[str, float]) -> dict[str, float]:

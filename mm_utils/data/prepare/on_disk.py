@@ -74,7 +74,7 @@ def open_prepared(name: str, title: str, config: str | None = None, allow_outsid
     Raises:
         ValueError: begun by `title`, if it cannot be loaded, a split is none of it, or a file of it lies elsewhere.
     """
-    pairs = with_image(load_splits(name, config, None, title, allow_outside))
+    pairs = with_image(load_splits(name, title, allow_outside, config))
     for split, rows in pairs.items():
         is_read = rows.features.get("image") in FEATURES.values() and "content_id" in rows.features
         opened = [name for name, feature in rows.features.items() if name != "image" and require_decoding(feature)]

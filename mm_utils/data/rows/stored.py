@@ -33,13 +33,16 @@ from mm_utils.text import one_line
 _BUILDERS = ("arrow", "csv", "imagefolder", "json", "parquet", "text", "webdataset")
 
 
-def load_splits(
-    name: str, config: str | None, num_proc: int | None, title: str, allow_outside: bool | None = None
-) -> DatasetDict:
-    """Load all splits of a folder of `save_to_disk`, of a Hub data set or of a local one.
+REMEDIES = REASONS | {
+    "url_not_allowed": "Download the file into the folder, and name it there.",
+    "outside_root": "Copy the files into the folder, or set --allow_outside_root.",
+    "image_unknown_format": "Give a folder of regular files of these kinds.",
+}
+"""What to do about a fault of `check_saved` or `open_builder`."""
 
-    Args:
-        allow_outside: the value of --allow_outside_root; None for a script without this flag.
+
+def load_splits(name: str, title: str, allow_outside: bool = False, config: str | None = None) -> DatasetDict:
+    """Load all splits of a folder of `save_to_disk`, of a Hub data set or of a local one.
 
     Raises:
         ValueError: begun by `title`, if that fails, or the data set names files elsewhere.
@@ -51,7 +54,7 @@ def load_splits(
         raise ValueError(f"{title}; {problem}")
     try:
         if is_saved(folder):
-            check_saved(folder, Jail(name, bool(allow_outside)))
+            check_saved(folder, Jail(name, allow_outside))
             try:
                 source = load_from_disk(name, keep_in_memory=False)
             except IndexError:  # of datasets, where no file has rows
@@ -59,11 +62,11 @@ def load_splits(
         else:
             if not folder.is_dir():
                 use_cache_without_network()
-            builder = open_builder(name, config, bool(allow_outside))
-            builder.download_and_prepare(num_proc=num_proc)
+            builder = open_builder(name, config, allow_outside)
+            builder.download_and_prepare()
             source = builder.as_dataset()
     except Fault as fault:
-        raise ValueError(f"{title}; {fault.detail}. {remedy(fault, allow_outside)}") from fault
+        raise ValueError(f"{title}; {fault.detail}. {REMEDIES[fault.reason]}") from fault
     except _DAMAGE as error:
         raise ValueError(
             f"{title}; it could not be loaded ({one_line(error.__cause__ or error)}). Check its spelling, its "
@@ -104,19 +107,6 @@ def _file_on_hub(name: str, file: str) -> Path | None:
         return Path(hf_hub_download(name, file, repo_type="dataset"))
     except (HfHubHTTPError, OSError, ValueError):  # there is none, or `datasets` cannot reach the Hub either
         return None
-
-
-def remedy(fault: Fault, allow_outside: bool | None) -> str:
-    """Return what to do about a fault of `check_saved` or `open_builder`."""
-    if fault.reason == "url_not_allowed":
-        return "Download the file into the folder, and name it there."
-    if fault.reason == "outside_root":
-        return f"Copy the files into the folder{'' if allow_outside is None else ', or set --allow_outside_root'}."
-    return (
-        "Give a folder of regular files of these kinds."
-        if fault.reason == "image_unknown_format"
-        else REASONS[fault.reason]
-    )
 
 
 def dataset_jail(name: str, root: str | None, allow_outside: bool) -> Jail:

@@ -111,7 +111,7 @@ def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | Ba
     """Read all splits of a data set on the Hub or on disk."""
     folder = Path(source.path)
     builder = RecordBuilder(source, safety, folder if folder.is_dir() else ".")
-    splits = load_splits(source.path, source.config, None, source.title, safety.allow_outside_root)
+    splits = load_splits(source.path, source.title, safety.allow_outside_root, source.config)
     jail = dataset_jail(source.path, source.image_root or safety.image_root, safety.allow_outside_root)
     if source.split is None and not any(str(name).lower() in SPLIT_NAMES for name in splits):
         raise ValueError(f"{source.title}; its splits are {', '.join(splits)}. Name them train, validation and test.")

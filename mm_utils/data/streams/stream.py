@@ -46,7 +46,7 @@ from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out
 from mm_utils.data.rows.folders import Unread, files_below, split_of_path
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
-from mm_utils.data.rows.stored import is_saved, load_splits, open_builder, remedy
+from mm_utils.data.rows.stored import REMEDIES, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Reader, Slot
 from mm_utils.data.streams.shards import (
     Row,
@@ -214,7 +214,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         stamp_of(f"{name}/report.json")  # raises if there is no prepared set
         return {split: expand(f"{name}/{split}/*.arrow") for split in SPLITS}
     if is_saved(Path(name)):
-        splits = load_splits(name, None, None, title, data.allow_outside_root)
+        splits = load_splits(name, title, data.allow_outside_root)
         return {split: [file["filename"] for file in splits[split].cache_files] for split in splits}
     folder = Path(name)
     if folder.is_dir() and not (folder / "README.md").is_file():  # whose card may name the files
@@ -228,7 +228,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
     try:
         data_files = open_builder(name, None, data.allow_outside_root).config.data_files
     except Fault as fault:
-        raise ValueError(f"{title}; {fault.detail}. {remedy(fault, data.allow_outside_root)}") from fault
+        raise ValueError(f"{title}; {fault.detail}. {REMEDIES[fault.reason]}") from fault
     except damage(RuntimeError) as error:
         advice = "Check its spelling and the connection."
         raise ValueError(f"{title}; it could not be found ({one_line(error)}). {advice}") from error

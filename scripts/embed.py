@@ -16,14 +16,14 @@ if __name__ == "__main__":
 
 # isort: split
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import COLUMNS, DataArguments
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
     if args.images:
-        unread = f"{COLUMNS} validation_file test_file max_train_samples max_eval_samples"
+        unread = " ".join(field.name for field in fields(DataArguments) if field.name != "allow_outside_root")
         given.refuse(unread, "--images are media without captions")
     else:
         given.refuse("with_clips", "--images is not given")

@@ -35,10 +35,6 @@ TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
 
 
-COLUMNS = "image_column caption_column image_root"
-"""Flags of `DataArguments` on the columns of tables."""
-
-
 @dataclass
 class DataArguments:
     """Image-caption pairs. Without a source, the embedded scenes.

@@ -3,7 +3,6 @@
 `benchmarks.yaml` is the table.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from torchvision.models import ResNet50_Weights
 
 from mm_utils.data.rows.class_folders import WORDNET_ID
-from mm_utils.data.rows.source import Source
+from mm_utils.data.rows.source import Source, close_to
 from mm_utils.stored import place_of
 from mm_utils.text import one_line
 
@@ -88,9 +87,7 @@ def find_benchmark(known: dict[str, Benchmark], name: str, title: str) -> Benchm
         ValueError: begun by `title`, if there is none.
     """
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise ValueError(f"{title}. Known are {', '.join(known)}.{hint}")
+        raise ValueError(f"{title}. Known are {', '.join(known)}.{close_to(name, known)}")
     return known[name]
 
 

@@ -24,6 +24,7 @@ from mm_utils.data.benchmarks import Benchmark, fetch, resolved
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
+from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.data.scenes import load_scenes
 from mm_utils.data.sets import SETS
@@ -133,8 +134,12 @@ def iterate_captions(rows: Dataset) -> Iterator[str]:
 def sources_of(args: DataArguments) -> list[Source]:
     """Return the sources that the flags name, none for the embedded scenes."""
     if args.dataset_name:
-        name, kind = args.dataset_name, "" if Path(args.dataset_name).is_dir() else "datasets"
-        return [resolved(Source(name, kind, name, title=f"--dataset_name is {name}", **args.columns))]
+        name, title = args.dataset_name, f"--dataset_name is {args.dataset_name}"
+        kind = detect(Source(name, title=title)) if Path(name).is_dir() else "datasets"
+        if kind == "classes":
+            advice = "Make some of the folders' names by prepare_data, --sources FOLDER,format=classes, or write captions beside them"
+            raise ValueError(f"{title}; it holds a folder per class and no captions. {advice}.")
+        return [resolved(Source(name, kind, name, title=title, **args.columns))]
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     given = {split: file for split, file in files.items() if file}
     sources = []

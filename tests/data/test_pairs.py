@@ -304,6 +304,7 @@ BAD_PLACES = [
         r"--caption_column is captoin; .*Did you mean 'captions'",
     ),
     ({"train_file": "p.jsonl", "image_root": "absent"}, r"--image_root is absent; there is no such folder"),
+    ({"dataset_name": "kinds"}, "--dataset_name is kinds; it holds a folder per class and no captions"),
     ({"dataset_name": "0.png"}, r"--dataset_name is 0\.png; that is a file\. Give it as --train_file"),
     ({"dataset_name": "nobody/nothing"}, r"--dataset_name is nobody/nothing; it could not be loaded .*local folder"),
     ({"dataset_name": "saved"}, r"its splits are challenge\. Name them train, validation and test"),
@@ -316,6 +317,9 @@ def test_a_place_or_column_that_does_not_exist_is_named(
 ) -> None:
     monkeypatch.chdir(folder)
     write(Path("p.jsonl"), rows_of())
+    for name in ("a", "b"):
+        Path("kinds", name).mkdir(parents=True)
+        Path("kinds", name, "0.png").write_bytes(Path("0.png").read_bytes())
     DatasetDict({"challenge": embedded(folder, rows_of())}).save_to_disk("saved")
     with pytest.raises(ValueError, match=message) as error:
         load_pairs(DataArguments(**given_args))

@@ -60,8 +60,14 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
                 f"{source.title}; the format {source.format} has no labels. Write a table (JSONL, CSV or Parquet) of the "
                 "files with a column label, or a folder per class."
             )
-    if source.caption_template is not None:
-        _check_template(source, has_columns)
+    if (template := source.caption_template) is not None:
+        title = f"{source.title}, caption_template={template}"
+        if not source.columns.parts or source.caption_column:
+            raise ValueError(
+                f"{title}; it takes the place of caption_column. Name columns in braces: {{brand}} {{title}}."
+            )
+        if not has_columns:
+            raise ValueError(f"{title}; the format {source.format} has no columns to join. Leave it out.")
     if source.group_column is not None and not has_columns:
         raise ValueError(
             f"{source.title}, group_column={source.group_column}; the format {source.format} has no columns. Leave it out."
@@ -75,17 +81,6 @@ def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     rows = read_metadata(source, safety, files) if files else read(source, safety)
     only = source.only  # a bad row may be of any split
     return (row for row in rows if only in (None, row.split or (only if isinstance(row, BadRow) else "train")))
-
-
-def _check_template(source: Source, has_columns: bool) -> None:
-    """Refuse a template that names no column, beside a column of captions, or of a source without columns."""
-    title = f"{source.title}, caption_template={source.caption_template}"
-    if not source.columns.parts or source.caption_column:
-        raise ValueError(
-            f"{title}; it takes the place of caption_column. Name columns in braces: {{brand}} {{title}}."
-        )
-    if not has_columns:
-        raise ValueError(f"{title}; the format {source.format} has no columns to join. Leave it out.")
 
 
 def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:

@@ -85,8 +85,8 @@ def main(
     if given["streaming"]:
         data = open_streamed(run.accelerator, given, *opening)
     else:
-        sources = given[flags.DataArguments], given[flags.LoaderArguments]
-        data = open_data(run.accelerator, *sources, *opening, fits_batch=run.fits_batch)
+        data_args, loader_args = given[flags.DataArguments], given[flags.LoaderArguments]
+        data = open_data(run.accelerator, data_args, loader_args, *opening, fits_batch=run.fits_batch)
 
     # 3. Model and objective.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)

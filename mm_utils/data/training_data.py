@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 class Schedule(Protocol):
     """The training arguments that decide the order and the size of batches."""
 
-    seed: int
+    @property
+    def seed(self) -> int:
+        """The seed of the order."""
 
     @property
     def batch_sizes(self) -> BatchSizes:

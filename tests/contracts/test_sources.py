@@ -202,7 +202,7 @@ def raw(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
 def labelled(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
     """As `finetune` and `eval_zero_shot` read them, with the caption for a label."""
     source = Source(str(path), labelled=True, medium=medium, label_column="caption")
-    return [{**row, "captions": row["answers"]} for row in load_labelled_rows([source], PathArguments(), 1)[0]]
+    return [{**row, "captions": row["answers"]} for row in load_labelled_rows([source], PathArguments())[0]]
 
 
 def streamed(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:

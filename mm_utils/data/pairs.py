@@ -17,6 +17,7 @@ further columns of prepared data. Raw sources are prepared first, into the datas
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, concatenate_datasets
 
@@ -131,15 +132,15 @@ def iterate_captions(rows: Dataset) -> Iterator[str]:
             yield from captions
 
 
-def sources_of(args: DataArguments) -> list[Source]:
-    """Return the sources that the flags name, none for the embedded scenes."""
+def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
+    """Return the sources that the flags name, none for the embedded scenes; `labelled` are fields of those of labelled rows."""
     if args.dataset_name:
-        name, title = args.dataset_name, f"--dataset_name is {args.dataset_name}"
-        kind = detect(Source(name, title=title)) if Path(name).is_dir() else "datasets"
-        if kind == "classes":
+        name, title, fields = args.dataset_name, f"--dataset_name is {args.dataset_name}", {**args.columns, **labelled}
+        kind = detect(Source(name, title=title, **fields)) if Path(name).is_dir() else "datasets"
+        if kind == "classes" and not labelled:
             advice = "Make some of the folders' names by prepare_data, --sources FOLDER,format=classes, or write captions beside them"
             raise ValueError(f"{title}; it holds a folder per class and no captions. {advice}.")
-        return [resolved(Source(name, kind, name, title=title, **args.columns))]
+        return [resolved(Source(name, kind, name, title=title, **fields))]
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     given = {split: file for split, file in files.items() if file}
     sources = []
@@ -149,7 +150,8 @@ def sources_of(args: DataArguments) -> list[Source]:
             raise ValueError(f"{title}; there is no such file. Check the path.")
         name = file if len(set(given.values())) == len(given) else f"{file} for {split}"
         own_splits = list(given) == ["train"]  # only then rows may say their split
-        sources.append(Source(file, name=name, split=None if own_splits else split, title=title, **args.columns))
+        split_of_all = None if own_splits else split
+        sources.append(Source(file, name=name, split=split_of_all, title=title, **args.columns, **labelled))
     return sources
 
 

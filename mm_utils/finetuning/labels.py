@@ -8,10 +8,9 @@ what it has none of is filled in, an empty text or a grey pixel, and not read.
 import hashlib
 import heapq
 import logging
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
@@ -157,10 +156,7 @@ def labelled_sources(args: DataArguments, labels: LabelArguments, medium: str) -
         raise ValueError(
             f"--dataset_name is {args.dataset_name}; its rows have no labels. Give a --task on them: {tasks}."
         )
-    sources = [
-        replace(source, labelled=True, medium=medium, label_column=labels.label_column) for source in sources_of(args)
-    ]
-    return [replace(source, format="") if os.path.isdir(source.path) else source for source in sources]
+    return sources_of(args, labelled=True, medium=medium, label_column=labels.label_column)
 
 
 def _by_split(rows: Dataset) -> dict[str, Dataset]:

@@ -21,7 +21,6 @@ import torch
 
 from mm_utils import distributed
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.processor import VOCABULARY
 from mm_utils.text import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +41,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `scripts/pretrain.py` that choose the two encoders."""
     for name, kind in MODEL_FLAGS.items():
         parser.add_argument(f"--{name}", type=kind, help="as in scripts/pretrain.py")
-    parser.add_argument("--vocab_size", type=int, default=VOCABULARY, help="words of the text encoder, at least")
+    parser.add_argument(
+        "--vocab_size", type=int, default=ModelArguments.vocab_size, help="words of the text encoder, at least"
+    )
 
 
 def model_arguments(args: argparse.Namespace, **fixed: Any) -> ModelArguments:

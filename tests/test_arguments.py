@@ -208,7 +208,7 @@ def test_help_of_many_arguments_shows_the_usual_ones(capsys: pytest.CaptureFixtu
 
 
 def test_to_dict_reads_back(tmp_path: Path) -> None:
-    flags = ["--learning_rate", "2e-4", "--freeze_text", "--fusion_taps", "-1"]
+    flags = ["--learning_rate", "2e-4", "--freeze_text", "--fusion_layers", "1"]
     parsed = parse_args(*ALL, argv=flags)
     assert parsed[OptimizerArguments].learning_rate == parsed["learning_rate"] == 2e-4
     path = config(tmp_path, yaml.safe_dump(parsed.settings))

@@ -29,7 +29,6 @@ MISTAKES = [
     ("scripts.pretrain", "--objectives contrastive:1,", "--objectives"),
     ("scripts.pretrain", "--objectives contrastive,distillation", "Give --teacher_name_or_path"),
     ("scripts.pretrain", "--vision_config huge", "--vision_config is 'huge'; give tiny, small, base"),
-    ("scripts.pretrain", "--fusion_taps last", "--fusion_taps is 'last'; give indices"),
     ("scripts.pretrain", "--lr_scheduler_type cubic", "--lr_scheduler_type"),
     ("scripts.pretrain", "--optim lion", "--optim"),
     ("scripts.pretrain", "--warmup_ratio -0.1", "--warmup_ratio"),

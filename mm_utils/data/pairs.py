@@ -141,8 +141,7 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
             advice = "Make some of the folders' names by prepare_data, --sources FOLDER,format=classes, or write captions beside them"
             raise ValueError(f"{title}; it holds a folder per class and no captions. {advice}.")
         return [resolved(Source(name, kind, name, title=title, **fields))]
-    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
-    given = {split: file for split, file in files.items() if file}
+    given = {split: file for split, file in args.files.items() if file}
     sources = []
     for split, file in given.items():
         title = f"--{split}_file is {file}"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +68,7 @@ class ModelArguments:
         decides="place",
     )
     text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.", decides="place")
+    vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.", decides="place")
     image_size: int | None = arg(
         None,
         "Side of the square image; default: what the vision backbone expects. The positions of a trained one are interpolated.",
@@ -86,12 +86,6 @@ class ModelArguments:
         "frozen backbones and some thousand images. Stock transformers classes have only linear ones.",
     )
     fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True)
-    fusion_taps: str = arg(
-        "auto",
-        "Hidden states of both backbones that the head reads, coarse before fine, e.g. -1,-2; auto: one per block, at most "
-        "three, the last of each resolution, or layers of a transformer at equal distances.",
-        decides="place",
-    )
     freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
     freeze_text: bool = arg(
         False, "Do not train the text backbone, nor the projection of a run's text encoder.", usual=True
@@ -113,7 +107,7 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        own = "vision_model_name_or_path", "vision_config", "text_config", "projection_dim", "projection"
+        own = "vision_model_name_or_path", "vision_config", "text_config", "vocab_size", "projection_dim", "projection"
         for name in own if self.model_name_or_path else ():
             if getattr(self, name) != getattr(ModelArguments, name):
                 raise ValueError(
@@ -127,10 +121,6 @@ class ModelArguments:
             raise ValueError(
                 f"--image_size is {self.image_size}; a larger image than {most:,} pixels a side would fill this machine's memory. Give "
                 "pixels, from 1 on."
-            )
-        if self.fusion_taps != "auto" and not re.fullmatch(r"-?\d+(,-?\d+)*", self.fusion_taps):
-            raise ValueError(
-                f"--fusion_taps is {self.fusion_taps!r}; give indices of the backbones' hidden states, e.g. -1,-2, or auto."
             )
         if self.projection not in PROJECTIONS:
             raise ValueError(f"--projection is {self.projection!r}; choose one of {', '.join(PROJECTIONS)}.")

@@ -87,7 +87,7 @@ def _joined(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: st
         "vision_pooling": vision_pooling,
         "freeze_batch_norm": bool(args.vision_model_name_or_path),
     }
-    config |= {"projection": args.projection, **_head(args)}
+    config |= {"projection": args.projection, "fusion_layers": args.fusion_layers}
     first = _model_of_text(args)
     if first is None:
         text_model, text_pooling = _backbone(args, "text", tokenizer)
@@ -131,10 +131,13 @@ def _model_of_text(args: ModelArguments) -> FusionDualEncoderModel | None:
 def _whole_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: str) -> FusionDualEncoderModel:
     """Load the model of `--model_name_or_path`, at `--image_size` and with another text tower if these are asked for."""
     name: Any = args.model_name_or_path
-    head = {"fusion_layers": 0} if args.joins_whole else _head(args)
-    model = load_model(name, medium=medium, **head).float()
-    if not args.joins_whole:
-        _check_head(args, model)
+    layers = 0 if args.joins_whole else args.fusion_layers
+    model = load_model(name, medium=medium, fusion_layers=layers).float()
+    if not args.joins_whole and args.fusion_layers not in (ModelArguments.fusion_layers, model.config.fusion_layers):
+        raise ValueError(
+            f"--fusion_layers is {args.fusion_layers}; the head of {name} has {model.config.fusion_layers} and stays as it is. "
+            "Drop the flag."
+        )
     reads = media_of(model.vision_model) if model.config.medium == medium else (model.config.medium,)
     check_reads(name, reads, medium)
     if args.image_size:
@@ -142,7 +145,7 @@ def _whole_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, mediu
         model.config.vision_config = model.vision_model.config
     if not args.joins_whole:
         return model
-    return _with_text_tower(model, *_backbone(args, "text", tokenizer), **_head(args))
+    return _with_text_tower(model, *_backbone(args, "text", tokenizer), fusion_layers=args.fusion_layers)
 
 
 def _with_text_tower(
@@ -176,29 +179,6 @@ def _with_text_tower(
         *(own.vision_config.model_type, own.projection_dim, text_model.config.model_type),
     )
     return made
-
-
-def _head(args: ModelArguments) -> dict[str, Any]:
-    """Return the fields of the configuration that shape a new fusion head."""
-    head: dict[str, Any] = {"fusion_layers": args.fusion_layers}
-    if args.fusion_taps != "auto":
-        taps = [int(tap) for tap in args.fusion_taps.split(",")]
-        head |= {"fusion_vision_taps": taps, "fusion_text_taps": taps}
-    return head
-
-
-def _check_head(args: ModelArguments, model: FusionDualEncoderModel) -> None:
-    """Raise ValueError for flags of another head than that of a whole model of ours, which stays as it is."""
-    has = {
-        "fusion_layers": model.config.fusion_layers,
-        "fusion_taps": ",".join(map(str, model.config.fusion_text_taps)),
-    }
-    for flag, value in has.items():
-        if getattr(args, flag) not in (getattr(ModelArguments, flag), value):
-            raise ValueError(
-                f"--{flag} is {getattr(args, flag)}; the head of {args.model_name_or_path} has {value} and stays as it is. Drop "
-                "the flag."
-            )
 
 
 def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:

@@ -42,7 +42,6 @@ from mm_utils.text import one_line
 
 MOST_CAPTIONS = 1_000_000  # that a vocabulary knows of
 SAMPLE = 250_000  # of these, evenly spread, that it is learnt from: 10 s of CPU
-VOCABULARY = 8192  # words at most of a tokenizer that is trained on the captions
 _TOKENIZER_VERSION = 1  # part of its key in the cache; raise it with every change of what is learnt
 ALPHABET = 1000  # letters of the vocabulary; rarer ones are unknown
 SPECIAL_TOKENS = {
@@ -294,7 +293,7 @@ def _set_window(extractor: Any, seconds: float | None) -> None:
 def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedTokenizerBase:
     source = args.text_model_name_or_path
     if not source:
-        return complete(cached_tokenizer(captions, VOCABULARY))
+        return complete(cached_tokenizer(captions, args.vocab_size))
     with explained(f"--text_model_name_or_path is {source}", source):
         return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code))
 

@@ -100,7 +100,7 @@ def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) ->
         file = settings.get("validation_file")
         if not file or shard_kind(file) is not None:
             return None
-        without += ["train_file", "dataset_name", "test_file"]
+        without += ["train_file", "dataset_name"]
     words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, without)]
     if settings["max_seq_length"] != LoaderArguments.max_seq_length:
         words += ["--max_seq_length", str(settings["max_seq_length"])]

@@ -38,11 +38,11 @@ def check_flags(given: Parsed) -> None:
     if vision:
         given.refuse("vision_config", "the vision backbone is a pretrained one")
     if text:
-        given.refuse("text_config", "the text backbone is a pretrained one")
+        given.refuse("text_config vocab_size", "the text backbone is a pretrained one")
     if not (whole or vision or text):
         given.refuse("trust_remote_code", "nothing of others is loaded")
     if given["fusion_layers"] == 0:
-        given.refuse("fusion_taps rerank_top_k", "--fusion_layers is 0")
+        given.refuse("rerank_top_k", "--fusion_layers is 0")
     # A trial turns evaluations off by flags behind the user's.
     if given["eval_steps"] == 0 and not given["wise_ft"] and not given.is_trial:
         given.refuse("metric_for_best_model", "--eval_steps is 0, so that no evaluation chooses")

@@ -85,6 +85,11 @@ class TrainingArguments:
         "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
         decides="speed",
     )
+    vision_device: str | None = arg(
+        None,
+        "The device of the image encoder, e.g. cuda:1, in a run of one process.",
+        decides="speed",
+    )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)
     # No flags:
     save_total_limit: ClassVar[int | None] = 2  # checkpoints, in addition to the best ones

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from mm_utils.data.training_data import TrainingData
 from mm_utils.objectives.joint import Objective
 from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.placement import place_encoders
 from mm_utils.training.sharded import configure_deepspeed, configure_fsdp, initialise_fsdp_root
 
 
@@ -35,6 +36,7 @@ def prepare(
         configure = configure_fsdp if backend == "FSDP" else configure_deepspeed
         configure(accelerator, objective, args.batch_sizes.at(0))
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
+    place_encoders(args, accelerator, objective)
     if isinstance(wrapped, FSDPModule):
         root: Any = wrapped
         initialise_fsdp_root(root)

@@ -199,12 +199,11 @@ def test_a_bfloat16_model_is_trained_in_float32(folders, tokenizer, tmp_path):
 
 
 def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
-    build_model(ModelArguments(image_size=32, fusion_layers=1, fusion_taps="-1"), tokenizer).save_pretrained(tmp_path)
-    for same in ({}, {"fusion_layers": 1}, {"fusion_taps": "-1"}):
+    build_model(ModelArguments(image_size=32, fusion_layers=1), tokenizer).save_pretrained(tmp_path)
+    for same in ({}, {"fusion_layers": 1}):
         assert build_model(ModelArguments(str(tmp_path), **same), tokenizer).config.fusion_layers == 1
-    for field, value in {"fusion_layers": 3, "fusion_taps": "0"}.items():
-        with pytest.raises(ValueError, match=f"{field} is {value}; the head of .* and stays as it is"):
-            build_model(ModelArguments(str(tmp_path), **{field: value}), tokenizer)
+    with pytest.raises(ValueError, match=r"--fusion_layers is 3; the head of .* and stays as it is"):
+        build_model(ModelArguments(str(tmp_path), fusion_layers=3), tokenizer)
 
 
 @pytest.mark.parametrize("architecture", ["test_vit", "test_convnext"])

@@ -29,10 +29,10 @@ TOWERS = "--vision_model_name_or_path a --text_model_name_or_path b"
 RULES = [
     # what leaves them unread, the flags, what lets them be read
     ("--vision_model_name_or_path a", "vision_config=base", ""),
-    ("--text_model_name_or_path a", "text_config=base", ""),
+    ("--text_model_name_or_path a", "text_config=base vocab_size=100", ""),
     (
         "--fusion_layers 0 --objectives contrastive",
-        "fusion_taps=-1 rerank_top_k=3",
+        "rerank_top_k=3",
         "",
     ),
     ("--objectives contrastive", "head_share=0.3", ""),
@@ -106,7 +106,7 @@ STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", 
 _CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt"}
 OTHERS = {
     "dataset_name": "sounds", "task": "scenes:colour", "train_file": "x.jsonl",
-    "validation_file": "x.jsonl", "test_file": "x.jsonl", "fusion_taps": "-1", "image_root": ".",
+    "validation_file": "x.jsonl", "test_file": "x.jsonl", "image_root": ".",
     "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8",
     "micro_batch_size": "2", "hub_strategy": "every_save",

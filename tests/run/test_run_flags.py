@@ -20,10 +20,12 @@ from scripts.finetune import FLAGS
 
 
 @pytest.mark.parametrize(
-    "name", ["vision_model_name_or_path", "vision_config", "text_config", "projection_dim", "projection"]
+    "name", ["vision_model_name_or_path", "vision_config", "text_config", "vocab_size", "projection_dim", "projection"]
 )
 def test_flags_of_new_models_are_refused_for_a_whole_one(name: str) -> None:
-    value: Any = {"projection_dim": 48, "projection": "mlp"}.get(name, "base" if name.endswith("config") else "other")
+    value: Any = {"vocab_size": 100, "projection_dim": 48, "projection": "mlp"}.get(
+        name, "base" if name.endswith("config") else "other"
+    )
     ModelArguments(**{name: value})
     with pytest.raises(ValueError, match=f"--{name} is {value}, and --model_name_or_path is whole; a whole model has"):
         ModelArguments(model_name_or_path="whole", **{name: value})

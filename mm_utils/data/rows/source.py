@@ -59,7 +59,6 @@ class DataArguments:
     validation_file: str | None = arg(
         None, "Validation pairs; without any, some training images are held out.", decides="place", usual=True
     )
-    test_file: str | None = arg(None, "Test pairs.", decides="place")
     image_column: str | None = arg(
         None, "Column of the images, clips or sounds, paths or files; found by its usual names."
     )
@@ -77,10 +76,10 @@ class DataArguments:
     max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.", decides="place")
 
     def __post_init__(self) -> None:
-        for name in ("train_file", "validation_file", "test_file"):
-            if self.dataset_name and getattr(self, name):
+        for split, file in self.files.items():
+            if self.dataset_name and file:
                 raise ValueError(
-                    f"--dataset_name and --{name} are given together; pairs have one source. Keep one of them."
+                    f"--dataset_name and --{split}_file are given together; pairs have one source. Keep one of them."
                 )
         for name in ("max_train_samples", "max_eval_samples"):
             value = getattr(self, name)
@@ -88,9 +87,28 @@ class DataArguments:
                 raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
 
     @property
+    def files(self) -> dict[str, str | None]:
+        """Return the file of each split."""
+        return {"train": self.train_file, "validation": self.validation_file}
+
+    @property
     def columns(self) -> dict[str, Any]:
         """Return the flags of columns, as `Source` takes them."""
         return {"image_column": self.image_column, "caption_column": self.caption_column}
+
+
+@dataclass
+class TestedDataArguments(DataArguments):
+    """Image-caption pairs, and a file of those to test on, which pre-training does not look at."""
+
+    __test__ = False  # for pytest: no tests
+
+    test_file: str | None = arg(None, "Test pairs.", decides="place")
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        """Return the file of each split."""
+        return {**super().files, "test": self.test_file}
 
 
 @dataclass

@@ -84,10 +84,10 @@ def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> I
     unread, root, read = Unread(), os.path.abspath(source.path), set(map(os.path.abspath, files))
     for place, names in walk(root):
         for name in names:
-            path, lower = os.path.join(place, name), name.lower()
-            is_other = lower in METADATA_FILES and path not in read
-            if is_other or (lower.endswith(SUFFIXES[builder.medium]) and path not in named):
-                unread.add("not_read", os.path.relpath(path, root))
+            file, lower = os.path.join(place, name), name.lower()
+            is_other = lower in METADATA_FILES and file not in read
+            if is_other or (lower.endswith(SUFFIXES[builder.medium]) and file not in named):
+                unread.add("not_read", os.path.relpath(file, root))
     yield from unread.rows(builder)
 
 

@@ -149,7 +149,7 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
     if urls.get("validation"):
         validation = _read_all(_first_rows(count_shards(urls["validation"]), most or HELD_OUT), source)
     elif data.validation_file is not None:
-        own = replace(data, dataset_name=None, train_file=None, test_file=None, max_eval_samples=most or HELD_OUT)
+        own = replace(data, dataset_name=None, train_file=None, max_eval_samples=most or HELD_OUT)
         validation = load_pairs(own, need_train=False)["validation"]
     else:
         heads, files = _hold_out(files)
@@ -179,10 +179,6 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
 def _find_urls(data: DataArguments) -> tuple[str, dict[str, list[str]]]:
     """Return the beginning of error messages, and the files of each split."""
     name, title = data.dataset_name, f"--dataset_name is {data.dataset_name}"
-    if data.test_file is not None:
-        raise ValueError(
-            f"--test_file is {data.test_file}; a stream has no test split. Evaluate on it by eval_retrieval."
-        )
     if data.train_file is not None:
         title, named = f"--train_file is {data.train_file}", {"train": expand(data.train_file)}
     elif name is None or is_embedded(name):

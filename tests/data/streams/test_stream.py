@@ -399,7 +399,6 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
         ({"train_file": "pairs.jsonl"}, "pairs.jsonl cannot be streamed, only .parquet"),
         ({"train_file": "pairs.db"}, "pairs.db cannot be streamed, only .parquet"),
         ({"dataset_name": "no/such"}, "--dataset_name is no/such; it could not be found"),
-        ({"train_file": "a.tar", "test_file": "b.tar"}, "--test_file is b.tar; a stream has no test split"),
         ({"dataset_name": "sounds"}, "--streaming is set; sounds has no shards"),
     ],
 )

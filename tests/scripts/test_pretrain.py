@@ -43,7 +43,6 @@ def test_everything_is_left_behind(finished):
     assert "python scripts/pretrain.py" in card
     recall = f"{metrics['eval_text_to_image_recall@1']:.3f} ("
     assert f"| text to image, encoders alone | {recall}" in card
-    assert f"| finds the image of a text first | {recall}" in card
     assert "The validation split also chose the checkpoint" in card
     assert "| precision | fp32 |" in card
     results = ModelCard.load(folder / "README.md").data.eval_results

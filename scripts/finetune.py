@@ -14,7 +14,7 @@ Questions about your own images, answered by one of the 1,000 most frequent answ
 Sounds of a prepared set, whose captions tell the classes; a folder per class, or a file with a column of labels, goes as well:
     python scripts/finetune.py --model_name_or_path outputs/sounds --dataset_name data/sounds
 
-A folder of images per class; adapters in a vision transformer, lower layers slower, weights between start and end:
+A folder of images per class; adapters in a vision transformer, and weights between start and end:
     python scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --lora_rank 8 --freeze_text --wise_ft
 """

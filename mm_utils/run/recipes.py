@@ -41,9 +41,9 @@ def recipe_for(given: Parsed) -> str | None:
         return None
     medium = "stream" if given["streaming"] else _medium(data, sources[0])
     path = _FOLDER / f"{_RECIPES[medium]}.yaml"
-    for flag, entry in read_flat_yaml(str(path)).items():
-        if flag in STARTS:
-            _check_reachable(str(entry.value), sources[0].title, path)
+    starts = {flag: str(entry.value) for flag, entry in read_flat_yaml(str(path)).items() if flag in STARTS}
+    for name in starts.values():
+        _check_reachable(name, sources[0].title, path, " ".join(f"--{flag} FOLDER" for flag in starts))
     return str(path)
 
 
@@ -69,7 +69,7 @@ def _medium(data: DataArguments, source: Source) -> str:
     return next((row.medium for row in rows if isinstance(row, Record)), "image")
 
 
-def _check_reachable(name: str, title: str, recipe: Path) -> None:
+def _check_reachable(name: str, title: str, recipe: Path, folders: str) -> None:
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     use_cache_without_network()
@@ -78,6 +78,6 @@ def _check_reachable(name: str, title: str, recipe: Path) -> None:
     except Exception as error:  # of any HTTP library
         raise ValueError(
             f"{title}, and no start is named, so {recipe} applies; it takes {name}, which is not on this machine, and the Hub "
-            f"cannot be reached ({one_line(error)}). Give folders as --vision_model_name_or_path and --text_model_name_or_path, or "
-            "--vision_config small --text_config small to train from scratch."
+            f"cannot be reached ({one_line(error)}). Give --config {recipe} {folders}, or --vision_config small --text_config small "
+            "to train from scratch."
         ) from error

@@ -38,7 +38,8 @@ class RunArguments:
         usual=True,
     )
     callbacks: str | None = arg(
-        None, "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/training.md."
+        None,
+        "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/objectives.md#what-you-can-attach.",
     )
 
 

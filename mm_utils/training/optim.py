@@ -78,7 +78,7 @@ class OptimizerArguments:
     )
     warmup_ratio: float | None = arg(
         None,
-        "Share of the steps in which the rate rises linearly from zero; default: 0.05, or 20 steps where that is fewer, but at "
+        "Share of the steps in which the rate rises linearly from zero; default: 0.05, but at least 20 steps, and at "
         "most 0.4.",
     )
     max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")

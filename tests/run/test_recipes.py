@@ -62,8 +62,9 @@ def test_a_prepared_set_says_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_one_line_that_says_what_to_do(corpus: Path) -> None:
+    folders = "--vision_model_name_or_path FOLDER --text_model_name_or_path FOLDER"
     with pytest.raises(
-        ValueError, match=r"photographs.yaml applies; it takes google/mobilenet.*--vision_config small"
+        ValueError, match=rf"it takes google/mobilenet.*--config \S+photographs.yaml {folders}, or --vision"
     ):
         pretrain.main(["--train_file", str(corpus)])
 

@@ -99,7 +99,7 @@ class DataArguments:
 
 @dataclass
 class TestedDataArguments(DataArguments):
-    """Image-caption pairs, and a file of those to test on, which pre-training does not look at."""
+    """Image-caption pairs, and a file of those to test on."""
 
     __test__ = False  # for pytest: no tests
 

@@ -36,6 +36,7 @@ class ParquetRows:
         self.name = name
         # Without pre_buffer, Parquet is read page by page; with it, the whole row group comes into memory.
         self.file = pq.ParquetFile(source, pre_buffer=False, buffer_size=buffer_size)
+        self.schema = self.file.schema_arrow
         if isinstance(source, str):
             size = os.path.getsize(source)
         else:

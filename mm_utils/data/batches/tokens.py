@@ -37,7 +37,7 @@ def tokenize_captions(
     Captions are tokenised by the rules of `encode_captions`. Only ids and texts are read and only the new columns are
     written, see `add_columns`.
     """
-    compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
+    compute = partial(tokenize_rows, tokenizer=tokenizer, max_seq_length=max_seq_length)
     if num_proc is None and rows.data.num_rows >= _MANY:
         num_proc = available_cores()  # the other ranks wait for the one that does this
     name = Hasher.hash((fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
@@ -135,9 +135,10 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
 
 
-def _tokenize(
+def tokenize_rows(
     rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> Columns:
+    """Return the columns that `tokenize_captions` adds; of rows that are not wanted, no captions."""
     all_captions = rows["captions"]
     if wanted is not None:
         all_captions = [row if is_wanted else [] for row, is_wanted in zip(all_captions, wanted, strict=True)]

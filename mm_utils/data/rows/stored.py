@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,7 +53,7 @@ def load_splits(name: str, title: str, allow_outside: bool = False, config: str 
         raise ValueError(f"{title}; that is a file. Give it as --train_file.")
     if problem := missing(name):
         raise ValueError(f"{title}; {problem}")
-    try:
+    with blamed_on(title):
         if is_saved(folder):
             check_saved(folder, Jail(name, allow_outside))
             try:
@@ -65,6 +66,14 @@ def load_splits(name: str, title: str, allow_outside: bool = False, config: str 
             builder = open_builder(name, config, allow_outside)
             builder.download_and_prepare()
             source = builder.as_dataset()
+    return DatasetDict({"train": source}) if isinstance(source, Dataset) else source
+
+
+@contextmanager
+def blamed_on(title: str) -> Iterator[None]:
+    """Turn what goes wrong with a data set into a ValueError of one line, begun by `title`."""
+    try:
+        yield
     except Fault as fault:
         raise ValueError(f"{title}; {fault.detail}. {REMEDIES[fault.reason]}") from fault
     except _DAMAGE as error:
@@ -72,7 +81,6 @@ def load_splits(name: str, title: str, allow_outside: bool = False, config: str 
             f"{title}; it could not be loaded ({one_line(error.__cause__ or error)}). Check its spelling, its "
             "configuration and the connection, or give a local folder of it."
         ) from error
-    return DatasetDict({"train": source}) if isinstance(source, Dataset) else source
 
 
 def open_builder(name: str, config: str | None, allow_outside: bool) -> DatasetBuilder:

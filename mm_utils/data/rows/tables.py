@@ -204,7 +204,7 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
         opened = ParquetRows(str(path), title)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{title}; it cannot be read as Parquet ({one_line(error)}). Write it anew.") from error
-    schema, about = opened.file.schema_arrow, opened.file.metadata
+    schema, about = opened.schema, opened.file.metadata
     columns = find_table_columns(schema, title, builder.source.columns)
     image, embeds = str(columns.image), _holds_media(schema, columns, title)
     # The file's statistics tell whether all cells are bytes, or none.

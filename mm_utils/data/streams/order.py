@@ -1,16 +1,13 @@
 """The order of a stream: the rows of step s where rows can only be read one after the other.
 
-Shards are files, or runs of rows in a file. Each epoch deals them at random to a fixed number of groups of about as many rows.
-A group reads one shard after the other, in blocks of consecutive rows that are shuffled inside the block, and every group yields
-its rows evenly over the whole epoch.
+Each epoch deals the shards at random to a fixed number of groups of about as many rows. A group reads its shards one after the
+other, in blocks of consecutive rows that are shuffled inside the block, and yields its rows evenly over the epoch.
 
-The batch of step s is a pure function of (rows of the shards, batch sizes, seed, groups, block size, s): ranks, workers and
-restarts change nothing, and any step is found without walking through those before it. Every row is drawn exactly once an
-epoch, and every batch has exactly its size. Weaker than in `mm_utils.data.batches.order`: two rows of a shard that are more
-than a block apart never change their order, and a batch that reaches over the end of an epoch may hold an image twice.
-
-A reader, one of the workers of one of the ranks, reads whole groups, chosen per epoch so that readers have about the same to
-read. Until the end of an epoch no two readers open the same shard. Shape letters: G groups, B rows of a step.
+The batch of step s is a pure function of (rows of the shards, batch sizes, seed, groups, block size, s), found without walking
+through the steps before it. Every row is drawn once an epoch, and every batch has exactly its size. Weaker than in
+`mm_utils.data.batches.order`: two rows of a shard that are more than a block apart never change their order, and a batch that
+reaches over the end of an epoch may hold an image twice. A reader, one of the workers of one of the ranks, reads whole groups,
+dealt per epoch so that readers have about the same to read. Shape letters: G groups, B rows of a step.
 """
 
 import heapq
@@ -44,14 +41,7 @@ class Reader(NamedTuple):
 
 
 class InterleavedOrder:
-    """The endless sequence of global batches of a stream.
-
-    Args:
-        rows: the number of rows of each shard, none 0.
-        sizes: the global batch size as a function of the step.
-        seed: decides the group of each shard, and the order inside blocks.
-        groups: number of interleaved shard groups.
-        block_size: rows that are shuffled among themselves.
+    """The endless sequence of global batches of a stream whose shards have so many `rows`, none 0.
 
     Raises:
         ValueError: if there are fewer rows than a batch needs.
@@ -133,9 +123,8 @@ class InterleavedOrder:
 def interleave(rows_G: np.ndarray, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
     """Return group and row of positions `low` to `high`, each group spread evenly.
 
-    Row k of a group of n rows stands at (k + 1/2) / n, and positions count the rows from left to right, groups in turn
-    where they stand together. As many rows of a group as belong to a share t of the whole lie left of t, give or take one
-    half. So the row at position p of N stands within G / 2 rows of p / N, and only rows near it need be looked at.
+    Row k of a group of n rows stands at (k + 1/2) / n, and positions count the rows from left to right, groups in turn where
+    they stand together. So the row at position p of N stands within G / 2 rows of p / N, and only rows near it are looked at.
     """
     groups, total = len(rows_G), int(rows_G.sum())
     first_G = np.maximum(0, rows_G * (low - groups) // total - 1)

@@ -1,9 +1,8 @@
 """A stream's shards: find them, count their rows, read runs of rows from any row on, damaged ones too.
 
 A reader that starts at row r reads again the rows before r in their row group of Parquet, the headers before r of a tar, and
-nothing of Arrow; from a server, tars and Arrow from the beginning. Files of a server are read by ranges through `fsspec`.
-Columns, captions and archives follow the rules of `mm_utils.data.rows`; images must be embedded. Sounds and clips must be as
-prepared sets keep them, WAV and AVI of JPEG frames: training has no codec, and cuts nothing out at `start` and `end`.
+nothing of Arrow; from a server, tars and Arrow from the beginning. Columns, captions and archives follow the rules of
+`mm_utils.data.rows`. Media must be embedded, sounds and clips as prepared sets keep them: training has no codec.
 """
 
 import errno
@@ -16,10 +15,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 import pyarrow as pa
@@ -51,26 +50,14 @@ Row = dict[str, Any] | str
 """A training row with `features_of` its kind; or, of a row that cannot be used, the reason."""
 
 _STORED: dict[str, Callable[[bytes], tuple[Any, float]]] = {"clip": read_avi, "sound": read_wav}
-_PREPARE = (
-    "A stream reads sounds and clips as prepared sets keep them, without a codec. Run scripts/prepare_data.py, and stream its "
-    "folder by --dataset_name."
-)
 _BATCH = 64  # rows read at a time, with their images
-_LOOKED_AT = 20  # rows that decide whether a tar, or sounds or clips, can be used
 _READ_AHEAD, _BUFFER = 8 << 20, 1 << 20  # bytes per request to a server; of a column of a local file
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
-_VERSION = 5  # of what is kept of a shard
+_VERSION = 6  # of what is kept of a shard
 _PAUSES = (1, 4, 16)  # seconds between attempts to reach a server, or a network file system in a bad moment
 _BUSY = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO))  # what an answer of 5xx becomes
 _DAMAGE = (OSError, EOFError, ValueError, ImportError, pa.ArrowException, tarfile.TarError, zlib.error)
-_UNREACHABLE = (
-    "ConnectionError",
-    "TimeoutError",
-    "HTTPClientError",
-    "ClientConnectionError",
-    "ClientPayloadError",
-    "ClientResponseError",
-)
+_UNREACHABLE = {"ConnectionError", "TimeoutError", "HTTPClientError", "ClientError"}  # of Python and of stores
 _OF_STORES = {
     "aiohttp": ("ClientError",),
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
@@ -94,16 +81,15 @@ class Shard:
         return shard_kind(self.url) == "parquet" or (shard_kind(self.url) == "arrow" and "://" not in self.url)
 
 
-def damage(*more: type[BaseException]) -> tuple[type[BaseException], ...]:
-    """Return what libraries raise of a shard that is cut off, damaged or out of reach, and `more`."""
+def damage() -> tuple[type[BaseException], ...]:
+    """Return what libraries raise of a shard that is cut off, damaged or out of reach."""
     loaded = ((sys.modules[name], kinds) for name, kinds in _OF_STORES.items() if name in sys.modules)
-    return (*_DAMAGE, *(getattr(module, kind) for module, kinds in loaded for kind in kinds), *more)
+    return (*_DAMAGE, *(getattr(module, kind) for module, kinds in loaded for kind in kinds))
 
 
 def _may_pass(error: BaseException) -> bool:
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # Python's own, and those of stores of the same names
-    unreachable = kinds & {*_UNREACHABLE}
-    return bool(unreachable) or (isinstance(error, OSError) and error.errno in _BUSY) or is_passing(error)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & _UNREACHABLE) or (isinstance(error, OSError) and error.errno in _BUSY) or is_passing(error)
 
 
 def _ask(question: Callable[[str], _Answer], url: str, title: str = "shard {} cannot be opened") -> _Answer:
@@ -135,64 +121,55 @@ def count_shards(urls: Sequence[str]) -> list[Shard]:
         ValueError: if a file does not exist or cannot be reached, or if more than half of them are damaged.
     """
     with ThreadPoolExecutor(16) as pool:
-        counts = list(pool.map(_cached_count, urls))
-    damaged = counts.count(None)
+        found = list(pool.map(_counted, urls))
+    damaged = found.count(None)
     if is_hopeless(damaged, len(urls)):
         raise ValueError(f"{urls[0]}; {damaged} of {len(urls)} shards cannot be read. Write them anew.")
-    return [Shard(url, 0, *found) for url, found in zip(urls, counts, strict=True) if found and found[0]]
+    return [shard for shard in found if shard and shard.rows]
 
 
-def _cached_count(url: str) -> tuple[int, str] | None:
-    """Return the number of rows, and a hash of size, first and last 64 KiB (pairs, a footer); None for a damaged file."""
+def _counted(url: str) -> Shard | None:
+    """Return a whole file, with a hash of its size, first and last 64 KiB (pairs, a footer); None for a damaged one."""
+    about = info_of(url)
 
     def look() -> tuple[int, str]:
-        rows, (files, path) = count_rows(url), fsspec.url_to_fs(url)
-        size = int(files.info(path).get("size") or 0)
+        rows, (files, path), size = count_rows(url), fsspec.url_to_fs(url), int(about.get("size") or 0)
         content = files.cat_file(path, 0, min(size, _SAMPLE))
         if size > _SAMPLE:
             content += files.cat_file(path, max(_SAMPLE, size - _SAMPLE), size)
         return rows, hashlib.blake2b(f"{size} ".encode() + content, digest_size=8).hexdigest()
 
-    key = key_of(_VERSION, pa.__version__, stamp_of(url))
+    key = key_of(_VERSION, pa.__version__, url, about)
     try:
-        return stored_value("shards", key, lambda: retry(look, _may_pass, _PAUSES))
+        return Shard(url, 0, *stored_value("shards", key, lambda: retry(look, _may_pass, _PAUSES)))
     except damage() as error:
-        stamp_of(url)  # raises if it is the connection that fails
+        info_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
         return None
 
 
-def stamp_of(url: str) -> str:
-    """Return address, size and date of a file as JSON, as far as the server states them.
+def info_of(url: str) -> dict[str, Any]:
+    """Return what a server states of a file, such as size and date.
 
     Raises:
         ValueError: if the server cannot be reached, or does not have the file.
     """
-    about = _ask(lambda url: fsspec.url_to_fs(url)[0].info(fsspec.url_to_fs(url)[1]), url)
-    dates = ("mtime", "ETag", "etag", "LastModified", "last_modified", "last_commit", "blob_id", "updated")
-    return json.dumps([url, about.get("size"), *(str(about.get(date)) for date in dates)])
-
-
-def open_shard(url: str) -> BinaryIO:
-    """Open a file for reading with seeks; remote files by ranges of some megabytes."""
-    files, path = fsspec.url_to_fs(url)
-    if "file" in files.protocol:
-        return regular_file(path)
-    ahead = "none" if shard_kind(url) == "parquet" else "readahead"  # pyarrow reads whole buffers of Parquet
-    file: BinaryIO = files.open(path, "rb", block_size=_READ_AHEAD, cache_type=ahead)
-    if not file.seekable():
-        raise ValueError(f"shard {url} comes from a server that does not serve ranges. Download it first.")
-    return file
+    return _ask(lambda url: fsspec.url_to_fs(url)[0].info(fsspec.url_to_fs(url)[1]), url)
 
 
 @contextmanager
 def _opened(url: str) -> Iterator[ParquetRows | pa.RecordBatchStreamReader | tarfile.TarFile]:
-    with open_shard(url) as file:
-        if shard_kind(url) == "parquet":
-            yield ParquetRows(file, url, _READ_AHEAD if "://" in url else _BUFFER)
-        elif shard_kind(url) == "arrow":
-            path = fsspec.url_to_fs(url)[1]
-            yield pa.ipc.open_stream(pa.PythonFile(file, "r") if "://" in url else pa.memory_map(path))
+    """Open a file; remote ones are read by ranges of some megabytes."""
+    (files, path), kind = fsspec.url_to_fs(url), shard_kind(url)
+    is_local = "file" in files.protocol
+    ahead = "none" if kind == "parquet" else "readahead"  # pyarrow reads whole buffers of Parquet
+    with regular_file(path) if is_local else files.open(path, "rb", block_size=_READ_AHEAD, cache_type=ahead) as file:
+        if not file.seekable():
+            raise ValueError(f"shard {url} comes from a server that does not serve ranges. Download it first.")
+        if kind == "parquet":
+            yield ParquetRows(file, url, _BUFFER if is_local else _READ_AHEAD)
+        elif kind == "arrow":
+            yield pa.ipc.open_stream(pa.memory_map(path) if is_local else pa.PythonFile(file, "r"))
         else:
             with tarfile.open(fileobj=file, mode="r:*", tarinfo=BoundedHeader) as archive:
                 yield archive
@@ -220,78 +197,65 @@ def find_medium(url: str, source: Source) -> str:
     """Return the kind of the media of a file.
 
     Raises:
-        ValueError: if a table has no column of media or captions, or no early row of a tar, or of clips or sounds, can be used.
+        ValueError: if a table has no column of media or captions.
     """
     with _opened(url) as shard:
-        if is_tar := isinstance(shard, tarfile.TarFile):
-            medium = medium_of_samples(read_samples(shard, url), source)
-        else:
-            schema = shard.file.schema_arrow if isinstance(shard, ParquetRows) else shard.schema
-            medium = find_table_columns(schema, source.title, source.columns).medium
-            if "split" in schema.names:
-                said = (
-                    "its column split is not read, so rows of all splits are trained on. Write a file for each split"
-                )
-                logger.warning("%s; %s, or prepare the set", source.title, said)
-    if is_tar or medium in _STORED:
-        rows = list(islice(read_rows(url, 0, replace(source, medium=medium)), _LOOKED_AT))
-        if all(isinstance(row, str) for row in rows):
-            remedy = _PREPARE if medium in _STORED else "Check the shards."
-            raise ValueError(f"{source.title}; none of its first samples can be used ({rows[0]}). {remedy}")
-    return medium
+        if isinstance(shard, tarfile.TarFile):
+            return medium_of_samples(read_samples(shard, url), source)
+        if "split" in shard.schema.names:
+            said = "its column split is not read, so rows of all splits are trained on. Write a file for each split"
+            logger.warning("%s; %s, or prepare the set", source.title, said)
+        return find_table_columns(shard.schema, source.title, source.columns).medium
 
 
 def read_rows(url: str, first: int, source: Source) -> Iterator[Row]:
     """Read the rows of a file from `first` on, a few at a time; `source` names the columns and the medium."""
-    for number, item in enumerate(_read_records(url, first, source), first):
-        try:
-            if isinstance(item, BadRow):
-                raise item.fault
-            yield _training_row(item, source.medium)
-        except Fault as fault:
-            yield f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell(BytesImage):
-    """An embedded medium with its path, where raw pixels have their size."""
-
-    path: str | None
-
-
-def _read_records(url: str, first: int, source: Source) -> Iterator[Record | BadRow]:
     builder = RecordBuilder(source, PathArguments(), ".")
     with _opened(url) as shard:
         if isinstance(shard, tarfile.TarFile):
-            for sample in islice(read_samples(shard, url, kinds=(source.medium,), first=first), first, None):
-                try:
-                    values = sample.values()
-                    column = find_column("--id_column", list(values), source.title, None, USUAL_NAMES["id"])
-                    # By .json alone: two keys may have the same image.
-                    key = id_of(values, Columns(id=source.id_column or column)) or ""
-                    yield record_of_sample(builder, sample, sample.key, key, {}, None, False)
-                except Fault as fault:
-                    yield builder.bad(sample.key, fault)
-            return
-        schema = shard.file.schema_arrow if isinstance(shard, ParquetRows) else shard.schema
-        columns = find_table_columns(schema, source.title, source.columns)
-        image, cut = str(columns.image), ("start", "end") if columns.medium in _STORED else ()
-        names = [name for name in schema.names if name in (image, columns.caption, columns.id, *cut)]
+            records = _tar_records(shard, url, first, builder)
+        else:
+            records = _table_records(shard, first, builder)
+        for number, record in enumerate(records, first):
+            try:
+                if isinstance(record, BadRow):
+                    raise record.fault
+                yield _training_row(record, source.medium)
+            except Fault as fault:
+                yield f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
 
-        def rows() -> Rows:
-            cells: Iterator[dict[str, Any] | Fault]
-            if isinstance(shard, ParquetRows):
-                cells = shard.cells(names, _BATCH, first)
-            else:
-                cells = _arrow_cells(shard, names, first)
-            for number, values in enumerate(cells, first):
-                if isinstance(values, Fault):
-                    yield number, BadLine(values, "")
-                    continue
-                cell = values[image] if isinstance(values[image], dict) else {"bytes": values[image]}
-                yield number, {**values, image: _Cell("", cell.get("bytes"), cell.get("path"))}
 
-        yield from records_of(Table("row", columns, rows(), builder.jail), builder)
+def _tar_records(shard: tarfile.TarFile, url: str, first: int, builder: RecordBuilder) -> Iterator[Record | BadRow]:
+    source = builder.source
+    for sample in islice(read_samples(shard, url, kinds=(source.medium,), first=first), first, None):
+        try:
+            values = sample.values()
+            column = find_column("--id_column", list(values), source.title, None, USUAL_NAMES["id"])
+            # By .json alone: two keys may have the same image.
+            key = id_of(values, Columns(id=column)) or ""
+            yield record_of_sample(builder, sample, sample.key, key, {}, None, False)
+        except Fault as fault:
+            yield builder.bad(sample.key, fault)
+
+
+def _table_records(
+    shard: ParquetRows | pa.RecordBatchStreamReader, first: int, builder: RecordBuilder
+) -> Iterator[Record | BadRow]:
+    columns = find_table_columns(shard.schema, builder.source.title, builder.source.columns)
+    image, cut = str(columns.image), ("start", "end") if columns.medium in _STORED else ()
+    names = [name for name in shard.schema.names if name in (image, columns.caption, columns.id, *cut)]
+    is_parquet = isinstance(shard, ParquetRows)
+    cells = shard.cells(names, _BATCH, first) if is_parquet else _arrow_cells(shard, names, first)
+
+    def rows() -> Rows:
+        for number, values in enumerate(cells, first):
+            if isinstance(values, Fault):
+                yield number, BadLine(values, "")
+                continue
+            cell = values[image] if isinstance(values[image], dict) else {"bytes": values[image]}
+            yield number, {**values, image: BytesImage(cell.get("path") or "", cell.get("bytes"))}
+
+    return records_of(Table("row", columns, rows(), builder.jail), builder)
 
 
 def _arrow_cells(
@@ -316,10 +280,9 @@ def _training_row(record: Record, medium: str) -> dict[str, Any]:
     captions, faults, _ = check_captions(record.captions, CheckArguments())
     if not captions:
         raise faults[-1]
-    path = image.path if isinstance(image, _Cell) else None
     row: dict[str, Any] = {
         "id": record.id or stored_hash(content),
-        "image": {"bytes": content, "path": path},
+        "image": {"bytes": content, "path": image.name or None},  # which says the size of raw pixels
         "captions": captions,
     }
     if medium in _STORED:
@@ -337,10 +300,6 @@ class ShardReader:
     A run's rows depend on the shard alone, not on what was read before. Where a shard is damaged, the rest of the run is
     lost, of a tar also all rows behind it, and so are the further rows of a damaged row group. A file that is no longer
     there, though others in its folder are, is lost as a whole. Errors that may pass are retried for 21 s.
-
-    Args:
-        shards: the shards to read.
-        source: names the columns to read, and the medium.
     """
 
     def __init__(self, shards: Sequence[Shard], source: Source):
@@ -362,37 +321,36 @@ class ShardReader:
             return [self._damaged[shard]] * (stop - start)
         rows: list[Row] = []
         self._last = (-1, -1, -1), []  # given up before the next run is read
-        url, first = self.shards[shard].url, self.shards[shard].first
+        cut = self.shards[shard]
+
+        def is_gone(error: BaseException) -> bool:  # of a lost disk, the folder is empty as well
+            is_file = "://" not in cut.url and isinstance(error, FileNotFoundError)
+            return is_file and any(Path(cut.url).parent.glob("*"))
 
         def is_worth_a_try(error: Exception) -> bool:
-            return isinstance(error, damage()) and not _is_gone(url, error) and ("://" in url or _may_pass(error))
+            return isinstance(error, damage()) and not is_gone(error) and ("://" in cut.url or _may_pass(error))
 
         try:
             retry(lambda: self._extend(rows, shard, start, stop), is_worth_a_try, _PAUSES)
         except damage() as error:
-            if not _is_gone(url, error):
-                stamp_of(url)  # raises if it is the connection that fails
-            reason = f"shard {url} cannot be read from row {first + start + len(rows)} on: {one_line(error)}"
+            if not is_gone(error):
+                info_of(cut.url)  # raises if it is the connection that fails
+            reason = f"shard {cut.url} cannot be read from row {cut.first + start + len(rows)} on: {one_line(error)}"
             logger.warning("%s", reason)
             rows += [reason] * (stop - start - len(rows))
-            if not self.shards[shard].divisible or isinstance(error, FileNotFoundError):  # nor will it come back
+            if not cut.divisible or isinstance(error, FileNotFoundError):  # nor will it come back
                 self._damaged[shard] = reason
         self._last = (shard, start, stop), rows
         return rows
 
     def _extend(self, rows: list[Row], shard: int, start: int, stop: int) -> None:
         """Read the rows that are still missing."""
-        source, at = self.shards[shard], start + len(rows)
+        cut, at = self.shards[shard], start + len(rows)
         if self._next != (shard, at):
-            self._rows = read_rows(source.url, source.first + at, self.source)
+            self._rows = read_rows(cut.url, cut.first + at, self.source)
         self._next = None  # until all are read
         for row in islice(self._rows, stop - at):
             rows.append(row)
         if len(rows) < stop - start:
-            raise EOFError(f"it ends at row {source.first + start + len(rows)}")
+            raise EOFError(f"it ends at row {cut.first + start + len(rows)}")
         self._next = (shard, stop)
-
-
-def _is_gone(url: str, error: BaseException) -> bool:
-    """Return whether a local file was removed; of a lost disk, the folder is empty as well."""
-    return isinstance(error, FileNotFoundError) and "://" not in url and any(Path(url).parent.glob("*"))

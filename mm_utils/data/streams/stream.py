@@ -7,8 +7,6 @@
   - Without a validation split, the first rows of some shards are held out. A later row with the id or the bytes of one of
     their images is not trained on, and is counted; nor is one with the bytes of an image of a given validation split.
   - A shard that grows, shrinks, is added or written anew makes another stream: `Stream.fingerprint` changes.
-  - Batches do not depend on the number of workers: each makes the examples of its shard groups, and `merge` puts those of a
-    step together in the stream's order.
 
 Each of the interleaved shard groups keeps the encoded images of a block in memory: `GROUPS` * `BLOCK` images, over all
 processes. With 100 kB an image that is 1.6 GB.
@@ -20,11 +18,10 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict, Features, Value, config
 from torch import Tensor
@@ -36,31 +33,27 @@ from mm_utils.arguments import Parsed, arg
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch, Collator, Example, TrainingTransform
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
-from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes, choose_captions, replacement_rows
-from mm_utils.data.batches.tokens import caption_key, encode_captions, image_key, tokenize_splits
+from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes, replacement_rows
+from mm_utils.data.batches.tokens import tokenize_rows, tokenize_splits
 from mm_utils.data.batches.workers import WorkerLoader, worker_options
-from mm_utils.data.faults import Fault
-from mm_utils.data.pairs import load_pairs
 from mm_utils.data.paths import SHARDS, check_own_file, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out
 from mm_utils.data.rows.folders import Unread, files_below, split_of_path
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
-from mm_utils.data.rows.stored import REMEDIES, is_saved, load_splits, open_builder
+from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Reader, Slot
 from mm_utils.data.streams.shards import (
     Row,
     Shard,
     ShardReader,
     count_shards,
-    damage,
     expand,
     features_of,
     find_medium,
-    stamp_of,
+    info_of,
 )
 from mm_utils.data.training_data import Schedule, TrainingData, open_loaders, processor_of
-from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +61,10 @@ GROUPS, BLOCK = 64, 256  # rows of a shard are shuffled among themselves in bloc
 SHARDS_PER_GROUP = 4  # a group of several shards reads them in another order in every epoch
 HELD_OUT, HELD_OUT_SHARE, HELD_OUT_SHARDS = 1000, 0.05, 50  # rows; share of all rows; from how many files
 _SHOWN = 4  # files of a step that a message names
+_PREPARE = (
+    "A stream reads sounds and clips as prepared sets keep them, without a codec. Run scripts/prepare_data.py, and stream its "
+    "folder by --dataset_name."
+)
 
 
 @dataclass
@@ -86,7 +83,7 @@ class Stream:
         order: the rows of every step.
         source: names the columns of the shards, and the medium.
         validation: rows with `features_of` their kind, on disk in the datasets cache.
-        held_out: images of `validation`, which training must not show.
+        held_out: ids and bytes, hashed, of images that training must not show.
         fingerprint: 16 hexadecimal digits that depend on the shards' names, numbers of rows, sizes and 128 KiB of content.
     """
 
@@ -109,7 +106,7 @@ class Stream:
 
     def check(self, row: Row, shard: int, number: int) -> Row:
         """Return a row of a shard unless its image is one of validation's, else the reason."""
-        if isinstance(row, dict) and not self.held_out.isdisjoint((_by_id(row), _by_bytes(row))):
+        if isinstance(row, dict) and not self.held_out.isdisjoint((row["id"], stored_hash(row["image"]["bytes"]))):
             return f"{self.place_of(shard, number)}: {SHOWN_IN_VALIDATION}"
         return row
 
@@ -148,18 +145,11 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
     most, held_out = data.max_eval_samples, set[str]()
     if urls.get("validation"):
         validation = _read_all(_first_rows(count_shards(urls["validation"]), most or HELD_OUT), source)
-    elif data.validation_file is not None:
-        own = replace(data, dataset_name=None, train_file=None, max_eval_samples=most or HELD_OUT)
-        validation = load_pairs(own, need_train=False)["validation"]
     else:
         heads, files = _hold_out(files)
         validation = _read_all(heads, source)
-        held_out = {_by_id(row) for row in validation}
-    if validation.features["image"] != features_of(source.medium)["image"]:
-        raise ValueError(
-            f"--validation_file is {data.validation_file}; it holds no {source.medium}s. Give one that does."
-        )
-    held_out |= {_by_bytes(row) for row in validation}
+        held_out = set(validation["id"])
+    held_out |= {stored_hash(row["image"]["bytes"]) for row in validation}
     validation = validation.take(min(most or len(validation), len(validation)))
     files = _first_rows(files, data.max_train_samples or sys.maxsize)
     size, shards = max(block, sum(file.rows for file in files) // (groups * SHARDS_PER_GROUP)), []
@@ -187,7 +177,7 @@ def _find_urls(data: DataArguments) -> tuple[str, dict[str, list[str]]]:
         )
     else:
         named = _urls_of_dataset(data, name, title)
-    if data.validation_file is not None and shard_kind(data.validation_file) is not None:
+    if data.validation_file is not None:
         named["validation"] = expand(data.validation_file)
     urls: dict[str, list[str]] = {}
     for split, part in named.items():  # train and restval are one split, and so are val and dev
@@ -207,7 +197,7 @@ def _find_urls(data: DataArguments) -> tuple[str, dict[str, list[str]]]:
 
 def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, list[str]]:
     if "://" in name and not name.startswith("hf://"):
-        stamp_of(f"{name}/report.json")  # raises if there is no prepared set
+        info_of(f"{name}/report.json")  # raises if there is no prepared set
         return {split: expand(f"{name}/{split}/*.arrow") for split in SPLITS}
     if is_saved(Path(name)):
         splits = load_splits(name, title, data.allow_outside_root)
@@ -221,13 +211,8 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         for fault in unread.faults:
             logger.warning("%s; %s", title, fault)
         return found
-    try:
+    with blamed_on(title):
         data_files = open_builder(name, None, data.allow_outside_root).config.data_files
-    except Fault as fault:
-        raise ValueError(f"{title}; {fault.detail}. {REMEDIES[fault.reason]}") from fault
-    except damage(RuntimeError) as error:
-        advice = "Check its spelling and the connection."
-        raise ValueError(f"{title}; it could not be found ({one_line(error)}). {advice}") from error
     return {str(split): list(files) for split, files in (data_files or {}).items()}
 
 
@@ -236,44 +221,41 @@ def _hold_out(files: list[Shard]) -> tuple[list[Shard], list[Shard]]:
     total = sum(file.rows for file in files)
     count = min(HELD_OUT, max(1, least_held_out(total), round(HELD_OUT_SHARE * total)))
     sources = min(HELD_OUT_SHARDS, count, len(files))
-    heads, rest, missing = [], list(files), 0
+    heads, rest, held = [], list(files), 0
     for part in range(sources):
         place = len(files) * part // sources
         file = files[place]
-        wanted = missing + len(distributed.share(count, part, sources))
-        rows = min(wanted, max(1, file.rows // 2))
-        missing = wanted - rows
+        rows = min(count * (part + 1) // sources - held, max(1, file.rows // 2))
+        held += rows
         heads.append(replace(file, first=0, rows=rows))
         rest[place] = replace(file, first=rows, rows=file.rows - rows)
     return heads, [file for file in rest if file.rows]
 
 
 def _first_rows(files: list[Shard], most: int) -> list[Shard]:
-    before = accumulate((file.rows for file in files), initial=0)
-    return [
-        replace(file, rows=min(file.rows, most - begin))
-        for file, begin in zip(files, before, strict=False)
-        if begin < most
-    ]
+    kept = []
+    for file in files:
+        kept.append(replace(file, rows=min(file.rows, most)))
+        most -= kept[-1].rows
+    return [file for file in kept if file.rows]
 
 
 def _read_all(shards: list[Shard], source: Source) -> Dataset:
     """Read whole shards once, into the datasets cache."""
     if next(_usable_rows((shards, source)), None) is None:
-        [reason] = ShardReader(shards, source).read(0, 0, 1)
-        raise ValueError(f"{source.title}; no row of validation can be used ({reason}). Write the files anew.")
-    # As a tuple, for a list would be shared out among processes.
+        reason = ShardReader(shards, source).read(0, 0, 1)[0] if shards else "there is none"
+        remedy = "Write the files anew." if source.medium == "image" else _PREPARE
+        raise ValueError(f"{source.title}; no row of validation can be used ({reason}). {remedy}")
     features = features_of(source.medium)
-    lasts = source.medium != "image"  # the encoder of `Audio` asks for a codec
-    bare = Features({**features, "image": {"bytes": Value("binary"), "path": Value("string")}})
+    bare = {**features, "image": {"bytes": Value("binary"), "path": Value("string")}}  # encoding `Audio` takes a codec
     rows = Dataset.from_generator(
         _usable_rows,
-        features=bare if lasts else features,
+        features=Features(bare),
         cache_dir=str(config.HF_DATASETS_CACHE),
-        gen_kwargs={"whole": (shards, source)},
+        gen_kwargs={"whole": (shards, source)},  # a tuple, for a list would be shared out among processes
     )
     assert isinstance(rows, Dataset)
-    return rows.cast_column("image", features["image"]) if lasts else rows
+    return rows.cast_column("image", features["image"])
 
 
 def _usable_rows(whole: tuple[Sequence[Shard], Source]) -> Iterator[dict[str, Any]]:
@@ -282,15 +264,6 @@ def _usable_rows(whole: tuple[Sequence[Shard], Source]) -> Iterator[dict[str, An
         for start in range(0, shard.rows, 64):
             rows = reader.read(number, start, min(start + 64, shard.rows))
             yield from (row for row in rows if isinstance(row, dict))
-
-
-def _by_id(row: dict[str, Any]) -> str:
-    return f"id {row['id']}"
-
-
-def _by_bytes(row: dict[str, Any]) -> str:
-    image = row["image"]
-    return f"bytes {stored_hash(image['bytes'] or Path(image['path']).read_bytes())}"
 
 
 @dataclass
@@ -341,11 +314,6 @@ class StreamSteps(IterableDataset[list[Example]]):
     """Turns steps of a stream into examples; iterated, in a data worker, into this worker's part of every step.
 
     An example is a pure function of (seed, epoch, image id); its `row` is the row's position in the stream.
-
-    Attributes:
-        tokenizer, max_seq_length: how captions become tokens, by the rules of `mm_utils.data.batches.tokens`.
-        transform: makes training examples of rows.
-        start, stop: the steps.
     """
 
     stream: Stream
@@ -373,20 +341,18 @@ class StreamSteps(IterableDataset[list[Example]]):
         for step in range(start, stop):
             slots = order.batch(step, reader)
             readers = {key: opened for key, opened in readers.items() if not slots or key[0] >= slots[0].epoch}
-            blocks = []  # of each slot: the first row, and all rows
+            runs = []  # of each slot: the first row of its block, and all rows
             for slot in slots:
                 opened = readers.setdefault(slot[1:3], ShardReader(self.stream.shards, self.stream.source))
                 first, last = order.span_of(slot.shard, slot.block)
-                blocks.append((first, opened.read(slot.shard, first, last)))
-            examples = self._examples(
-                [(slot, slot.row, rows[slot.row - first]) for slot, (first, rows) in zip(slots, blocks, strict=True)]
-            )
-            for place, (slot, (first, rows)) in enumerate(zip(slots, blocks, strict=True)):
+                runs.append((slot, first, opened.read(slot.shard, first, last)))
+            examples = self._examples([(slot, slot.row, rows[slot.row - first]) for slot, first, rows in runs])
+            for example, (slot, first, rows) in zip(examples, runs, strict=True):
                 for other in replacement_rows(order.seed, slot.epoch, slot.position, len(rows)):
-                    if "row" in examples[place]:
+                    if "row" in example:
                         break
                     [found] = self._examples([(slot, first + other, rows[other])])
-                    examples[place] |= found if "row" in found else {}
+                    example |= found if "row" in found else {}
             yield examples
 
     def _examples(self, drawn: list[tuple[Slot, int, Row]]) -> list[Example]:
@@ -397,20 +363,11 @@ class StreamSteps(IterableDataset[list[Example]]):
             checked, place = self.stream.check(row, slot.shard, number), self.stream.place_of(slot.shard, number)
             examples.append({"skipped": checked, "skipped_id": place, "position": slot.position})
             if isinstance(checked, dict):
-                key = image_key(checked["id"])
-                good[at] = {**checked, "image_key": key, "epoch": slot.epoch, "position": slot.position}
+                good[at] = {**checked, "epoch": slot.epoch}
         if not good:
             return examples
         batch = {name: [row[name] for row in good.values()] for name in next(iter(good.values()))}
-        keys, counts = np.array(batch["image_key"]), np.array(list(map(len, batch["captions"])))
-        shown = choose_captions(self.stream.order.seed, np.array(batch["epoch"]), keys, counts).tolist()
-        texts = [captions[place] for captions, place in zip(batch["captions"], shown, strict=True)]
-        batch["caption_keys"] = [list(map(caption_key, captions)) for captions in batch["captions"]]
-        batch["input_ids"] = [[[]] * count for count in counts.tolist()]
-        for ids, place, tokens in zip(
-            batch["input_ids"], shown, encode_captions(self.tokenizer, texts, self.max_seq_length), strict=True
-        ):
-            ids[place] = tokens  # of the shown caption alone, at 45 us each
+        batch |= tokenize_rows(batch, None, self.tokenizer, self.max_seq_length)
         for at, example in zip(good, self.transform.examples(batch), strict=True):
             position = drawn[at][0].position
             examples[at] = {**example, "position": position, **({} if "skipped" in example else {"row": position})}

@@ -156,7 +156,7 @@ def test_a_pipe_is_no_shard(suffix: str, tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, usual, pauses = kit.write_tar(tmp_path / "a.tar", range(3)), shards.open_shard, list[float]()
+    path, usual, pauses = kit.write_tar(tmp_path / "a.tar", range(3)), shards.regular_file, list[float]()
     reader, errors = ShardReader([Shard(str(path), 0, 3)], SOURCE), [errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
 
     def faltering(url: str) -> Any:
@@ -164,7 +164,7 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
             raise OSError(errors.pop(), "in a bad moment", url)
         return usual(url)
 
-    monkeypatch.setattr(shards, "open_shard", faltering)
+    monkeypatch.setattr(shards, "regular_file", faltering)
     monkeypatch.setattr(time, "sleep", pauses.append)
     assert numbers_in(reader.read(0, 0, 3)) == [0, 1, 2]
     assert pauses == [1, 4, 16]

@@ -48,13 +48,14 @@ def check_words(script: str, words: Sequence[str]) -> None:
     for word in words:
         if word.startswith("--"):
             flag, _, word = word.partition("=")
-        if flag not in places:
+        if flag not in places or not word:
             continue
         # A source is PATH,key=value.
         name = re.split(r"(?<!\\),", word)[0].replace("\\,", ",") if flag == "--sources" else word
         if problem := missing(name, *places[flag]):
             sys.stderr.write(f"{script}: error: {flag} is {name}; {problem}\n")
             sys.exit(2)
+        flag = flag if flag == "--sources" else ""  # a text to search for may follow
 
 
 @cache

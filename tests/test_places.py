@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.places import missing, use_cache_without_network
+from mm_utils.places import check_words, missing, use_cache_without_network
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -40,6 +40,7 @@ def test_only_what_can_be_a_hub_id_may_be_missing(
     (tmp_path / "here/data/mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")  # above which nothing else lies
     assert missing(name, kind, on_hub) == found
+    check_words("search.py", ["--index_dir", "data", "a dog on a beach"])
 
 
 @pytest.mark.parametrize(

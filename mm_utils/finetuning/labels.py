@@ -267,7 +267,9 @@ def _classes(known: Sequence[str], labels: list[str], most: int | None, title: s
     elif not known:
         known = sorted(counts, key=lambda name: (0, float(name), name) if is_number(name) else (1, 0.0, name))
     if len(known) < 2:
-        raise ValueError(f"{title}; its labels are {known[0]!r} alone, and a task has 2 classes. Set --label_column.")
+        raise ValueError(
+            f"{title}; its labels are {known[0]!r} alone, and a task has 2 classes. Add others, or set --label_column."
+        )
     warn_of_alike(known, title)
     return list(known)
 

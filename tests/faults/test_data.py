@@ -220,7 +220,12 @@ REFUSED = {  # kind: file, its content (None: there is none), further keys and f
     "COCO of objects": ("a.json", b'{"images": [], "categories": []}', ",format=coco", "no list 'annotations'"),
     "only images that are missing": ("a.jsonl", GONE * 20, "", "20 of 20 rows are bad"),
     "every tenth image missing": ("a.jsonl", (LINES * 9 + GONE * 2) * 3, "", "6 of 60 rows are bad, more than"),
-    "no good row, though all may be bad": ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left"),
+    "no good row, though all may be bad": (
+        "a.jsonl",
+        GONE * 20,
+        " --max_bad_fraction 1",
+        "no row is left of any source (image_missing: 20). The first is line 1",
+    ),
     "a single pair": ("a.jsonl", LINES.splitlines()[0], " --validation_fraction 0", "at least 2. Add some"),
     "an image root that is none": ("a.jsonl", LINES, ",image_root=/nowhere", "Give the folder of the images"),
 }

@@ -120,10 +120,6 @@ def reconcile(
         ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
     """
     found = Reconciled(facts := read_facts(parts, own_ids))
-    if not len(facts):
-        raise ValueError(
-            "no row is left of any source; every one has a fault. Look at --max_bad_fraction and the sources."
-        )
     state = _State(facts, args.near_duplicate_distance, search, leak_file.parent)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)

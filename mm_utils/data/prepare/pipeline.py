@@ -125,8 +125,9 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
             tally.bad += result.bad.get(name, 0)
             if tally.rows >= _EARLY_ROWS:
                 _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
+    none_left = all(tally.bad == tally.rows for tally in found.sources.values())
     for tally in found.sources.values():
-        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
+        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults, none_left)
     return found
 
 
@@ -229,17 +230,19 @@ def _named(sources: list[Source]) -> list[Source]:
     return sources
 
 
-def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str]]) -> None:
+def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str]], none_left: bool = False) -> None:
     title = tally.source.title
     if tally.rows == 0:
         raise ValueError(f"{title}; it holds no rows. Give a source that has some.")
-    if not is_hopeless(tally.bad, tally.rows, most):
+    hopeless = is_hopeless(tally.bad, tally.rows, most)
+    if not hopeless and not none_left:
         return
     reasons = Counter(fault["reason"] for fault in faults if fault["source"] == tally.source.name).most_common(3)
     first = next(fault for fault in faults if (fault["source"], fault["reason"]) == (tally.source.name, reasons[0][0]))
     limit = "half" if most == 0.5 else f"--max_bad_fraction {most}"
+    excess = f"more than {limit}" if hopeless else "and no row is left of any source"
     raise ValueError(
-        f"{title}; {tally.bad:,} of {tally.rows:,} rows are bad, more than {limit} "
+        f"{title}; {tally.bad:,} of {tally.rows:,} rows are bad, {excess} "
         f"({', '.join(f'{reason}: {count:,}' for reason, count in reasons)}). The first is {first['where']}: "
         f"{first['detail']}. {REASONS[reasons[0][0]]}"
     )

@@ -76,17 +76,18 @@ def check_classes(folder: Path, title: str, medium: str) -> None:
         if len(parts) > at and any(name.lower().endswith(SUFFIXES[medium]) for name in names):
             places.add(parts[at])
         lists += [os.path.relpath(os.path.join(place, name), folder) for name in names if _may_hold_captions(name)]
+    other = ", or set format=classes to make captions of folders' names" if places else ""
     if lists:
         more = f" (and {len(lists) - 1:,} more such files)" if len(lists) > 1 else ""
         raise ValueError(
             f"{title}; this folder holds {medium}s and {lists[0]}{more}, which may hold their captions. Give {folder / lists[0]} as the "
-            "source, with image_root= for the folder of the files that it names, or set format=classes to make captions of folders' names."
+            f"source, with image_root= for the folder of the files that it names{other}."
         )
     if len(places) < 2:
+        where = f" in one folder, {places.pop()}," if places else ""
         raise ValueError(
-            f"{title}; this folder holds {medium}s in one folder, {next(iter(places), '')}, and no captions; one class is no "
-            f"classification. Write a caption file beside every {medium} (NAME.txt) or metadata.jsonl with file_name and caption, or set "
-            "format=classes to make captions of the folder's name."
+            f"{title}; this folder holds {medium}s{where} and no captions; one class is no classification. Write a caption file beside "
+            f"every {medium} (NAME.txt) or metadata.jsonl with file_name and caption{other}."
         )
 
 

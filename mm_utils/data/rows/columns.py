@@ -43,7 +43,7 @@ SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training", "restval"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 HOLDOUT_FRACTION, HOLDOUT_LEAST, HOLDOUT_MOST = 0.05, 30, 2000
 _NEEDED = ("image", "caption")
@@ -290,7 +290,7 @@ def texts_of(value: Any) -> list[Any]:
     if _TEXTS.fullmatch(text):
         found = re.findall(_TEXT, text.rpartition("]")[0], re.DOTALL)
         return [ast.literal_eval(item) if item[0] in "'\"" else None for item in found]
-    if re.match(r"\[\s*['\"]", text) and text.endswith(("]", ")")):
+    if re.match(r"\[\s*['\"\[{]", text) and text.endswith(("]", ")")):
         raise Fault("caption_list", f"{text[:80]!r} looks like a list of texts, and does not parse as one")
     return [value]
 
@@ -303,12 +303,18 @@ def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
     """
     items = value if isinstance(value, list) else [value]
     if isinstance(value, str):
-        items = texts_of(value)
+        fault = None
+        try:
+            items = texts_of(value)
+        except Fault as error:
+            fault = error
         for parse in (json.loads, ast.literal_eval):  # lists of other things than texts
             if items == [value] and value.strip().startswith("[") and len(value) <= _LONGEST_LIST:
                 with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
                     parsed = parse(value.strip())
                     items = parsed if isinstance(parsed, list) else items
+        if fault is not None and items == [value]:
+            raise fault
     found = []
     for item in items:
         answer = item.get("answer", item) if isinstance(item, dict) else item

@@ -177,12 +177,14 @@ def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -
         return "webdataset"
     if is_captioned(files, medium):
         return "imagefolder"
-    media = (place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium])
-    if any(os.path.relpath(place, path) != "." for place in media):
+    media = [place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium]]
+    has_card, tables = (path / "README.md").is_file(), suffixes & {".parquet", ".arrow", ".jsonl", ".csv"}
+    is_set = tables & {".parquet", ".arrow"} or (tables and has_card)
+    if any(os.path.relpath(place, path) != "." for place in media) or (media and not is_set):
         return "classes"
-    if ".parquet" in suffixes and not (path / "README.md").is_file():
+    if ".parquet" in suffixes and not has_card:
         return "parquet"
-    return "datasets" if suffixes & {".parquet", ".arrow", ".jsonl", ".csv"} else None
+    return "datasets" if tables else None
 
 
 def _of_file(path: Path, source: Source) -> str:

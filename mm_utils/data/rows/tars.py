@@ -112,7 +112,7 @@ class Sample:
 
 
 def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read `source`'s shards, each by itself; an id is split folder, shard name and key."""
+    """Read `source`'s shards, each by itself; an id is the shard's path in the folder, and the key."""
     names, is_folder, unread = class_names(source), os.path.isdir(source.path), Unread()
     if is_folder:
         found = files_below(source.path, (".tar",), unread)
@@ -128,14 +128,18 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
     builder = RecordBuilder(replace(source, medium=medium), safety, ".")
     yield from unread.rows(builder)
+    folder = (
+        source.path if is_folder else os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    )
     for path in paths:
-        name = os.path.relpath(path, source.path) if is_folder else os.path.basename(path)
+        name = os.path.relpath(path, folder)
         split = split_of_path(name, by_words=True) if is_folder else None
-        shard = "/".join(filter(None, (split_of_path(name), os.path.splitext(os.path.basename(path))[0])))
         for sample in read_shard(path, MEDIA[medium].holders):
-            where = f"{os.path.basename(path)}, member {sample.key}" if sample.key else os.path.basename(path)
+            where = f"{name}, member {sample.key}" if sample.key else name
             try:
-                yield record_of_sample(builder, sample, where, f"{shard}/{sample.key}", names, split, a_line)
+                yield record_of_sample(
+                    builder, sample, where, f"{os.path.splitext(name)[0]}/{sample.key}", names, split, a_line
+                )
             except Fault as fault:
                 yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"), split)
 

@@ -208,7 +208,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         for file in sorted(files_below(folder, tuple(SHARDS), unread)):
             check_own_file(folder / file, folder, data.allow_outside_root, title)
             found.setdefault(split_of_path(file, by_words=True) or "train", []).append(str(folder / file))
-        for fault in unread.faults:
+        for fault in (*unread.faults, *map(unread.says, unread.passed)):
             logger.warning("%s; %s", title, fault)
         return found
     with blamed_on(title):
@@ -255,15 +255,21 @@ def _read_all(shards: list[Shard], source: Source) -> Dataset:
         gen_kwargs={"whole": (shards, source)},  # a tuple, for a list would be shared out among processes
     )
     assert isinstance(rows, Dataset)
+    if lost := sum(shard.rows for shard in shards) - len(rows):
+        reason = next((row for row in _rows(shards, source) if isinstance(row, str)), "")
+        logger.warning("%s; %d rows of validation cannot be used, such as %s", source.title, lost, reason)
     return rows.cast_column("image", features["image"])
 
 
 def _usable_rows(whole: tuple[Sequence[Shard], Source]) -> Iterator[dict[str, Any]]:
-    reader = ShardReader(*whole)
-    for number, shard in enumerate(reader.shards):
+    yield from (row for row in _rows(*whole) if isinstance(row, dict))
+
+
+def _rows(shards: Sequence[Shard], source: Source) -> Iterator[Row]:
+    reader = ShardReader(shards, source)
+    for number, shard in enumerate(shards):
         for start in range(0, shard.rows, 64):
-            rows = reader.read(number, start, min(start + 64, shard.rows))
-            yield from (row for row in rows if isinstance(row, dict))
+            yield from reader.read(number, start, min(start + 64, shard.rows))
 
 
 @dataclass

@@ -167,6 +167,7 @@ CAPTIONS = [
     _caption("that is a list in NumPy's form", "['{caption}'\n 'IMG_1234.jpg']", "caption_is_file_name", "{caption}"),
     _caption("that is a list in JSON's form", '["{caption}", null]', "caption_null", "{caption}"),
     _caption("that is half a list", "['{caption}', 'a]", "caption_list"),
+    _caption("that is a list of objects", "[{'raw': '{caption}'}]", "caption_list"),
     _caption("list of which none is left", [None, ""], "caption_null caption_empty"),
     _caption("list of which some are left", ["{caption}", None, 7], "caption_null caption_not_text", "{caption}"),
     _caption("list with a file name", ["a.jpg", "{caption}"], "caption_is_file_name", "{caption}"),

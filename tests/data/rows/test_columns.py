@@ -41,8 +41,8 @@ def test_an_error_names_the_flag_or_the_key_of_a_source_and_few_columns() -> Non
 
 
 def test_splits_have_many_names_and_no_others() -> None:
-    assert [split_of(name) for name in ("Training", "restval", " val ", "dev", "TEST")] == [
-        *("train", "train", "validation", "validation", "test")
+    assert [split_of(name) for name in ("Training", "restval", " val ", "dev", "TEST", "eval")] == [
+        *("train", "train", "validation", "validation", "test", "test")
     ]
     for name in (None, "", "challenge", 3):
         with pytest.raises(Fault):

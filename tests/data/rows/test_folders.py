@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.reading import lines, read, reasons, write
+from tests.kit.reading import lines, put, read, reasons, write
 
 
 def test_classes_get_captions_from_templates(folder: Path) -> None:
@@ -38,6 +38,13 @@ def test_a_folder_of_images_beside_their_list_points_at_the_list(folder: Path) -
     assert len(read(folder / "set" / "captions.jsonl")[0]) == 1
     with pytest.raises(ValueError, match="the format of this folder is not recognised"):
         read(write(folder / "other" / "README.txt", "about").parent)
+    for files, message in (
+        (("a.png", "captions.txt"), "holds images and captions.txt"),
+        (("a.png",), "holds images and no captions"),
+    ):
+        put(*files)(folder / f"flat {len(files)}")
+        with pytest.raises(ValueError, match=message):
+            read(folder / f"flat {len(files)}")
 
 
 def test_a_function_of_ones_own_reads_a_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,3 +159,6 @@ def test_a_pattern_that_finds_less_than_it_says_is_refused(pattern: str, tmp_pat
     with pytest.raises(ValueError, match="there is no "):
         read(tmp_path / pattern.rpartition(" ")[2], format="webdataset")
     assert len(read(tmp_path / "a/{0..1}.tar")[0]) == 2
+    put("train/0.tar", "Training/0.tar")(tmp_path / "splits")
+    for path in (tmp_path / "splits", tmp_path / "splits/{train,Training}/0.tar"):
+        assert {record.id for record in read(path)[0]} == {"train/0/a", "Training/0/a"}

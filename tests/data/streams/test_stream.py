@@ -380,9 +380,12 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
         (".hidden/train-1", "extra"),
     ):
         (path := tmp_path / "folder" / f"{name}.parquet").parent.mkdir(parents=True, exist_ok=True)
-        shards.write_parquet(path, shards.rows_of(numbers[split]))
+        empty = [{**row, "captions": [""]} for row in shards.rows_of(range(split == "dev"))]
+        shards.write_parquet(path, [*shards.rows_of(numbers[split]), *empty])
     stream = opened(str(tmp_path / "folder"), groups=1)
     assert (stream.num_rows, len(stream.validation)) == (50, 5)
+    assert "1 rows of validation cannot be used, such as shard" in caplog.text
+    assert "1 hidden folders and files" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,13 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 5. Write the data set, and the report.
     write_mined(pairs, mined, args.dataset_name, Path(args.output_dir), to_dict(args, mining))
-    logger.info("Train on it: %s", launch_command("pretrain", ["--dataset_name", args.output_dir]))
+    words = [
+        "--dataset_name",
+        args.output_dir,
+        "--objectives",
+        "contrastive:1,matching:1",
+    ]  # which alone reads negatives
+    logger.info("Train on it: %s", launch_command("pretrain", words))
     accelerator.end_training()
     return {"images": len(rows), "negatives": sum(map(len, mined.negatives))}
 

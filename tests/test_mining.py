@@ -148,8 +148,9 @@ def test_no_negative_is_true_or_of_another_split(mined: Path) -> None:
             assert not set(row["negatives"]) & {"picture 28", "picture 29"}
 
 
-def test_the_column_may_be_mined_again(model: Path, mined: Path, tmp_path: Path) -> None:
+def test_the_column_may_be_mined_again(model: Path, mined: Path, tmp_path: Path, caplog) -> None:
     mine_negatives.main(flags(model, mined, tmp_path / "again"))
+    assert f"--dataset_name {tmp_path / 'again'} --objectives contrastive:1,matching:1" in caplog.text
     old, new = (datasets.load_from_disk(str(folder))["train"] for folder in (mined, tmp_path / "again"))
     assert new["negatives"][:] == old["negatives"][:]
     assert new.column_names == old.column_names

@@ -114,4 +114,6 @@ def table_of_hits(hits: Sequence[Any], reranks: bool, medium: str) -> list[str]:
 def table_of_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
     """Return a line for each image, groups apart, and how many there are."""
     lines = [line for group in groups for line in (*(printable(each["path"] or each["id"]) for each in group), "")]
+    if not groups:
+        return ["No picture occurs twice"]
     return [*lines, f"{len(groups):,} pictures occur {sum(map(len, groups)):,} times"]

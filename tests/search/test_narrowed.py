@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mm_utils.search.narrowed import Filter
+from mm_utils.search.narrowed import Filter, table_of_copies
 from mm_utils.search.searcher import Searcher
 from scripts import search
 from tests.search.conftest import update, write_photos
@@ -108,6 +108,7 @@ def test_pictures_that_occur_twice_are_listed(dated: Path, capsys: pytest.Captur
     search.main(["--index_dir", str(dated), "--copies"])
     shown = capsys.readouterr().out
     assert f"{len(groups)} pictures occur {sum(map(len, groups))} times" in shown
+    assert table_of_copies([]) == ["No picture occurs twice"]
     assert str(dated.parent / "photos/1/029.png") in shown
     search.main(["--index_dir", str(dated), "--copies", "--folder", "1", "--json"])
     assert "0/008.png" not in capsys.readouterr().out

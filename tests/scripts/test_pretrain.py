@@ -148,6 +148,8 @@ def test_the_average_of_the_weights_is_kept_and_resumed(tiny_flags, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     [measured] = [row for row in rows if "eval_text_to_image_mean_rank" in row]
     assert {name.replace("eval_", "eval_raw_") for name in measured if "eval_t" in name} <= set(measured)
+    pretrain.main([*flags, "--eval_steps", "1", "--output_dir", str(tmp_path / "d")])
+    assert losses(tmp_path / "d")[2] == losses(tmp_path / "c")[2]  # an evaluation of the average leaves the weights
 
 
 def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags, tmp_path):

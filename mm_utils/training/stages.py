@@ -66,18 +66,15 @@ class Stage:
 
     def ranked(self, history: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the evaluated steps, the best first: of equal ones the first, of heads the longest trained."""
-        rows = self._candidates(history)
-        sign, name = 1 if greater_is_better(self.metric) else -1, f"eval_{self.metric}"
-        values = {step: sign * row[name] for step, row in rows.items() if name in row}
+        values, sign = self._values(history), 1 if greater_is_better(self.metric) else -1
         if self.asked and not values:
-            return sorted(rows, reverse=True)
-        return sorted(values, key=lambda step: (-values[step], -step if self.asked else step))
+            return sorted(self._candidates(history), reverse=True)
+        return sorted(values, key=lambda step: (-sign * values[step], -step if self.asked else step))
 
     def choice(self, history: Sequence[Mapping[str, Any]], step: int) -> tuple[str | None, str]:
         """Return the figure that chose a step of `ranked`, None for the last step without one, and a sentence."""
         what = "with the fusion head of" if self.name == "head" else "of"
-        name = f"eval_{self.metric}"
-        values = {at: row[name] for at, row in self._candidates(history).items() if name in row}
+        values, name = self._values(history), f"eval_{self.metric}"
         if not values:
             return None, f"Saved is the model {what} step {step}, the last one, as no evaluation measured re-ranking."
         best = f"the best of {len(values)} evaluations by {name} ({values[step]:.4g})"
@@ -85,7 +82,7 @@ class Stage:
 
     def lost_recall(self, history: Sequence[Mapping[str, Any]], step: int, reranks: bool) -> bool:
         """Return whether the projections of a step, re-ranked where that is on, are worse than those at `begin` alone."""
-        rows = {int(row["step"]): row for row in history if "loss" not in row}
+        rows = evaluations(history)
         trains_encoders = any(name.startswith(ENCODERS) for name in self.trains)
         if self.begin not in rows or self.asked is None or trains_encoders or self.name != "head":
             return False
@@ -94,8 +91,17 @@ class Stage:
         return sign * value < sign * rows[self.begin][name]
 
     def _candidates(self, history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        rows = {int(row["step"]): row for row in history if "loss" not in row}
-        return {step: row for step, row in rows.items() if self.judges_start or step > self.begin}
+        return {step: row for step, row in evaluations(history).items() if self.judges_start or step > self.begin}
+
+    def _values(self, history: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+        """Return the figures that the stage is judged by, by step."""
+        name = f"eval_{self.metric}"
+        return {step: row[name] for step, row in self._candidates(history).items() if name in row}
+
+
+def evaluations(history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Return the rows of a log that are of evaluations, by step."""
+    return {int(row["step"]): row for row in history if "loss" not in row}
 
 
 def stages_of(objective: Objective, args: TrainingArguments, head_share: float, num_rows: int) -> list[Stage]:

@@ -41,7 +41,7 @@ from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingAr
 from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.prepared import prepare, unsharded
-from mm_utils.training.stages import HEAD, Stage, stages_of
+from mm_utils.training.stages import HEAD, Stage, evaluations, stages_of
 from mm_utils.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,8 @@ class Trainer:
         self.steps = args.total_steps(data.num_rows)  # of all stages
         self.stage = stage = stage or stages_of(objective, args, 0.0, data.num_rows)[0]
         every = args.logging_steps if args.logging_steps >= 0 else min(10, -(-self.steps // 10))
-        args = replace(
-            args, metric_for_best_model=stage.metric, logging_steps=every
-        )  # early stopping reads the metric
+        # Early stopping reads the metric from the arguments.
+        args = replace(args, metric_for_best_model=stage.metric, logging_steps=every)
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
         self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, data)
@@ -319,8 +318,7 @@ class Trainer:
 
     def _is_evaluated(self) -> bool:
         """Return whether the log has the evaluation of the present weights."""
-        step = self.state.global_step
-        return any(row["step"] == step and "loss" not in row for row in self.state.log_history)
+        return self.state.global_step in evaluations(self.state.log_history)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -406,8 +404,7 @@ class Trainer:
         """Load the weights of the best step; return the metrics of its evaluation."""
         history, last = self.state.log_history, self.state.global_step
         self.captured.load_weights(path)
-        found = next(row for row in history if row["step"] == best and "loss" not in row)
-        metrics = {name: value for name, value in found.items() if name.startswith("eval_")}
+        metrics = {name: value for name, value in evaluations(history)[best].items() if name.startswith("eval_")}
         if not self.ends_run:
             logger.info("The fusion head is trained on the encoders of step %d, the best of theirs", best)
             return metrics

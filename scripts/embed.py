@@ -23,7 +23,7 @@ from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import TestedDataArguments
+from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
@@ -63,14 +63,14 @@ class EmbedArguments:
 def main(argv: list[str] | None = None) -> dict[str, int]:
     """Run the script and return the numbers of images; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    given = parse_args(EmbedArguments, TestedDataArguments, argv=argv, doc=__doc__)
-    args, data_args = given[EmbedArguments], given[TestedDataArguments]
+    given = parse_args(EmbedArguments, EvaluatedDataArguments, argv=argv, doc=__doc__)
+    args, data_args = given[EmbedArguments], given[EvaluatedDataArguments]
     model_name, folder = str(args.model_name_or_path), Path(str(args.index_dir))
     source = data_args.dataset_name or data_args.train_file
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
     if args.images:
-        unread = " ".join(field.name for field in fields(TestedDataArguments) if field.name != "allow_outside_root")
+        unread = " ".join(field.name for field in fields(EvaluatedDataArguments) if field.name != "allow_outside_root")
         given.refuse(unread, "--images are media without captions")
     else:
         given.refuse("with_clips", "--images is not given")

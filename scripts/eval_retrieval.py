@@ -35,7 +35,7 @@ from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, ma
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.benchmarks import RETRIEVAL, find_benchmark
 from mm_utils.data.pairs import load_benchmark, load_split
-from mm_utils.data.rows.source import TestedDataArguments
+from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn, parse_weights
 from mm_utils.model.build import load_model
@@ -79,10 +79,10 @@ class EvalRetrievalArguments:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (EvalRetrievalArguments, EvaluationArguments, TestedDataArguments, ReadingArguments)
+    groups = (EvalRetrievalArguments, EvaluationArguments, EvaluatedDataArguments, ReadingArguments)
     given = parse_args(*groups, argv=argv, doc=__doc__)
     args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
-    data_args, loader_args = given[TestedDataArguments], given[ReadingArguments]
+    data_args, loader_args = given[EvaluatedDataArguments], given[ReadingArguments]
     check_model(args.model_name_or_path)
     if args.output_dir:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
-from mm_utils.data.rows.source import TestedDataArguments
+from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.finetuning.zero_shot import (
     ZeroShotArguments,
     ZeroShotEvaluator,
@@ -64,9 +64,9 @@ class EvalZeroShotArguments:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (EvalZeroShotArguments, TestedDataArguments, ZeroShotArguments, ReadingArguments)
+    groups = (EvalZeroShotArguments, EvaluatedDataArguments, ZeroShotArguments, ReadingArguments)
     given = parse_args(*groups, argv=argv, doc=__doc__)
-    args, data_args = given[EvalZeroShotArguments], given[TestedDataArguments]
+    args, data_args = given[EvalZeroShotArguments], given[EvaluatedDataArguments]
     zero_shot_args, loader_args = given[ZeroShotArguments], given[ReadingArguments]
     given.refuse("max_train_samples", "nothing is trained")
     given.refuse("caption_column", "classes of media are measured")

@@ -27,7 +27,7 @@ from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import TestedDataArguments
+from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export_open_clip, written
 from mm_utils.export.graphs import check_packages, head_weights
 from mm_utils.model.build import load_model
@@ -83,8 +83,8 @@ class ExportArguments:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the script and return the figures by precision; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    given = parse_args(ExportArguments, TestedDataArguments, argv=argv, doc=__doc__)
-    args, data_args = given[ExportArguments], given[TestedDataArguments]
+    given = parse_args(ExportArguments, EvaluatedDataArguments, argv=argv, doc=__doc__)
+    args, data_args = given[ExportArguments], given[EvaluatedDataArguments]
     model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
     if args.layout != "open_clip":
         check_packages()

@@ -36,7 +36,7 @@ from transformers import TrainerCallback
 from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.rows.source import TestedDataArguments
+from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 FLAGS = (
     *(
-        TestedDataArguments,
+        EvaluatedDataArguments,
         TaskArguments,
         LoaderArguments,
         ClassifierArguments,
@@ -85,7 +85,7 @@ def main(
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
     processor = load_processor_of(classifier_args.model_name_or_path)
-    sources = given[TestedDataArguments], given[TaskArguments], given[LoaderArguments]
+    sources = given[EvaluatedDataArguments], given[TaskArguments], given[LoaderArguments]
     task, data = open_task(run.accelerator, *sources, run.args, processor, run.fits_batch)
     run = run.settled(data)
     rows, classes = data.splits["train"], len(task.classes)

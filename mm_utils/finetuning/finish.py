@@ -10,7 +10,7 @@ from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import too_few
-from mm_utils.data.rows.source import TestedDataArguments
+from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.gained import Evaluations, read_evaluations
 from mm_utils.finetuning.confusion import report_classes
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
@@ -205,6 +205,6 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
     if model.config.classifier_inputs == "image" and any(run.settings[name] for name in SOURCES):
         # What the start does without training.
         words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
-        words += to_words(TestedDataArguments, run.settings, ["max_train_samples", "caption_column"])
+        words += to_words(EvaluatedDataArguments, run.settings, ["max_train_samples", "caption_column"])
         commands.append(launch_command("eval_zero_shot", words + to_words(LabelArguments, run.settings)))
     return [*lines, *listing(run.output_dir, contents, context.published), *next_lines(commands)]

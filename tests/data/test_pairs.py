@@ -20,7 +20,7 @@ from PIL import Image as PILImage
 from mm_utils.data import pairs as source_pairs
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.checks import CheckArguments, check_caption
-from mm_utils.data.rows.source import DataArguments, TestedDataArguments
+from mm_utils.data.rows.source import DataArguments, EvaluatedDataArguments
 from mm_utils.data.scenes import load_scenes
 
 COUNT = 8
@@ -267,7 +267,7 @@ def test_limits_take_the_first_images_after_merging(folder: Path) -> None:
     train = write(folder / "t.csv", [{**row, "split": "test"} for row in flat(rows_of(range(5)))])  # which is not read
     other = write(folder / "v.csv", flat(rows_of(range(5, 8))))
     loaded = load_pairs(
-        TestedDataArguments(
+        EvaluatedDataArguments(
             train_file=train, validation_file=other, test_file=other, max_train_samples=3, max_eval_samples=2
         )
     )
@@ -289,7 +289,7 @@ def test_images_in_two_splits_are_named_and_stay(folder: Path, caplog: pytest.Lo
 
 
 def test_evaluation_needs_no_train_split(folder: Path) -> None:
-    args = TestedDataArguments(test_file=write(folder / "p.jsonl", rows_of()))
+    args = EvaluatedDataArguments(test_file=write(folder / "p.jsonl", rows_of()))
     assert list(load_pairs(args, need_train=False)) == ["test"]
     with pytest.raises(ValueError, match=r"--test_file is .*; there is no train split, only test"):
         load_pairs(args)

@@ -98,10 +98,8 @@ class DataArguments:
 
 
 @dataclass
-class TestedDataArguments(DataArguments):
+class EvaluatedDataArguments(DataArguments):
     """Image-caption pairs, and a file of those to test on."""
-
-    __test__ = False  # for pytest: no tests
 
     test_file: str | None = arg(None, "Test pairs.", decides="place")
 

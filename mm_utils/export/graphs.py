@@ -29,7 +29,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, 
 from mm_utils.text import one_line
 
 OPSET = 18  # of ONNX's operators: the least that torch writes; onnxruntime reads it since 1.14 (February 2023)
-IMAGES, TEXTS, LENGTH = 3, 2, 7  # that are traced; none is 1, which the exporter would take for a constant
+# The sizes of the traced inputs; none is 1, which the exporter would take for a constant.
+IMAGES, TEXTS, LENGTH = 3, 2, 7
 
 
 def check_packages() -> None:

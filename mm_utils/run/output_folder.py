@@ -31,20 +31,24 @@ _DATA = ("train_file", "validation_file", "test_file", "dataset_name", "image_ro
 _MODELS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
 _OWN = (
     *(STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder"),
-    *("model*.safetensors", "model.safetensors.index.json"),
-    *("modeling_fusion_dual_encoder.py", "fusion.py", "reading.py", "spectrograms.py"),
-    "*processor_config.json",
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("spiece.model", "sentencepiece*.model"),
     *(
+        "model*.safetensors",
+        "model.safetensors.index.json",
+        "modeling_fusion_dual_encoder.py",
+        "fusion.py",
+        "reading.py",
+    ),
+    *("spectrograms.py", "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+        "sentencepiece*.model",
         "training.png",
         "retrieval.png",
-        *("regions.png", "moments.png", "embedding_sizes.*"),  # of earlier versions
-        "confusion.png",
-        "classes.csv",
-        "results.json",
-        "wise_ft.*",
     ),
+    *("confusion.png", "classes.csv", "results.json", "wise_ft.*"),
     *("checkpoint-[0-9]*.damaged", "checkpoint-[0-9]*.superseded"),
 )
 """Everything that a run writes beside its checkpoints, as patterns of names."""
@@ -79,14 +83,14 @@ def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], 
         folder = folder or _new_folder(name)
         is_restart = bool(earlier_starts(folder, launch))
         resume_from = resume_name(args.resume_from_checkpoint, folder, launch if is_restart else [])
-        problem = (
-            misplaced(folder, config) or holds_run(folder, is_restart or bool(resume_from)) or holds_others(folder)
-        )
+        goes_on = is_restart or bool(resume_from)
+        problem = misplaced(folder, config) or holds_run(folder, goes_on) or holds_others(folder)
         if not problem:
             folder.mkdir(parents=True, exist_ok=True)
             (probe := folder / ".writable").write_text("")
             probe.unlink()
-            problem = lock_folder(folder)
+            # Another run may have had the lock, and be done: what it has left is not replaced.
+            problem = lock_folder(folder) or holds_run(folder, goes_on)
     except (OSError, ValueError) as error:  # a ValueError comes from a name that no file can have
         where, why = args.output_dir or Path("outputs").absolute(), getattr(error, "strerror", None) or str(error)
         return Claim(

@@ -37,8 +37,6 @@ from mm_utils.text import redact
 STARTS_FILE = "environment.json"
 LAUNCHER_VARIABLE = "TANDEM_LAUNCHER"  # holds the name of a launcher that sets it in its processes (`mm_utils.launch`)
 _ROOT = Path(__file__).resolve().parents[2]
-_MAX_RESTARTS_WITHOUT_STEP = 2
-_GIT_SECONDS = 10
 
 
 def launcher_names() -> list[str]:
@@ -104,46 +102,26 @@ def record_start(folder: Path, description: dict[str, Any], launch: Sequence[str
 
 
 class RestartRecord(TrainerCallback):
-    """Record the step that this start resumes from, and end a run whose restarts gain no step.
+    """Record the step that this start resumes from.
 
     Args:
         save_config: writes `config.yaml`, which a resumed run replaces only here, where nothing refuses it any more.
     """
 
-    def __init__(self, save_config: Callable[[], None] | None = None):
+    def __init__(self, save_config: Callable[[], None] = lambda: None):
         self.save_config, self._is_recorded = save_config, False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the step; raise ValueError on all ranks if the last restarts began at the same one."""
-        if self._is_recorded:  # a later stage begins
-            return
-        self._is_recorded = True
-        problem = _record_step(Path(args.output_dir), state.global_step) if distributed.rank() == 0 else None
-        distributed.raise_everywhere(problem)
-        if self.save_config is not None:
-            distributed.on_first(self.save_config)
+        """Record the step of the first stage that this start trains."""
+        if not self._is_recorded:
+            self._is_recorded = True
+            distributed.on_first(lambda: self._record(Path(args.output_dir), state.global_step))
 
-
-def _record_step(folder: Path, step: int) -> str | None:
-    starts = earlier_starts(folder)
-    if not starts:
-        return None
-    now = starts[-1]
-    now["resumed_from"] = step
-    try:
-        _write(folder, starts)
-    except OSError as error:
-        return f"{folder / STARTS_FILE} cannot be written: {error.strerror}. Free some disk."
-    before = earlier_starts(folder, now.get("launch", ()))[:-1][-_MAX_RESTARTS_WITHOUT_STEP:]
-    idle = len(before) == _MAX_RESTARTS_WITHOUT_STEP and all(
-        start.get("resumed_from", step) == step for start in before
-    )
-    if idle and now.get("restarts", 0) >= _MAX_RESTARTS_WITHOUT_STEP:
-        return (
-            f"--max_restarts has restarted the run, and no step was gained in {_MAX_RESTARTS_WITHOUT_STEP} restarts: each went "
-            f"on from step {step}. Look for the first error in the log, or set a lower --save_steps."
-        )
-    return None
+    def _record(self, folder: Path, step: int) -> None:
+        if starts := earlier_starts(folder):
+            starts[-1]["resumed_from"] = step
+            _write(folder, starts)
+        self.save_config()
 
 
 def _write(folder: Path, starts: list[dict[str, Any]]) -> None:
@@ -184,7 +162,6 @@ def describe_start(accelerator: Accelerator) -> dict[str, Any]:
         "platform": platform.platform(),
         **versions(),
         "cuda": torch.version.cuda,
-        "driver": _driver(),
         "commit": _commit(),
         "code": code_digest(),
     }
@@ -195,22 +172,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _driver() -> str | None:
-    with suppress(OSError):
-        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
-    return None
-
-
 def _commit() -> str | None:
     """Return the code's commit, `-dirty` if changed since; None outside a git checkout."""
-    if not (_ROOT / ".git").exists():
-        return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_GIT_SECONDS, env=variables
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    with suppress(OSError, subprocess.SubprocessError):
+        if (_ROOT / ".git").exists():
+            return subprocess.check_output(
+                command, text=True, timeout=10, stderr=subprocess.DEVNULL, env=environment
+            ).strip()
+    return None

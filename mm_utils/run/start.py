@@ -89,7 +89,6 @@ def start_run(name: str, given: Parsed) -> Run:
     args, settings = given[TrainingArguments], given.settings
     fits_batch = args.batch_size_schedule is None and "global_batch_size" not in given.named
     accelerator = make_accelerator()
-    checks.check_devices(accelerator)
     checks.check_equal_start(given.common)
     launch, description = launcher_names(), describe_start(accelerator)
     claim = distributed.on_first(lambda: claim_folder(name, args, settings, launch))
@@ -117,12 +116,12 @@ def make_accelerator() -> Accelerator:
     """Return the accelerator as `accelerate launch` set it up; set up logging.
 
     Raises:
-        RunError: if the processes do not see each other, or the launcher is one that they cannot be started by.
+        RunError: if the processes do not see each other.
         ValueError: if the device does not support the precision.
     """
-    checks.check_launcher()
-    checks.fork_without_tokenizer_threads()
     checks.check_precision()
+    # Forked processes would wait forever for the threads of tokenizers, where TOKENIZERS_PARALLELISM is true.
+    os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
     # Otherwise transformers would load a model in one process, and leave its weights empty in the others for FSDP to fill.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # Its successor is not in older versions of torch, which are supported, too.
@@ -153,8 +152,6 @@ def make_accelerator() -> Accelerator:
     elif device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; the losses turn it off
     logger.info("%d x %s, mixed precision %s", accelerator.num_processes, device, accelerator.mixed_precision)
-    if accelerator.is_main_process:
-        checks.report_launch(accelerator.device)
     return accelerator
 
 

@@ -38,14 +38,18 @@ def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path, chil
     assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
 
 
-def test_a_run_waits_for_the_one_that_is_ending(tmp_path: Path, children: list[int]) -> None:
+def test_a_run_that_was_done_meanwhile_is_not_replaced(tmp_path: Path, children: list[int]) -> None:
+    """Two starts at once: the second waits for the lock of the first, and looks into the folder again."""
+
     def hold(report: Callable[[str], Any]) -> None:
         report(output_folder.lock_folder(tmp_path, 0) or "locked")
-        time.sleep(0.7)
+        time.sleep(0.5)
+        (tmp_path / "metrics.jsonl").write_text("{}")
         os._exit(0)
 
     _, reading = fork(children, hold)
     assert read_report(reading) == "locked\n"
+    assert "already holds a run" in (claim(tmp_path).problem or "")
     assert output_folder.lock_folder(tmp_path, PATIENCE) is None
 
 

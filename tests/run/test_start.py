@@ -1,24 +1,31 @@
-"""Starts of a run: its folder, the files written there, and what a restart resumes."""
+"""Starts of a run: what is refused, the folder and the files written there, and what a restart resumes."""
 
 import contextlib
 import json
 import logging
 import os
 import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from accelerate import PartialState
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed
+from mm_utils.arguments import Parsed, parse_args
 from mm_utils.distributed import RunError
-from mm_utils.run import output_folder
+from mm_utils.run import checks, output_folder, restarts
+from mm_utils.run.flags import PRETRAINING
 from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
-from tests.kit.processes import begin_training, fork, launched, read_report
+from tests.kit.processes import PATIENCE, begin_training, launched
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 def start(folder: Path | None, **values: Any) -> TrainingArguments:
@@ -34,30 +41,17 @@ def starts(folder: Path) -> list[dict[str, Any]]:
 def test_a_start_writes_its_arguments_and_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pretrain.py", "--hub_token", "hf_canaryabcdefghijkl", "--seed", "7"])
     start(tmp_path / "out", seed=7)
-    [about] = starts(tmp_path / "out")
+    start(tmp_path / "out", seed=7)
+    about, _ = starts(tmp_path / "out")
     assert about["command"] == "pretrain.py --hub_token *** --seed 7"
     assert about["hosts"] == [os.uname().nodename]
     assert (about["num_processes"], about["devices"]) == (1, ["cpu"])
-    assert {"time", "python", "platform", "torch", "transformers", "accelerate", "datasets", "driver"} <= set(about)
+    assert {"time", "python", "platform", "torch", "transformers", "accelerate", "datasets", "code"} <= set(about)
     assert about["commit"] is None or len(about["commit"].removesuffix("-dirty")) == 40
     assert yaml.safe_load((tmp_path / "out/config.yaml").read_text())["seed"] == 7
 
 
-def test_starts_in_one_folder_are_listed_together(tmp_path: Path) -> None:
-    start(tmp_path)
-    start(tmp_path)
-    assert len(starts(tmp_path)) == 2
-
-
-def test_two_runs_in_one_folder(tmp_path: Path, children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    pid, reading = fork(children, lambda report: report(output_folder.lock_folder(tmp_path) or "locked"))
-    assert read_report(reading) == "locked\n"
-    monkeypatch.setattr(output_folder.lock_folder, "__defaults__", (0.1,))
-    with pytest.raises(RunError, match=f"a run is writing there: process {pid} on"):
-        start(tmp_path)
-    assert not (tmp_path / "config.yaml").exists()
-
-
+# -- what is refused ----------------------------------------------------------------------------------------------------
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file" / "out", tmp_path / "file", tmp_path / "\0"):
@@ -66,6 +60,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(RunError, match="it is your home folder"):
         start(tmp_path)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(ValueError, match="--mixed_precision is fp16; it needs a GPU"):
+        start(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -86,37 +84,100 @@ def test_a_disk_that_is_read_only_or_full(options: str, reason: str, tmp_path: P
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    launched(monkeypatch, "a", 0)
-    first = start(None)
-    assert (first.output_dir, first.resume_from_checkpoint) == ("outputs/pretrain-1", None)
-    Path("outputs/pretrain-1/checkpoint-5").mkdir()
-    launched(monkeypatch, "a", 1)
-    again = start(None)
-    assert (again.output_dir, again.resume_from_checkpoint) == ("outputs/pretrain-1", "latest")
-    assert Path("outputs/pretrain-1/checkpoint-5").exists()
-    launched(monkeypatch, "b", 0)
-    other = start(None)
-    assert (other.output_dir, other.resume_from_checkpoint) == ("outputs/pretrain-2", None)
+GPU = {"ACCELERATE_USE_CPU": "false"}
 
 
-def test_a_restart_takes_no_other_runs_folder_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first attempt died before it came to its folder."""
-    launched(monkeypatch, "a", 0)
-    start(tmp_path)
-    (tmp_path / "checkpoint-5").mkdir()
-    launched(monkeypatch, "b", 1)
-    with pytest.raises(RunError, match="it already holds a run"):
-        start(tmp_path)
+@pytest.mark.parametrize(
+    ("precision", "variables", "capability", "message"),
+    [
+        ("fp8", {}, None, "--mixed_precision is fp8; it needs a GPU. Use bf16, or no"),
+        ("no", {**GPU, "CUDA_VISIBLE_DEVICES": "0,1"}, None, "CUDA_VISIBLE_DEVICES is 0,1; .* sees no GPU"),
+        ("no", {"CUDA_VISIBLE_DEVICES": "0"}, None, None),
+        ("bf16", {}, None, None),
+        ("bf16", GPU, (7, 5), "Old GPU computes none. Use fp16"),
+        ("fp8", GPU, (8, 0), "Old GPU computes none. Use bf16"),
+        ("bf16", GPU, (8, 0), None),
+        ("fp16", GPU, (7, 0), None),
+    ],
+)
+def test_precisions_that_a_machine_refuses(
+    precision: str, variables: dict[str, str], capability: tuple[int, int] | None, message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in ({"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": precision} | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        checks.check_precision()
 
 
-def test_devices_are_checked_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    with pytest.raises(ValueError, match="fp16 needs a GPU"):
-        start(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_BACKEND": "NO"}, 7),  # of the launcher, not of a person
+        ({"OMP_NUM_THREADS": ""}, 7),
+    ],
+)
+def test_threads_are_those_of_the_launch(
+    variables: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(distributed, "cores_per_process", lambda: 7)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    try:
+        checks.use_cpu_well()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def message_of(check: Any, *args: Any) -> str | None:
+    try:
+        check(*args)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def disagreements() -> list[str | None]:
+    """On each of three ranks, the messages of several checks."""
+    let_accelerate_find_ranks()
+    PartialState(cpu=True)
+    rank = distributed.rank()
+    own = ["--output_dir", f"of-{rank}", "--dataloader_num_workers", str(rank), "--image_root", str(rank)]
+    alike = parse_args(*PRETRAINING, argv=own).common
+    found = [message_of(checks.check_equal_start, alike)]
+    found.append(message_of(checks.check_equal_start, {**alike, "learning_rate": 1e-3 if rank != 1 else 2e-3}))
+    found.append(message_of(checks.check_equal_start, alike if rank else {**alike, "extra": 1}))
+    checks.code_digest, digest = lambda: f"digest {rank // 2}", checks.code_digest
+    found.append(message_of(checks.check_equal_start, alike))
+    checks.code_digest = digest
+    found.append(
+        message_of(distributed.check_equal_on_all_ranks, {"the data's fingerprint": "abc" if rank else "abd"})
+    )
+    found.append(message_of(distributed.raise_everywhere, "disk is full" if rank == 2 else None))
+    return found
+
+
+def test_ranks_that_differ_all_stop_with_the_difference() -> None:
+    [found, *others] = run_on_ranks(3, disagreements)
+    assert all(other == found for other in others)
+    alike, rate, extra, code, data, full = found
+    assert alike is None
+    assert "--learning_rate is 0.001 on ranks 0, 2 and 0.002 on rank 1; it differs between processes. " in rate
+    assert "--extra is 1 on rank 0 and missing on ranks 1, 2;" in extra
+    assert 'the code of mm_utils is "digest 0" on ranks 0, 1 and "digest 1" on rank 2;' in code
+    assert 'the data\'s fingerprint is "abd" on rank 0' in data
+    assert full == "disk is full"
+    assert all("\n" not in message for message in found if message)
 
 
 def start_on_rank(root: str) -> list[Any]:
@@ -124,12 +185,8 @@ def start_on_rank(root: str) -> list[Any]:
     let_accelerate_find_ranks()
     os.chdir(root)
     logging.disable()
-    try:
-        start(None, seed=distributed.rank())
-    except ValueError as error:
-        message = str(error)
+    message = message_of(lambda: start(None, seed=distributed.rank()))
     args = start(None)
-    distributed.check_equal_on_all_ranks({"the data": "abc"})
     begin_training(Path(str(args.output_dir)), 3)
     return [message, args.output_dir, sorted(os.listdir("outputs")), starts(Path(str(args.output_dir)))]
 
@@ -143,3 +200,128 @@ def test_ranks_start_together(tmp_path: Path) -> None:
     assert made == ["pretrain-1"]
     assert (about["num_processes"], about["devices"]) == (2, ["cpu", "cpu"])
     assert about["resumed_from"] == 3
+
+
+# -- restarts -----------------------------------------------------------------------------------------------------------
+def test_a_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    launched(monkeypatch, "a", 0)
+    first = start(None)
+    assert (first.output_dir, first.resume_from_checkpoint) == ("outputs/pretrain-1", None)
+    Path("outputs/pretrain-1/checkpoint-5").mkdir()
+    launched(monkeypatch, "a", 1)
+    again = start(None)
+    assert (again.output_dir, again.resume_from_checkpoint) == ("outputs/pretrain-1", "latest")
+    assert Path("outputs/pretrain-1/checkpoint-5").exists()
+    launched(monkeypatch, "b", 1)  # whose first attempt died before it came to its folder
+    with pytest.raises(RunError, match="it already holds a run"):
+        start(Path("outputs/pretrain-1"))
+    other = start(None)
+    assert (other.output_dir, other.resume_from_checkpoint) == ("outputs/pretrain-2", None)
+
+
+def test_all_attempts_of_a_launch_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = launched(monkeypatch, "a", 0)
+    assert len(first) == 1
+    assert launched(monkeypatch, "a", 2) == first
+    assert launched(monkeypatch, "b", 0) != first
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert restarts.launcher_names() == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    assert restarts.launcher_names() == [f"{os.uname().nodename}:job-7"]
+
+
+@pytest.mark.parametrize("text", ["", "[{", "{}", "[1, 2]", "\0"])
+def test_a_damaged_list_is_begun_anew(text: str, tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text(text)
+    assert restarts.earlier_starts(tmp_path) == []
+    begin_training(tmp_path, 4)  # without a list, nothing is recorded
+    restarts.record_start(tmp_path, {"a": 1}, [])
+    begin_training(tmp_path, 3)
+    assert [each["resumed_from"] for each in starts(tmp_path)] == [3]
+
+
+def test_the_checkpoint_that_a_restart_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = launched(monkeypatch, "a")
+    assert restarts.resume_name(None, tmp_path, launch) is None
+    assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "there/checkpoint-4"
+    restarts.record_start(tmp_path, {}, launch)
+    assert restarts.resume_name(None, tmp_path, launch) == "latest"
+    (tmp_path / "checkpoint-9").mkdir()  # of another run, as this one has not begun to train
+    assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "there/checkpoint-4"
+    begin_training(tmp_path, 4)
+    assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "latest"
+    (tmp_path / "checkpoint-9").rmdir()
+    assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "there/checkpoint-4"
+    assert restarts.resume_name(None, tmp_path, launched(monkeypatch, "b")) is None
+
+
+@pytest.mark.slow
+def test_a_launcher_that_restarts_finds_the_folder(tmp_path: Path, children: list[int]) -> None:
+    """The first attempt saves at step 2 and dies, as do all that follow."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import json, os\n"
+        "from pathlib import Path\n"
+        "from tests.run.test_start import begin_training, start\n"
+        "args = start(None)\n"
+        "folder = Path(args.output_dir)\n"
+        "found = [path.name for path in folder.glob('checkpoint-*')]\n"
+        "with open('attempts.jsonl', 'a') as file:\n"
+        "    file.write(json.dumps([str(folder), args.resume_from_checkpoint, found]) + '\\n')\n"
+        "begin_training(folder, 2)\n"
+        "(folder / 'checkpoint-2').mkdir(exist_ok=True)\n"
+        "os._exit(9)\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    (tmp_path / "outputs" / "pretrain-1").mkdir(parents=True)  # another run's
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",
+         "--max_restarts", "2", str(script)], cwd=tmp_path, env=variables,
+    )  # fmt: skip
+    children.append(launcher.pid)
+    assert launcher.wait(10 * PATIENCE) != 0
+    attempts = [json.loads(line) for line in (tmp_path / "attempts.jsonl").read_text().splitlines()]
+    assert attempts[0] == ["outputs/pretrain-2", None, []]
+    assert attempts[1:] == [["outputs/pretrain-2", "latest", ["checkpoint-2"]]] * 2
+    assert [each["restarts"] for each in starts(tmp_path / "outputs/pretrain-2")] == [0, 1, 2]
+
+
+# -- a machine with a GPU, and a run on its CPUs -------------------------------------------------------------------------
+PRETENDED_GPU = """
+import runpy, sys, torch
+
+def refuse(*_, **__):
+    raise AssertionError("a run on CPUs has used the GPU")
+
+torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+torch.cuda._lazy_init = torch.cuda.mem_get_info = torch.cuda.get_device_properties = torch.Tensor.cuda = refuse
+torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None  # torch itself asks in each step
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_cpus_leaves_the_gpu_alone(tiny_flags: list[str], tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-c",
+        PRETENDED_GPU,
+        "scripts/pretrain.py",
+        *tiny_flags,
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "1 x cpu" in done.stdout + done.stderr
+
+
+def test_a_warning_of_several_ranks_is_given_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "gather_object", lambda found: [*found, (None, ["one is small", "another"])])
+    distributed.raise_everywhere(None, ["one is small"])
+    assert caplog.messages.count("one is small") == 1

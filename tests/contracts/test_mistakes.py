@@ -1,9 +1,18 @@
-"""A wrong flag ends a script with exit status 2 and one line that names the flag."""
+"""Every mistake ends in one line that names the flag, the file or the line, and what to do instead.
+
+`MISTAKES` are found in the words alone, which end a script with exit status 2; `FOUND_LATER` when files or models are looked at.
+"""
 
 import importlib
+import json
+import re
 import shlex
+from pathlib import Path
 
 import pytest
+
+from mm_utils.distributed import RunError
+from scripts import pretrain
 
 MISTAKES = [
     ("scripts.eval_retrieval", "", "--model_name_or_path is missing"),
@@ -88,3 +97,57 @@ def test_mistakes_in_the_flags_end_with_status_2(
         importlib.import_module(name).main(shlex.split(flags))
     assert ended.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+FOUND_LATER = [  # pretrain's words behind those of a tiny run, and what the line has
+    ("--train_file no_such.jsonl", "no such file"),
+    ("--caption_column captoins", "captions"),
+    ("--global_batch_size 500", "--global_batch_size is 500, and the training split has 16 images"),
+    ("--max_train_samples 1", "needs at least 2 pairs"),
+    ("--batch_size_schedule 0:4,2:500", "--global_batch_size is 500"),
+    ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint is nowhere"),
+    ("--metric_for_best_model accuracy", "--metric_for_best_model is accuracy"),
+    ("--fusion_layers 0", "--fusion_layers"),
+]
+
+
+@pytest.mark.parametrize("words", ["", " --dry_run"], ids=["run", "dry-run"])
+@pytest.mark.parametrize(("flags", "message"), FOUND_LATER)
+def test_mistakes_found_while_running_name_the_remedy(
+    flags: str, message: str, words: str, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises((ValueError, RunError, OSError), match=re.escape(message)) as caught:
+        pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "out"), *shlex.split(flags + words)])
+    assert "\n" not in str(caught.value)
+
+
+MODELS = [
+    ("outputs/mien", "there is no such folder. Did you mean outputs/mine? Give the folder of a run"),
+    ("./nowhere/at/all", "there is no such folder. Give the folder of a run, or a Hub id such as owner/name"),
+    ("mine", "there is no such folder"),
+    ("outputs/mine/config.json", "there is no such folder"),
+    ("outputs/stopped", "this folder holds no model. Give a checkpoint in it, such as outputs/stopped/checkpoint-12"),
+    ("outputs", "this folder holds no model. Give the folder of a run that has ended"),
+    ("a vit", "give scripts/pretrain.py --vision_model_name_or_path 'a vit'"),
+    ("bert", "give scripts/pretrain.py --text_model_name_or_path bert"),
+    ("llava", "--vision_model_name_or_path llava and --text_model_name_or_path llava"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), MODELS)
+def test_a_model_that_is_none_is_answered_with_what_to_give(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, kind in (
+        ("outputs/mine", "fusion-dual-encoder"),
+        ("a vit", "vit"),
+        ("bert", "bert"),
+        ("llava", "llava"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    for step in (2, 12):
+        (tmp_path / f"outputs/stopped/checkpoint-{step}").mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"^--model_name_or_path is {name}; .*{re.escape(message)}"):
+        pretrain.main(["--model_name_or_path", name])

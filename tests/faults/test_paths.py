@@ -11,7 +11,7 @@ from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from scripts.prepare_data import main
-from tests.data.prepare.fault_rows import line
+from tests.data.prepare.zoo import line
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.recording_server import RecordingServer, recording

@@ -28,7 +28,7 @@ from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from scripts.prepare_data import main
 from scripts.pretrain import main as pretrain
-from tests.data.prepare.fault_rows import line
+from tests.data.prepare.zoo import line
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import new_tokenizer
 from tests.kit.reading import add_member

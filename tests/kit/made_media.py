@@ -1,7 +1,6 @@
 """Sounds and clips made for tests: clicks and flashes at known times, in files of many kinds, tiny."""
 
 import io
-import struct
 import wave
 from collections.abc import Sequence
 from fractions import Fraction
@@ -46,17 +45,6 @@ def wav(samples: np.ndarray | None = None, rate: int = 8000, channels: int = 1, 
         file.setparams((channels, width, rate, 0, "NONE", ""))
         file.writeframes(frames.tobytes())
     return buffer.getvalue()
-
-
-def riff_wav(
-    data: bytes, tag: int = 1, channels: int = 1, rate: int = 8000, bits: int = 16, size: int | None = None
-) -> bytes:
-    """A WAV file whose header says anything."""
-    frame = channels * bits // 8
-    layout = struct.pack("<HHIIHH", tag, channels, rate, (rate * frame) % 2**32, frame % 2**16, bits)
-    length = len(data) if size is None else size
-    body = b"WAVEfmt " + struct.pack("<I", 16) + layout + b"data" + struct.pack("<I", length) + data
-    return b"RIFF" + struct.pack("<I", len(body) % 2**32) + body
 
 
 def encoded(samples: np.ndarray, rate: int, form: str, codec: str, channels: int = 1) -> bytes:

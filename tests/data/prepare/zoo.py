@@ -1,7 +1,8 @@
 """Sources of every format, full of faults: what each row must become is written down as the row is written.
 
 Every good row has a picture of its own, drawn from a number that its caption says, so a caption that went to another
-row's picture is seen. Behind every bad row comes a good one: damage must not spread.
+row's picture is seen. Behind every bad row comes a good one: damage must not spread. In the templates of rows, `{image}`
+stands for the path of a fresh picture, `{number}` for its number, `{caption}` for the caption that says it.
 """
 
 import itertools
@@ -9,7 +10,7 @@ import json
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -21,8 +22,6 @@ from datasets import Image as ImageFeature
 from PIL import Image, ImageOps
 
 from mm_utils.data.images import simplejpeg
-from tests.data.prepare import fault_rows as rows
-from tests.data.prepare.fault_rows import CAPTION, Row, line
 from tests.kit.fault_images import BROKEN, ODD, draw, jpeg, jpeg_with_inner_damage, png, save
 from tests.kit.reading import add_member
 
@@ -43,6 +42,216 @@ class Loss(NamedTuple):
     source: str
     where: str
     reason: str
+
+
+class Row(NamedTuple):
+    """A row as a template: the reasons for which it, or a caption of it, is set aside, and the captions that are kept."""
+
+    text: str | bytes
+    reasons: str = ""
+    kept: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+# -- rows of text files -------------------------------------------------------------------------------------------------
+_CAPTION = "{caption}"
+
+
+def line(**fields: Any) -> str:
+    """A line of JSON; a field that is `...` is left out."""
+    row = {"image": "{image}", "caption": "{caption}", **fields}
+    return json.dumps({name: value for name, value in row.items() if value is not ...})
+
+
+def _bad(texts: Mapping[str, Sequence[str | bytes]]) -> list[Row]:
+    return [Row(text, reason) for reason, those in texts.items() for text in those]
+
+
+def _good(*texts: str, kept: Sequence[str] = (_CAPTION,)) -> list[Row]:
+    return [Row(text, "", tuple(kept)) for text in texts]
+
+
+def _values(name: str, values: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Rows of which one field is bad."""
+    return _bad({reason: [line(**{name: value}) for value in those] for reason, those in values.items()})
+
+
+_LATIN, _CUT, _OVERLONG, _SURROGATE = b"caf\xe9", b"\xe2\x82", b"\xc0\xaf", b"\xed\xa0\x80"  # none is UTF-8
+_LINES = [
+    *_bad({
+        "not_an_object": ['["{image}", "{caption}"]', '"{caption}"', "7", "null"],
+        "malformed_row": [
+            *('{"image": "{image}", "capt', line() + line(), "{'image': '{image}', 'caption': '{caption}'}"),
+            *(line()[:-1] + ",}", line()[:-1] + ', "size": ' + "9" * 5000 + "}", b"\0" * 50),
+        ],
+        "too_nested": [line()[:-1] + ', "x": ' + "[" * 100_000 + "]" * 100_000 + "}"],
+        "duplicate_key": [line()[:-1] + ', "caption": "another"}'],
+        "bad_encoding": [line().encode()[:-2] + wrong + b'"}' for wrong in (_LATIN, _CUT, _OVERLONG, _SURROGATE)],
+        "missing_column": [line(caption=...), line(image=...)],
+        "unknown_split": [line(split="holdout"), line(split=0)],
+    }),
+    *_good(line() + "\r", "\n \n" + line(), line(extra={"deep": [1, float("inf")]}), line(split="VAL"), line(split="")),
+]  # fmt: skip
+_IDS = [
+    *_values("id", {"missing_column": [None, " "]}),
+    *_good(line(id="twice", split="train")),
+    *_bad({"duplicate_id": [line(id="twice", split="train")]}),
+    *_good(line(id=2**70), line(id="../../etc/passwd")),
+]
+_BOX, _NO_BOXES = [4, 4, 20, 20], ([1, 2, 3], ["a", "b", "c", "d"], [float("nan"), 2, 3, 4])
+_WRONG_BOXES = [*_NO_BOXES, [900, 900, 20, 20], [4, 4, 0, 20], [40, 4, -9, 20]]
+_REGIONS = [
+    *_values("regions", {
+        "bad_regions": [
+            *("a dog", [1, 2, 3, 4], [{"box": _BOX}], [{"phrase": "a dog"}]),
+            *([{"box": box, "phrase": "a dog"}] for box in _WRONG_BOXES),
+        ],
+        "caption_null": [[{"box": _BOX, "phrase": None}]],
+    }),
+    *_good(line(regions=[]), line(regions=[{"box": _BOX, "phrase": "a dog"}])),
+]  # fmt: skip
+_CLEANED = [  # a caption, what is kept of it, the notes
+    ("<p>{caption}</p> &amp; [x](javascript:1)", "", "caption_markup"),
+    ("{caption} caf\u00c3\u00a9", "", "caption_mojibake"),
+    ("{caption}\x00 \x1b[31mred\x1b[0m", "{caption} red", "caption_controls_removed"),
+    ("\x1b]0;title\x07{caption} \x1b] sat", "{caption} ] sat", "caption_controls_removed"),
+    ("{caption} \ud83d", "{caption} \ufffd", "caption_surrogate_replaced"),
+    ("\ufeff{caption}\r\n\tnow", "{caption} now", "caption_controls_removed caption_spaces_joined"),
+    ("{caption}\x85now", "{caption} now", "caption_spaces_joined"),
+    ("  {caption} ", "{caption}", ""),
+    ("{caption} [PAD] </s>", "", "caption_special_token"),
+    ("{caption} <|endoftext|>", "", "caption_special_token"),
+    ("=cmd|' /C calc'!A0 {caption} {} %s ${x}", "", ""),
+    ("{caption} cafe\u0301 me\u0323\u0302o", "{caption} caf\u00e9 m\u1ec7o", "caption_composed"),
+    ("{caption} \u202e\u05d0\u05d1\u202c \U0001f468\u200d\U0001f469\u200d\U0001f467", "", ""),
+    ("{caption}" + " word" * 2_400_000, "{caption}{words}", "caption_cut"),  # 12 MB
+    ("{caption}" + "x" * 5_000_000, "{caption}{xs}", "caption_cut"),
+]
+_PLACEHOLDERS = ("nan", "None", " NULL.", "N/A", "#N/A", "<NA>", "(null)", "undefined", "[object Object]")
+_CAPTIONS = [
+    *_values("caption", {
+        "caption_null": [None, float("nan")],
+        "caption_empty": [
+            *("", " \t\r\n\u3000\u00a0", "\u200b\u200d\ufeff\u2060", "\x00\x01\x1b[0m\x7f", "... -- !"),
+            *("\u0301" * 5, "\u2800\u3164", "\ufffd\ufffd", "\ud800"),
+        ],
+        "caption_not_text": [7, True, {"en": "a dog"}, [["a dog"]]],
+        "no_caption_left": [[]],
+        "caption_nan": _PLACEHOLDERS,
+        "caption_is_file_name": [
+            *("IMG_20190812_101112.jpg", "IMG_1234", "img-20200101-WA0001", "DSC00012", "DSCN0001 (2)", "P1010001"),
+            *("PXL_20210101_123456789", "my photo.png", "images/cats/001.jpeg", "/home/me/my cat on the mat.jpg"),
+            *("C:\\x\\y.JPG", "C:\\My Photos\\a b c.JPG", "https://example.org/a?b=c", "www.example.org", "./a b c.tif"),
+        ],
+        "caption_list": ["['{caption}', 'a]", "[{'raw': '{caption}'}]"],
+        "caption_null caption_empty": [[None, ""]],
+    }),
+    *(Row(line(caption=text), "", (kept or text,), tuple(notes.split())) for text, kept, notes in _CLEANED),
+    *(Row(line(caption=value), reasons, (_CAPTION,)) for value, reasons in [
+        ("['{caption}', 'IMG_1234.jpg']", "caption_is_file_name"),  # a list as Python, NumPy and JSON write it
+        ("['{caption}'\n 'IMG_1234.jpg']", "caption_is_file_name"),
+        ('["{caption}", null]', "caption_null"),
+        (["{caption}", None, 7], "caption_null caption_not_text"),
+        (["a.jpg", "{caption}"], "caption_is_file_name"),
+    ]),
+    Row(line(caption=["{caption}", " {caption}"]), "", (_CAPTION,), ("caption_repeated",)),
+    *_good(line(caption=["{caption}", "ein Hund"]), kept=("{caption}", "ein Hund")),
+]  # fmt: skip
+_OUTSIDE = "{outside}/secret.png"  # a whole picture that no row may reach
+_HOSTS = ("127.0.0.1:1", "localhost", "[::1]", "10.0.0.1", "169.254.169.254", "2130706433", "[::ffff:7f00:1]")
+_PATHS = [
+    *_values("image", {
+        "image_missing": [
+            *("images/none.png", "IMAGES/{number}.PNG", "{image}/inner.png", "links/dangling.png", "~/picture.png"),
+        ],
+        "not_a_file": ["images", ".", "links/pipe.png"],
+        "outside_root": [
+            *(_OUTSIDE, "images/../../outside/secret.png", "links/secret.png", "links/outside/secret.png"),
+            *("/dev/zero", "links/zero.png"),
+        ],
+        "bad_path": ["links/loop.png", "images/\x00.png", "images/\ud800.png", 7, ["{image}"], True],
+        "object_cell": [{"file": "{image}"}],
+        "encoded_picture": ["/9j/4AAQSkZJRgABAQAAAQABAAD" + "2wBD" * 10, "data:image/png;base64,AAAA"],
+        "path_too_long": ["a" * 300 + ".png", "a/" * 2500 + "b.png"],
+        "image_empty": [None, "", {"bytes": None}],
+        "too_many_bytes": ["links/large.png"],
+        "url_not_allowed": [
+            *(f"{scheme}://{_OUTSIDE}" for scheme in ("file", "zip", "s3", "ftp", "hf", "memory")),
+            *("pipe:cat secret.png", "http://"),
+        ],
+        "private_address": [f"http://{host}/a.png" for host in _HOSTS],
+        "download_failed": ["http://127.0.0.1:99999/a.png"],
+        "permission_denied": [] if os.geteuid() == 0 else ["links/locked.png"],  # root reads all files
+    }),
+    *_good(line(image="links/../{image}"), line(image="{link}"), line(image={"path": "{image}", "bytes": None})),
+]  # fmt: skip
+_CELLS_OF_TEXT = [
+    *_bad({
+        "malformed_row": [
+            *("{image},{caption}, and more,train", '{image},"{caption},train', '{image},"{caption}" x,train'),
+            "{image},{caption}" + "x" * 200_000 + ",train",
+        ],
+        "caption_empty": ["{image},,train"],
+        "caption_nan": ["{image},nan,train"],
+        "caption_null": ["{image}"],
+        "image_empty": [",{caption},train"],
+        "unknown_split": ["{image},{caption},fold1"],
+        "bad_encoding": [b"{image},{caption} caf\xe9,train"],
+    }),
+    *_good('{image},"{caption}, ""quoted"", twice",train', kept=('{caption}, "quoted", twice',)),
+    Row('{image},"{caption}\nbelow",train', "", ("{caption} below",), ("caption_spaces_joined",)),
+    *_good("{image},{caption},train\r"),
+    *_good("{image},=1+1 {caption},train", kept=("=1+1 {caption}",)),
+]  # fmt: skip
+_TABBED = [
+    row._replace(text=row.text.replace(",", "\t"))
+    for row in _CELLS_OF_TEXT
+    if isinstance(row.text, str) and row.text.count(",") == 2
+]
+_ARRAY = [
+    *_bad({
+        "not_an_object": ["[1]", "null"],
+        "duplicate_key": [line()[:-1] + ', "image": "b.png"}'],
+        "missing_column": [line(caption=...)],
+        "image_missing": [line(image="none.png")],
+    }),
+    *_good(line(caption=["{caption}", "once more"]), kept=("{caption}", "once more")),
+    *_good(line()),
+]  # fmt: skip
+_METADATA = [
+    *_bad({
+        "image_missing": [line(image=..., file_name="train/none.png")],
+        "outside_root": [line(image=..., file_name="../secret.png")],
+        "missing_column": [line(image=...)],
+    }),
+    *_good(line(image=..., file_name="{image}")),
+]  # fmt: skip
+_TOKENS = _bad({
+    "malformed_row": ["{image}\t{caption}", "{image}#0 {caption}"],
+    "image_missing": ["none.jpg#0\t{caption}"],
+    "bad_encoding": [b"{image}#0\t{caption} caf\xe9"],
+})  # fmt: skip
+_COMMAS = [
+    *_bad({
+        "malformed_row": ["{image} {caption}"],
+        "image_missing": ["none.jpg,{caption}"],
+        "caption_empty": ["{image},"],
+    }),
+    *_good("{image},{caption}, again, and again", kept=("{caption}, again, and again",)),
+]  # fmt: skip
+_MARK, _HEADER = b"\xef\xbb\xbf", b"image,caption,split"  # a byte order mark, as Windows writes it
+# Name, file, rows, the good row behind each, the file's first bytes, and a last line that is still being written.
+TABLES: list[tuple[str, str, list[Row], str | None, bytes, Row | None]] = [
+    ("lines", "pairs.jsonl", _LINES, line(), _MARK, Row('{"image": "{image}", "caption": "{capti', "malformed_row")),
+    ("captions", "pairs.jsonl", _CAPTIONS, line(), b"", None),
+    ("ids", "pairs.jsonl", _IDS, line(id="number {number}"), b"", None),
+    ("regions", "pairs.jsonl", _REGIONS, line(), b"", None),
+    ("csv", "pairs.csv", _CELLS_OF_TEXT, "{image},{caption},train", _MARK + _HEADER + b"\r\n", None),
+    ("tsv", "pairs.tsv", _TABBED, "{image}\t{caption}\ttrain", _HEADER.replace(b",", b"\t") + b"\n", None),
+    ("flickr30k", "results.token", _TOKENS, "{image}#0\t{caption}", b"", None),
+    ("flickr8k", "captions.txt", _COMMAS, "{image},{caption}", b"image,caption\n", None),
+    ("array", "pairs.json", _ARRAY, None, b"", None),
+]
 
 
 @dataclass
@@ -108,11 +317,10 @@ def build(folder: Path) -> Corpus:
 def good_rows(folder: Path, count: int) -> Corpus:
     """A source without a fault."""
     corpus = Corpus(folder)
-    write_table(corpus, "good", corpus.add("good", "pairs.jsonl"), [Row("a plain row", line(), "", CAPTION)] * count)
+    write_table(corpus, "good", corpus.add("good", "pairs.jsonl"), _good(line()) * count)
     return corpus
 
 
-# -- text files ---------------------------------------------------------------------------------------------------------
 def write_table(
     corpus: Corpus,
     source: str,
@@ -130,7 +338,7 @@ def write_table(
     """
     (path.parent / pictures).mkdir(parents=True, exist_ok=True)
     is_array, written = path.suffix == ".json", bytearray(header)
-    between = [] if good is None else [Row("a plain row", good, "", CAPTION)]
+    between = [] if good is None else _good(good)
     every = [*(between if header else ()), *(item for each in table for item in (each, *between))]
     for place, row in enumerate(every + ([last] if last else [])):
         number, picture, caption = corpus.new()
@@ -146,7 +354,7 @@ def write_table(
         where = f"row {place}" if is_array else f"line {at}"
         written += text + (b"" if row is last else b", " if is_array else b"\n")
         captions = [_fill(each, caption, values).decode() for each in row.kept]
-        corpus.expect(source, row.kind, where, row.reasons, captions, picture, row.notes)
+        corpus.expect(source, ascii(row.text)[:80], where, row.reasons, captions, picture, row.notes)
     path.write_bytes(b"[%s]" % written[:-2] if is_array else written)
 
 
@@ -157,29 +365,6 @@ def _fill(text: str | bytes, caption: str, values: dict[str, str]) -> bytes:
     for name, value in {"caption": caption, **cut, **values}.items():
         content = content.replace(b"{%s}" % name.encode(), value.encode())
     return content
-
-
-def _tabbed(row: Row) -> Row:
-    """A row of cells between commas, with tabs; commas behind a space and in quotes are text."""
-    before, comma, rest = (row.text if isinstance(row.text, str) else row.text.decode("latin-1")).partition(",")
-    middle, comma_2, split = rest.rpartition(",")
-    text = f"{before}\t{middle}\t{split}" if comma_2 else f"{before}{comma and chr(9)}{rest}"
-    return row._replace(text=text if isinstance(row.text, str) else text.encode("latin-1"))
-
-
-_MARK, _HEADER = b"\xef\xbb\xbf", b"image,caption,split"  # a byte order mark, as Windows writes it
-_TABBED = [_tabbed(row) for row in rows.TABLE if row.kind != "a cell too many"]
-TABLES: list[tuple[str, str, list[Row], str | None, bytes, Row | None]] = [
-    ("lines", "pairs.jsonl", rows.LINES, line(), _MARK, rows.LAST_LINE),
-    ("captions", "pairs.jsonl", rows.CAPTIONS, line(), b"", None),
-    ("ids", "pairs.jsonl", rows.IDS, line(id="number {number}"), b"", None),
-    ("regions", "pairs.jsonl", rows.REGIONS, line(), b"", None),
-    ("csv", "pairs.csv", rows.TABLE, rows.TABLE_GOOD, _MARK + _HEADER + b"\r\n", None),
-    ("tsv", "pairs.tsv", _TABBED, rows.TABLE_GOOD.replace(",", "\t"), _HEADER.replace(b",", b"\t") + b"\n", None),
-    ("flickr30k", "results.token", rows.TOKENS, rows.TOKENS_GOOD, b"", None),
-    ("flickr8k", "captions.txt", rows.COMMAS, rows.COMMAS_GOOD, b"image,caption\n", None),
-    ("array", "pairs.json", rows.ARRAY, None, b"", None),
-]
 
 
 def _paths(corpus: Corpus) -> None:
@@ -203,8 +388,7 @@ def _paths(corpus: Corpus) -> None:
         file.truncate(65 << 20)  # sparse
     (links / "locked.png").write_bytes(png(draw(0)))
     (links / "locked.png").chmod(0)
-    table = rows.PATHS if os.geteuid() == 0 else [*rows.PATHS, rows.LOCKED]  # root reads all files
-    write_table(corpus, "paths", path, table, line(), outside=str(outside))
+    write_table(corpus, "paths", path, _PATHS, line(), outside=str(outside))
 
 
 def _images(corpus: Corpus) -> None:
@@ -220,37 +404,36 @@ def _images(corpus: Corpus) -> None:
             else:
                 corpus.expect(source, case.kind, f"line {len(lines)}", case.reason)
         if source == "images" and simplejpeg is not None:
-            number, picture, caption = corpus.new()
-            (path.parent / "damaged.jpg").write_bytes(jpeg_with_inner_damage(picture))
-            lines.append(line(image="damaged.jpg", caption=caption))
+            (path.parent / "damaged.jpg").write_bytes(jpeg_with_inner_damage(corpus.new()[1]))
+            lines.append(line(image="damaged.jpg", caption="a dog"))
             corpus.expect(source, "a JPEG with 100 bytes overwritten", f"line {len(lines)}", "image_corrupt")
         path.write_text("\n".join(lines), encoding="utf-8")
 
 
-# -- folders ------------------------------------------------------------------------------------------------------------
 def _folders(corpus: Corpus) -> None:
     folder = corpus.add("imagefolder", "data")
-    write_table(corpus, "imagefolder", folder / "metadata.jsonl", rows.METADATA, pictures="train")
+    write_table(corpus, "imagefolder", folder / "metadata.jsonl", _METADATA, pictures="train")
     corpus.expect("imagefolder", "pictures that no row names", "folder .", "not_read", count=0)
     folder = corpus.add("caption_files", "data")
     folder.mkdir()
-    for kind, reason, content, text in [
-        ("an image without a caption file", "unmatched_image", png, None),
-        ("a caption file without an image", "unmatched_caption", None, b"a dog"),
-        ("a caption file in UTF-16", "bad_encoding", png, "a dog".encode("utf-16")),
-        ("an empty caption file", "caption_empty", png, b""),
-        ("an empty image beside a caption", "image_empty", lambda _: b"", b"a dog"),
-        ("a pair of files", "", png, b"\xef\xbb\xbf{caption}\r\n\r\nonce more, {caption}\r\n"),
-        ("names that are not UTF-8", "", png, b"{caption}"),
+    for reason, content, text, stem in [  # of the picture and the caption beside it
+        ("unmatched_image", png, None, ""),
+        ("unmatched_caption", None, b"a dog", ""),
+        ("bad_encoding", png, "a dog".encode("utf-16"), ""),
+        ("caption_empty", png, b"", ""),
+        ("image_empty", lambda _: b"", b"a dog", ""),
+        ("", png, b"\xef\xbb\xbf{caption}\r\n\r\nonce more, {caption}\r\n", ""),
+        ("", png, b"{caption}", os.fsdecode(b"caf\xe9")),  # as an old system wrote it
     ]:
         number, picture, caption = corpus.new()
-        stem = os.fsdecode(b"caf\xe9") if "UTF-8" in kind else str(number)  # as an old system wrote it
+        stem = stem or str(number)
         if content is not None:
             (folder / f"{stem}.png").write_bytes(content(picture))
         if text is not None:
             (folder / f"{stem}.txt").write_bytes(_fill(text, caption, {}))
         kept = [caption, f"once more, {caption}"][: (text or b"").count(b"{caption}")]
-        corpus.expect("caption_files", kind, f"file {stem}.{'png' if content else 'txt'}", reason, kept, picture)
+        where = f"file {stem}.{'png' if content else 'txt'}"
+        corpus.expect("caption_files", f"{stem}: {reason}", where, reason, kept, picture)
 
 
 def _classes(corpus: Corpus) -> None:
@@ -259,9 +442,9 @@ def _classes(corpus: Corpus) -> None:
         (folder / name).mkdir(parents=True)
         number, picture, _ = corpus.new()
         picture.save(folder / name / f"{number}.png")
-        shown = name.replace("_", " ")
         templates = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
-        corpus.expect("classes", "an image of a class", "", "", [text.format(shown) for text in templates], picture)
+        texts = [text.format(name.replace("_", " ")) for text in templates]
+        corpus.expect("classes", f"an image of {name}", "", "", texts, picture)
     (folder / "dog" / "empty.png").touch()
     (folder / "dog" / "gone.png").symlink_to("nowhere.png")
     draw(next(corpus.numbers)).save(folder / "stray.png")
@@ -269,76 +452,76 @@ def _classes(corpus: Corpus) -> None:
         (folder / place).mkdir()
         draw(next(corpus.numbers)).save(folder / place / "copy.png")
     (folder / "dog" / "notes.md").write_text("not a picture")
-    for kind, where, reason, count in [
-        ("an empty image of a class", "file dog/empty.png", "image_empty", 1),
-        ("a dangling link in a class", "file dog/gone.png", "image_missing", 1),
-        ("an image of no class", f"folder {folder}", "unmatched_image", 1),
-        ("hidden folders and those of programs", "folder .", "hidden", 0),
-        ("a file that is no picture", "folder .", "not_read", 0),
+    for where, reason, count in [
+        ("file dog/empty.png", "image_empty", 1),
+        ("file dog/gone.png", "image_missing", 1),
+        (f"folder {folder}", "unmatched_image", 1),
+        ("folder .", "hidden", 0),
+        ("folder .", "not_read", 0),
     ]:
-        corpus.expect("classes", kind, where, reason, count=count)
+        corpus.expect("classes", where, where, reason, count=count)
 
 
 # -- annotations --------------------------------------------------------------------------------------------------------
-_CAPTION = "{caption}"
-_COCO: list[tuple[str, str, list[str | None], dict[str, Any]]] = [
-    ("an image of two annotations", "", [_CAPTION, "once more"], {}),
-    ("an image of no annotation", "unmatched_image", [], {}),
-    ("an image whose file is missing", "image_missing", ["a dog"], {"file_name": "none.png"}),
-    ("an image without a file's name", "missing_column", ["a dog"], {"file_name": ...}),
-    ("the id of another image", "duplicate_id", [], {"id": "first"}),
-    ("an image without an id", "missing_column", [], {"id": ...}),
-    ("an image of another split", "unknown_split", ["a dog"], {"split": "holdout"}),
-    ("an image annotated with null", "caption_null", [None], {}),
-    ("an image that is not an object", "not_an_object", [], {}),
-    ("a plain annotation", "", [_CAPTION], {}),
+_COCO: list[tuple[str, list[str | None], dict[str, Any]]] = [  # reason, captions, what is changed
+    ("", [_CAPTION, "once more"], {}),
+    ("unmatched_image", [], {}),
+    ("image_missing", ["a dog"], {"file_name": "none.png"}),
+    ("missing_column", ["a dog"], {"file_name": ...}),
+    ("duplicate_id", [], {"id": "first"}),
+    ("missing_column", [], {"id": ...}),
+    ("unknown_split", ["a dog"], {"split": "holdout"}),
+    ("caption_null", [None], {}),
+    ("not_an_object", [], {}),
+    ("", [_CAPTION], {}),
 ]
-_ANNOTATIONS: list[tuple[str, str, Any]] = [
-    ("an annotation of no image", "unmatched_caption", {"image_id": "none", "caption": "a dog"}),
-    ("an annotation without caption", "missing_column", {"image_id": "first"}),
-    ("an annotation without image", "missing_column", {"caption": "a dog"}),
-    ("an annotation that is null", "not_an_object", None),
+_ANNOTATIONS: list[tuple[str, Any]] = [
+    ("unmatched_caption", {"image_id": "none", "caption": "a dog"}),
+    ("missing_column", {"image_id": "first"}),
+    ("missing_column", {"caption": "a dog"}),
+    ("not_an_object", None),
 ]
-_KARPATHY: list[tuple[str, str, dict[str, Any]]] = [
-    ("sentences of restval", "", {"split": "restval"}),
-    ("an image of no sentences", "unmatched_image", {"sentences": []}),
-    ("a sentence without its text", "missing_column", {"sentences": [{"tokens": ["a", "dog"]}]}),
-    ("a sentence that is text", "not_an_object", {"sentences": ["a dog"]}),
-    ("sentences without an image", "missing_column", {"filename": ...}),
-    ("sentences of no file", "image_missing", {"filename": "none.png"}),
-    ("sentences of another split", "unknown_split", {"split": "holdout"}),
-    ("plain sentences", "", {}),
+_KARPATHY: list[tuple[str, dict[str, Any]]] = [
+    ("", {"split": "restval"}),
+    ("unmatched_image", {"sentences": []}),
+    ("missing_column", {"sentences": [{"tokens": ["a", "dog"]}]}),
+    ("not_an_object", {"sentences": ["a dog"]}),
+    ("missing_column", {"filename": ...}),
+    ("image_missing", {"filename": "none.png"}),
+    ("unknown_split", {"split": "holdout"}),
+    ("", {}),
 ]
 
 
 def _annotations(corpus: Corpus) -> None:
     path, images, annotations = corpus.add("coco", "captions.json"), list[Any](), list[Any]()
-    for kind, reason, captions, changes in _COCO:
+    for reason, captions, changes in _COCO:
         number, picture, caption = corpus.new()
         picture.save(path.parent / f"{number}.png")
         texts = [caption if text == _CAPTION else text for text in captions]
         item = {"id": number if images else "first", "file_name": f"{number}.png", **changes}
         annotations += [{"image_id": item["id"], "caption": text} for text in texts]
         kept = [] if reason else [str(text) for text in texts]
-        corpus.expect("coco", kind, f"image {len(images)}", reason, kept, picture)
+        corpus.expect("coco", f"{reason} {changes}", f"image {len(images)}", reason, kept, picture)
         found = {name: value for name, value in item.items() if value is not ...}
         images.append("a dog" if reason == "not_an_object" else found)
-    for kind, reason, item in _ANNOTATIONS:
-        corpus.expect("coco", kind, f"annotation {len(annotations)}", reason)
+    for reason, item in _ANNOTATIONS:
+        corpus.expect("coco", str(item), f"annotation {len(annotations)}", reason)
         annotations.append(item)
     path.write_text(json.dumps({"images": images, "annotations": annotations}))
     path, images = corpus.add("karpathy", "dataset.json"), []
-    for kind, reason, changes in _KARPATHY:
+    for reason, changes in _KARPATHY:
         number, picture, caption = corpus.new()
         picture.save(path.parent / f"{number}.png")
         row = {"cocoid": number, "filename": f"{number}.png", "split": "train", "sentences": [{"raw": caption}]}
-        corpus.expect("karpathy", kind, f"image {len(images)}", reason, [] if reason else [caption], picture)
+        kept = [] if reason else [caption]
+        corpus.expect("karpathy", str(changes), f"image {len(images)}", reason, kept, picture)
         images.append({name: value for name, value in (row | changes).items() if value is not ...})
     path.write_text(json.dumps({"dataset": "faults", "images": images}))
 
 
 # -- archives -----------------------------------------------------------------------------------------------------------
-class Member(NamedTuple):
+class _Member(NamedTuple):
     """A member of an archive: its name with `{key}`, its content, None for the picture, and fields of its header."""
 
     name: str
@@ -346,40 +529,28 @@ class Member(NamedTuple):
     fields: dict[str, Any] = {}  # noqa: RUF012
 
 
-_IMAGE, _TEXT = Member("{key}.png"), Member("{key}.txt", b"{caption}")
-_LINK = {"linkname": "/etc/passwd"}
-_PLAIN: tuple[str, str, list[Member]] = ("a plain sample", "", [_TEXT, _IMAGE])
-SAMPLES: list[tuple[str, str, list[Member]]] = [
-    ("a sample with a pickle", "unsafe_member", [_IMAGE, _TEXT, Member("{key}.pkl", b"cos\nsystem\n")]),
-    ("a sample with a weights file", "unsafe_member", [_IMAGE, _TEXT, Member("{key}.features.pth", b"PK\3\4")]),
-    ("a sample without an image", "incomplete_sample", [_TEXT]),
-    ("a sample without a caption", "incomplete_sample", [_IMAGE]),
-    ("a sample whose image is there twice", "repeated_member", [_IMAGE, _IMAGE, _TEXT]),
-    ("a sample whose caption is there twice", "repeated_member", [_IMAGE, _TEXT, _TEXT]),
-    ("a sample of Latin-1", "bad_encoding", [_IMAGE, Member("{key}.txt", b"caf\xe9")]),
-    ("a sample of cut JSON", "malformed_row", [_IMAGE, Member("{key}.json", b'{"caption": "a d')]),
-    ("a sample of a JSON list", "not_an_object", [_IMAGE, Member("{key}.json", b'["a dog"]')]),
-    ("a sample of an unnamed class", "unmatched_image", [_IMAGE, Member("{key}.cls", b"7")]),
-    ("a sample of a caption of 2 MB", "malformed_row", [_IMAGE, Member("{key}.txt", b"a" * (2 << 20))]),
-    ("a sample of an empty image", "image_empty", [Member("{key}.jpg", b""), _TEXT]),
-    ("a sample of an empty caption", "caption_empty", [_IMAGE, Member("{key}.txt", b" \n")]),
-    ("a sample of another split", "unknown_split", [_IMAGE, Member("{key}.json", b'{"caption": "a", "split": "x"}')]),
-    ("a sample with features", "", [_IMAGE, _TEXT, Member("{key}.npy", b"\x93NUMPY")]),
-    ("a member that leads out", "unsafe_member", [Member("../{key}.png"), Member("../{key}.txt", b"a dog")]),
-    (
-        "a member with an absolute name",
-        "unsafe_member",
-        [Member("/tmp/{key}.png"), Member("/tmp/{key}.txt", b"a dog")],
-    ),
-    *(
-        (kind, "unsafe_member", [Member("{key}.png", b"", {"type": type_, **more}), _TEXT])
-        for kind, type_, more in (
-            ("a symbolic link", tarfile.SYMTYPE, _LINK),
-            ("a hard link", tarfile.LNKTYPE, _LINK),
-            ("a device", tarfile.CHRTYPE, {}),
-            ("a pipe", tarfile.FIFOTYPE, {}),
-        )
-    ),
+_IMAGE, _TEXT, _LINK = _Member("{key}.png"), _Member("{key}.txt", b"{caption}"), {"linkname": "/etc/passwd"}
+_HEADERS = [(tarfile.SYMTYPE, _LINK), (tarfile.LNKTYPE, _LINK), (tarfile.CHRTYPE, {}), (tarfile.FIFOTYPE, {})]
+_PLAIN: tuple[str, list[_Member]] = ("", [_TEXT, _IMAGE])
+_SAMPLES: list[tuple[str, list[_Member]]] = [
+    ("unsafe_member", [_IMAGE, _TEXT, _Member("{key}.pkl", b"cos\nsystem\n")]),
+    ("unsafe_member", [_IMAGE, _TEXT, _Member("{key}.features.pth", b"PK\3\4")]),
+    ("incomplete_sample", [_TEXT]),
+    ("incomplete_sample", [_IMAGE]),
+    ("repeated_member", [_IMAGE, _IMAGE, _TEXT]),
+    ("repeated_member", [_IMAGE, _TEXT, _TEXT]),
+    ("bad_encoding", [_IMAGE, _Member("{key}.txt", b"caf\xe9")]),
+    ("malformed_row", [_IMAGE, _Member("{key}.json", b'{"caption": "a d')]),
+    ("not_an_object", [_IMAGE, _Member("{key}.json", b'["a dog"]')]),
+    ("unmatched_image", [_IMAGE, _Member("{key}.cls", b"7")]),
+    ("malformed_row", [_IMAGE, _Member("{key}.txt", b"a" * (2 << 20))]),
+    ("image_empty", [_Member("{key}.jpg", b""), _TEXT]),
+    ("caption_empty", [_IMAGE, _Member("{key}.txt", b" \n")]),
+    ("unknown_split", [_IMAGE, _Member("{key}.json", b'{"caption": "a", "split": "x"}')]),
+    ("", [_IMAGE, _TEXT, _Member("{key}.npy", b"\x93NUMPY")]),
+    ("unsafe_member", [_Member("../{key}.png"), _Member("../{key}.txt", b"a dog")]),
+    ("unsafe_member", [_Member("/tmp/{key}.png"), _Member("/tmp/{key}.txt", b"a dog")]),
+    *(("unsafe_member", [_Member("{key}.png", b"", {"type": kind, **more}), _TEXT]) for kind, more in _HEADERS),
 ]
 
 
@@ -387,33 +558,24 @@ def _shards(corpus: Corpus) -> None:
     folder = corpus.add("shards", "data")
     folder.mkdir()
 
-    def add(
-        archive: tarfile.TarFile, name: str, kind: str, reason: str, members: list[Member], key: Any = None
-    ) -> int:
+    def add(archive: tarfile.TarFile, reason: str, members: list[_Member], key: Any = None) -> int:
         number, picture, caption = corpus.new()
         key = number if key is None else key
         for member in members:
             content = png(picture) if member.content is None else _fill(member.content, caption, {})
             add_member(archive, member.name.replace("{key}", str(key)), content, **member.fields)
         where = PurePosixPath(members[0].name.replace("{key}", str(key))).with_suffix("")
-        corpus.expect("shards", kind, f"{name}, member {where}", reason, [] if reason else [caption], picture)
+        kept, place = [] if reason else [caption], f"{Path(str(archive.name)).name}, member {where}"
+        corpus.expect("shards", members[0].name, place, reason, kept, picture)
         return key
 
     with tarfile.open(folder / "000.tar", "w") as archive:
-        again = [add(archive, "000.tar", *sample) for each in SAMPLES for sample in (each, _PLAIN)][-3]
-        add(
-            archive,
-            "000.tar",
-            "a key again, further on",
-            "incomplete_sample",
-            [_IMAGE, Member("{key}.txt", b"a dog")],
-            again,
-        )
-        # One key in two archives: neither half has what it needs.
-        half = add(archive, "000.tar", "the first half of a sample", "incomplete_sample", [_IMAGE])
+        again = [add(archive, *sample) for each in _SAMPLES for sample in (each, _PLAIN)][-3]
+        add(archive, "incomplete_sample", [_IMAGE, _Member("{key}.txt", b"a dog")], again)  # a key further on
+        half = add(archive, "incomplete_sample", [_IMAGE])  # one key in two archives: neither has what it needs
     with tarfile.open(folder / "001.tar", "w") as archive:
-        add(archive, "001.tar", "the second half of a sample", "incomplete_sample", [_TEXT], half)
-        add(archive, "001.tar", *_PLAIN)
+        add(archive, "incomplete_sample", [_TEXT], half)
+        add(archive, *_PLAIN)
         number, picture, caption = corpus.new()
         add_member(archive, f"{number}.txt", caption.encode())
         add_member(archive, f"{number}.png", png(picture))
@@ -423,28 +585,28 @@ def _shards(corpus: Corpus) -> None:
 
 
 # -- cells that hold images ---------------------------------------------------------------------------------------------
-_CELLS: list[tuple[str, str, Any, list[str | None] | None]] = [
-    ("a cell without image", "image_empty", lambda _: None, [_CAPTION]),
-    ("a cell of no bytes", "image_empty", lambda _: b"", [_CAPTION]),
-    ("a cell with a web page", "image_unknown_format", lambda _: b"<html>404</html>", [_CAPTION]),
-    ("a cell with half an image", "image_truncated", lambda picture: png(picture)[:500], [_CAPTION]),
-    ("a cell without caption", "caption_null", png, None),
-    ("a cell of no captions", "no_caption_left", png, []),
-    ("a cell with an empty caption", "caption_empty", png, [" "]),
-    ("a cell with a caption and none", "caption_null", png, [None, _CAPTION]),
-    ("a plain cell", "", png, [_CAPTION]),
+_CELLS: list[tuple[str, Any, list[str | None] | None]] = [
+    ("image_empty", lambda _: None, [_CAPTION]),
+    ("image_empty", lambda _: b"", [_CAPTION]),
+    ("image_unknown_format", lambda _: b"<html>404</html>", [_CAPTION]),
+    ("image_truncated", lambda picture: png(picture)[:500], [_CAPTION]),
+    ("caption_null", png, None),
+    ("no_caption_left", png, []),
+    ("caption_empty", png, [" "]),
+    ("caption_null", png, [None, _CAPTION]),
+    ("", png, [_CAPTION]),
 ]
 
 
 def _table_of_cells(corpus: Corpus, source: str, where: str) -> pa.Table:
     columns: dict[str, list[Any]] = {"image": [], "captions": []}
-    for at, (kind, reason, make, captions) in enumerate([item for cell in _CELLS for item in (cell, _CELLS[-1])]):
+    for at, (reason, make, captions) in enumerate([item for cell in _CELLS for item in (cell, _CELLS[-1])]):
         _, picture, caption = corpus.new()
         content = make(picture)
         columns["image"].append(None if content is None else {"bytes": content, "path": None})
         columns["captions"].append(captions and [caption if text == _CAPTION else text for text in captions])
         kept = [caption] if captions and _CAPTION in captions and make is png else []
-        corpus.expect(source, kind, where.format(at), reason, kept, picture)
+        corpus.expect(source, f"a cell: {reason}", where.format(at), reason, kept, picture)
     kinds = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "captions": pa.list_(pa.string())}
     return pa.table(columns, schema=pa.schema(kinds))
 
@@ -453,12 +615,10 @@ def _cells(corpus: Corpus) -> None:
     path = corpus.add("parquet", "pairs.parquet")
     pq.write_table(_table_of_cells(corpus, "parquet", "row {}"), path, row_group_size=7)
     path = corpus.add("saved", "folder")
-    splits = {
-        split: Dataset(_table_of_cells(corpus, "saved", f"split {split}, row {{}}")).cast_column(
-            "image", ImageFeature()
-        )
-        for split in ("train", "validation")
-    }
+    splits = {}
+    for split in ("train", "validation"):
+        rows = Dataset(_table_of_cells(corpus, "saved", f"split {split}, row {{}}"))
+        splits[split] = rows.cast_column("image", ImageFeature())
     corpus.expect("saved", "a split of another name", "split holdout", "unknown_split")
     DatasetDict({**splits, "holdout": splits["train"].select([0])}).save_to_disk(str(path))
 
@@ -489,15 +649,8 @@ def _relatives(corpus: Corpus) -> None:
         for text, content, split, key in zip(texts, contents, splits, ("", "b" * ("id" not in kind)), strict=True):
             (path.parent / f"{len(lines)}.image").write_bytes(content)
             lines.append(line(image=f"{len(lines)}.image", caption=text, id=f"{number}{key}", split=split))
-        corpus.expect(
-            "relatives",
-            kind,
-            f"line {len(lines)}",
-            reason,
-            texts[: 2 if kind.endswith("twice") else 1],
-            picture,
-            count=2,
-        )
+        kept = texts[: 2 if kind.endswith("twice") else 1]
+        corpus.expect("relatives", kind, f"line {len(lines)}", reason, kept, picture, count=2)
         if copy is _mirrored:
             corpus.expect("relatives", kind, "", "", texts[1:], ImageOps.mirror(picture), count=0)
     path.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,410 @@
+"""Sounds and clips: their times in what is stored, broken files beside good ones, and what training opens."""
+
+import json
+import struct
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Audio, load_from_disk
+
+from mm_utils.data.images import open_image
+from mm_utils.data.media import kind_of
+from mm_utils.data.media.pictures import loudness_picture
+from mm_utils.data.media.riff import StoredClip, read_avi, read_wav, store_clip, write_wav
+from mm_utils.data.prepare.arguments import verify
+from mm_utils.data.prepare.checks import CheckArguments
+from mm_utils.data.prepare.ingest import Storage, read_part
+from mm_utils.data.prepare.on_disk import content_fingerprint, open_prepared, write_splits
+from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
+from mm_utils.data.prepare.pipeline import IngestPlan, ingest_sources
+from mm_utils.data.prepare.timed import TimedArguments
+from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.model.reading import UnreadableError, read_frames, read_sound
+from scripts import prepare_data
+from tests.kit.fault_images import save
+from tests.kit.made_media import animation, click_times, encoded, picture, steady, tone, video, wav
+
+# -- times --------------------------------------------------------------------------------------------------------------
+CLICKS = (0.35, 0.8)
+_LONG, _WITH_SOUND = (14.0, 8_000, (12.5,)), {"sound": tone(1.4, clicks=(0.7,)), "delay": 0.5}
+_CODECS = [("flac", "flac", 44_100, 2), ("ogg", "libopus", 48_000, 2), ("mp3", "libmp3lame", 44_100, 1)]
+_CODECS += [("ipod", "aac", 44_100, 2), ("matroska", "pcm_s16le", 8_000, 1), ("aiff", "pcm_s16be", 22_050, 1)]
+HEARD: dict[str, tuple[Callable[[], bytes], dict[str, float], tuple[float, ...]]] = {
+    **{f"{r} Hz": (lambda r=r: wav(tone(1.2, r, CLICKS), r), {}, CLICKS) for r in (8_000, 11_025, 44_100)},
+    **{
+        codec: (lambda f=form, c=codec, r=rate, n=channels: encoded(tone(1.2, r, CLICKS), r, f, c, n), {}, CLICKS)
+        for form, codec, rate, channels in _CODECS
+    },
+    "a part": (lambda: wav(tone(2.0, 8_000, CLICKS)), {"start": 0.3, "end": 1.5}, (0.05, 0.5)),
+    "far inside": (lambda: encoded(tone(*_LONG), 8_000, "flac", "flac"), {"start": 12.0, "end": 13.0}, (0.5,)),
+    "a late track": (lambda: video(steady(25, 2), **_WITH_SOUND), {}, (1.2,)),
+    "a late track of MP4": (lambda: video(steady(25, 2), form="mp4", **_WITH_SOUND), {}, (1.2,)),
+}
+
+
+@pytest.mark.parametrize("case", HEARD)
+def test_clicks_stay_where_they_are(case: str) -> None:
+    make, cut, wanted = HEARD[case]
+    assert click_times(read_sound(make(), 16_000, **cut), 16_000, 6000) == pytest.approx(wanted, abs=0.02)
+
+
+def read_clip(content: bytes, fps: float, start: float | None = None, end: float | None = None) -> StoredClip:
+    return store_clip(read_frames(content, fps, start, end), fps)
+
+
+def flashes(clip: StoredClip, fps: float) -> list[bool]:
+    """Which stored frames are white."""
+    frames, rate = read_avi(clip.content)
+    assert (rate, len(frames)) == (pytest.approx(fps), len(clip.jpegs))
+    return [np.asarray(open_image({"bytes": bytes(frame)})).mean() > 160 for frame in frames]
+
+
+_VARIABLE = [0.033, 0.1, 0.5, 0.55, 0.6, 1.4, 1.45, 1.9]
+SEEN: dict[str, tuple[list[float], list[tuple[float, float]], float, float, float | None]] = {
+    **{f"{fps:.2f}": (steady(fps, 2), [(1.0, 1.26)], 20, 0.0, None) for fps in (24.0, 25.0, 30_000 / 1001)},
+    "a variable rate": (_VARIABLE, [(0.5, 0.56), (1.4, 1.44)], 10, 0.0, None),
+    "a part": (steady(25, 2), [(1.2, 1.6)], 10, 1.0, 2.0),
+    "far inside": (steady(10, 14), [(12.5, 12.8)], 10, 12.0, 13.0),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_the_frame_of_a_time_is_the_one_that_was_visible(case: str) -> None:
+    stamps, white, fps, start, end = SEEN[case]
+    rate = Fraction(float(case)).limit_denominator(1001) if case[0].isdigit() else Fraction(25)
+    clip = read_clip(video(stamps, white, rate=rate), fps, start or None, end)
+    assert len(clip.jpegs) / fps == pytest.approx((end or 2) - start, abs=0.11)
+    times = [start + at / fps + 1e-3 for at in range(len(clip.jpegs))]
+    shown = [max((stamp for stamp in stamps if stamp <= time), default=stamps[0]) for time in times]
+    assert flashes(clip, fps) == [any(begin <= stamp < stop for begin, stop in white) for stamp in shown]
+
+
+def test_a_cut_of_a_recording_counts_from_its_first_frame() -> None:
+    content = video(steady(25, 1, begin=40.0), [(40.4, 40.6)])
+    assert np.flatnonzero(flashes(read_clip(content, 25), 25))[0] / 25 == pytest.approx(0.4)
+    stream = video(steady(25, 1), [(0.4, 0.6)], "mpegts", "mpeg4")  # whose stamps start at 1.4 s
+    assert np.flatnonzero(flashes(read_clip(stream, 25), 25))[0] / 25 == pytest.approx(0.4, abs=0.05)
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+def test_animations_are_read_without_a_codec(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    clip = read_clip(animation(8, form, 100, flash=5), 20)
+    assert flashes(clip, 20) == [at // 2 == 5 for at in range(16)]
+    assert sum(len(jpeg) == 0 for jpeg in clip.jpegs) == 8  # shown for longer, stored once
+
+
+@pytest.mark.parametrize(("channels", "width"), [(1, 1), (2, 2), (1, 3), (2, 4)])
+def test_wav_files_of_all_widths_are_read_alike(channels: int, width: int) -> None:
+    wanted = tone(0.5, 16_000, (0.2,))
+    found = read_sound(wav(wanted, 16_000, channels, width), 16_000)
+    assert abs(found.astype(int) - wanted).max() <= (256 if width == 1 else 1)
+
+
+def test_resampling_keeps_tones_and_removes_what_the_rate_cannot_hold() -> None:
+    times = np.arange(44_100) / 44_100
+    low, high = np.sin(2 * np.pi * 1_000 * times), np.sin(2 * np.pi * 12_000 * times)
+    found = read_sound(write_wav((8_000 * (low + high)).astype(np.int16), 44_100), 16_000)
+    wanted = 8_000 * np.sin(2 * np.pi * 1_000 * np.arange(16_000) / 16_000)
+    assert len(found) == 16_000
+    assert abs(found - wanted)[500:-500].max() < 100
+
+
+# -- prepared sets ------------------------------------------------------------------------------------------------------
+def melody(seed: int, seconds: float = 2.0, rate: int = 8000) -> np.ndarray:
+    """Eight tones of random pitch and loudness with noise: int16 [n]."""
+    rng = np.random.default_rng(seed)
+    times = np.arange(round(seconds * rate / 8)) / rate
+    parts = [10 ** rng.uniform(2.5, 4) * np.sin(2 * np.pi * rng.uniform(150, 3500) * times) for _ in range(8)]
+    return (np.concatenate(parts) + rng.normal(0, 60, 8 * len(times))).astype(np.int16)
+
+
+def moment(start: Any, end: Any, phrase: Any = "a click") -> dict[str, Any]:
+    return {"span": [start, end], "phrase": phrase}
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("sounds")
+    rows: list[dict[str, Any]] = []
+    for number in range(6):
+        (folder / f"{number}.wav").write_bytes(wav(melody(number)))
+        rows.append({"audio": f"{number}.wav", "caption": f"melody {number}"})
+    rows[5] |= {"split": "test", "moments": [moment(0.5, 1.0), moment(9, 10)]}
+    parts = [moment(0.25, 0.75, "begins before"), moment(1.0, 1.2, "inside"), moment(1.6, 1.9, "behind")]
+    rows.append({"audio": "4.wav", "start": 0.5, "end": 1.5, "caption": "a part", "moments": parts})
+    return write_rows(folder / "rows.jsonl", *rows)
+
+
+def prepare(folder: Path, *flags: str) -> Path:
+    output = folder / "prepared"
+    prepare_data.main(["--output_dir", str(output), "--num_proc", "1", "--max_bad_fraction", "1", *flags])
+    return output
+
+
+def test_prepared_sounds_open_as_sounds(sounds: str, tmp_path: Path) -> None:
+    output = prepare(tmp_path, "--sources", sounds, "--sound_rate", "16000")
+    assert load_from_disk(str(output))["train"].features["audio"] == Audio(decode=False)
+    pairs = open_prepared(str(output), "a title")
+    assert {kind_of(rows.features) for rows in pairs.values()} == {"sound"}
+    assert verify(str(output)) == 7
+    [row] = pairs["test"]
+    samples, rate = read_wav(row["image"]["bytes"])
+    assert (rate, len(samples) / rate, row["width"]) == (16_000, row["seconds"], None)
+    assert row["moments"] == [moment(0.5, 1.0)]
+    part = next(row for rows in pairs.values() for row in rows if row["id"] == "4.wav#0.5-1.5")
+    assert part["seconds"] == 1.0
+    wanted = [moment(0.0, 0.25, "begins before"), moment(pytest.approx(0.5), pytest.approx(0.7), "inside")]
+    assert part["moments"] == wanted
+    assert ("4.wav" in pairs["train"]["id"]) == (part["id"] in pairs["train"]["id"])  # one file, one split
+    report = json.loads((output / "report.json").read_text())
+    assert report["quarantined"]["span_outside"]["count"] == 1
+    assert report["notes"]["moment_cut"] == 2
+    again = {split: rows.with_format("arrow").iter(10) for split, rows in pairs.items()}
+    written = write_splits(again, tmp_path / "again")
+    assert written["train"].features == pairs["train"].features
+    assert content_fingerprint(written) == content_fingerprint(pairs)
+
+
+def test_prepared_clips_open_as_clips_and_a_set_is_of_one_kind(sounds: str, tmp_path: Path) -> None:
+    (tmp_path / "a.mkv").write_bytes(video(steady(10, 2), [(1.0, 1.2)], size=(64, 48)))
+    (tmp_path / "b.gif").write_bytes(animation(8))
+    rows = [
+        {"video": "a.mkv", "id": "a", "caption": f"a flash {at}", "moments": [moment(1, 1.2 + at / 4, f"flash {at}")]}
+        for at in range(2)
+    ]
+    first = write_rows(tmp_path / "a.jsonl", *rows)
+    second = write_rows(tmp_path / "b.jsonl", {"video": "b.gif", "caption": "a bar"})
+    flags = ["--clip_fps", "5", "--image_size", "32", "--validation_fraction", "0"]
+    pairs = open_prepared(str(prepare(tmp_path, "--sources", first, second, *flags)), "a title")
+    row = next(row for rows in pairs.values() for row in rows if row["id"] == "a.jsonl/a")
+    frames, fps = read_avi(row["image"]["bytes"])
+    assert (fps, len(frames), row["seconds"], row["width"], row["height"]) == (5.0, 10, 2.0, 49, 37)
+    assert row["captions"] == ["a flash 0", "a flash 1"]
+    assert [each["span"] for each in row["moments"]] == [[1.0, 1.2], [1.0, 1.45]]
+    with pytest.raises(ValueError, match=r"clips holds clips, and rows.jsonl sounds; .* is of one kind"):
+        prepare(tmp_path / "both", "--sources", sounds, f"{second},name=clips")
+    with pytest.raises(ValueError, match=r"--store is png; clips are kept as JPEG frames, sounds as WAV"):
+        prepare(tmp_path / "png", "--sources", sounds, "--store", "png")
+
+
+def test_copies_of_a_sound_are_found_and_others_are_not() -> None:
+    melodies = [melody(seed, 3.0, 16_000) for seed in range(40)]
+    one = melodies[7]
+    copies = [
+        (one * 0.4).astype(np.int16),
+        one[480:],
+        read_sound(encoded(one, 16_000, "mp3", "libmp3lame"), 16_000),
+        np.concatenate([np.zeros(8000, np.int16), one, np.zeros(4000, np.int16)]),
+    ]
+    prints = b"".join(fingerprint(loudness_picture(samples, 16_000)) for samples in [*melodies, *copies])
+    found = {tuple(pair) for pair in near_pairs(np.frombuffer(prints, FINGERPRINT)).tolist()}
+    assert {(7, 40 + at) for at in range(len(copies))} <= found
+    assert not {pair for pair in found if pair[1] < 40}
+
+
+def test_damaged_bytes_are_a_fault_or_a_medium() -> None:
+    """Cuts and flips at random places; nothing else is raised, and no process ends."""
+    rng = np.random.default_rng(0)
+    files = [wav(), encoded(tone(), 8000, "flac", "flac"), encoded(tone(rate=16_000), 16_000, "mp3", "libmp3lame")]
+    files += [video(steady(10, 1)), video(steady(10, 1), form="mp4", sound=tone()), animation(6)]
+    outcomes = set()
+    for content in files:
+        for _ in range(12):
+            damaged = bytearray(content[: rng.integers(8, len(content) + 1)])
+            for at in rng.integers(0, len(damaged), rng.integers(0, 20)):
+                damaged[at] = rng.integers(0, 256)
+            for read in (lambda data: read_sound(data, 16_000), lambda data: store_clip(read_frames(data, 4), 4, 32)):
+                try:
+                    read(bytes(damaged))
+                    outcomes.add("read")
+                except UnreadableError as fault:
+                    outcomes.add(fault.reason)
+    assert {"read", "medium_truncated", "medium_unreadable"} <= outcomes
+
+
+# -- broken rows --------------------------------------------------------------------------------------------------------
+def riff_wav(
+    data: bytes, tag: int = 1, channels: int = 1, rate: int = 8000, bits: int = 16, size: int | None = None
+) -> bytes:
+    """A WAV file whose header says anything."""
+    frame = channels * bits // 8
+    layout = struct.pack("<HHIIHH", tag, channels, rate, (rate * frame) % 2**32, frame % 2**16, bits)
+    length = len(data) if size is None else size
+    body = b"WAVEfmt " + struct.pack("<I", 16) + layout + b"data" + struct.pack("<I", length) + data
+    return b"RIFF" + struct.pack("<I", len(body) % 2**32) + body
+
+
+def patched(content: bytes, at: int, new: bytes) -> bytes:
+    return content[:at] + new + content[at + len(new) :]
+
+
+def declared_hours(content: bytes) -> bytes:
+    """An MP4 file whose header says that it lasts for a day."""
+    for name in (b"mvhd", b"mdhd"):
+        at = content.index(name) + 4
+        content = patched(content, at + 16, struct.pack(">I", 86_400 * struct.unpack_from(">I", content, at + 12)[0]))
+    return patched(content, content.index(b"tkhd") + 24, struct.pack(">I", 86_400_000))
+
+
+def many_streams() -> bytes:
+    """An AVI file that declares a thousand streams."""
+    stream = b"strl" + b"strh" + struct.pack("<I", 56) + b"vidsMJPG" + bytes(48)
+    headers = b"hdrl" + b"avih" + struct.pack("<I", 56) + bytes(56)
+    headers += 1000 * (b"LIST" + struct.pack("<I", len(stream)) + stream)
+    body = b"AVI LIST" + struct.pack("<I", len(headers)) + headers
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+SOUND, CLIP = wav(tone(1.0, clicks=(0.5,))), animation(8)
+FLAC, MP3 = encoded(tone(2.0), 8000, "flac", "flac"), encoded(tone(2.0, 16_000), 16_000, "mp3", "libmp3lame")
+MKV, MP4 = video(steady(10, 2)), video(steady(10, 2), form="mp4")
+TRACK = encoded(tone(3.0), 8000, "matroska", "pcm_s16le")
+NOISE, PCM = np.random.default_rng(0).bytes(4000), tone(1.0).tobytes()
+PAGE, STILL = b"<!doctype html><title>404</title>", save(picture(False), "JPEG")
+PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
+
+
+def moments(start: Any, end: Any, phrase: str = "a click") -> dict[str, Any]:
+    """One moment, and a good one behind it."""
+    return {"moments": [moment(start, end, phrase), moment(0.2, 0.6, "a tone")]}
+
+
+# By reason: files, or a whole file and further columns; a row with bad moments is kept, as are those without a reason.
+Cases = dict[str, list[bytes | tuple[bytes, dict[str, Any]]]]
+SOUNDS: Cases = {
+    "medium_empty": [b"", riff_wav(b""), (b"", {"audio": ""}), (b"", {"audio": None})],
+    "medium_unknown_format": [PAGE, PLAYLIST, save(picture(False), "PNG"), b"\x03" + NOISE],
+    "medium_truncated": [
+        *(SOUND[: len(SOUND) // 2], SOUND[:30], SOUND[:36], FLAC[:42], FLAC[: len(FLAC) // 2]),
+        *(FLAC[: len(FLAC) * 19 // 20], TRACK[: len(TRACK) // 2], MP4[: MP4.index(b"moov") - 4]),
+        riff_wav(PCM, size=8000 * 2 * 3600),  # a header of an hour
+    ],
+    "medium_unreadable": [
+        *(MP4[: len(MP4) // 2], b"OggS" + NOISE, b"\x1aE\xdf\xa3" + NOISE, riff_wav(PCM, bits=12)),
+        *(riff_wav(PCM, channels=0), riff_wav(PCM, channels=1000)),
+        riff_wav(np.full(800, np.nan, "<f4").tobytes(), 3, bits=32),
+    ],
+    "bad_sound_rate": [riff_wav(PCM, rate=rate) for rate in (0, 2**32 - 1, 100)],
+    "silent": [
+        wav(np.zeros(8000, np.int16)),
+        wav((np.arange(8000) % 3 - 1).astype(np.int16)),  # the noise of dither
+        (wav(np.concatenate([np.zeros(8000, np.int16), tone()])), {"start": 0, "end": 0.9}),
+    ],
+    "no_audio_stream": [MKV],
+    "too_long": [
+        *(wav(tone(6.0)), encoded(tone(6.0, 16_000), 16_000, "mp3", "libmp3lame"), (SOUND, {"start": 0, "end": 7})),
+    ],
+    "span_outside": [
+        *((MP3, {"start": 4, "end": 4.5}), (SOUND, {"start": 0.5, "end": 2}), (SOUND, {"start": -1, "end": 0.5})),
+        (SOUND, moments(3, 4)),
+    ],
+    "span_empty": [(SOUND, {"start": 0.5, "end": 0.5}), (SOUND, moments(0.6, 0.6))],
+    "span_reversed": [(SOUND, {"start": 0.7, "end": 0.2}), (SOUND, moments(0.6, 0.2))],
+    "bad_times": [
+        *((SOUND, {"start": "half a second"}), (SOUND, {"start": float("inf")}), (SOUND, {"end": 10**400})),
+        (SOUND, moments("early", "late")),
+    ],
+    "bad_moments": [
+        *((SOUND, {"moments": [{"phrase": "a click"}]}), (SOUND, {"moments": [{"span": [1], "phrase": "x"}]})),
+    ],
+    "bad_moments!": [(SOUND, {"moments": "0.2-0.6: a click"})],
+    "caption_empty": [(SOUND, moments(0.2, 0.6, " "))],
+    "image_missing": [(b"", {"audio": "media/none.wav"})],
+    "outside_root": [(b"", {"audio": "../../../etc/hostname"})],
+    "url_not_allowed": [(b"", {"audio": "http://localhost/a.wav"})],
+    "bad_path": [(b"", {"audio": 7})],
+    "": [
+        *(wav(width=1), wav(width=3, channels=2), riff_wav((tone() / 32768).astype("<f8").tobytes(), 3, bits=64)),
+        *(riff_wav(PCM, size=0xFFFFFFFF), SOUND + b"LIST\4\0\0\0junk", encoded(tone(), 8000, "wav", "pcm_mulaw")),
+        *(
+            (SOUND, {"start": 0.1, "end": 1.2}),
+            (SOUND, {"start": "0.2", "end": "0.8"}),
+            wav(tone(0.05, clicks=(0.01,))),
+        ),
+        *(video(steady(10, 1), sound=tone(1.0)), (wav(tone(2.0)), {"moments": [moment(0, 2, "a tone")]})),
+    ],
+}
+CLIPS: Cases = {
+    "medium_empty": [b""],
+    "medium_unknown_format": [PAGE, b"\x03" + NOISE],
+    "no_video_stream": [STILL, save(picture(False), "GIF"), encoded(tone(), 8000, "matroska", "pcm_s16le"), SOUND],
+    "medium_truncated medium_unreadable": [CLIP[: len(CLIP) // 2], animation(8, "WEBP")[:400]],
+    "medium_unreadable": [CLIP[:11], MP4[: len(MP4) // 2]],
+    "medium_truncated": [MKV[: len(MKV) // 2]],
+    "too_many_parts": [many_streams()],
+    "too_long": [video(steady(5, 6)), animation(8, duration=900)],
+    "too_many_pixels": [
+        video([0.0, 0.1], size=(128, 128)),
+        patched(CLIP, 6, struct.pack("<HH", 7200, 7200)),
+    ],
+    "span_outside": [(MKV, {"start": 4, "end": 4.5}), (MKV, {"start": 1, "end": 4}), (CLIP, moments(30, 40))],
+    "span_reversed": [(MKV, {"start": 1, "end": 0.5})],
+    "": [
+        *(animation(6, "WEBP"), animation(6, "PNG"), video(steady(10, 1), form="avi", codec="mjpeg"), video([0.0])),
+        *(video(steady(25, 1), form="mpegts", codec="mpeg4"), (MKV, {"start": 0.4, "end": 2.1})),
+        *(declared_hours(MP4), video(steady(10, 1), codec="mjpeg", size=(34, 50))),
+    ],
+}
+FRAMES: Cases = {
+    "bad_times": [
+        (b"", {"frames": ["a.png", "b.png"], "times": times}) for times in ([1, 0], [0], ["0", None])
+    ],
+    "medium_empty": [(b"", {"frames": []})],
+    "image_missing": [(b"", {"frames": ["a.png", "none.png"]})],
+    "image_truncated": [(b"", {"frames": ["a.png", "cut.png"], "times": [0, 1]})],
+    "": [(b"", {"frames": ["a.png", "b.png"]}), (b"", {"frames": ["a.png", "b.png"], "times": [0.5, 1.5]})],
+}  # fmt: skip
+PLAN = IngestPlan(CheckArguments(max_image_pixels=10_000), Storage("jpeg", 24, TimedArguments(max_seconds=5)), 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("column", "medium", "cases"), [("audio", "sound", SOUNDS), ("video", "clip", CLIPS), ("frames", "clip", FRAMES)]
+)
+def test_bad_media_are_set_aside_and_good_ones_are_kept(
+    column: str, medium: str, cases: Cases, tmp_path: Path
+) -> None:
+    """A good row, then each case and another good row behind it."""
+    (tmp_path / "media").mkdir()
+    for name, bright in (("a", False), ("b", True)):
+        (tmp_path / f"{name}.png").write_bytes(save(picture(bright), "PNG"))
+    (tmp_path / "cut.png").write_bytes(save(picture(False), "PNG")[:60])
+    listed = [(reason, case) for reason, those in cases.items() for case in those]
+    rows, wanted, kept = list[dict[str, Any]](), dict[str, set[str]](), set[int]()
+
+    def add(content: bytes, columns: dict[str, Any], reason: str, stays: bool) -> None:
+        number = len(rows)
+        (tmp_path / f"media/{number}.bin").write_bytes(content)
+        media = {column: ["a.png", "b.png"] if column == "frames" else f"media/{number}.bin"}
+        rows.append({"id": str(number), "caption": f"row {number}"} | media | columns)
+        kept.update([number] if stays else [])
+        wanted.update({f"line {number + 1}": set(reason.rstrip("!").split())} if reason else {})
+
+    for at, (reason, case) in enumerate([("", b""), *listed]):
+        content, columns = case if isinstance(case, tuple) else (case, {})
+        if at:
+            add(content, columns, reason, not reason or ("moments" in columns and not reason.endswith("!")))
+        good = wav(tone(0.5, pitch=200 + 2 * at)) if column == "audio" else animation(3, flash=at % 3)
+        add(good, {}, "", True)
+    found = ingest_sources([Source(write_rows(tmp_path / "rows.jsonl", *rows))], PathArguments(), PLAN, tmp_path)
+    parts = [read_part(part, ["captions", "image", "seconds", "moments"]).to_pylist() for part in found.parts]
+    got = [row for part in parts for row in part]
+    faults = {fault["where"]: fault for fault in found.faults}
+    assert {
+        where: fault["reason"] for where, fault in faults.items() if fault["reason"] not in wanted.get(where, ())
+    } == {}
+    assert [(where, rows[int(where[5:]) - 1]) for where in wanted if where not in faults] == []
+    assert {int(row["captions"][0][4:]) for row in got} == kept
+    for row in got:
+        samples, rate = read_wav(row["image"]["bytes"]) if medium == "sound" else read_avi(row["image"]["bytes"])
+        assert row["seconds"] == pytest.approx(len(samples) / rate)
+        assert all(0 <= a < b <= row["seconds"] for a, b in (moment["span"] for moment in row["moments"] or []))

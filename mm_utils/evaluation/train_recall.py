@@ -7,7 +7,6 @@ import numpy as np
 from accelerate import Accelerator
 
 from mm_utils.data.batches.loaders import DeviceLoader
-from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import embed_split
 from mm_utils.evaluation.metrics import retrieval_metrics
@@ -54,6 +53,6 @@ class TrainRecall:
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Evaluate `model`; the loader is that of the validation split."""
-        checked = loader.beside(self.sample) if isinstance(loader, CheckedLoader) else self.sample
-        split = embed_split(model, checked, accelerator)
+        check = loader.check if isinstance(loader, DeviceLoader) else None
+        split = embed_split(model, self.sample.with_check(check), accelerator)
         return {"train_mean_recall": retrieval_metrics(split, rank_directions(split))["mean_recall"]}

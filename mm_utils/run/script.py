@@ -68,10 +68,12 @@ def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
         place = getattr(error, "filename", None) or "A file of this run, or of a cache"
         remedy = _REMEDIES.get(number, "Free some space there, or give a folder that can be written")
         line = f"{place}: {os.strerror(number)}. {remedy}."
-    elif isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):  # torch raises it anywhere
-        from mm_utils.data.batches.workers import REMEDY, describe_killed
-
-        line = f"{describe_killed(error)}. {REMEDY}"
+    elif isinstance(error, RuntimeError) and str(error).startswith("DataLoader "):  # torch raises it anywhere
+        what = str(error).split(". ")[0].strip(".")  # without torch's own advice
+        line = (
+            f"{what}. Its memory or /dev/shm may have been full: pass a lower --dataloader_num_workers, or 0, or start the "
+            "container with a larger --shm-size, and resume."
+        )
     elif _is_out_of_memory(error):
         line = f"The memory is full; {one_line(error)}. Give smaller batches, images or models."
     elif monitor.is_alone:

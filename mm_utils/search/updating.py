@@ -23,11 +23,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 from torch.nn.functional import normalize
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.data.batches.workers import worker_options
+from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import Medium
 from mm_utils.data.paths import MEDIA_LIMITS, read_file
@@ -264,7 +263,7 @@ def embed_share(
     """
     reader = Reader(listing, mine, embedder.medium)
     workers = min(embedder.workers, -(-len(mine) // embedder.batch_size))
-    loader = DataLoader(reader, embedder.batch_size, collate_fn=list, **worker_options(workers))
+    loader = worker_loader(reader, workers, batch_size=embedder.batch_size, collate_fn=list)
     skipped: list[Skip] = []
     held: list[dict[str, Any]] = []
     flushed = time.monotonic()

@@ -31,7 +31,6 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import remove_unfinished, set_aside, step_of
 from mm_utils.checkpointing.state import TrainingState, comparable
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room, remove_old_checkpoints
-from mm_utils.data.batches.workers import CheckedLoader
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.files import append_rows, truncate_rows
@@ -297,7 +296,7 @@ class Trainer:
             )
         self.objective.eval()
         with unsharded(self.objective):
-            loader = CheckedLoader(self.data.eval_loader, self._check_stop_signal)
+            loader = self.data.eval_loader.with_check(self._check_stop_signal)
             return in_turn(*self.evaluators)(self.model, loader, self.accelerator)
 
     def _measure_saved(self) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -66,7 +65,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_worker_is_named_with_the_flag(make: Make) -> None:
+def test_a_killed_worker_ends_the_loop(make: Make) -> None:
     before = children()
 
     def strike() -> None:
@@ -75,9 +74,8 @@ def test_a_killed_worker_is_named_with_the_flag(make: Make) -> None:
                 kill(max(children() - before))
                 time.sleep(0.5)  # torch raises wherever the main thread is, here or in the loader
 
-    with pytest.raises((RuntimeError, ValueError), match=ENDED) as caught:
+    with pytest.raises(RuntimeError, match=ENDED):
         strike()
-    assert isinstance(caught.value, RuntimeError) or "pass a lower --dataloader_num_workers" in str(caught.value)
 
 
 # -- faults of a row ---------------------------------------------------------------------------------------------
@@ -111,19 +109,13 @@ ENDED = r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: (Killed|Bu
 def test_a_row_that_ends_its_worker_ends_the_run(
     deed: Callable[[], Any], message: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one line that names the batch."""
     monkeypatch.setattr(loader_workers, "TIMEOUT", 2)
     # As long, torch waits for each worker.
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
     at_row(5, deed, monkeypatch)
     rows = tokenize_captions(rows_of(10), tokenizer, 16)
-    with pytest.raises(ValueError, match=f"^{message}") as caught:
+    with pytest.raises(RuntimeError, match=f"^{message}"):
         list(loaders(2).evaluation(rows, 2))
-    assert re.search(
-        r", when batch [123] of 5 of an evaluation \(2 images: id-\d, id-\d\) was due\. Its memory", str(caught.value)
-    )
-    assert "pass a lower --dataloader_num_workers" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 # -- files --------------------------------------------------------------------------------------------------------------

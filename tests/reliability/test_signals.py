@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from mm_utils.data.batches.workers import WorkerLoader, worker_options
+from mm_utils.data.batches.workers import worker_loader
 from mm_utils.reliability import signals
 from mm_utils.reliability.signals import Interrupted, Interruption
 from tests.kit.tiny_run import alone
@@ -157,8 +157,7 @@ def groups_that_are_signalled() -> list[tuple[int, int]]:
         pids: list[int] = []
         with Interruption() as found:
             # "fork", as in a process that was not forked itself
-            loader = DataLoader(Slow(), multiprocessing_context="fork", **worker_options(2))
-            for batch in WorkerLoader(loader, 24, str, 2):
+            for batch in worker_loader(Slow(), 2, multiprocessing_context="fork"):
                 pids.append(int(batch))
                 if len(pids) == 4:
                     _signal_from_outside(os.getpid(), number)

@@ -60,6 +60,10 @@ ANY_FILE = "A file of this run, or of a cache"
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
             "The memory is full; RuntimeError: Def",
         ),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
+            "DataLoader worker (pid 7) is killed by signal: Killed. Its memory or /dev/shm may have been full: pass a lower --data",
+        ),
     ],
 )
 def test_a_disk_or_memory_that_refuses_is_one_line_and_other_errors_keep_their_traceback(

@@ -1,14 +1,13 @@
 """Load rows as batches: decoded and augmented in workers, normalised on the device."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from mm_utils import distributed
@@ -26,15 +25,12 @@ from mm_utils.data.batches.dataset import (
 )
 from mm_utils.data.batches.order import EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import tokenizer_digest
-from mm_utils.data.batches.workers import WorkerLoader, worker_options
+from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
 
 _MAX_WORKERS = 16
-_SHOWN = 8  # images of a batch in a message
 _MOST_FRAMES = 512  # of an example
-
-
 EVALUATION_BATCH = 64  # rows per process and forward pass; it does not change the result
 
 
@@ -96,13 +92,19 @@ class DeviceLoader:
         loader: batches of `Collator`; it has a length.
         device: where batches go.
         medium: makes the tower's input of what the workers read.
+        check: called before each batch; every rank has as many.
 
     Attributes:
         wait: seconds that the caller waited for the last batch.
     """
 
-    def __init__(self, loader: Any, device: torch.device, medium: Medium):
-        self.loader, self.copies, self.medium, self.wait = loader, DeviceCopies(device), medium, 0.0
+    def __init__(self, loader: Any, device: torch.device, medium: Medium, check: Callable[[], None] | None = None):
+        self.loader, self.device, self.medium, self.check = loader, device, medium, check
+        self.copies, self.wait = DeviceCopies(device), 0.0
+
+    def with_check(self, check: Callable[[], None] | None) -> "DeviceLoader":
+        """Return the same batches with another check."""
+        return DeviceLoader(self.loader, self.device, self.medium, check)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -115,6 +117,8 @@ class DeviceLoader:
             self.wait = time.perf_counter() - start
             if batch is None:
                 return
+            if self.check is not None:
+                self.check()
             moved = self.copies.of(batch)
             if "pixel_values" in moved:
                 moved["pixel_values"] = self.medium.features(moved["pixel_values"])
@@ -204,21 +208,10 @@ class Loaders:
             )
 
     def _loader(self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator) -> DeviceLoader:
-        def name(number: int) -> str:
-            rows = [row for row, _ in batches[number]]
-            shown = ", ".join(map(str, pairs.rows[rows[:_SHOWN]]["id"].to_pylist()))
-            return f"{batches.name(number)} ({len(rows)} images: {shown}{', ...' if len(rows) > _SHOWN else ''})"
-
-        workers = min(self.arguments.num_workers, len(batches))
-        loader = DataLoader(
-            pairs,
-            batch_sampler=batches,
-            collate_fn=collate,
-            pin_memory=self.device.type == "cuda",
-            persistent_workers=bool(workers),
-            **worker_options(workers),
+        workers, pins = min(self.arguments.num_workers, len(batches)), self.device.type == "cuda"
+        return self.on_device(
+            worker_loader(pairs, workers, batch_sampler=batches, collate_fn=collate, pin_memory=pins)
         )
-        return self.on_device(WorkerLoader(loader, len(batches), name, workers))
 
 
 def make_loaders(

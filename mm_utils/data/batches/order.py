@@ -6,12 +6,8 @@ twice, every batch has exactly its size, and nothing is dropped or repeated: the
 filled up from the next one.
 
 A rank takes every W-th row of a batch: ranks, workers and restarts see the same global batches.
-
-Beyond `_LISTED` rows no permutation is held. Rows are then computed from their places, 0.2 ms for a batch of 1,024,
-so that memory does not grow with the data set: 100 million rows would be 800 MB and 10 s an epoch on every rank.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +18,6 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from mm_utils import distributed
-
-_LISTED = 2**16  # up to this many rows an epoch is shuffled as a list of half a megabyte; beyond, row by row
 
 ATTEMPTS = 16
 """Rows tried in place of an unreadable one. With a share p of unreadable rows, all of them fail in p^16 cases."""
@@ -171,9 +165,7 @@ class GlobalOrder:
 
     def _shuffled(self, epoch: int, places: np.ndarray) -> np.ndarray:
         """Return the rows at places of an epoch's shuffle, copied."""
-        if self.num_rows <= _LISTED:
-            return self._permutation(epoch)[places]
-        return permute(places, self.num_rows, self.seed, epoch)
+        return self._permutation(epoch)[places]
 
     def _make_permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
@@ -183,34 +175,6 @@ def _moved_behind(head: np.ndarray, carried: np.ndarray) -> np.ndarray:
     """Return the rows of `head`; those that are in `carried` move to the end."""
     clash = np.isin(head, carried)
     return np.concatenate([head[~clash], head[clash]])
-
-
-def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Map places to rows by the pseudo-random permutation of `count` rows of (seed, epoch).
-
-    Returns int64. A generalised Feistel network on a grid of at least `count` cells. A place that lands on a cell beyond
-    `count` goes through it again until it does not: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
-    """
-    across = math.isqrt(count - 1) + 1
-    down = -(-count // across)
-    with np.errstate(over="ignore"):
-        keys = scramble(_mixed(seed, epoch) ^ np.arange(1, _ROUNDS + 1, dtype=np.uint64))
-        rows = _feistel(places.astype(np.uint64), across, down, keys)
-        while (outside := rows >= count).any():
-            rows[outside] = _feistel(rows[outside], across, down, keys)
-    return rows.astype(np.int64)
-
-
-_ROUNDS = 8
-
-
-def _feistel(values: np.ndarray, across: int, down: int, keys: np.ndarray) -> np.ndarray:
-    """Permute 0 ... `across * down` - 1: the two coordinates of a cell shift each other in turn."""
-    right, left = np.divmod(values, np.uint64(across))
-    for place, key in enumerate(keys):
-        modulus = np.uint64(down if place % 2 else across)
-        left, right = right, (left + scramble(right ^ key) % modulus) % modulus
-    return right * np.uint64(across) + left
 
 
 def choose_captions(seed: int, epochs: np.ndarray, image_keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -252,17 +216,11 @@ class RankBatches(Sampler[list[Draw]]):
         self.order, self.start, self.stop = order, start, stop
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __getitem__(self, number: int) -> list[Draw]:
-        return self.order.batch(self.start + number, slice(distributed.rank(), None, distributed.world_size()))
+        mine = slice(distributed.rank(), None, distributed.world_size())
+        return (self.order.batch(step, mine) for step in range(self.start, self.stop))
 
     def __len__(self) -> int:
         return self.stop - self.start
-
-    def name(self, number: int) -> str:
-        """Return the name of the `number`-th batch in messages."""
-        return f"step {self.start + number + 1}"
 
 
 class EvaluationBatches(Sampler[list[Draw]]):
@@ -278,12 +236,5 @@ class EvaluationBatches(Sampler[list[Draw]]):
     def __iter__(self) -> Iterator[list[Draw]]:
         return iter(self.batches)
 
-    def __getitem__(self, number: int) -> list[Draw]:
-        return self.batches[number]
-
     def __len__(self) -> int:
         return len(self.batches)
-
-    def name(self, number: int) -> str:
-        """Return the name of the `number`-th batch in messages."""
-        return f"batch {number + 1} of {len(self)} of an evaluation"

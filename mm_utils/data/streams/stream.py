@@ -25,7 +25,7 @@ from typing import Any
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict, Features, Value, config
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from mm_utils import distributed
@@ -35,7 +35,7 @@ from mm_utils.data.batches.dataset import Batch, Collator, Example, TrainingTran
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.batches.order import SHOWN_IN_VALIDATION, BatchSizes, replacement_rows
 from mm_utils.data.batches.tokens import tokenize_rows, tokenize_splits
-from mm_utils.data.batches.workers import WorkerLoader, worker_options
+from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.paths import SHARDS, check_own_file, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out
@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 GROUPS, BLOCK = 64, 256  # rows of a shard are shuffled among themselves in blocks
 SHARDS_PER_GROUP = 4  # a group of several shards reads them in another order in every epoch
 HELD_OUT, HELD_OUT_SHARE, HELD_OUT_SHARDS = 1000, 0.05, 50  # rows; share of all rows; from how many files
-_SHOWN = 4  # files of a step that a message names
 _PREPARE = (
     "A stream reads sounds and clips as prepared sets keep them, without a codec. Run scripts/prepare_data.py, and stream its "
     "folder by --dataset_name."
@@ -414,15 +413,6 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         parts = max(1, self.num_workers)
-
-        def name(number: int) -> str:
-            """Name a step, and the files that its rows are in."""
-            step, stream = self.steps.start + number // parts, self.steps.stream
-            slots = stream.order.batch(step, Reader(*self.steps.rank))
-            urls = sorted({stream.shards[slot.shard].url for slot in slots})
-            return f"step {step + 1} ({len(urls)} shards: {', '.join(urls[:_SHOWN])}{', ...' * (len(urls) > _SHOWN)})"
-
-        loader = DataLoader(self.steps, batch_size=None, collate_fn=pack, **worker_options(self.num_workers))
-        packed = iter(WorkerLoader(loader, len(self) * parts, name, self.num_workers))
+        packed = iter(worker_loader(self.steps, self.num_workers, batch_size=None, collate_fn=pack))
         while of_step := list(islice(packed, parts)):  # workers take turns, and each yields one part per step
             yield self.collate(merge(of_step))

@@ -13,7 +13,7 @@ from mm_utils.data import media
 from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.batches.workers import WorkerLoader, end_workers
+from mm_utils.data.batches.workers import end_workers, worker_loader
 from tests.kit.numbered_rows import CPU, equal, loaders, rows_of
 
 disable_progress_bars()
@@ -52,9 +52,7 @@ def test_images_are_normalised_on_the_device() -> None:
     expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     torch.testing.assert_close(batch["pixel_values"], expected, rtol=1e-5, atol=1e-5)
     assert batch["pixel_values"].dtype == torch.float32
-    assert batch["skipped"] == []
     assert len(loader) == 1
-    assert loader.wait >= 0
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------------
@@ -74,7 +72,7 @@ def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch
 def test_workers_end_by_themselves_where_a_cycle_keeps_the_loader() -> None:
     """Torch's own end, of what is garbage, waits 5 seconds for each and then kills it. Killed workers: `tests/faults/test_loading.py`."""
     before = {*multiprocessing.active_children()}
-    loader = WorkerLoader(DataLoader(list(range(4)), num_workers=2, persistent_workers=True), 4, str, 2)
+    loader = worker_loader(list(range(4)), 2)
     loader.itself = loader  # type: ignore[attr-defined]
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
     workers = [*{*multiprocessing.active_children()} - before]

@@ -1,8 +1,6 @@
 """The order of the global batches: complete, distinct, a function of the step, the same for any number of processes."""
 
-import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from itertools import zip_longest
 
 import numpy as np
@@ -11,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm_utils import distributed
-from mm_utils.data.batches import order as order_module
 from mm_utils.data.batches.order import (
     ATTEMPTS,
     BatchSizes,
@@ -20,7 +17,6 @@ from mm_utils.data.batches.order import (
     GlobalOrder,
     RankBatches,
     choose_captions,
-    permute,
     replacement_rows,
 )
 
@@ -33,14 +29,6 @@ def in_order(num_rows: int, batch_size: int, seed: int) -> GlobalOrder:
 def on_rank(patch: pytest.MonkeyPatch, rank: int, world: int) -> None:
     patch.setattr(distributed, "rank", lambda: rank)
     patch.setattr(distributed, "world_size", lambda: world)
-
-
-@pytest.fixture(params=[0, 2**16], ids=["computed", "listed"], scope="module", autouse=True)
-def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Epochs are shuffled as lists or computed row by row; all properties hold for both."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order_module, "_LISTED", request.param)
-        yield
 
 
 sizes = st.integers(2, 24).flatmap(lambda batch: st.tuples(st.integers(batch, 4 * batch + 3), st.just(batch)))
@@ -60,11 +48,11 @@ def test_batch_is_a_function_of_the_step(size: tuple[int, int], seed: int, steps
 def test_seeds_share_no_epoch() -> None:
     """Seed 7 has no epoch of seed 8: neither the order, the captions nor the replacement rows."""
     ones, keys = np.ones(3000, np.int64), np.random.default_rng(3).integers(0, 2**63 - 1, 3000)
-    places, five = np.arange(3000), np.full(3000, 5)
-    drawn = [
-        (permute(places, 3000, seed, epoch), choose_captions(seed, epoch * ones, keys, five))
-        for seed, epoch in [(7, 1), (8, 0), (7, 2), (9, 0)]
-    ]
+    orders = {seed: GlobalOrder(3000, BatchSizes((0,), (1500,)), seed) for seed in (7, 8, 9)}
+    drawn = []
+    for seed, epoch in [(7, 1), (8, 0), (7, 2), (9, 0)]:
+        rows = [row for step in (0, 1) for row, _ in orders[seed].batch(2 * epoch + step)]
+        drawn.append((np.array(rows), choose_captions(seed, epoch * ones, keys, np.full(3000, 5))))
     for first, (order, captions) in enumerate(drawn):
         for other_order, other_captions in drawn[:first]:
             assert (order == other_order).mean() < 0.01
@@ -108,56 +96,6 @@ def test_evaluation_covers_every_row_once(num_rows: int, batch_size: int, world:
             assert len(batches) == len(shares[-1]) == len(shares[0])
     assert [draw for share in shares for batch in share for draw in batch] == [(row, 0) for row in range(num_rows)]
     assert all(len(batch) <= batch_size for share in shares for batch in share)
-
-
-def test_errors_name_the_flag() -> None:
-    with pytest.raises(ValueError, match="--global_batch_size is 1;"):
-        in_order(100, 1, 0)
-    with pytest.raises(
-        ValueError, match=r"--global_batch_size is 128, .* has 5 images; .* at most --global_batch_size 5"
-    ):
-        in_order(5, 128, 0)
-
-
-# -- permutations -------------------------------------------------------------------------------------------------------
-@given(st.integers(2, 5000), st.integers(0, 2**32), st.integers(0, 1000))
-@settings(max_examples=60)
-def test_permutations_hold_every_row_once(count: int, seed: int, epoch: int) -> None:
-    rows = permute(np.arange(count), count, seed, epoch)
-    assert sorted(rows.tolist()) == list(range(count))
-    some = np.random.default_rng(seed).integers(0, count, 20)
-    assert permute(some, count, seed, epoch).tolist() == rows[some].tolist()
-
-
-def test_permutations_look_random() -> None:
-    """Place and row, and rows of neighbouring places, of neighbouring epochs and seeds, are independent."""
-    count, cells = 100_003, 10
-    one, next_epoch, other_seed = (permute(np.arange(count), count, *key) for key in ((1, 5), (1, 6), (2, 5)))
-    beside = [np.arange(count), np.roll(one, 1), np.roll(one, 317), next_epoch, other_seed]  # 317 x 316 is the grid
-    for other in beside:
-        table, _, _ = np.histogram2d(one, other, cells)
-        expected = count / cells**2
-        assert 40 < ((table - expected) ** 2 / expected).sum() < 140  # chi square of 81 degrees of freedom: 81 +- 13
-    assert 0.328 < np.abs(one - np.arange(count)).mean() / count < 0.339  # a third
-    assert (one == np.arange(count)).sum() < 8  # 1 in expectation
-
-
-def test_every_order_of_four_rows_occurs() -> None:
-    found = Counter(tuple(permute(np.arange(4), 4, seed, 0)) for seed in range(4800))
-    assert len(found) == 24
-    assert min(found.values()) > 140  # 200 in expectation, with a standard deviation of 14
-    assert max(found.values()) < 260
-
-
-def test_memory_does_not_grow_with_the_rows() -> None:
-    order = in_order(10**11, 256, 0)
-    tracemalloc.start()
-    drawn = [draw for step in (0, 5, 10**11 // 256, 10**9) for draw in order.batch(step)]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1_000_000
-    assert len(set(drawn)) == 4 * 256
-    assert max(row for row, _ in drawn) > 9 * 10**10
 
 
 # -- schedules ----------------------------------------------------------------------------------------------------------
@@ -211,12 +149,13 @@ def test_a_larger_batch_continues_the_stream() -> None:
         ("0:8,20:4", "goes back from 8 to 4 pairs"),
         ("5:8", "begins at step 5"),
         ("0:1,5:8", "--global_batch_size is 1;"),
+        ("0:128", "is 128, .* has 5 images; .* at most --global_batch_size 5"),
         *((text, "write step:size") for text in ("", "8", "0:8;10:16", "0:8,", "0:8:9", "0:x")),
     ],
 )
-def test_invalid_schedules_are_refused(text: str, message: str) -> None:
+def test_invalid_sizes_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BatchSizes.parse(text)
+        GlobalOrder(5, BatchSizes.parse(text), 0)
 
 
 # -- captions -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Read every byte of a run's checkpoints and list the damaged ones; `latest` resumes from the newest undamaged one.
+"""Read every byte of a run's checkpoints and of its finished model, and list what is damaged.
 
     python scripts/verify_checkpoints.py --output_dir outputs/mine
 
-The exit status is 1 if a checkpoint is damaged, so a nightly job can watch a disk.
+`latest` resumes from the newest undamaged checkpoint. The exit status is 1 if anything is damaged, so a nightly job can watch a disk.
 """
 
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.checkpointing.files import checkpoint_folders, size_of, verify
+from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders, verify, verify_model
 from mm_utils.distributed import RunError
 from mm_utils.run.start import run_script, set_up_logging
 
@@ -27,30 +27,30 @@ class VerifyArguments:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the script and return the number of checkpoints; raise RunError if one is damaged."""
+    """Run the script and return the number of checkpoints; raise RunError if one or the model is damaged."""
     # 1. Arguments.
     args = parse_args(VerifyArguments, argv=argv, doc=__doc__)[VerifyArguments]
     set_up_logging()
-    folders = checkpoint_folders(Path(args.output_dir))
-    if not folders:
+    output_dir = Path(args.output_dir)
+    folders = checkpoint_folders(output_dir)
+    is_finished = (output_dir / SUMS_FILE).is_file()
+    if not folders and not is_finished:
         raise ValueError(
-            f"--output_dir is {args.output_dir}; it holds no checkpoint-N folder. Give the folder of a run."
+            f"--output_dir is {output_dir}; it holds no checkpoint-N folder and no model with {SUMS_FILE}. Give the folder of "
+            "a run."
         )
 
-    # 2. Read them all.
-    wrong = {folder: verify(folder) for folder in tqdm(folders, desc="Verifying", unit="checkpoint", leave=False)}
+    # 2. Read them all, and the finished model.
+    wrong = {folder.name: verify(folder) for folder in tqdm(folders, desc="Verifying", unit="checkpoint", leave=False)}
+    if is_finished:
+        wrong["model"] = verify_model(output_dir)
 
     # 3. Report.
-    lines = [
-        f"{folder.name:<24}{size_of(folder) / 2**20:>10,.1f} MiB   {'; '.join(found) or 'undamaged'}"
-        for folder, found in wrong.items()
-    ]
-    logger.info("\n%s", "\n".join(lines))
-    damaged = sum(map(bool, wrong.values()))
-    if damaged:
+    logger.info("\n%s", "\n".join(f"{name:<24}{'; '.join(lines) or 'undamaged'}" for name, lines in wrong.items()))
+    if damaged := [name for name, lines in wrong.items() if lines]:
         raise RunError(
-            f"{damaged} of {len(folders)} checkpoints in {args.output_dir} are damaged. Restore them from a copy, or delete "
-            "them; --resume_from_checkpoint latest passes over them."
+            f"Damaged in {output_dir}: {', '.join(damaged)}. Restore from a copy, or delete them; "
+            "--resume_from_checkpoint latest passes over damaged checkpoints."
         )
     return {"checkpoints": float(len(folders))}
 

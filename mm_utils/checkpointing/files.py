@@ -5,7 +5,9 @@ and folder reach the disk before the folder is renamed, and older checkpoints ar
 killed at any instant leaves no half checkpoint under that name. Later damage, on a disk or in a copy, shows against the
 manifest: `latest` is the newest checkpoint that verifies.
 
-To list a run's checkpoints: python scripts/verify_checkpoints.py --output_dir outputs/mine
+A finished model has the sums of its files in `SHA256SUMS`.
+
+To check a run: python scripts/verify_checkpoints.py --output_dir outputs/mine
 """
 
 import hashlib
@@ -19,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from mm_utils import distributed
-from mm_utils.files import readable
+from mm_utils.files import readable, replace_folder, restore_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE_FILE = "trainer_state.json"
 CONFIG_FILE = "config.yaml"  # all arguments, in the folder of a run
+SUMS_FILE = "SHA256SUMS"  # of a finished model; `sha256sum --check` reads it, too
+_OF_MODEL = (".safetensors", ".json", ".model", ".py", ".txt")
 _FORMAT = 1
 _BLOCK = 2**22
 
@@ -42,8 +46,8 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:
     """Return the run's folders that are named like a checkpoint, oldest step first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), key=step_of)
+    named = (path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------
@@ -58,8 +62,8 @@ def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
         final: the folder, named `checkpoint-N`.
         write: writes the files into the folder that it is given.
     """
-    temporary, old = (final.parent / f".{final.name}.{ending}" for ending in ("tmp", "old"))
-    _remove(temporary)
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         write(temporary)
@@ -70,41 +74,69 @@ def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for path in (temporary / MANIFEST, *(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             _sync(path)
-        if os.path.lexists(final):
-            _remove(old)
-            final.rename(old)
-        temporary.rename(final)
+        replace_folder(
+            temporary, final
+        )  # a second stage begins with a checkpoint of the step that the first ended with
         _sync(final.parent)
     except BaseException:
-        _remove(temporary)
-        _bring_back(old)
+        shutil.rmtree(temporary, ignore_errors=True)
+        restore_folder(final)
         raise
-    _remove(old)
 
 
 def remove_unfinished(output_dir: Path) -> None:
     """Remove folders half written or half removed; restore one that was not replaced yet."""
-    for path in output_dir.glob(".checkpoint-*.old"):
-        _bring_back(path)
-    for ending in ("tmp", "old", "removed"):
-        for path in output_dir.glob(f".checkpoint-*.{ending}"):
-            _remove(path)
+    for path in output_dir.glob(".checkpoint-*.*"):
+        name, _, ending = path.name.removeprefix(".").rpartition(".")
+        if ending == "replaced":
+            restore_folder(output_dir / name)
+        if ending in ("tmp", "replaced", "removed"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def seal_model(folder: Path) -> None:
+    """Write the SHA-256 of the files of a finished model, and of the stock one in `dual_encoder/`."""
+    paths = sorted(
+        path for path in (*folder.glob("*.*"), *folder.glob("dual_encoder/*.*")) if path.suffix in _OF_MODEL
+    )
+    lines = (f"{_digest(path)}  {path.relative_to(folder)}\n" for path in paths if path.name != "environment.json")
+    write_atomic(folder / SUMS_FILE, "".join(lines))
 
 
 # -- finding ------------------------------------------------------------------------------------------------------------
 
 
-def verify(path: Path) -> list[str]:
-    """Compare every byte of a checkpoint with its manifest; return one line per damaged file."""
-    wrong = misfits(path)
-    if wrong:
-        return wrong
-    for name, recorded in _manifest(path)["files"].items():
+def verify(path: Path, contents: bool = True) -> list[str]:
+    """Compare a checkpoint with its manifest, every byte or only presence and size; return one line per damaged file."""
+    try:
+        files = _manifest(path)["files"]
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing; it was not written to its end"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return [f"{MANIFEST} cannot be used: {error}"]
+    wrong = []
+    for name, recorded in files.items():
         try:
-            if _digest(path / name) != recorded["sha256"]:
+            size = (path / name).stat().st_size
+            if size != recorded["size"]:
+                wrong.append(f"{name} has {size:,} bytes, not {recorded['size']:,}")
+            elif contents and _digest(path / name) != recorded["sha256"]:
                 wrong.append(f"{name} is not what was written: its SHA-256 differs")
         except OSError as error:
             wrong.append(f"{name} cannot be read: {error.strerror}")
+    return wrong
+
+
+def verify_model(folder: Path) -> list[str]:
+    """Compare the files of a finished model with `SHA256SUMS`; return one line per damaged file."""
+    wrong = []
+    for line in (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        try:
+            if _digest(folder / name) != digest:
+                wrong.append(f"{name} is not what was written: its SHA-256 differs")
+        except (OSError, ValueError) as error:
+            wrong.append(f"{name} cannot be read: {error}")
     return wrong
 
 
@@ -131,15 +163,17 @@ def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | N
     """
     if name is None or output_dir is None:
         return None
-    return distributed.on_first(lambda: _newest(Path(output_dir)) if name == "latest" else _given(Path(name)))
+    if name == "latest":
+        return distributed.on_first(lambda: _newest(Path(output_dir)))
+    return distributed.on_first(lambda: _named(Path(name)))
 
 
 def _newest(output_dir: Path) -> Path | None:
     path, damaged = newest_checkpoint(output_dir)
-    for each, wrong in damaged.items():
-        logger.warning("%s is damaged and passed over: %s", each, "; ".join(wrong))
+    for folder, wrong in damaged.items():
+        logger.warning("%s is damaged and passed over: %s", folder, "; ".join(wrong))
     if path is None and damaged:
-        names = ", ".join(each.name for each in damaged)
+        names = ", ".join(folder.name for folder in damaged)
         raise ValueError(
             f"--resume_from_checkpoint is latest; none of the checkpoints in {output_dir} is whole ({names}). Restore one "
             "from a copy, or start anew in another folder."
@@ -149,12 +183,11 @@ def _newest(output_dir: Path) -> Path | None:
     return path
 
 
-def _given(path: Path) -> Path:
+def _named(path: Path) -> Path:
     name = f"--resume_from_checkpoint is {path}"
     if not (path / STATE_FILE).is_file() or not re.fullmatch(r"checkpoint-\d+", path.resolve().name):
         raise ValueError(f"{name}; it is not a checkpoint-N folder with a {STATE_FILE}. Give one, or latest.")
-    wrong = verify(path.resolve())
-    if wrong:
+    if wrong := verify(path.resolve()):
         raise ValueError(f"{name}; it is damaged: {'; '.join(wrong)}. Give an older one, or latest.")
     return path
 
@@ -164,7 +197,7 @@ def set_aside(output_dir: Path, after: int) -> None:
     for path in checkpoint_folders(output_dir):
         if step_of(path) > after:
             aside = path.parent / f"{path.name}.{'damaged' if verify(path) else 'superseded'}"
-            _remove(aside)
+            shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
             logger.warning("%s is newer than the step that the run resumes from; renamed to %s", path, aside.name)
 
@@ -184,28 +217,6 @@ def _manifest(path: Path) -> dict[str, Any]:
     ):
         raise ValueError("it does not name the files")
     return manifest
-
-
-def misfits(path: Path) -> list[str]:
-    """Compare a checkpoint with its manifest by presence and size; return a line a misfit."""
-    try:
-        files = _manifest(path)["files"]
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing; it was not written to its end"]
-    except OSError as error:
-        return [f"{MANIFEST} cannot be read: {error.strerror}"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [f"{MANIFEST} cannot be used: {error}"]
-    wrong = []
-    for name, recorded in files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            wrong.append(f"{name} cannot be read: {error.strerror}")
-            continue
-        if size != recorded["size"]:
-            wrong.append(f"{name} has {size:,} bytes, not {recorded['size']:,}")
-    return wrong
 
 
 def size_of(folder: Path) -> int:
@@ -233,17 +244,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _bring_back(old: Path) -> None:
-    """Rename a folder that was about to be replaced back, unless the new one has its name."""
-    final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
-    if os.path.lexists(old) and not os.path.lexists(final):
-        old.rename(final)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder with its contents, or a file or link of that name."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    shutil.rmtree(path, ignore_errors=True)

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, TrainerState
 
-from mm_utils.checkpointing.files import STATE_FILE
-from mm_utils.distributed import full_tensor, on_first, raise_everywhere, shard_like
+from mm_utils.checkpointing.files import STATE_FILE, SUMS_FILE
+from mm_utils.distributed import RunError, full_tensor, on_first, shard_like
 from mm_utils.files import readable
 from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
 from mm_utils.model.dual_encoder import to_dual_encoder
@@ -55,16 +55,6 @@ class Snapshot:
     weights: dict[str, Tensor]  # adapters included
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # further ones, by file name
     folders: list[Path] = field(default_factory=list)  # on the same disk, to be linked into the checkpoint
-
-    @property
-    def nbytes(self) -> int:
-        """Approximate size on disk in bytes."""
-        tensors = [self.weights, *self.tensors.values()]
-        return sum(value.nbytes for each in tensors for value in each.values())
-
-    def not_finite(self) -> list[str]:
-        """Return the names of weights with a NaN or an infinite value."""
-        return [name for name, value in self.weights.items() if not torch.isfinite(value).all()]
 
     def write(self, folder: Path) -> None:
         """Write everything into a folder that `from_pretrained` reads."""
@@ -150,28 +140,30 @@ class TrainingState:
         run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
         model = (settings(type(self.model.config).from_pretrained(path)), settings(self.model.config))
         recorded = run.get("flags") or {}
-        old, new = ({name: each[name] for name in flags if name in recorded} for each in (recorded, flags))
-        changed = changes({**old, **model[0], **run["identity"]}, {**new, **model[1], **identity})
+        before, now = ({name: each[name] for name in flags if name in recorded} for each in (recorded, flags))
+        before |= {**model[0], **run["identity"]}
+        now |= {**model[1], **identity}
+        changed = ", ".join(
+            f"{name} was {before.get(name)} and is {now.get(name)}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
+        )
         if changed:
             raise ValueError(
                 f"--resume_from_checkpoint is {path}; since it was written, {changed}, so it would not be the same "
                 "run. Give what it had, or start a new run with --model_name_or_path."
             )
-        self.load_training(path)
+        self.load_weights(path)
+        if self._has_deepspeed:
+            self.accelerator.load_state(str(path / _DEEPSPEED))
+        else:
+            load_optimizer(self.optimizer, self.objective, path)
         if self.accelerator.scaler is not None and run["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(run["scaler"])
         state = TrainerState.load_from_json(str(path / STATE_FILE))
         best = state.best_model_checkpoint
         state.best_model_checkpoint = best and str(path.absolute().parent / best)
         return state, run
-
-    def load_training(self, path: Path) -> None:
-        """Load weights, average and optimizer from a checkpoint, on all ranks."""
-        self.load_weights(path)
-        if self._has_deepspeed:
-            self.accelerator.load_state(str(path / _DEEPSPEED))
-        else:
-            load_optimizer(self.optimizer, self.objective, path)
 
     def load_weights(self, path: Path) -> None:
         """Load only weights, those of re-ranking too, and average from a checkpoint, on all ranks."""
@@ -185,26 +177,25 @@ class TrainingState:
         """Write model and processor to the output folder, the stock model to `dual_encoder/`.
 
         Raises:
-            ValueError: on all ranks, if the weights are not finite or cannot be written.
+            RunError: on all ranks, if the weights are not finite.
+            ValueError: on all ranks, if they cannot be written.
         """
         main = self.accelerator.is_main_process
         weights = copy_to_host(self.model.state_dict(), main)
         if self.average is not None:
             weights |= copy_to_host(self.average.values, main)
-        bad = [name for name, value in weights.items() if not value.isfinite().all()]
-        raise_everywhere(
-            f"the weights after the last step are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. "
-            "Resume from the newest checkpoint, or train again, with a lower --learning_rate, or in bf16 or fp32."
-            if bad
-            else None
-        )
-        problem = None
-        if main:
+
+        def write() -> None:
+            check_finite(weights, "the last step")
             try:
                 write_model(self.output_dir, self.model, self.processor, merged(restore_scalars(weights)))
             except (OSError, SafetensorError) as error:
-                problem = f"{self.output_dir} cannot take the model: {error}. Free some disk, then pass --resume_from_checkpoint latest."
-        raise_everywhere(problem)
+                raise ValueError(
+                    f"{self.output_dir} cannot take the model: {error}. Free some disk, then pass --resume_from_checkpoint "
+                    "latest."
+                ) from error
+
+        on_first(write)
 
     @property
     def _has_deepspeed(self) -> bool:
@@ -225,27 +216,32 @@ def write_model(
     processor: ProcessorMixin,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model, processor and the stock `dual_encoder/`, with `weights` if given."""
+    """Write model and processor, with `weights` if given, and the stock model to `dual_encoder/`, where there is one."""
+    (folder / SUMS_FILE).unlink(missing_ok=True)
     shutil.rmtree(folder / _DUAL_ENCODER, ignore_errors=True)  # an earlier model's
     model.save_pretrained(folder, state_dict=weights)
     processor.save_pretrained(folder)
     if type(model) is FusionDualEncoderModel:  # a classifier's towers no longer match images and texts
-        _write_dual_encoder(folder, processor)
+        try:
+            saved = FusionDualEncoderModel.from_pretrained(folder)
+            stock = to_dual_encoder(saved)
+            if stock.config.model_type != DUAL_ENCODERS[0]:
+                processor = stock_processor(processor, stock.config, saved.config.text_padding)
+            stock.save_pretrained(folder / _DUAL_ENCODER)
+            processor.save_pretrained(folder / _DUAL_ENCODER)
+        except ValueError as error:
+            logger.info("No dual_encoder/ folder: %s.", error)
     readable(folder)
 
 
-def _write_dual_encoder(folder: Path, processor: ProcessorMixin) -> None:
-    """Write the stock model of the saved one; log why if impossible."""
-    try:
-        model = FusionDualEncoderModel.from_pretrained(folder)
-        stock = to_dual_encoder(model)
-        if stock.config.model_type != DUAL_ENCODERS[0]:
-            processor = stock_processor(processor, stock.config, model.config.text_padding)
-    except ValueError as error:
-        logger.info("No dual_encoder/ folder: %s.", error)
-        return
-    stock.save_pretrained(folder / _DUAL_ENCODER)
-    processor.save_pretrained(folder / _DUAL_ENCODER)
+def check_finite(weights: Mapping[str, Tensor], after: str) -> None:
+    """Raise RunError if weights, those `after` a step, have a NaN or an infinite value."""
+    bad = [name for name, value in weights.items() if not value.isfinite().all()]
+    if bad:
+        raise RunError(
+            f"the weights after {after} are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. Resume from "
+            "the newest checkpoint, or train again, with a lower --learning_rate, or in bf16 or fp32."
+        )
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -315,10 +311,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
                 )
             fresh = [names[parameter] for parameter in parameters if names[parameter] not in stored]
             if fresh:
-                logger.info(
-                    "%s has no optimizer's state of %d parameters that are trained now, such as %s; it begins at 0",
-                    folder, len(fresh), fresh[0],
-                )  # fmt: skip
+                text = "%s has no optimizer's state of %d parameters that are trained now, such as %s; it begins at 0"
+                logger.info(text, folder, len(fresh), fresh[0])
             state["state"] = {
                 place: {
                     # A moment is sharded like its parameter, a step count stays a scalar.
@@ -357,9 +351,3 @@ def comparable(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return flags as a checkpoint has them: without secrets; of a model's place, its last part, as folders are moved."""
     places = {name: Path(value).name for name, value in flags.items() if value and name.endswith("_name_or_path")}
     return without_secrets({**flags, **places})
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe how two identities of a run differ; empty if they are equal."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)

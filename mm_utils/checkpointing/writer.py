@@ -7,7 +7,6 @@ import errno
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,14 +16,13 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import (
     checkpoint_folders,
     checkpoint_path,
-    misfits,
-    newest_checkpoint,
     size_of,
     step_of,
+    verify,
     write_checkpoint,
 )
-from mm_utils.checkpointing.state import Snapshot
-from mm_utils.files import errno_of
+from mm_utils.checkpointing.state import Snapshot, check_finite
+from mm_utils.files import errno_of, retry
 from mm_utils.text import byte_size
 
 logger = logging.getLogger(__name__)
@@ -79,7 +77,7 @@ class CheckpointWriter:
     def _run(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         try:
             self._write(step, snapshot, keep)
-        except FloatingPointError as error:
+        except distributed.RunError as error:
             self.failures, self.problem = MOST_FAILURES, str(error)
         except Exception as error:  # of any kind: the training loop must know
             self.failures += 1
@@ -92,43 +90,31 @@ class CheckpointWriter:
                 self._saved.append(step)
 
     def _write(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
-        bad = snapshot.not_finite()
-        if bad:
-            raise FloatingPointError(
-                f"the weights after step {step} are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. "
-                "Resume from the newest checkpoint with a lower --learning_rate, or in bf16 or fp32."
-            )
+        check_finite(snapshot.weights, f"step {step}")
         keep = {*keep, *self._saved.copy()}  # callbacks, such as the push to the Hub, still need these
-        make_room(self.output_dir, snapshot.nbytes, self.limit, keep)
-        for pause in (*_PAUSES, None):
-            try:
-                write_checkpoint(self.path(step), snapshot.write)
-                break
-            except (OSError, SafetensorError) as error:
-                if pause is None or _is_full(error):
-                    raise
+
+        def may_pass(error: Exception) -> bool:
+            passes = isinstance(error, (OSError, SafetensorError)) and errno_of(error) not in _FULL
+            if passes:
                 logger.warning("Writing the checkpoint of step %d failed (%s); retrying", step, error)
-                time.sleep(pause)
+            return passes
+
+        retry(lambda: write_checkpoint(self.path(step), snapshot.write), may_pass, _PAUSES)
         remove_old_checkpoints(self.output_dir, self.limit, keep)
 
     def _explained(self, error: Exception) -> str:
-        if not _is_full(error) or "MiB" in str(error):  # `make_room` explains a full disk itself
-            place = f", at {error.filename}" if isinstance(error, OSError) and error.filename else ""
-            text = error.strerror if isinstance(error, OSError) else None
-            return f"{text or f'{type(error).__name__}: {error}'}{place}"
-        free = shutil.disk_usage(self.output_dir).free / 2**20
-        return (
-            f"the disk of {self.output_dir} is full, or a quota is used up ({free:,.0f} MiB are free). Make room, or give "
-            "another --output_dir"
-        )
+        if errno_of(error) in _FULL:
+            free = byte_size(shutil.disk_usage(self.output_dir).free)
+            return (
+                f"the disk of {self.output_dir} is full, or a quota is used up ({free} are free). Make room, or give "
+                "another --output_dir"
+            )
+        if isinstance(error, OSError) and error.strerror:
+            return f"{error.strerror}, at {error.filename or self.output_dir}"
+        return f"{type(error).__name__}: {error}"
 
 
-def _is_full(error: Exception) -> bool:
-    """Return whether a disk or quota is full."""
-    return errno_of(error) in _FULL
-
-
-# -- retention --------------------------------------------------------------------------------------------------------
+# -- room -----------------------------------------------------------------------------------------------------------------
 
 
 def remove_old_checkpoints(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
@@ -137,69 +123,37 @@ def remove_old_checkpoints(output_dir: Path, limit: int | None, keep: Collection
     Call it after a checkpoint was written, so that the new one is among the newest. A folder that cannot be removed stays,
     with a warning.
     """
-    for path in _surplus(output_dir, limit, keep):
-        _discard(path)
-
-
-def make_room(output_dir: Path, needed: int, limit: int | None, keep: Collection[int]) -> None:
-    """Make room for a checkpoint of `needed` bytes before it is written.
-
-    If the disk is short, checkpoints that would be removed afterwards are removed now, but never the newest one that
-    verifies.
-
-    Raises:
-        OSError: ENOSPC, if the room still does not suffice.
-    """
-    surplus = _surplus(output_dir, None if limit is None else max(1, limit - 1), keep)
-    if shutil.disk_usage(output_dir).free < needed and surplus:
-        newest, _ = newest_checkpoint(output_dir)
-        for path in surplus:
-            if path != newest and shutil.disk_usage(output_dir).free < needed:
-                _discard(path)
-    free = shutil.disk_usage(output_dir).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"the disk of {output_dir} is full: {free / 2**20:,.0f} MiB are free, a checkpoint takes "
-            f"{needed / 2**20:,.0f} MiB. Make room, or give another --output_dir",
-        )
+    if limit is None:
+        return
+    complete = [path for path in checkpoint_folders(output_dir) if not verify(path, contents=False)]
+    for path in [path for path in complete[: -max(1, limit)] if step_of(path) not in keep]:
+        try:  # no half of it is ever seen under its name
+            path = path.rename(path.parent / f".{path.name}.removed")
+            shutil.rmtree(path)
+        except OSError as error:
+            logger.warning("%s is old, and cannot be removed: %s. Remove it by hand", path, error.strerror)
 
 
 def check_room(output_dir: Path, checkpoint_bytes: int, kept: int | None) -> None:
-    """Check that the disk has room for the run's checkpoints; called on all ranks.
+    """Warn if the disk has no room for all of the run's checkpoints; called on all ranks.
 
     As many as `kept` are kept, None means at least one; one more is there while it is written.
 
     Raises:
         ValueError: on every rank, if not even one checkpoint fits.
     """
-    if distributed.rank() != 0:
-        return distributed.raise_everywhere()
-    free = shutil.disk_usage(output_dir).free
-    there = sum(map(size_of, checkpoint_folders(output_dir)))
-    needed = max(checkpoint_bytes, ((kept or 1) + 1) * checkpoint_bytes - there)
-    if free >= needed:
-        return distributed.raise_everywhere()
-    text = (
-        f"{output_dir.resolve()} has {byte_size(free)} free; a checkpoint takes {byte_size(checkpoint_bytes)}, and the run's "
-        f"take {byte_size(needed)} more. Free some, or give an --output_dir on another disk."
-    )
-    if free < checkpoint_bytes:
-        return distributed.raise_everywhere(text)
-    return distributed.raise_everywhere(None, [text])
 
+    def look() -> None:
+        free = shutil.disk_usage(output_dir).free
+        there = sum(map(size_of, checkpoint_folders(output_dir)))
+        needed = max(checkpoint_bytes, ((kept or 1) + 1) * checkpoint_bytes - there)
+        text = (
+            f"{output_dir.resolve()} has {byte_size(free)} free; a checkpoint takes {byte_size(checkpoint_bytes)}, and the "
+            f"run's take {byte_size(needed)} more. Free some, or give an --output_dir on another disk."
+        )
+        if free < checkpoint_bytes:
+            raise ValueError(text)
+        if free < needed:
+            logger.warning("%s", text)
 
-def _surplus(output_dir: Path, limit: int | None, keep: Collection[int]) -> list[Path]:
-    if limit is None:
-        return []
-    complete = [path for path in checkpoint_folders(output_dir) if not misfits(path)]
-    return [path for path in complete[: -max(1, limit)] if step_of(path) not in keep]
-
-
-def _discard(path: Path) -> None:
-    """Remove a checkpoint such that no half of it is ever seen under its name."""
-    try:
-        path = path.rename(path.parent / f".{path.name}.removed")
-        shutil.rmtree(path)
-    except OSError as error:
-        logger.warning("%s is old, and cannot be removed: %s. Remove it by hand", path, error.strerror)
+    distributed.on_first(look)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
+from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.rows.source import EvaluatedDataArguments
@@ -63,6 +64,7 @@ def finish_finetuning(
         (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
         card = classification_card(run, model, task, context.data.fingerprint, context.metrics, context.choice, argv)
         write_model_card(folder, card)
+        seal_model(folder)
 
     distributed.on_first(write)
     context.publish()

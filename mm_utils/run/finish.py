@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
+from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
@@ -220,6 +221,7 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
         if evaluator.split is not None:
             draw_examples(data.splits["validation"], evaluator, folder / "retrieval.png")
         write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, context.choice, argv))
+        seal_model(folder)
 
     distributed.on_first(write)
     context.publish()

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 import yaml
 
-from mm_utils.checkpointing.files import checkpoint_folders
+from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders
 from mm_utils.files import write_atomic
 from mm_utils.run.commands import again_command
 from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch, newest_run, resume_name
@@ -30,7 +30,7 @@ _LOCK_SECONDS = 10.0  # a restarted run may meet its predecessor, which is being
 _DATA = ("train_file", "validation_file", "test_file", "dataset_name", "image_root")
 _MODELS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
 _OWN = (
-    *(STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder"),
+    *(STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder", SUMS_FILE),
     *(
         "model*.safetensors",
         "model.safetensors.index.json",

@@ -26,10 +26,6 @@ class Copied:
 
     def __init__(self, value: float = 1.0, fault: Callable[[], None] = lambda: None):
         self.weights, self.fault = {"weight": torch.full((8,), value)}, fault
-        self.nbytes = 32
-
-    def not_finite(self) -> list[str]:
-        return [name for name, value in self.weights.items() if not value.isfinite().all()]
 
     def write(self, folder: Path) -> None:
         save_file(self.weights, folder / "model.safetensors")
@@ -46,10 +42,6 @@ def failing(error: Exception, times: int = 1000) -> Callable[[], None]:
             raise left.pop()
 
     return fault
-
-
-def error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 @pytest.fixture
@@ -70,17 +62,12 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def test_the_newest_are_kept_and_each_is_reported_once(writer: CheckpointWriter, tmp_path: Path) -> None:
-    assert writer.saved() == 0
     for step in (1, 2, 3):
         assert save(writer, step, Copied(), keep=(1,)) == step
         assert writer.saved() == 0
     assert steps_in(tmp_path) == [1, 2, 3]
     save(writer, 4, Copied())
     assert steps_in(tmp_path) == [3, 4]
-    for step in (5, 6):
-        writer.start(step, Copied(), ())  # type: ignore[arg-type]
-    writer.wait()
-    assert [writer.saved() for _ in range(3)] == [5, 6, 0]
     assert (writer.failures, writer.problem) == (0, "")
 
 
@@ -112,25 +99,29 @@ def test_failures_in_succession_are_counted_and_the_last_one_is_reported(
     writer: CheckpointWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(writer, 1, Copied())
-    for step in range(2, 2 + MOST_FAILURES - 1):
+    for step in (2, 3):
         assert save(writer, step, Copied(fault=failing(RuntimeError("no")))) == 0
     assert writer.failures == MOST_FAILURES - 1
-    assert (
-        "the checkpoint of step 3 could not be written: RuntimeError: no. Older checkpoints are intact" in caplog.text
-    )
-    assert save(writer, 4, Copied()) == 4
+    assert "step 3 could not be written: RuntimeError: no. Older checkpoints are intact" in caplog.text
+    assert save(writer, 4, Copied(fault=failing(OSError(errno.EIO, "a network disk stutters"), times=2))) == 4
     assert writer.failures == 0
-    for step in range(5, 5 + MOST_FAILURES):
+    for step in (5, 6, 7):
         save(writer, step, Copied(fault=failing(ValueError("never"))))
     assert writer.failures == MOST_FAILURES
     assert writer.problem == "the checkpoint of step 7 could not be written: ValueError: never"
     assert steps_in(tmp_path) == [1, 4]
 
 
+def test_weights_that_are_not_finite_are_not_written(writer: CheckpointWriter, tmp_path: Path) -> None:
+    save(writer, 1, Copied(float("nan")))
+    assert (writer.failures, steps_in(tmp_path)) == (MOST_FAILURES, [])
+    assert "the weights after step 1 are not finite (1 tensors, such as weight)" in writer.problem
+
+
 @pytest.mark.parametrize(
     "full",
     [
-        *(error(errno.ENOSPC), error(errno.EDQUOT)),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
@@ -140,52 +131,25 @@ def test_a_full_disk_is_reported_with_its_path_and_free_space_and_not_retried(
     save(writer, 1, Copied())
     assert save(writer, 2, Copied(fault=failing(full, times=1))) == 0
     assert f"the disk of {tmp_path} is full, or a quota is used up" in writer.problem
-    assert "MiB are free" in writer.problem
     assert "retrying" not in caplog.text
     assert steps_in(tmp_path) == [1]
     assert save(writer, 3, Copied()) == 3
-    assert writer.failures == 0
-
-
-def test_without_room_no_write_is_started(
-    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(writer, 1, Copied())
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=31))
-    begun: list[int] = []
-    assert save(writer, 2, Copied(fault=lambda: begun.append(2))) == 0
-    assert not begun
-    assert f"the disk of {tmp_path} is full: 0 MiB are free, a checkpoint takes 0 MiB" in writer.problem
-    assert steps_in(tmp_path) == [1]
-
-
-# -- room ---------------------------------------------------------------------------------------------------------------
-def free_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """Let every disk have n bytes free."""
-    monkeypatch.setattr(
-        os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_bfree=free, f_blocks=2 * free, f_frsize=1)
-    )
-
-
-def add_checkpoint(folder: Path, step: int, size: int) -> None:
-    path = folder / f"checkpoint-{step}"
-    path.mkdir(parents=True)
-    with open(path / "model.safetensors", "wb") as file:
-        file.truncate(size)
 
 
 @pytest.mark.parametrize(
     ("free", "there", "kept", "outcome"),
-    [(30, 0, 2, ""), (29, 0, 2, "warning"), (10, 0, 2, "warning"), (9, 0, 2, "error"), (20, 1, 2, ""), (10, 2, 2, ""),
-     (10, 5, 2, ""), (9, 2, 2, "error"), (20, 0, None, ""), (19, 0, None, "warning")],
+    [(30, 0, 2, ""), (29, 0, 2, "warning"), (9, 0, 2, "error"), (20, 1, 2, ""), (10, 5, 2, ""), (9, 2, 2, "error"),
+     (20, 0, None, ""), (19, 0, None, "warning")],
 )  # fmt: skip
 def test_room_for_checkpoints(
     free: int, there: int, kept: int | None, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """`free` in MiB; a checkpoint takes 10."""
     for step in range(there):
-        add_checkpoint(tmp_path, step, 10 * MIB)
-    free_space(monkeypatch, free * MIB)
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        with open(tmp_path / f"checkpoint-{step}/model.safetensors", "wb") as file:
+            file.truncate(10 * MIB)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free * MIB))
     if outcome == "error":
         with pytest.raises(ValueError, match=rf"^{tmp_path} has {free}.0 MiB free; a checkpoint takes 10.0 MiB"):
             writing.check_room(tmp_path, 10 * MIB, kept)

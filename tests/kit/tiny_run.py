@@ -78,12 +78,19 @@ class Batches:
 
     def __init__(self, run: TinyRun, start: int, stop: int, seen: list[list[int]], size: int = BATCH):
         self.run, self.start, self.stop, self.seen, self.size, self.wait = run, start, stop, seen, size, 0.0
+        self.check: Callable[[], None] | None = None
+
+    def with_check(self, check: Callable[[], None] | None) -> "Batches":
+        self.check = check
+        return self
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for step in range(self.start, self.stop):
+            if self.check is not None:
+                self.check()
             self.run.strike("batch", step + 1)
             rows = [self.row(step * self.size + place) for place in range(self.size)]
             mine = distributed.share(self.size, distributed.rank(), distributed.world_size())

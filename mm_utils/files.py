@@ -128,6 +128,14 @@ def is_about(error: OSError, *folders: Path) -> bool:
     return error.errno in FULL or any(str(folder) in named for folder in folders)
 
 
+def flush(folder: Path) -> None:
+    """Write all files of a folder through to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
 def replace_folder(new: Path, final: Path) -> None:
     """Put the folder `new` in the place of `final`, and remove what was there: readers see the old one or the new.
 

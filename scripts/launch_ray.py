@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with connect(args) as resources:
         # 3. Prepare data, in this process with the cluster's; or train, in the cluster's alone.
         if prepares:
-            from mm_utils.launch.preparing import make_engine
+            from mm_utils.launch.preparing import RayPool
             from mm_utils.launch.worker import load_main
 
-            engine = make_engine(args.workers[1], resources["CPU"])
-            return load_main(command.script, "engine")(list(command.argv), engine)
+            words = [*command.argv, "--num_proc", str(args.workers[1])]
+            return load_main(command.script, "pool")(words, lambda count: RayPool(count, resources["CPU"]))
         name = launch_name(command)
         if args.tune is not None:
             return sweep(args, command, resources, name)[0].metrics

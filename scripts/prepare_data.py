@@ -26,11 +26,11 @@ import time
 
 from mm_utils.arguments import parse_args
 from mm_utils.data.benchmarks import resolved
-from mm_utils.data.prepare.arguments import Engine, PrepareArguments, parse_source, verify, workspace
+from mm_utils.data.prepare.arguments import PrepareArguments, parse_source, verify, workspace
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
+from mm_utils.data.prepare.ingest import Pool, ingest_sources, local_pool
 from mm_utils.data.prepare.on_disk import write_findings, write_pairs
-from mm_utils.data.prepare.pipeline import ingest_sources
 from mm_utils.data.prepare.report import describe, summarize, write_data_card, write_report
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments
@@ -40,11 +40,11 @@ from mm_utils.run.start import run_script, set_up_logging
 logger = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[str, float]:
+def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, float]:
     """Run the script and return how many images and rows there are; `argv` lets tests and notebooks call it.
 
     Args:
-        engine: what does the work; default: this machine.
+        pool: makes what does the work; default: the cores of this machine.
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments)
@@ -61,11 +61,10 @@ def main(argv: list[str] | None = None, engine: Engine | None = None) -> dict[st
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
         sources = [resolved(parse_source(item)) for item in args.sources]
-        ingested = ingest_sources(sources, paths, args.plan(checks, timed, engine), work)
+        ingested = ingest_sources(sources, paths, args.plan(checks, timed, pool), work)
 
         # 3. Rows together: duplicates, leaks, splits.
-        search = engine.search if engine else None
-        found = reconcile(ingested.parts, reconcile_args, work / "leaks.jsonl", search=search)
+        found = reconcile(ingested.parts, reconcile_args, work / "leaks.jsonl")
 
         # 4. Write the data set and the report.
         pairs = write_pairs(found, ingested.parts, work / "result")

@@ -30,8 +30,8 @@ from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.benchmarks import CLASSIFICATION, Benchmark, find_benchmark
 from mm_utils.data.media import Image, medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
+from mm_utils.data.prepare.ingest import rows_of
 from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.prepare.pipeline import rows_of
 from mm_utils.data.rows.class_folders import class_names, readable
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.detect import detect

@@ -6,7 +6,7 @@ import pytest
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.grounding import stored_regions
+from mm_utils.data.prepare.timed import stored_regions
 from mm_utils.data.rows.records import BytesImage, Record
 
 SIZES = {"width": 100, "height": 64, "original_width": 200, "original_height": 128}

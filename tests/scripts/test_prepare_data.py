@@ -13,7 +13,7 @@ from datasets import load_from_disk
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare import arguments as preparing
-from mm_utils.data.prepare import pipeline
+from mm_utils.data.prepare import ingest
 from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
@@ -121,7 +121,7 @@ def test_an_output_that_is_a_link_is_followed_and_a_mount_point_is_refused_befor
         assert Path(flags[3]).is_symlink()
         assert (tmp_path / "disk/there/report.json").is_file()
         assert [path.name for path in (tmp_path / "disk").iterdir()] == ["there"]
-    monkeypatch.setattr(pipeline, "ingest_rows", lambda *_: pytest.fail("rows were read"))
+    monkeypatch.setattr(ingest, "ingest_rows", lambda *_: pytest.fail("rows were read"))
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path / "disk/there")
         with pytest.raises(ValueError, match=r"^--output_dir is \.; that is the current folder"):

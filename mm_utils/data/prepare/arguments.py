@@ -11,8 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,32 +27,15 @@ from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
 from mm_utils.data.paths import Jail, is_url
 from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.ingest import OVERSIZE, Storage, stored_hash
+from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool, stored_hash
 from mm_utils.data.prepare.on_disk import VERSION, content_fingerprint, content_id, is_prepared, with_image
-from mm_utils.data.prepare.perceptual_hash import Run, on_all_cores
-from mm_utils.data.prepare.pipeline import IngestPlan, flush, local_pool
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import Source, close_to
 from mm_utils.data.rows.stored import check_saved
-from mm_utils.files import replace_folder, restore_folder
+from mm_utils.files import flush, replace_folder, restore_folder
 from mm_utils.text import one_line, redact
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What does the work of preparing: the cores of this machine, or those of `mm_utils.launch.preparing`.
-
-    Attributes:
-        pool: makes what checks and stores chunks.
-        search: finds near copies, see `near_pairs`.
-        workers: how many there are, where `num_proc` does not say it.
-    """
-
-    pool: Callable[[int], Executor] = local_pool
-    search: Run = on_all_cores
-    workers: int | None = None
 
 
 @dataclass
@@ -115,12 +97,11 @@ class PrepareArguments:
         """Return the shorter side of stored images, in pixels."""
         return round(OVERSIZE * self.image_size)
 
-    def plan(self, checks: CheckArguments, timed: TimedArguments, engine: Engine | None = None) -> IngestPlan:
-        """Return the settings of `ingest_sources`; `engine` is by default this machine."""
+    def plan(self, checks: CheckArguments, timed: TimedArguments, pool: Pool = local_pool) -> IngestPlan:
+        """Return the settings of `ingest_sources`; `pool` makes what does the work."""
         storage = Storage(self.store, None if self.keep_originals else self.short_side, timed)
-        engine = engine or Engine()
-        workers = engine.workers or self.num_proc or distributed.available_cores()
-        return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows, engine.pool)
+        workers = self.num_proc or distributed.available_cores()
+        return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows, pool)
 
 
 def parse_source(item: str) -> Source:

@@ -18,11 +18,20 @@ from mm_utils.data.faults import REASONS
 from mm_utils.data.media import FEATURES
 from mm_utils.data.prepare.checks import PILLOW_PIXELS, CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
-from mm_utils.data.prepare.ingest import FIRST_CHUNK, IN_PLACE, PART_SCHEMA, key_of_rows, read_part
+from mm_utils.data.prepare.ingest import (
+    FIRST_CHUNK,
+    IN_PLACE,
+    PART_SCHEMA,
+    IngestPlan,
+    ingest_sources,
+    key_of_rows,
+    read_part,
+    rows_of,
+)
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
-from mm_utils.data.prepare.pipeline import IngestPlan, flush, ingest_sources, rows_of
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.files import flush
 from mm_utils.stored import open_rows, stored
 from mm_utils.text import redact
 

@@ -1,7 +1,6 @@
 """Compare all checked rows: merge equal images, find leaks, give each row split and id.
 
-Only the small columns of the parts are read, and they stay in their files, as images do: what is held in memory is some
-300 bytes a row, numbers in the main. The order of decisions:
+Only the small columns of the parts are read, and they stay in their files, as images do. The order of decisions:
 
 1. Rows form a group if their images are equal or nearly equal, or if they have the same id, or the same value of
    `group_column`: a patient, a site.
@@ -14,7 +13,6 @@ Only the small columns of the parts are read, and they stay in their files, as i
 
 import json
 import logging
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +25,7 @@ import pyarrow.compute as pc
 from mm_utils.arguments import arg
 from mm_utils.data.faults import escaped
 from mm_utils.data.prepare.ingest import pieces, read_facts
-from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, RADIUS, Run, assign_splits, groups, leaks, near_pairs
+from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, RADIUS, assign_splits, groups, leaks, near_pairs
 from mm_utils.data.rows.columns import HOLDOUT_FRACTION, SPLITS, least_held_out
 
 logger = logging.getLogger(__name__)
@@ -100,27 +98,19 @@ class Reconciled:
     leaks: str = ""
 
 
-def reconcile(
-    parts: Sequence[Path],
-    args: ReconcileArguments,
-    leak_file: Path,
-    *,
-    own_ids: bool = False,
-    search: Run | None = None,
-) -> Reconciled:
+def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, own_ids: bool = False) -> Reconciled:
     """Decide about the rows of all `parts`.
 
     Args:
-        leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused; beside it is room to work.
+        leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused.
         own_ids: ids stay as the sources give them, only rows of one id or one file become one, and there may be no
             training images.
-        search: finds near copies, see `near_pairs`.
 
     Raises:
         ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
     """
     found = Reconciled(facts := read_facts(parts, own_ids))
-    state = _State(facts, args.near_duplicate_distance, search, leak_file.parent)
+    state = _State(facts, args.near_duplicate_distance)
     _measure_duplicates(found, state)
     _resolve_leaks(found, state, args.on_leakage, leak_file)
     _fill_splits(state, facts, args.validation_fraction, args.test_fraction)
@@ -159,13 +149,16 @@ class _State:
     `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where unknown.
     """
 
-    def __init__(self, facts: pa.Table, distance: int, search: Run | None, work: Path):
+    def __init__(self, facts: pa.Table, distance: int):
         self.image_N = _codes(facts["image_hash"])
         # With the source: files of two sources may have the same name, and rows the same number, by chance.
         self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
         self.of_group_N = _codes(facts["group"])  # of all sources: a site is the same one everywhere
         _, self.first_U = np.unique(self.image_N, return_index=True)
-        self.near_P = near_pairs(_prints(facts, self.first_U, work), distance, search)
+        prints = [
+            b"".join(piece["fingerprint"].to_pylist()) for piece in pieces(facts.select(["fingerprint"]), self.first_U)
+        ]
+        self.near_P = near_pairs(np.frombuffer(b"".join(prints), FINGERPRINT), distance)
         self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
         given = pc.fill_null(pc.index_in(facts["split"], pa.array(SPLITS)), -1)
         self.split_N = given.to_numpy().astype(np.int8)
@@ -174,15 +167,6 @@ class _State:
     def in_split(self, codes_N: np.ndarray) -> np.ndarray:
         """Return codes that are equal for rows of one code and one split."""
         return codes_N * len(SPLITS) + self.split_N
-
-
-def _prints(facts: pa.Table, rows: np.ndarray, work: Path) -> np.ndarray:
-    """Return the fingerprints of ascending rows, in a file of `work` that is gone with them: 200 bytes a row are many."""
-    with tempfile.TemporaryFile(dir=work) as file:
-        for piece in pieces(facts.select(["fingerprint"]), rows):
-            file.write(piece["fingerprint"].cast(pa.binary(FINGERPRINT.itemsize)).buffers()[1])
-        file.flush()
-        return np.memmap(file, FINGERPRINT, mode="r+", shape=len(rows))
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:

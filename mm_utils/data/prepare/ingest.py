@@ -1,4 +1,4 @@
-"""Check and store raw records, a chunk at a time, in any process, and only once.
+"""Read, check and store raw sources on all cores, a chunk of rows at a time, and only once.
 
 A finished chunk is two files: `part-N.arrow` with the rows (`PART_SCHEMA`, the images in the form in which they are kept)
 and, renamed into place last, `part-N.json` with the faults. A chunk whose second file exists and was made of the same
@@ -6,14 +6,22 @@ records and files, with the same settings and decoders, is not done again, so an
 """
 
 import hashlib
+import itertools
 import json
 import logging
+import multiprocessing
 import os
 import re
+import signal
+import threading
+import time
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +29,23 @@ import numpy as np
 import PIL
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
+from tqdm.auto import tqdm
 
-from mm_utils.data.faults import UNREAD, Fault, storable
+from mm_utils.data.faults import REASONS, UNREAD, Fault, is_hopeless, storable
 from mm_utils.data.images import encode, shrink
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
-from mm_utils.data.prepare.grounding import STORED
 from mm_utils.data.prepare.perceptual_hash import fingerprint
-from mm_utils.data.prepare.timed import TimedArguments, store_medium
+from mm_utils.data.prepare.timed import TimedArguments, store_medium, stored_moments, stored_regions
 from mm_utils.data.rows.columns import NEGATIVES, is_null
+from mm_utils.data.rows.detect import detect, read_source
 from mm_utils.data.rows.records import NO_MEDIUM, BadRow, FileImage, FramesImage, ImageRef, Record
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.files import write_atomic
 from mm_utils.model.reading import MOST_PIXELS
 from mm_utils.stored import stamp, version_of
+from mm_utils.text import one_line
 
 OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
 PART_SCHEMA = pa.schema(
@@ -67,6 +79,7 @@ FIRST_CHUNK = 64  # rows
 _VERSION = 7  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
+_EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end
 _CHECKED_SIDE = 256  # pixels; images that are not shrunk are checked at no larger scale than they need
 
 
@@ -90,14 +103,74 @@ class Storage:
 
 IN_PLACE = Storage("reference", None)
 _USUAL_SIDE = round(OVERSIZE * 224)  # pixels: of clips where images stay in place
+Rows = Iterable[Record | BadRow]
+Pool = Callable[[int], Executor]
+
+
+def local_pool(workers: int) -> Executor:
+    """Return processes of this machine; forked ones need not import anything again, which would take longer than a small set."""
+    if workers == 1:  # a fork beside threads may hang
+        return ThreadPoolExecutor(1)
+    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
+    return ProcessPoolExecutor(workers, context, _set_up_worker, (os.getpid(),))
+
+
+def _set_up_worker(parent: int) -> None:
+    """Prepare a process of the pool."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed: it would hold the parent's locks."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Consecutive rows of the sources, and the chunk's place among all."""
+class IngestPlan:
+    """Settings of `ingest_sources`.
 
-    number: int
-    items: tuple[Record | BadRow, ...]
+    Attributes:
+        workers: processes.
+        max_bad_fraction: a source with a larger share of bad rows is refused.
+        max_rows: rows that are read of each source; None reads all.
+        pool: makes the pool of the workers.
+    """
+
+    checks: CheckArguments
+    storage: Storage
+    workers: int
+    max_bad_fraction: float
+    max_rows: int | None = None
+    pool: Pool = local_pool
+
+
+@dataclass
+class SourceTally:
+    """Counts of the rows of one source that were read, and of those that were lost."""
+
+    source: Source
+    rows: int = 0
+    bad: int = 0
+
+
+@dataclass
+class Ingested:
+    """The outcome of all chunks.
+
+    Attributes:
+        sources: by name.
+        parts: the files with the rows, in order.
+        faults, notes: see `ChunkResult`.
+    """
+
+    sources: dict[str, SourceTally]
+    parts: list[Path] = field(default_factory=list)
+    faults: list[dict[str, str]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -118,7 +191,134 @@ class ChunkResult:
     notes: Counter[str] = field(default_factory=Counter)
 
 
-def key_of_rows(items: Iterable[Record | BadRow], *settings: Any) -> tuple[str, int]:
+def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan, work: Path) -> Ingested:
+    """Read all sources; check and store their rows in `work`. Existing chunks are kept.
+
+    Raises:
+        ValueError: if a source cannot be read, or more than `plan.max_bad_fraction` of its rows are bad.
+    """
+    with _reading(*sources):
+        sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
+    found = Ingested({source.name: SourceTally(source) for source in sources})
+    given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
+    for part, result in ingest_rows(_of_one_kind(given, plan.storage), plan, work):
+        found.parts.append(part)
+        found.faults += result.faults
+        found.notes.update(result.notes)
+        for name, tally in found.sources.items():
+            tally.rows += result.rows.get(name, 0)
+            tally.bad += result.bad.get(name, 0)
+            if tally.rows >= _EARLY_ROWS:
+                _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
+    none_left = all(tally.bad == tally.rows for tally in found.sources.values())
+    for tally in found.sources.values():
+        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults, none_left)
+    return found
+
+
+def rows_of(source: Source, paths: PathArguments) -> Iterator[Record | BadRow]:
+    """Yield the rows of a source.
+
+    Raises:
+        ValueError: also if a file of the source cannot be read.
+    """
+    with _reading(source):
+        yield from read_source(source, paths)
+
+
+@contextmanager
+def _reading(*sources: Source) -> Iterator[None]:
+    """Turn the system's refusal to read a file of a source into a ValueError that names it."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename or " ".join(source.path for source in sources)
+        reason = error.strerror or one_line(error)
+        raise ValueError(
+            f"{sources[0].title}; {named} cannot be read: {reason}. Check the path and its permissions."
+        ) from error
+
+
+def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path, ChunkResult]]:
+    """Check and store rows on all cores; yield the files of each chunk, in order. Existing ones are kept.
+
+    Raises:
+        ValueError: if a process was killed.
+    """
+    parts = work / "parts"
+    parts.mkdir(exist_ok=True)
+    with tqdm(desc="Checking", unit=" rows", smoothing=0.05) as bar, plan.pool(plan.workers) as pool:
+        try:
+            under_way: deque[Future[ChunkResult]] = deque()
+            chunks, count = enumerate(cut_into_chunks(rows)), 0
+            while True:
+                for number, chunk in itertools.islice(chunks, 2 * plan.workers - len(under_way)):
+                    under_way.append(pool.submit(ingest, number, chunk, parts, plan.checks, plan.storage))
+                if not under_way:
+                    return
+                result = under_way.popleft().result()
+                bar.update(sum(result.rows.values()))
+                yield parts / f"part-{count:06d}.arrow", result
+                count += 1
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process that decodes images was killed, probably for lack of memory. Give fewer with --num_proc; the "
+                "same command resumes where this stopped."
+            ) from error
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _of_one_kind(rows: Rows, storage: Storage) -> Iterator[Record | BadRow]:
+    """Yield the rows; refuse a second kind of medium, and a store that the kind does not have."""
+    first: Record | None = None
+    for row in rows:
+        if isinstance(row, Record):
+            if first is None and row.medium != "image" and storage.store in ("png", "raw"):
+                raise ValueError(f"--store is {storage.store}; clips are kept as JPEG frames, sounds as WAV. Drop it.")
+            first = first or row
+            if row.medium != first.medium:
+                raise ValueError(
+                    f"{row.source} holds {row.medium}s, and {first.source} {first.medium}s; a prepared data set is of one "
+                    "kind. Prepare them apart, or name the kind with medium=."
+                )
+        yield row
+
+
+def _named(sources: list[Source]) -> list[Source]:
+    """Add folders to equal names of sources; refuse a name that is given to two."""
+    for tail in (2, 3):
+        names = Counter(source.name for source in sources)
+        sources = [
+            replace(source, name="/".join(Path(source.path).parts[-tail:])) if names[source.name] > 1 else source
+            for source in sources
+        ]
+    twice = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
+    if twice:
+        raise ValueError(f"--sources has several items named {twice[0]}. Give each its own name=...")
+    return sources
+
+
+def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str]], none_left: bool = False) -> None:
+    title = tally.source.title
+    if tally.rows == 0:
+        raise ValueError(f"{title}; it holds no rows. Give a source that has some.")
+    hopeless = is_hopeless(tally.bad, tally.rows, most)
+    if not hopeless and not none_left:
+        return
+    reasons = Counter(fault["reason"] for fault in faults if fault["source"] == tally.source.name).most_common(3)
+    first = next(fault for fault in faults if (fault["source"], fault["reason"]) == (tally.source.name, reasons[0][0]))
+    limit = "half" if most == 0.5 else f"--max_bad_fraction {most}"
+    excess = f"more than {limit}" if hopeless else "and no row is left of any source"
+    raise ValueError(
+        f"{title}; {tally.bad:,} of {tally.rows:,} rows are bad, {excess} "
+        f"({', '.join(f'{reason}: {count:,}' for reason, count in reasons)}). The first is {first['where']}: "
+        f"{first['detail']}. {REASONS[reasons[0][0]]}"
+    )
+
+
+def key_of_rows(items: Rows, *settings: Any) -> tuple[str, int]:
     """Return a hash of all that decides what becomes of rows, and their number.
 
     These are the rows, the size and date of every file that holds an image, the settings, the decoders and this code.
@@ -148,22 +348,22 @@ def _stamps(image: ImageRef, archives: dict[str, str]) -> str:
     return archives[path]
 
 
-def cut_into_chunks(items: Iterable[Record | BadRow]) -> Iterator[Chunk]:
+def cut_into_chunks(items: Rows) -> Iterator[tuple[Record | BadRow, ...]]:
     """Cut rows into chunks: small ones first, to fill all cores, then large ones."""
-    number, held = 0, []
-    for item in items:
-        held.append(item)
-        if len(held) == (FIRST_CHUNK if number < 256 else 2048):
-            yield Chunk(number, tuple(held))
-            number, held = number + 1, []
-    if held:
-        yield Chunk(number, tuple(held))
+    waiting = iter(items)
+    for number in itertools.count():
+        chunk = tuple(itertools.islice(waiting, FIRST_CHUNK if number < 256 else 2048))
+        if not chunk:
+            return
+        yield chunk
 
 
-def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage) -> ChunkResult:
-    """Check and store the rows of a chunk in `folder`, or return its earlier result."""
-    key, _ = key_of_rows(chunk.items, checks, storage)
-    done = folder / f"part-{chunk.number:06d}.json"
+def ingest(
+    number: int, items: Sequence[Record | BadRow], folder: Path, checks: CheckArguments, storage: Storage
+) -> ChunkResult:
+    """Check and store rows, chunk `number` of all, in `folder`, or return its earlier result."""
+    key, _ = key_of_rows(items, checks, storage)
+    done = folder / f"part-{number:06d}.json"
     if done.is_file():
         result = ChunkResult(**json.loads(done.read_text(encoding="utf-8")))
         if result.key == key:
@@ -179,7 +379,7 @@ def ingest(chunk: Chunk, folder: Path, checks: CheckArguments, storage: Storage)
     ):
         warnings.simplefilter("ignore")
         held, size = list[dict[str, Any]](), 0
-        for row in worker.rows(chunk.items):
+        for row in worker.rows(items):
             held.append(row)
             size += len(row["image"]["bytes"] or b"")
             if size >= BATCH_BYTES:
@@ -252,9 +452,9 @@ class Worker:
                     "id": item.id,
                     "medium": item.medium,
                     "captions": captions,
-                    "regions": self._part("regions", item, image),
+                    "regions": self._part(item.regions, stored_regions, item, image),
                     NEGATIVES: self._negatives(item),
-                    "moments": self._part("moments", item, image),
+                    "moments": self._part(item.moments, stored_moments, item, image),
                     "source": item.source,
                     "where": item.where,
                     "split": item.split,
@@ -289,11 +489,11 @@ class Worker:
         self._set_aside(record, *faults)
         return good
 
-    def _part(self, name: str, record: Record, image: dict[str, Any]) -> Any:
+    def _part(self, value: Any, move: Callable[..., Any], record: Record, image: dict[str, Any]) -> Any:
         """Return boxes or moments as they lie in what is stored; bad moments are set aside alone."""
-        if getattr(record, name) is None:
+        if value is None:
             return None
-        good, faults, found = STORED[name](record, image, self.checks)
+        good, faults, found = move(record, image, self.checks)
         self.result.notes.update(found)
         self._set_aside(record, *faults)
         return good

@@ -12,12 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
-import psutil
 from PIL import Image
-from tqdm.auto import tqdm
 
 from mm_utils.distributed import available_cores
 
@@ -40,7 +37,6 @@ _BRIGHTNESS_APART = 1.0
 _COLOUR_APART = 32.0
 _COLOURLESS = 6.0  # the colour of a grey image after JPEG, in levels
 _CHUNK = 65_536  # pairs; their thumbnails take 200 MB to compare
-_BYTES = 80  # of a hash in a search that runs
 _FLAT = 2.0  # standard deviation in levels: below it rounding decides the bits; 0.2 % of real images are
 
 
@@ -57,53 +53,49 @@ def fingerprint(image: Image.Image) -> bytes:
     return np.packbits(waves[_VERTICAL, _HORIZONTAL] > 0).tobytes() + thumbnail.tobytes()
 
 
-def near_pairs(prints_N: np.ndarray, radius: int = RADIUS, run: "Run | None" = None) -> np.ndarray:
+def near_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
     """Return rows [P, 2] that show the same picture, the smaller first.
 
     Equal fingerprints are linked to their first row only, so that thousands of copies do not make millions of pairs.
     Flat images, such as blank pages, are in no pair: their hash is noise.
-
-    Args:
-        run: where the choices of bands are searched; default: `on_all_cores`.
     """
     rows, copies = _distinct(prints_N)
-
-    def confirmed(pairs: np.ndarray) -> np.ndarray:
-        return _confirmed(prints_N["thumbnail"], rows[pairs])
-
-    found = np.concatenate([copies, *(run or on_all_cores)(prints_N["hash"][rows], radius, confirmed)])
+    found = pairs_within(prints_N["hash"][rows], radius, lambda pairs: _confirmed(prints_N["thumbnail"], rows[pairs]))
+    found = np.concatenate([copies, found])
     return found[np.lexsort((found[:, 1], found[:, 0]))]
 
 
-class Choice(NamedTuple):
-    """Bits in which two hashes must agree to be compared, and bands in none of which they may agree as a whole."""
-
-    agree: np.uint64
-    differ: tuple[np.uint64, ...]
-
-
-def choices(num_hashes: int, radius: int) -> list[Choice]:
-    """Return what must be searched to find all pairs of hashes whose 64 bits differ in at most `radius`.
+def pairs_within(hashes_N: np.ndarray, radius: int, sift: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return what `sift` makes of chunks of the pairs [P, 2] whose 64 bits differ in at most `radius`, in any order.
 
     The bits are cut into `radius` + k bands. Two such hashes agree in k bands at least, so for each choice of k bands
     only the hashes that agree there are compared (Manku et al., "Detecting near-duplicates for web crawling", 2007).
+    The least work decides k: comparisons of all choices, and sorting a hash, which costs about five.
     """
-    count = min(range(1, 65 - radius), key=lambda count: _work(num_hashes, radius, count))  # the least work
+    size = len(hashes_N)
+    count = min(
+        range(1, 65 - radius),
+        key=lambda k: math.comb(radius + k, k) * size * (5 + size / 2 ** (64 * k / (radius + k) + 1)),
+    )
     bits = np.uint64(1) << np.arange(64, dtype=np.uint64)
     bands = [np.bitwise_or.reduce(part) for part in np.array_split(bits, radius + count)]
-    return [
+
+    def search(chosen: tuple[int, ...]) -> list[np.ndarray]:
+        agree = np.bitwise_or.reduce([bands[at] for at in chosen])
         # A pair that agrees in more than k bands belongs to the first choice of them.
-        Choice(
-            np.bitwise_or.reduce([bands[at] for at in chosen]),
-            tuple(bands[at] for at in range(chosen[-1]) if at not in chosen),
-        )
-        for chosen in combinations(range(len(bands)), count)
-    ]
+        differ = [bands[at] for at in range(chosen[-1]) if at not in chosen]
+        return [sift(pairs) for pairs in _pairs_that_agree(hashes_N, radius, agree, differ)]
+
+    with ThreadPoolExecutor(available_cores()) as pool:  # NumPy sorts and compares outside of the interpreter's lock
+        found = [pairs for one in pool.map(search, combinations(range(len(bands)), count)) for pairs in one]
+    return np.concatenate([np.empty((0, 2), dtype=np.int64), *found])
 
 
-def pairs_of_choice(hashes_N: np.ndarray, radius: int, choice: Choice) -> Iterator[np.ndarray]:
-    """Yield the pairs of rows [P, 2] that one choice finds, in chunks; time grows with the square of those that are alike."""
-    keys = hashes_N & choice.agree
+def _pairs_that_agree(
+    hashes_N: np.ndarray, radius: int, agree: np.uint64, differ: Sequence[np.uint64]
+) -> Iterator[np.ndarray]:
+    """Yield the pairs of rows [P, 2] that agree in bits, and in none of some bands as a whole, in chunks."""
+    keys = hashes_N & agree
     order = np.argsort(keys)
     keys, hashes = keys[order], hashes_N[order]
     left = np.arange(len(keys))
@@ -114,33 +106,11 @@ def pairs_of_choice(hashes_N: np.ndarray, radius: int, choice: Choice) -> Iterat
             break
         differing = hashes[left] ^ hashes[left + gap]
         near = np.flatnonzero(np.bitwise_count(differing) <= radius)
-        for band in choice.differ:
+        for band in differ:
             near = near[differing[near] & band != 0]
         for start in range(0, len(near), _CHUNK):
             rows = left[near[start : start + _CHUNK]]
             yield np.sort(np.stack([order[rows], order[rows + gap]], axis=1), axis=1)
-
-
-Sift = Callable[[np.ndarray], np.ndarray]
-Run = Callable[[np.ndarray, int, Sift], Iterable[np.ndarray]]
-"""Searches hashes `[N]` within a radius, and returns in any order what the function makes of each chunk of pairs `[P, 2]`."""
-
-
-def on_all_cores(hashes_N: np.ndarray, radius: int, sift: Sift) -> list[np.ndarray]:
-    """Search in threads, as NumPy sorts and compares outside of the interpreter's lock; as many as the free memory holds."""
-    listed, need = choices(len(hashes_N), radius), max(1, _BYTES * len(hashes_N))
-    cores = max(1, min(available_cores(), psutil.virtual_memory().available // need))
-    with ThreadPoolExecutor(cores) as pool, tqdm(total=len(listed), desc="Near copies", leave=False) as bar:
-
-        def search(choice: Choice) -> list[np.ndarray]:
-            found = [sift(pairs) for pairs in pairs_of_choice(hashes_N, radius, choice)]
-            bar.update()
-            return found
-
-        try:
-            return [one for found in pool.map(search, listed) for one in found]
-        finally:  # Ctrl-C waits for the searches that have begun
-            pool.shutdown(cancel_futures=True)
 
 
 def groups(num_rows: int, pairs: np.ndarray) -> np.ndarray:
@@ -175,9 +145,7 @@ def leaks(splits_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
     return np.stack([dropped, winner[dropped]], axis=1)
 
 
-def assign_splits(
-    groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence[float], salt: str = "", least: int = 0
-) -> np.ndarray:
+def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence[float], least: int = 0) -> np.ndarray:
     """Return each row's split, from 0, by a hash of the key of the first row of its group.
 
     Rows added behind these leave them where they are, except where a new one connects two groups.
@@ -186,17 +154,11 @@ def assign_splits(
         groups_N: the result of `groups`.
         keys: permanent names of the rows, such as the digests of their images.
         fractions: shares of the splits, in their order.
-        salt: another one makes other splits.
         least: rows that the second of three splits has at least: the first gives it the groups of the next hashes, unless
             one of them is so large that there would be more than twice as many.
-
-    Raises:
-        ValueError: if the fractions are not shares of a whole.
     """
-    if min(fractions) < 0 or not math.isclose(sum(fractions), 1):
-        raise ValueError(f"the split fractions are {list(fractions)}; they make {sum(fractions):g}. Give shares of 1.")
     first, place = np.unique(groups_N, return_inverse=True)
-    digests = (hashlib.blake2b(f"{salt}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8) for key in keys)
+    digests = (hashlib.blake2b(f"\0{key}".encode("utf-8", "surrogatepass"), digest_size=8) for key in keys)
     digests_N = np.fromiter((int.from_bytes(each.digest(), "little") for each in digests), "<u8", len(groups_N))
     positions = digests_N[first] / 2.0**64
     bounds = np.cumsum(fractions)[:-1]
@@ -210,28 +172,18 @@ def assign_splits(
     return np.searchsorted(bounds, positions, side="right").astype(np.int8)[place]
 
 
-def _work(num_hashes: int, radius: int, count: int) -> float:
-    """Return the comparisons of all choices of `count` bands; sorting a hash costs about five."""
-    chosen = math.comb(radius + count, count)
-    return chosen * num_hashes * (5 + num_hashes / 2 ** (64 * count / (radius + count) + 1))
-
-
 def _distinct(prints_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return first rows of distinct fingerprints that are not flat, and pairs of copies."""
-    spread = [
-        (part["thumbnail"].reshape(len(part), 64, 3) @ _GREY_WEIGHTS).std(axis=1)
-        for part in np.split(prints_N, range(_CHUNK, len(prints_N), _CHUNK))  # as fp32 they take four times the memory
-    ]
-    rows = np.flatnonzero(np.concatenate(spread) >= _FLAT)
-    order = rows[np.argsort(prints_N["hash"][rows], kind="stable")]
-    equal = np.zeros(len(order) + 1, dtype=bool)
-    equal[1:-1] = prints_N["hash"][order[1:]] == prints_N["hash"][order[:-1]]
-    again = np.sort(order[equal[1:] | equal[:-1]])  # only these can be copies
-    whole = np.ascontiguousarray(prints_N[again]).view(f"V{FINGERPRINT.itemsize}")
+    parts = np.split(
+        prints_N["thumbnail"], range(_CHUNK, len(prints_N), _CHUNK)
+    )  # as fp32 all take four times the memory
+    spread = np.concatenate([(part.reshape(len(part), 64, 3) @ _GREY_WEIGHTS).std(axis=1) for part in parts])
+    rows = np.flatnonzero(spread >= _FLAT)
+    whole = np.ascontiguousarray(prints_N[rows]).view(f"V{FINGERPRINT.itemsize}")
     _, first, place = np.unique(whole, return_index=True, return_inverse=True)
-    pairs = np.stack([again[first[place]], again], axis=1)
-    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
-    return np.setdiff1d(rows, pairs[:, 1], assume_unique=True), pairs
+    first_rows = rows[first[place]]
+    is_copy = first_rows != rows
+    return rows[~is_copy], np.stack([first_rows, rows], axis=1)[is_copy]
 
 
 def _confirmed(thumbnails: np.ndarray, pairs: np.ndarray) -> np.ndarray:

@@ -26,8 +26,8 @@ from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.prepare.arguments import PrepareArguments
 from mm_utils.data.prepare.dedup_and_split import Reconciled
+from mm_utils.data.prepare.ingest import Ingested
 from mm_utils.data.prepare.on_disk import content_fingerprint
-from mm_utils.data.prepare.pipeline import Ingested
 from mm_utils.data.rows.columns import too_few
 from mm_utils.model.reading import UnreadableError
 from mm_utils.plots import LIGHT, MUTED, draw_text, save_figure, wrap

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import os
-import struct
 import sys
 import tarfile
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 from datasets import DatasetDict, disable_progress_bars
 from hypothesis import given, settings
@@ -23,11 +21,11 @@ from PIL import Image
 
 from mm_utils.data.faults import NOTES, Fault
 from mm_utils.data.images import open_image
-from mm_utils.data.prepare import cache, checks, pipeline
+from mm_utils.data.prepare import cache
 from mm_utils.data.prepare import ingest as module
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
-from mm_utils.data.prepare.ingest import Chunk, ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
+from mm_utils.data.prepare.ingest import ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
 from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, FramesImage, ImageRef, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tars import MemberImage
@@ -118,17 +116,6 @@ def test_a_strict_decoder_finds_inner_damage_and_changes_no_pixel(monkeypatch: p
     assert check_image(damaged, LIMITS).image.size == (1280, 960), "which is why the strict decoder is there"
 
 
-@pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), struct.error("unpack"), RecursionError()], ids=repr)
-def test_errors_of_decoders_without_a_message_are_faults(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(checks, "decode", fail)
-    with pytest.raises(Fault, match=r"image_unreadable: .") as caught:
-        check_image(JPEG, LIMITS)
-    assert caught.value.__cause__ is error
-
-
 @given(st.text(st.characters(), max_size=300), st.integers(1, 200))
 @settings(max_examples=300)
 def test_a_clean_caption_stays_clean(value: str, limit: int) -> None:
@@ -155,7 +142,7 @@ def record(data: bytes, *captions: Any, where: str = "line 1", **values: Any) ->
 def stored(
     folder: Path, *items: Record | BadRow, storage: Storage = STORED_JPEG
 ) -> tuple[list[dict[str, Any]], ChunkResult]:
-    result = ingest(Chunk(0, items), folder, CheckArguments(), storage)
+    result = ingest(0, items, folder, CheckArguments(), storage)
     return read_part(folder / "part-000000.arrow", module.PART_SCHEMA.names).to_pylist(), result
 
 
@@ -180,18 +167,6 @@ def test_where_a_picture_was_taken_is_not_kept(form: str, tmp_path: Path) -> Non
     exif[271] = "Camera of Jane Doe"
     [row], _ = stored(tmp_path, record(save(draw(0, (60, 60)), form, exif=exif)))
     assert b"Jane Doe" not in row["image"]["bytes"]
-
-
-def test_drawings_stay_lossless_where_that_is_smaller_and_on_request(tmp_path: Path) -> None:
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8))
-    data = [save(image, "PNG") for image in (Image.new("RGB", (60, 60), "red"), noise)]
-    rows, _ = stored(tmp_path, *map(record, data))
-    assert [row["image"]["bytes"] == one for row, one in zip(rows, data, strict=True)] == [True, False]
-    [row], _ = stored(tmp_path, record(save(draw(0, (60, 60)), "JPEG")), storage=Storage("png", 64))
-    assert Image.open(io.BytesIO(row["image"]["bytes"])).format == "PNG"
-    [row], _ = stored(tmp_path, record(save(draw(0, (128, 128)), "PNG")), storage=RAW)
-    assert (row["image"]["path"], len(row["image"]["bytes"])) == ("raw:64x64", 64 * 64 * 3)
-    assert pixels_apart(open_image(row["image"]), draw(0, (64, 64))) < CLOSE
 
 
 def test_a_row_survives_bad_captions_and_negatives(tmp_path: Path) -> None:
@@ -271,20 +246,11 @@ def test_an_interrupted_chunk_leaves_nothing_that_counts(tmp_path: Path, monkeyp
     assert len(stored(tmp_path, record(save(draw(0), "JPEG")))[0]) == 1
 
 
-def test_large_images_are_written_in_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH_BYTES", 10_000)
-    rows, _ = stored(tmp_path, *(record(save(draw(0, (64, 64 + at)), "PNG")) for at in range(5)), storage=RAW)
-    assert len(rows) == 5
-    with pa.memory_map(str(tmp_path / "part-000000.arrow")) as file:
-        assert len(list(pa.ipc.open_stream(file))) == 5
-
-
 def test_chunks_hold_all_rows_in_order() -> None:
     rows = [BadRow("pairs", f"line {at}", Fault("malformed_row", "")) for at in range(20_000)]
     chunks = list(cut_into_chunks(iter(rows)))
-    assert [row for chunk in chunks for row in chunk.items] == rows
-    assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
-    assert (len(chunks[0].items), max(len(chunk.items) for chunk in chunks)) == (64, 2048)
+    assert [row for chunk in chunks for row in chunk] == rows
+    assert (len(chunks[0]), max(map(len, chunks))) == (64, 2048)
 
 
 # -- raw sources, prepared once into the cache --------------------------------------------------------------------------
@@ -398,8 +364,8 @@ def test_an_interrupted_start_is_resumed(folder: Path, own_cache: Path, monkeypa
 def hold(folder: Path, own_cache: Path) -> None:
     """Load, and never come to an end."""
     datasets.config.HF_DATASETS_CACHE = own_cache
-    rows = pipeline.ingest_rows
-    pipeline.ingest_rows = lambda *args: (time.sleep(600) for _ in rows(*args) if not (folder / "here").touch())
+    rows = module.ingest_rows
+    module.ingest_rows = lambda *args: (time.sleep(600) for _ in rows(*args) if not (folder / "here").touch())
     load(folder)
 
 

@@ -17,10 +17,9 @@ from mm_utils.data.media.pictures import loudness_picture
 from mm_utils.data.media.riff import StoredClip, read_avi, read_wav, store_clip, write_wav
 from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.ingest import Storage, read_part
+from mm_utils.data.prepare.ingest import IngestPlan, Storage, ingest_sources, read_part
 from mm_utils.data.prepare.on_disk import content_fingerprint, open_prepared, write_splits
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
-from mm_utils.data.prepare.pipeline import IngestPlan, ingest_sources
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.model.reading import UnreadableError, read_frames, read_sound

@@ -5,7 +5,6 @@ unknown key is an error in both places.
 """
 
 import argparse
-import copy
 import dataclasses
 import difflib
 import importlib
@@ -28,12 +27,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
-
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
-_OWN = ("config", "help", "help_all")
 _MANY = 40  # flags, above which `--help` shows the usual ones
 _MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
-
 
 Decides = Literal["learning", "place", "speed", "length", "report"]
 """What a flag decides: what is learnt, where things lie (and what is compared by what it leads to, as rows and weights are), how
@@ -71,6 +67,11 @@ def arg(
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
+def required(help: str, **metadata: Any) -> Any:
+    """Declare a flag without a default: the dataclass's ``__post_init__`` refuses None in a sentence of its own."""
+    return arg(None, help, **metadata)
+
+
 class Parsed:
     """What was parsed: an instance of each dataclass, found by its class, or the value of a flag, by its name.
 
@@ -85,25 +86,18 @@ class Parsed:
         named: Collection[str] = (),
         in_config: Collection[str] = (),
     ):
-        self._parsed, self.config = list(parsed), config
-        self.named, self.in_config = frozenset(named), frozenset(in_config)
+        self._parsed, self.config, self.named, self.in_config = list(parsed), config, set(named), set(in_config)
+        self._fields = {field.name: field for each in parsed for field in dataclasses.fields(each)}
 
     @overload
     def __getitem__(self, key: type[T]) -> T: ...
     @overload
     def __getitem__(self, key: str) -> Any: ...
     def __getitem__(self, key: type[T] | str) -> T | Any:
-        """Return the instance of a dataclass or of a subclass, or the value of a flag.
-
-        Raises:
-            KeyError: if the script has no such flags.
-        """
+        """Return the instance of a dataclass or of a subclass, or the value of a flag, None for one that the script lacks."""
         if isinstance(key, str):
-            return next((getattr(each, key) for each in self._parsed if key in _names(each)), None)
-        for each in self._parsed:
-            if isinstance(each, key):
-                return each
-        raise KeyError(key)
+            return next((getattr(each, key) for each in self._parsed if key in each.__dataclass_fields__), None)
+        return next(each for each in self._parsed if isinstance(each, key))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -123,6 +117,12 @@ class Parsed:
         return {name: self[name] for name, field in self._fields.items() if not field.metadata["help"].per_machine}
 
     @property
+    def defaults(self) -> dict[str, Any]:
+        """The declared default of every flag by name, None for a list."""
+        none = dataclasses.MISSING
+        return {name: None if field.default is none else field.default for name, field in self._fields.items()}
+
+    @property
     def is_trial(self) -> bool:
         """Whether these are a run's flags with those of its dry run behind them."""
         return "dry_run" in self.named and not self["dry_run"]
@@ -131,30 +131,15 @@ class Parsed:
         """Return whether the command line or the file of ``--config`` has one of some flags."""
         return not (self.named | self.in_config).isdisjoint(names)
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The declared default of every flag by name, None for a list."""
-        return {
-            name: None if field.default is dataclasses.MISSING else field.default
-            for name, field in self._fields.items()
-        }
-
     def differs(self, names: str) -> bool:
         """Return whether one of some flags, separated by spaces, is not at its default; the script may lack some."""
-        known = self._fields
-        return any(self[name] != known[name].default for name in names.split() if name in known)
-
-    @property
-    def _fields(self) -> dict[str, dataclasses.Field]:
-        return {field.name: field for each in self._parsed for field in dataclasses.fields(each)}
+        return any(self[name] != self._fields[name].default for name in names.split() if name in self._fields)
 
     def default(self, **values: Any) -> None:
         """Change flags that are not given."""
-        values = {name: value for name, value in values.items() if not self.is_given(name)}
-        self._parsed = [
-            dataclasses.replace(each, **{name: values[name] for name in values.keys() & _names(each)})
-            for each in self._parsed
-        ]
+        for place, each in enumerate(self._parsed):
+            own = {name for name in values if name in each.__dataclass_fields__ and not self.is_given(name)}
+            self._parsed[place] = dataclasses.replace(each, **{name: values[name] for name in own})
 
     def refuse(self, names: str, reason: str) -> None:
         """Refuse flags that would have no effect, and that ask for something: those above 0 and unlike their default.
@@ -168,24 +153,39 @@ class Parsed:
         Raises:
             ValueError: if the command line has one of them.
         """
-        known = self._fields
-        for field in (known[name] for name in names.split() if name in known):
-            value = self[field.name]
-            if not value or value == field.default:
+        for name in names.split():
+            if not self[name] or self[name] == self._fields[name].default:
                 continue
-            problem = f"--{field.name} is {value}; {reason}, and it would have no effect"
-            if field.name in self.named or self.config is None:
+            problem = f"--{name} is {self[name]}; {reason}, and it would have no effect"
+            if name in self.named or self.config is None:
                 raise ValueError(f"{problem}. Drop it.")
-            logger.warning("%s, in %s: %s", "A flag is not read", self.config, problem)
+            logger.warning("A flag is not read, in %s: %s", self.config, problem)
 
 
-def _names(parsed: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(parsed)}
+class _Parser(HfArgumentParser):
+    """Report a mistake in one line, without secrets and without the list of all flags."""
+
+    shows_all = False
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {printable(redact(message))}\n")
+
+    def format_help(self) -> str:
+        """Return the help, of many flags that of the usual ones unless --help-all asks for all."""
+        rare = [
+            each
+            for each in self._actions
+            if not getattr(each.help, "usual", each.dest in ("help", "help_all", "config"))
+        ]
+        if not self.shows_all and len(self._actions) > _MANY:
+            self.epilog = f"{len(self._actions)} flags in all; --help-all shows the others, too."
+            for action in rare:
+                action.help = argparse.SUPPRESS
+        return super().format_help()
 
 
-def required(help: str, **metadata: Any) -> Any:
-    """Declare a flag without a default: the dataclass's ``__post_init__`` refuses None in a sentence of its own."""
-    return arg(None, help, **metadata)
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep the docstring's line breaks, and show defaults."""
 
 
 def parse_args(
@@ -208,21 +208,30 @@ def parse_args(
         recipe: a file of flags that stands behind that of `--config`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(
-        [_titled(each) for each in arg_classes],
-        description=doc,
-        usage="%(prog)s [flags]",
-        allow_abbrev=False,
-        formatter_class=_Help,
-    )
-    parser.add_argument("--config", metavar="FILE", help="A flat YAML file of these flags; the command line wins.")
-    parser.add_argument("--help-all", nargs=0, action=_HelpAll, help="Show all flags.")
-    path = _take_config(parser, argv)
-    in_config = [name for file in (recipe, path) if file for name in _set_defaults(parser, file)]
-    words = _explicit(parser, argv)
+    for kind in arg_classes:
+        kind._argument_group_name = (kind.__doc__ or kind.__name__).splitlines()[0].rstrip(".")
+    parser = _Parser(arg_classes, description=doc, usage="%(prog)s [flags]", allow_abbrev=False, formatter_class=_Help)
+    # --flag and --no_flag share a dest; argparse uses the default of the first.
+    known = {action.dest: action for action in reversed(parser._actions) if action.dest != "help"}
+    files = _Parser([], add_help=False, allow_abbrev=False)
+    for each in (parser, files):
+        each.add_argument("--config", metavar="FILE", action="append", help="A flat YAML file of these flags.")
+    parser.add_argument("--help-all", action="help", help="Show all flags.")
+    parser.shows_all = "--help-all" in argv
+    found, words = files.parse_known_args(argv)
+    path, *others = found.config or [None]
+    if others:
+        parser.error(
+            f"--config is {path} and {others[0]}; one file is read. Join them, or give the others' lines as flags."
+        )
+    words = _explicit(parser, words)
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
-    named = {action.dest for action in actions if action is not None}
+    named, in_config = {action.dest for action in actions if action is not None}, list[str]()
     try:
+        for file in filter(None, (recipe, path)):
+            for key, entry in read_flat_yaml(file).items():
+                _set_default(parser, known, key, entry, file)
+                in_config.append(key)
         *parsed, unknown = parser.parse_args_into_dataclasses(
             words, return_remaining_strings=True, look_for_args_file=False
         )
@@ -232,12 +241,49 @@ def parse_args(
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         text = " ".join(unknown)
         parsed = [dataclasses.replace(each, **{rest: text}) if hasattr(each, rest) else each for each in parsed]
-        return Parsed(parsed, path, named, in_config)
-    if unknown:
-        known = _known(parser)
+    elif unknown:
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
     return Parsed(parsed, path or recipe, named, in_config)
+
+
+def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
+    """Return the words with ``--flag`` of yes or no as ``--flag=true``.
+
+    Otherwise argparse would take the word behind a flag of yes or no for its value, whatever it is.
+    """
+    words, rest = [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        action = parser._option_string_actions.get(word)
+        if action is not None and action.nargs == "?":
+            word = f"{word}={rest.pop(0) if rest and rest[0].lower() in _YES_OR_NO else 'true'}"
+        words.append(word)
+    return words
+
+
+def _set_default(parser: _Parser, known: Mapping[str, argparse.Action], key: str, entry: "Entry", path: str) -> None:
+    """Make a value of a file the default, by the flag's type: YAML reads `1e-3` as a string, `1` as an int."""
+    value, place = entry.value, f"{path}, line {entry.line}"
+    if key not in known:
+        raise ValueError(f"{place}: unknown key '{key}'{_did_you_mean(key, known)}")
+    action, takes_list = known[key], known[key].nargs == "+"
+    if value is None:
+        if action.default is not None:
+            raise ValueError(f"{place}: {key} is left empty; give a value, or delete the line")
+        return
+    try:
+        if isinstance(value, (list, dict)) and not (takes_list and isinstance(value, list)):
+            raise argparse.ArgumentError(action, f"invalid value: {str(value)[:80]}")
+        words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
+        action.default, action.required = parser._get_values(action, words), False  # type: ignore[attr-defined]
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _did_you_mean(word: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    return f". Did you mean '--{close[0]}'? See --help." if close else ". See --help."
 
 
 def to_dict(*parsed: Any) -> dict[str, Any]:
@@ -282,13 +328,10 @@ def load_own(path: str, flag: str, base: type | None = None) -> Any:
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    if base is None:
-        if isinstance(found, type) or not callable(found):
-            raise ValueError(f"{flag} has {path}; that is not a function. Name one.")
-    elif not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(
-            f"{flag} has {path}; that is not a subclass of {base.__module__}.{base.__name__}. Make it one."
-        )
+    is_class = isinstance(found, type)
+    if (is_class or not callable(found)) if base is None else not (is_class and issubclass(found, base)):
+        kind = "function" if base is None else f"subclass of {base.__module__}.{base.__name__}"
+        raise ValueError(f"{flag} has {path}; that is not a {kind}. Name one.")
     return found
 
 
@@ -304,168 +347,24 @@ def launcher() -> str:
 
 def processes_launcher() -> str:
     """Return `accelerate launch` where a launcher has started this process, else `python`, as the user's shell finds them."""
-    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return f"{_executable('accelerate')} launch" if launched else _executable("python")
-
-
-def _executable(name: str) -> str:
-    """Return what starts a program of this environment in the user's shell: its name, or its path if PATH has another."""
-    own = Path(sys.executable).parent
-    found = shutil.which(name)
-    if own == Path() or (found and os.path.realpath(Path(found).parent) == os.path.realpath(own)):
-        return name
-    own = own / name if (own / name).exists() else Path(sys.executable)
-    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))
+    found = shutil.which("python")
+    is_on_path = found is not None and Path(found).parent == Path(sys.executable).parent
+    python = "python" if is_on_path else shlex.quote(sys.executable)
+    if "ACCELERATE_DYNAMO_BACKEND" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return "accelerate launch" if is_on_path else f"{python} -m accelerate.commands.launch"
+    return python
 
 
 def launch_command(script: str, words: Sequence[str], launcher: str | None = None) -> str:
-    """Return the shell command that launches a script, to be pasted in the working folder.
+    """Return the shell command that launches a script with some words, to be pasted in the working folder.
 
-    Args:
-        script: the script's name, such as `pretrain`.
-        words: its arguments.
-        launcher: what stands before the script; default: `processes_launcher`.
+    `launcher` is what stands before the script, by default that of these processes.
     """
-    launcher = launcher or processes_launcher()
-    if launcher in ("python", "accelerate launch"):
-        program, _, more = launcher.partition(" ")
-        launcher = f"{_executable(program)} {more}".strip()
     path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
     if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
         path = scripts_folder() / f"{script}.py"
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{launcher} {shlex.join([str(path), *words])}"
-
-
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        parser.shows_all = True
-        parser.print_help()
-        parser.exit()
-
-
-class _Parser(HfArgumentParser):
-    """Report a mistake in one line, without secrets and without the list of all flags."""
-
-    shows_all = False
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {printable(redact(message))}\n")
-
-    def format_help(self) -> str:
-        """Return the help of all flags, or of the usual ones of many."""
-        flags = len({action.dest for action in self._actions} - {"help", "help_all"})
-        if self.shows_all or flags <= _MANY:
-            return super().format_help()
-        for group in self._action_groups:  # the program ends after its help
-            group._group_actions[:] = [
-                each for each in group._group_actions if getattr(each.help, "usual", each.dest in _OWN)
-            ]
-        return f"{super().format_help()}\n{flags} flags in all; --help-all shows the others, too.\n"
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keep the docstring's line breaks; show each flag once, with its default."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        options = action.option_strings
-        shown = copy.copy(action)  # without the spelling --a-b of --a_b
-        shown.option_strings = [
-            each for each in options if each in (f"--{action.dest}", "--help-all") or "-" not in each.lstrip("-")
-        ]
-        return super()._format_action_invocation(shown)
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        if any(option.startswith("--no_") for option in action.option_strings):
-            return f"Turn --{action.dest} off."
-        text = action.help or ""
-        if action.default in (None, argparse.SUPPRESS) or "%(default)" in text:
-            return text
-        return f"{text} (default: %(default)s)"
-
-
-def _titled(arg_class: Any) -> Any:
-    """Set the group title that HfArgumentParser looks for."""
-    arg_class._argument_group_name = (arg_class.__doc__ or arg_class.__name__).splitlines()[0].rstrip(".")
-    return arg_class
-
-
-def _take_config(parser: HfArgumentParser, argv: list[str]) -> str | None:
-    """Take ``--config`` out of the words; return its file."""
-    found: list[str] = []
-    while (at := next((at for at, word in enumerate(argv) if word.partition("=")[0] == "--config"), None)) is not None:
-        _, joined, path = argv.pop(at).partition("=")
-        if not joined and at == len(argv):
-            parser.error("--config needs a path, e.g. --config recipes/tiny.yaml")
-        found.append(path if joined else argv.pop(at))
-    if len(found) > 1:
-        parser.error(
-            f"--config is {' and '.join(found)}; one file is read. Join them, or give the others' lines as flags."
-        )
-    return found[0] if found else None
-
-
-def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
-    """Return the words with ``--flag`` of yes or no as ``--flag=true``.
-
-    Otherwise argparse would take the word behind a flag of yes or no for its value, whatever it is.
-    """
-    words, rest = [], list(argv)
-    while rest:
-        word = rest.pop(0)
-        action = parser._option_string_actions.get(word)
-        if action is not None and action.nargs == "?" and action.const is True:
-            words.append(f"{word}={rest.pop(0) if rest and rest[0].lower() in _YES_OR_NO else 'true'}")
-        else:
-            words.append(word)
-    return words
-
-
-def _set_defaults(parser: HfArgumentParser, path: str) -> list[str]:
-    """Make the values of a file the defaults; return their names."""
-    try:
-        entries = read_flat_yaml(path)
-    except ValueError as error:
-        parser.error(str(error))
-    known = _known(parser)
-    for key, (value, line) in entries.items():
-        place = f"{path}, line {line}"
-        if key not in known:
-            parser.error(f"{place}: unknown key '{key}'{_did_you_mean(key, known)}")
-        known[key].default, known[key].required = _typed(parser, known[key], value, place), False
-    return list(entries)
-
-
-def _typed(parser: HfArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
-    """Convert a YAML value by the flag's type: YAML reads `1e-3` as a string, `1` as an int."""
-    if value is None:
-        if action.default is not None:
-            parser.error(f"{place}: {action.dest} is left empty; give a value, or delete the line")
-        return None
-    if action.nargs == "+":
-        return value if isinstance(value, list) else [str(value)]
-    if action.type is None:
-        return value
-    expected = getattr(action.type, "__name__", "a value")
-    if isinstance(value, (list, dict)):
-        parser.error(f"{place}: {action.dest} is {str(value)[:80]}; expected {expected}")
-    try:
-        typed = action.type(str(value)) if callable(action.type) else value
-    except (ValueError, argparse.ArgumentTypeError):
-        parser.error(f"{place}: {action.dest} is {value!r}; expected {expected}")
-    if action.choices is not None and typed not in action.choices:
-        parser.error(f"{place}: {action.dest} is {value!r}; choose from {', '.join(map(str, action.choices))}")
-    return typed
-
-
-def _known(parser: HfArgumentParser) -> dict[str, argparse.Action]:
-    actions = reversed(parser._actions)  # --flag and --no_flag share a dest; argparse uses the default of the first
-    return {action.dest: action for action in actions if action.dest not in ("help", "help_all", "config")}
-
-
-def _did_you_mean(word: str, known: dict[str, Any]) -> str:
-    close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-    return f". Did you mean '--{close[0]}'? See --help." if close else ". See --help."
+    return f"{launcher or processes_launcher()} {shlex.join([str(path), *words])}"
 
 
 # -- YAML that anyone may have written ----------------------------------------------------------------------------------
@@ -478,56 +377,33 @@ class Entry(NamedTuple):
     line: int
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuse repeated keys and aliases, nine of which can stand for gigabytes.
-
-    Tags that make objects are off anyway.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(
-                None, None, "an alias; write the value out", self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, yaml.Node] = {}
-        for key, _ in node.value:
-            earlier = seen.setdefault(str(key.value), key)
-            if earlier is not key:
-                problem = f"the key '{key.value}' again, after line {earlier.start_mark.line + 1}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def read_flat_yaml(path: str) -> dict[str, Entry]:
     """Return the entries of a YAML file that holds one mapping, or nothing.
 
     Raises:
         ValueError: one line that names the file, and the line of the mistake where there is one.
     """
+    flat = "give flat 'flag: value' lines"
     if not Path(path).is_file():
         raise ValueError(f"--config is {path}; there is no such file")
     if Path(path).stat().st_size > _MAX_YAML_BYTES:
-        raise ValueError(
-            f"--config is {path}; it has more than {_MAX_YAML_BYTES:,} bytes. Give flat 'flag: value' lines"
-        )
+        raise ValueError(f"--config is {path}; it has more than {_MAX_YAML_BYTES:,} bytes; {flat}")
+    entries: dict[str, Entry] = {}
     try:
-        loader = _Loader(Path(path).read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        values = None if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
+        text = Path(path).read_text(encoding="utf-8")
+        for token in yaml.scan(text):
+            if isinstance(token, yaml.AliasToken):  # nine of them can stand for gigabytes
+                raise ValueError(f"{path}, line {token.start_mark.line + 1}, is an alias; write the value out")
+        node = yaml.compose(text, yaml.SafeLoader)
+        if node is not None and not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{path} holds a {node.id}; {flat}")
+        for key, value in node.value if node else ():
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in entries:
+                raise ValueError(f"{path}, line {line}, has the key '{name}' again, after line {entries[name].line}")
+            entries[name] = Entry(yaml.SafeLoader("").construct_object(value, deep=True), line)
+    except (yaml.YAMLError, UnicodeError, RecursionError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = "" if mark is None else f", line {mark.line + 1},"
-        raise ValueError(f"{path}{place} is not valid YAML: {problem or one_line(error)}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start + 1}). Save it as UTF-8") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply; give flat 'flag: value' lines") from error
-    if node is None or values is None:
-        return {}
-    if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}; give flat 'flag: value' lines")
-    lines = [key.start_mark.line + 1 for key, _ in node.value]
-    return {str(key): Entry(value, line) for (key, value), line in zip(values.items(), lines, strict=True)}
+        raise ValueError(f"{path}{place} is not valid YAML in UTF-8: {problem or one_line(error)}") from error
+    return entries

@@ -41,10 +41,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f" Did you mean {close[0]}?" if close else ""
         sys.exit(f"tandem: there is no command {name}.{meant} Run tandem --help for the list.")
-    try:
-        os.getcwd()
-    except OSError as error:  # removed meanwhile; Python, and the libraries, ask for it when they start
-        sys.exit(f"tandem: the current folder is gone ({error.strerror}). Change to another.")
     script = str(scripts_folder() / f"{COMMANDS[name][0]}.py")
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()

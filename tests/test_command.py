@@ -45,13 +45,6 @@ def test_an_unknown_command_is_named() -> None:
         command.main(["pretrian"])
 
 
-def test_a_folder_that_is_gone_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tmp_path.rmdir()
-    with pytest.raises(SystemExit, match="the current folder is gone"):
-        command.main(["search", "a fox"])
-
-
 def test_the_list_of_commands_needs_no_library() -> None:
     code = "import sys; from mm_utils.command import main; main([]); sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

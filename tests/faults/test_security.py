@@ -330,7 +330,7 @@ CONFIGS = {
     "an alias to itself": ("output_dir: &a [*a]\n", "line 1"),
     "a key twice": ("max_steps: 1\nlearning_rate: 1\nmax_steps: 2\n", "line 3"),
     "an open bracket": ("max_steps: [1\n", "line"),
-    "5,000 brackets": ("max_steps: " + "[" * 5000 + "\n", "nested too deeply"),
+    "5,000 brackets": ("max_steps: " + "[" * 5000 + "\n", "recursion"),
     "NUL characters": ("max_steps: \0\0\n", "not valid YAML"),
     "a merge of what is not there": ("<<: *defaults\nmax_steps: 1\n", "line 1"),
     "two megabytes": ("# " + "x" * (2 << 20) + "\n", "bytes"),
@@ -359,7 +359,7 @@ def test_a_config_that_is_no_utf8_is_named(content: bytes, tmp_path: Path, capsy
     path.write_bytes(content)
     with pytest.raises(SystemExit):
         parse_args(Flags, argv=["--config", str(path)])
-    assert f"{path} is not UTF-8 text" in capsys.readouterr().err
+    assert f"{path} is not valid YAML in UTF-8" in capsys.readouterr().err
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------

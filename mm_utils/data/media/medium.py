@@ -61,15 +61,14 @@ class Medium(ABC):
 
     Attributes:
         kind: `image`, `clip` or `sound`, what people call one.
-        column: the column of stored data sets, and the Hub's word.
-        feature: type of that column.
+        column, feature: the column of stored data sets, the Hub's word, and its type.
         suffixes: how the names of its files end. A GIF counts as an image unless clips are asked for.
         names: usual names of its columns.
         holders: kinds of files that hold one, the best first.
         templates: captions of the name of a class, where a source has none.
         unused: flags of loading that mean nothing for it.
         lasts: whether it has a length in seconds.
-        shape, dtype: of an example.
+        dtype: of an example.
     """
 
     kind: ClassVar[str]
@@ -87,6 +86,11 @@ class Medium(ABC):
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """Shape of an example."""
+
+    @property
+    @abstractmethod
+    def key(self) -> dict[str, Any]:
+        """All that an evaluated example depends on besides the medium, by the names in the identities of runs."""
 
     @abstractmethod
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
@@ -108,11 +112,6 @@ class Medium(ABC):
     def features(self, shown: Tensor) -> Tensor:
         """Return the tower's input of examples `[B, ...]`, on their device."""
 
-    @property
-    @abstractmethod
-    def key(self) -> dict[str, Any]:
-        """All that an evaluated example depends on besides the medium, by the names in the identities of runs."""
-
     def blank(self, count: int) -> Tensor:
         """Return `count` examples of black squares, black frames or silence, as they leave the workers."""
         return torch.zeros(count, *self.shape, dtype=self.dtype)
@@ -124,8 +123,8 @@ def _on_bytes(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @dataclass
-class _Pictures(Medium):
-    """Squares of images, or of the frames of clips.
+class Image(Medium):
+    """Squares of images: uint8 `[3, S, S]`.
 
     Attributes:
         image_size: side of the square, S.
@@ -137,28 +136,6 @@ class _Pictures(Medium):
     mean: Sequence[float] = (0.5,) * 3
     std: Sequence[float] = (0.5,) * 3
     min_crop_area: float = 1.0
-
-    @override
-    def features(self, shown: Tensor) -> Tensor:
-        """Return normalised colours; converted first, as subtracting mixed types takes 3 times as long."""
-        mean, std = (_on_bytes(tuple(values), shown.device) for values in (self.mean, self.std))
-        return shown.float().sub_(mean).div_(std)
-
-    @property
-    @override
-    def key(self) -> dict[str, Any]:
-        return {"image_size": self.image_size, "image mean and std": [list(self.mean), list(self.std)]}
-
-    @property
-    def _largest_read(self) -> int:
-        """Shorter side at which images are decoded for training: even the smallest crop is not enlarged."""
-        return int(self.image_size * self.min_crop_area**-0.5) + 1
-
-
-@dataclass
-class Image(_Pictures):
-    """Squares of images: uint8 `[3, S, S]`."""
-
     kind, column, feature, lasts = "image", "image", datasets.Image(decode=False), False
     suffixes = (
         *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
@@ -177,6 +154,22 @@ class Image(_Pictures):
     def shape(self) -> tuple[int, ...]:
         return 3, self.image_size, self.image_size
 
+    @property
+    @override
+    def key(self) -> dict[str, Any]:
+        return {"image_size": self.image_size, "image mean and std": [list(self.mean), list(self.std)]}
+
+    @override
+    def features(self, shown: Tensor) -> Tensor:
+        """Return normalised colours; converted first, as subtracting mixed types takes 3 times as long."""
+        mean, std = (_on_bytes(tuple(values), shown.device) for values in (self.mean, self.std))
+        return shown.float().sub_(mean).div_(std)
+
+    @property
+    def _largest_read(self) -> int:
+        """Shorter side at which images are decoded for training: even the smallest crop is not enlarged."""
+        return int(self.image_size * self.min_crop_area**-0.5) + 1
+
     @override
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
         side = self.image_size if rng is None or self.min_crop_area == 1 else self._largest_read
@@ -186,7 +179,7 @@ class Image(_Pictures):
 
 
 @dataclass
-class Clip(_Pictures):
+class Clip(Image):
     """Frames spread evenly over a window of a clip: uint8 `[T, 3, S, S]`, one crop for all.
 
     Frames are never reversed and their pace never changes in training: captions say what comes first, and what is fast.
@@ -198,7 +191,7 @@ class Clip(_Pictures):
 
     frames: int = 16
     seconds: float | None = None
-    kind, column, feature = "clip", "video", Video(decode=False)
+    kind, column, feature, lasts = "clip", "video", Video(decode=False), True
     suffixes = (
         *(".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp", ".ogv"),
         ".gif",
@@ -206,11 +199,12 @@ class Clip(_Pictures):
     names: ClassVar[list[str]] = ["video", "video_path", "video_file", "clip", "gif", "frames"]
     holders = ("clip",)
     templates = ("a video of a {}.", "a clip of a {}.", "a recording of a {}.")
+    unused = ()
 
     @property
     @override
     def shape(self) -> tuple[int, ...]:
-        return self.frames, 3, self.image_size, self.image_size
+        return self.frames, *super().shape
 
     @property
     @override
@@ -379,18 +373,16 @@ def settle_window(processor: "ProcessorMixin", medium: str, seconds: float | Non
 
 
 # -- squares of images, loudness of sounds ------------------------------------------------------------------------------
-# Evaluation resizes the whole image with torch and cuts its centre (`center_square`), as the saved processor does, bit for bit.
-# Training crops at whole pixels and resizes only these. Both use the same filter (bicubic, antialiased), in a third of Pillow's time.
 
 
 def squares(
     frames: Sequence[np.ndarray], size: int, min_area: float, rng: random.Random | None
 ) -> tuple[Tensor, Window]:
-    """Cut the same square of all frames `[H, W, 3]`, and resize it to uint8 `[T, 3, size, size]`.
+    """Cut the same square of all frames `[H, W, 3]`, and resize it to uint8 `[T, 3, size, size]`; return the part shown, too.
 
-    Returns the squares and the part that they show. Up to rounding to whole pixels, the area of a random crop is uniform in
-    [`min_area`, 1] of the largest square's, and its aspect ratio is between 3:4 and 4:3 where the image allows it. Without `rng`, or
-    with a `min_area` of 1, it is `center_square`.
+    Evaluation takes `center_square`, as the saved processor does, bit for bit, and so does a `min_area` of 1. Up to rounding to
+    whole pixels, the area of a random crop is uniform in [`min_area`, 1] of the largest square's, and its aspect ratio is between
+    3:4 and 4:3 where the image allows it.
     """
     height, width = frames[0].shape[:2]
     if rng is None or min_area >= 1:
@@ -415,23 +407,14 @@ def vary_loudness(samples: np.ndarray, rate: int, decibels: float, rng: random.R
 
     So do other distances, rooms and microphones; no pitch and no time changes. The bands are a line through 3 to 6 random
     points, evenly spaced in mel (FilterAugment, arXiv 2110.03282). What would be too loud for int16 is softer as a whole.
-
-    Args:
-        rate: samples a second.
     """
     from scipy.fft import irfft, next_fast_len, rfft
 
     whole, *points = (rng.uniform(-decibels, decibels) for _ in range(1 + rng.randint(*_KNOTS)))
     size = next_fast_len(len(samples), real=True)
-    mel = _mel_scale(size, rate)
+    mel = np.log1p(np.linspace(0, rate / 2, size // 2 + 1) / 700)  # up to a factor
     curve = np.interp(mel, np.linspace(0, mel[-1], len(points)), points) + whole
     gains = np.power(np.float32(10), curve.astype(np.float32) / 20)
     changed = irfft(rfft(samples.astype(np.float32), size) * gains, size)[: len(samples)]
     loudest = max(1.0, float(abs(changed).max()) / 32767)
     return (changed / np.float32(loudest)).round().astype(np.int16)
-
-
-@lru_cache(4)
-def _mel_scale(size: int, rate: int) -> np.ndarray:
-    """Return the frequencies of a real transform of n samples in mel, up to a factor."""
-    return np.log1p(np.linspace(0, rate / 2, size // 2 + 1) / 700)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from mm_utils.data.images import open_image, shrink
 from mm_utils.data.media.riff import read_avi, read_wav
@@ -15,7 +15,7 @@ from mm_utils.model.reading import UnreadableError
 
 SIDE = 256  # pixels: width of a spectrogram, and shorter side of a frame that moves
 _GAP = 2  # pixels between the frames of a clip
-_ROWS, _BELOW = 176, 16  # pixels of a spectrogram, and of its axis
+_ROWS = 176  # pixels of a spectrogram
 _WINDOW = 0.032  # seconds of a Fourier transform
 _MOST_WINDOWS = 1024  # of a sound: those of an hour would be gigabytes
 _DECIBELS = 70.0  # below the loudest spot, where the darkest colour begins
@@ -32,7 +32,7 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
 
     Returns:
         For a clip, four frames spread evenly over it, in reading order, two by two: in a square tile they are twice as
-        large as side by side. For a sound, its spectrogram over seconds, on the mel scale of frequencies.
+        large as side by side. For a sound, its spectrogram.
 
     Raises:
         UnreadableError: if it cannot be read.
@@ -41,7 +41,16 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
         return open_image(dict(value), min_side)
     if not value.get("bytes"):
         raise UnreadableError(f"{value.get('path') or f'embedded {kind}'}: it has 0 bytes")
-    return _frames(value["bytes"], min_side) if kind == "clip" else _spectrogram(value["bytes"])
+    if kind == "sound":
+        return _spectrogram(value["bytes"])
+    frames, _ = read_avi(value["bytes"])
+    shown = [_frame(frames[(2 * quarter + 1) * len(frames) // 8], min_side) for quarter in range(4)]
+    width, height = shown[0].size
+    found = Image.new("RGB", (2 * width + _GAP, 2 * height + _GAP), "white")
+    for place, frame in enumerate(shown):
+        row, column = divmod(place, 2)
+        found.paste(frame, (column * (width + _GAP), row * (height + _GAP)))
+    return found
 
 
 def animation(content: bytes) -> bytes:
@@ -68,56 +77,22 @@ def _frame(content: memoryview, min_side: int | None = None) -> Image.Image:
     return open_image({"bytes": bytes(content), "path": None}, min_side)
 
 
-def _frames(content: bytes, min_side: int | None) -> Image.Image:
-    frames, _ = read_avi(content)
-    shown = [_frame(frames[(2 * quarter + 1) * len(frames) // 8], min_side) for quarter in range(4)]
-    width, height = shown[0].size
-    found = Image.new("RGB", (2 * width + _GAP, 2 * height + _GAP), "white")
-    for place, frame in enumerate(shown):
-        row, column = divmod(place, 2)
-        found.paste(frame, (column * (width + _GAP), row * (height + _GAP)))
-    return found
-
-
 def _spectrogram(content: bytes) -> Image.Image:
+    """Draw a sound over its time, the highest frequency on top."""
     from matplotlib import colormaps
 
     samples, rate = read_wav(content)
     size = max(16, round(_WINDOW * rate))
-    if not len(samples):
-        raise UnreadableError("a sound of 0 samples")
     step = max(size // 4, -(-len(samples) // _MOST_WINDOWS))
     padded = np.pad(samples, (size // 2, size))
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)[::step][: 1 + len(samples) // step]
     power_TF = np.abs(np.fft.rfft(windows * (np.hanning(size) / 2**15).astype(np.float32))) ** 2
-    # Rows at equal distances on the mel scale of O'Shaughnessy, the highest frequency on top.
-    mels_R = np.linspace(2595 * np.log10(1 + rate / 2 / 700), 0, _ROWS)
-    bins_R = 700 * (10 ** (mels_R / 2595) - 1) * size / rate
-    low_R = np.minimum(bins_R.astype(int), power_TF.shape[1] - 2)
-    share_R = bins_R - low_R
-    power_RT = (power_TF[:, low_R] * (1 - share_R) + power_TF[:, low_R + 1] * share_R).T
-    level_RT = 10 * np.log10(np.maximum(power_RT, 1e-10))
+    level_FT = 10 * np.log10(np.maximum(power_TF.T[::-1], 1e-10))
     # Silence stays dark: the loudest spot counts as at most 40 dB below a tone of full scale.
-    top = max(level_RT.max(), 20 * np.log10(size / 4) - 40)
-    shade_RT = np.clip(1 + (level_RT - top) / _DECIBELS, 0, 1).astype(np.float32)
-    shade = Image.fromarray(shade_RT).resize((SIDE, _ROWS), Image.Resampling.BOX)
-    colours = colormaps["viridis"](np.asarray(shade), bytes=True)[..., :3]
-    found = Image.new("RGB", (SIDE, _ROWS + _BELOW), "white")
-    found.paste(Image.fromarray(np.ascontiguousarray(colours)), (0, 0))
-    _draw_seconds(found, len(samples) / rate)
-    return found
-
-
-def _draw_seconds(spectrogram: Image.Image, seconds: float) -> None:
-    """Mark at most six times below a spectrogram, at whole 1, 2 or 5 of a power of ten."""
-    steps = (base * 10.0**power for power in range(-3, 6) for base in (1, 2, 5))
-    step = next((step for step in steps if seconds / step <= 5), seconds)
-    draw, font = ImageDraw.Draw(spectrogram), ImageFont.load_default(10)
-    for number in range(int(seconds / step + 1e-9) + 1):
-        x = min(SIDE - 1, number * step / seconds * SIDE)
-        anchor = "la" if not number else "ra" if x > SIDE - 20 else "ma"
-        draw.line((x, _ROWS, x, _ROWS + 3), fill="#57606a")
-        draw.text((x, _ROWS + 4), f"{number * step:g}" + " s" * (not number), fill="#57606a", font=font, anchor=anchor)
+    top = max(level_FT.max(), 20 * np.log10(size / 4) - 40)
+    shade_FT = np.clip(1 + (level_FT - top) / _DECIBELS, 0, 1).astype(np.float32)
+    shade = Image.fromarray(shade_FT).resize((SIDE, _ROWS), Image.Resampling.BOX)
+    return Image.fromarray(np.ascontiguousarray(colormaps["viridis"](np.asarray(shade), bytes=True)[..., :3]))
 
 
 # -- for fingerprints ---------------------------------------------------------------------------------------------------

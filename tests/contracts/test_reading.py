@@ -1,0 +1,663 @@
+"""One way to read a picture, a clip, a sound and a text: training, evaluation, search, the page and the model's own `encode`.
+
+Files of odd kinds and broken ones: tests/data/prepare/test_timed_media.py, tests/faults/test_images.py.
+"""
+
+import contextlib
+import io
+import itertools
+import math
+import os
+import random
+import struct
+import wave
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import av
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertModel,
+    ClapFeatureExtractor,
+    CLIPImageProcessor,
+    ConvNextConfig,
+    ConvNextModel,
+    VisionTextDualEncoderProcessor,
+)
+
+from mm_utils.data import images
+from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
+from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.images import encode, open_image, pixels, read_pixels, shrink
+from mm_utils.data.media.medium import (
+    Clip,
+    Sound,
+    _random_box,
+    default_seconds,
+    kind_of_processor,
+    settle_window,
+    squares,
+    vary_loudness,
+)
+from mm_utils.data.media.pictures import animation, picture
+from mm_utils.data.media.riff import read_avi, read_wav, store_clip, write_avi, write_wav
+from mm_utils.model.join import join_backbones
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.reading import (
+    MOST_RATE,
+    UnreadableError,
+    center_square,
+    frames_of,
+    open_picture,
+    read_frames,
+    read_sound,
+    samples_of,
+)
+from mm_utils.model.spectrograms import LogMel
+from mm_utils.search.listing import Listing, Reader, stock_file
+from mm_utils.search.searcher import read_query
+from tests.kit.awkward import RNG, TEXTS, awkward_pictures, photo, turn
+from tests.kit.fault_images import draw, save
+from tests.kit.made_media import picture as made_picture
+from tests.kit.made_media import steady, video, wav
+from tests.kit.media_files import clip, damaged, jpeg, media_rows, tone
+from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
+from tests.kit.prepared import pixels_apart
+
+SIDE, MOST, RATE = 32, 12, 1000
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> FusionDualEncoderModel:
+    """Saved and loaded, as others load it."""
+    tokenizer = new_tokenizer()
+    tokenizer.model_max_length = MOST
+    size = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    torch.manual_seed(0)
+    vision = ConvNextModel(ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=SIDE))
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    text = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=16, **shape))
+    built = join_backbones(vision, text, projection_dim=16, fusion_layers=0)
+    own = CLIPImageProcessor(**size, image_mean=[0.4] * 3, image_std=[0.3] * 3)
+    built.processor = VisionTextDualEncoderProcessor(own, tokenizer)
+    folder = str(tmp_path_factory.mktemp("model"))
+    built.save_pretrained(folder)
+    return AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+# -- pictures -----------------------------------------------------------------------------------------------------------
+def test_every_door_sees_the_same_picture(model: FusionDualEncoderModel, tmp_path: Path) -> None:
+    arguments = LoaderArguments(MOST, min_crop_area=1.0, dataloader_num_workers="0")
+    loaders = make_loaders(arguments, CPU, model._find_processor())
+    for name, content in awkward_pictures().items():
+        path = tmp_path / f"{name}.img"
+        path.write_bytes(content)
+        row = {**rows_of(1)[0], "image": {"bytes": content, "path": None}}
+        rows = datasets.Dataset.from_list([row], features=FEATURES)
+        shown = loaders.medium.read(row["image"])[0]
+        trained = Pairs(tokenize_captions(rows, new_tokenizer(), MOST), TrainingTransform(loaders.medium))[0, 0]
+        doors = {
+            "training": trained["pixel_values"],
+            "search": read_query(str(path), loaders.medium),
+            "page": read_query(content, loaders.medium),
+        }
+        embedded = Reader(Listing([name], rows), [0], loaders.medium)[0]
+        if "reason" not in embedded or name not in ("tiny", "extreme aspect"):  # which preparing sets aside
+            doors["embedding"] = embedded["square"]
+        for door, square in doors.items():
+            assert torch.equal(square, shown), (name, door)
+        expected = loaders.medium.features(shown[None])
+        opened = Image.open(io.BytesIO(content))
+        for medium in (str(path), path, content, *([] if name == "larger than it is shown" else [opened])):
+            [found] = model._inputs(medium, "image", 8)
+            assert torch.equal(found, expected), (name, type(medium))
+        # What pipelines and other classes are handed is resized once more by the saved processor.
+        stock = model._find_processor().image_processor(images=model.open_image(path), return_tensors="pt")
+        if name != "extreme aspect":
+            torch.testing.assert_close(stock["pixel_values"], expected, atol=1e-4, rtol=0, msg=name)
+    for wrong in (np.zeros((9, 9, 3)), 7):
+        with pytest.raises(ValueError, match=f"a picture is of type {type(wrong).__name__}. Give a path"):
+            model.encode(images=[wrong])
+
+
+def stored(image: Image.Image, form: str = "PNG", **options: Any) -> dict[str, Any]:
+    return {"bytes": save(image, form, **options), "path": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "path"),
+    [*((content, None) for content in (b"", b"<html>404</html>", None)), *((None, name) for name in ("gone.png", "folder")),
+     *((bytes(24), path) for path in ("raw:4x3", "raw:0x0", "raw:-4x-2", "raw.jpg")), (None, "pipe.jpg"), (None, "/dev/zero")],
+)  # fmt: skip
+def test_unreadable_images_are_named(
+    content: bytes | None, path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe.jpg")
+    for read in (open_image, read_pixels, *([pixels] if str(path).startswith("raw:") else ())):
+        with pytest.raises(UnreadableError, match=f"{path or 'embedded image'}: ."):
+            read({"bytes": content, "path": path})
+
+
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(1, 300))
+@settings(max_examples=30)
+def test_a_reduced_decode_and_shrinking_keep_the_shape(width: int, height: int, side: int) -> None:
+    image = Image.new("RGB", (width, height), (200, 30, 60))
+    opened = open_image(stored(image, "JPEG"), side)
+    assert min(opened.size) >= min(side, width, height)
+    assert opened.size in [(math.ceil(width / scale), math.ceil(height / scale)) for scale in (1, 2, 4, 8)]
+    small = shrink(image, side)
+    if min(width, height) <= side:
+        assert small is image
+        return
+    scale = side / min(width, height)
+    assert min(small.size) == side
+    assert max(abs(small.width - width * scale), abs(small.height - height * scale)) <= 0.5
+
+
+def test_stored_images_come_back() -> None:
+    image = photo(90, 70)
+    for store, path in (("png", None), ("raw", "raw:90x70")):
+        assert np.array_equal(open_image({"bytes": encode(image, store), "path": path}), image)
+    assert pixels_apart(open_image({"bytes": encode(image, "jpeg"), "path": None}), image) < 4
+    content = encode(image, "raw")
+    array, size = read_pixels({"bytes": content, "path": "raw:90x70"}, 10)
+    assert size == (90, 70)
+    assert np.shares_memory(array, np.frombuffer(content, np.uint8))
+    noisy = np.asarray(photo(1600, 1200)).astype(int) + np.random.default_rng(0).integers(0, 40, (1200, 1600, 3))
+    value = stored(Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), "JPEG")
+    reduced = shrink(open_image(value, 258), 258)
+    assert pixels_apart(reduced, open_image(value).resize(reduced.size, Image.Resampling.BICUBIC)) < 2.5
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_pixels_equal_those_of_pillow(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fast and images.simplejpeg is None:
+        pytest.skip("simplejpeg is not installed")
+    if not fast:
+        monkeypatch.setattr(images, "simplejpeg", None)
+    small = draw(180, (100, 80))
+    values = [stored(draw(w + h, (w, h)), "JPEG", quality=92) for w, h in ((344, 258), (640, 481), (1, 1), (17, 900))]
+    values += [
+        stored(small, "JPEG", **how) for how in ({"subsampling": "4:4:4"}, {"progressive": True}, {"exif": turn(6)})
+    ]
+    values += [stored(small.convert(mode), "JPEG") for mode in ("L", "CMYK")]
+    values += [stored(small), stored(small.convert("RGBA"))]
+    for value, side in itertools.product(values, (None, 5, 20, 100, 251)):
+        array, size = read_pixels(value, side)
+        assert np.array_equal(array, np.asarray(open_image(value, side)))
+        assert size == open_image(value).size  # of the whole image, however much smaller it was decoded
+
+
+def test_center_square_is_the_centre() -> None:
+    image = Image.new("RGB", (300, 100), "black")
+    image.paste((200, 30, 60), (100, 0, 200, 100))
+    assert (center_square(image, 50).float().mean((1, 2)) - torch.tensor([200, 30, 60])).abs().max() < 4
+    assert torch.equal(center_square(photo(64, 64), 64), torch.from_numpy(np.array(photo(64, 64))).permute(2, 0, 1))
+    wide = photo(120, 77)
+    assert torch.equal(squares([np.asarray(wide)], 24, 1.0, random.Random(0))[0][0], center_square(wide, 24))
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32))
+@settings(max_examples=100)
+def test_crops_stay_inside_and_keep_their_area(width: int, height: int, min_area: float, seed: int) -> None:
+    largest = min(width, height) ** 2
+    left, top, right, bottom = _random_box(width, height, min_area, random.Random(seed))
+    assert 0 <= left < right <= width
+    assert 0 <= top < bottom <= height
+    across, down = right - left, bottom - top  # each rounded by half a pixel at most
+    assert (across - 0.5) * (down - 0.5) <= largest * (1 + 1e-9)
+    assert (across + 0.5) * (down + 0.5) >= largest * min_area * (1 - 1e-9)
+    assert (across - 0.5) / (down + 0.5) <= 4 / 3 + 1e-9
+    assert (across + 0.5) / max(0.1, down - 0.5) >= 3 / 4 - 1e-9
+
+
+def test_crops_reach_every_place() -> None:
+    rng, image = random.Random(0), np.asarray(photo(100, 100))
+    drawn = [squares([image], 8, 0.2, rng) for _ in range(300)]
+    for channel in (0, 1):
+        assert min(int(square[0, channel].min()) for square, _ in drawn) < 12
+        assert max(int(square[0, channel].max()) for square, _ in drawn) > 245
+    areas = [(part.right - part.left) * (part.bottom - part.top) for _, part in drawn]
+    assert 0.52 < sum(areas) / len(areas) < 0.68  # uniform in [0.2, 1]
+
+
+# -- clips --------------------------------------------------------------------------------------------------------------
+def turned_video(a: int = 0, b: int = 1, c: int = -1, d: int = 0) -> bytes:
+    """A video whose header turns a pixel at x, y to a x + c y, b x + d y; by default by a quarter."""
+    content = bytearray(video(steady(8, 4), form="mp4", size=(48, 32)))
+    at = content.index(b"tkhd") + 44
+    content[at : at + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    return bytes(content)
+
+
+def wide_pixels() -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 48, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = Fraction(3)
+        for at in range(20):
+            container.mux(stream.encode(av.VideoFrame.from_image(made_picture(at % 7 == 0, at / 10).resize((32, 48)))))
+        container.mux(stream.encode(None))
+    return buffer.getvalue()
+
+
+def animated(form: str) -> bytes:
+    """A transparent logo that moves, with frames of different lengths where the format is stored so."""
+    frames = [Image.new("RGBA", (40, 40)) for _ in range(6)]
+    for at, frame in enumerate(frames):
+        frame.paste((255, 0, 40 * at, 255), (6 * at, 10, 6 * at + 8, 30))
+    times = {"duration": [100, 400, 50, 300, 200, 5], "disposal": 2} if form == "GIF" else {"duration": 200}
+    return save(frames[0], form, save_all=True, append_images=frames[1:], **times)
+
+
+CLIPS = {
+    "steady": lambda: video(steady(25, 3)),
+    "frames of different lengths": lambda: video(steady(2, 2) + steady(20, 1, 2)),
+    "begins late": lambda: video(steady(10, 2, 0.5)),
+    "one frame": lambda: video([0.0]),
+    "turned": turned_video,
+    "turned by no angle": lambda: turned_video(0, 0, 0, 0),
+    "wide pixels": wide_pixels,
+    "transport stream": lambda: video(steady(25, 3), form="mpegts"),
+    **{form: lambda form=form: animated(form) for form in ("GIF", "WEBP", "PNG")},
+}
+
+
+def test_the_matrix_of_a_camera_turns_and_mirrors() -> None:
+    """The eight ways to hold a camera, compared with the same movement of the corners of the plain frame."""
+
+    def shown(*matrix: int) -> np.ndarray:
+        return np.asarray(next(read_frames(turned_video(*matrix), 4)).picture(), np.float32)
+
+    plain = shown(1, 0, 0, 1)
+    for a, b, c, d in (
+        (-1, 0, 0, -1),
+        (0, 1, -1, 0),
+        (0, -1, 1, 0),
+        (-1, 0, 0, 1),
+        (1, 0, 0, -1),
+        (0, 1, 1, 0),
+        (0, -1, -1, 0),
+    ):
+        moved = plain if a or d else plain.swapaxes(0, 1)
+        right = moved[:: -1 if b + d < 0 else 1, :: -1 if a + c < 0 else 1]
+        assert abs(shown(a, b, c, d) - right).mean() < 4, (a, b, c, d)
+
+
+def test_every_door_sees_the_same_frames(tmp_path: Path) -> None:
+    """Up to what storing frames as JPEG changes, the frames of a file are those of training, embedding and search."""
+    for name, make in CLIPS.items():
+        path, content = tmp_path / name, make()
+        path.write_bytes(content)
+        row = {"bytes": store_clip(read_frames(content, 4), 4).content, "path": None}
+        assert stock_file(content, Clip(SIDE)) == row["bytes"]  # what an index keeps and embeds
+        for frames, seconds in ((4, None), (8, 1.0), (16, 4.0)):
+            trained = Clip(SIDE, frames=frames, seconds=seconds).read(row)[0].float()
+            read = [center_square(open_picture(each, SIDE), SIDE).float() for each in frames_of(path, frames, seconds)]
+            apart = [float((one - other).abs().mean()) for one, other in zip(read, trained, strict=True)]
+            assert max(apart) < 4, (name, frames, seconds, apart)
+
+
+def brightening(count: int, fps: float = 4.0) -> dict[str, Any]:
+    """A clip whose frame `i` is 10 i bright."""
+    return {"bytes": write_avi([jpeg(10 * number) for number in range(count)], fps, (48, 32)), "path": None}
+
+
+@given(st.integers(1, 24), st.integers(1, 12), st.sampled_from([None, 0.6, 2.0, 9.0]), st.integers(0, 99))
+@settings(max_examples=30)
+def test_frames_lie_on_the_clips_clock(count: int, frames: int, seconds: float | None, seed: int) -> None:
+    for rng in (None, random.Random(seed)):
+        shown, (length, _), window = Clip(16, frames=frames, seconds=seconds).read(brightening(count), rng)
+        assert (shown.shape, shown.dtype, length) == ((frames, 3, 16, 16), torch.uint8, count / 4)
+        numbers = (shown.float().mean((1, 2, 3)) / 10).round().tolist()
+        assert numbers == sorted(numbers)
+        if rng is None:
+            times = window.left * length + (np.arange(frames) + 0.5) / frames * (seconds or length)
+            assert numbers == np.minimum((times * 4).astype(int), count - 1).tolist()
+
+
+def test_all_frames_are_cropped_alike() -> None:
+    ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (48, 1, 3))
+    value = {"bytes": write_avi([save(Image.fromarray(ramp), "JPEG", quality=100)] * 5, 5, (64, 48)), "path": None}
+    clips = Clip(16, min_crop_area=0.3, frames=5)
+    shown = clips.read(value, random.Random(3))[0]
+    assert all(torch.equal(frame, shown[0]) for frame in shown)
+    assert not torch.equal(shown, clips.read(value, random.Random(4))[0])
+
+
+# -- sounds -------------------------------------------------------------------------------------------------------------
+def extractor(rate: int = RATE) -> ClapFeatureExtractor:
+    return ClapFeatureExtractor(
+        feature_size=16, sampling_rate=rate, hop_length=50, fft_window_size=128, max_length_s=3, frequency_min=20,
+        frequency_max=rate // 2, truncation="rand_trunc", padding="pad",
+    )  # fmt: skip
+
+
+def sounds(seconds: float, rate: int = RATE, min_share: float = 1.0, jitter: float = 0.0) -> Sound:
+    return Sound(LogMel.of(extractor(rate)), seconds, min_share, jitter)
+
+
+def counting(count: int, rate: int = RATE) -> dict[str, Any]:
+    """A sound whose sample says its own number."""
+    return {"bytes": write_wav(np.arange(count, dtype=np.int16), rate), "path": None}
+
+
+def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
+    for rate, seconds, channels in itertools.product((8000, 11025, 44100), (0.4, 2.7), (1, 2)):
+        samples = (RNG.normal(0, 4000, round(rate * seconds)).cumsum() % 20000 - 10000).astype(np.int16)
+        content = wav(samples, rate, channels)
+        (tmp_path / "a.wav").write_bytes(content)
+        kept = write_wav(read_sound(content, 8000), 8000)
+        for window in (0.5, 1.0, 5.0):
+            sound = sounds(window, 8000)
+            trained = sound.read({"bytes": kept, "path": None})[0]
+            assert stock_file(content, sound) == kept
+            assert torch.equal(read_query(content, sound), trained)
+            read = samples_of(tmp_path / "a.wav", 8000, window)
+            assert np.array_equal(sound.log_mel.window(read, len(trained)), trained)
+
+
+def test_what_is_no_whole_sound_is_refused(tmp_path: Path) -> None:
+    """As by preparing and by search; a stream leaves open in its header how long it is."""
+    sound, path = wav(np.arange(900, dtype=np.int16), 8000), tmp_path / "a.wav"
+    path.write_bytes(sound[:40] + b"\xff" * 4 + sound[44:])
+    assert len(samples_of(path, 8000)) == 900
+    for content in (sound[:901], sound[:900], sound[:40] + bytes(4), b"no sound"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a.wav: .*Give another file"):
+            samples_of(path, 8000)
+        with pytest.raises(ValueError, match=r"a.wav: (a WAV file|it is not a WAV file)"):
+            read_query(str(path), sounds(1.0, 8000))
+
+
+@given(st.integers(20, 6000), st.integers(0, 99), st.sampled_from([1.0, 0.7, 0.1]))
+@settings(max_examples=30)
+def test_a_sound_begins_where_its_window_says(count: int, seed: int, share: float) -> None:
+    """In training it may leave the sound by a share of it, and silence is there."""
+    for rng in (None, random.Random(seed)):
+        shown, size, window = sounds(2.0, min_share=share).read(counting(count), rng)
+        assert (shown.dtype, size) == (torch.int16, (count / RATE, 1.0))
+        assert window.right - window.left == pytest.approx(2000 / count)
+        first = round(window.left * count)
+        within = np.arange(first, first + 2000) if rng is not None or first > 0 else np.arange(2000)
+        is_sound = (within >= 0) & (within < count)
+        assert np.array_equal(shown.numpy(), np.where(is_sound, within, 0))
+        if rng is None:
+            assert first == pytest.approx(max(0, count - 2000) / 2, abs=1)
+        else:
+            assert is_sound.sum() >= min(count, share * 2000) - 2  # what is much shorter than the window is never cut
+
+
+def test_sounds_are_resampled_onto_the_towers_clock() -> None:
+    high = (8000 * np.sin(2 * np.pi * 50 * np.arange(6000) / 2000)).astype(np.int16)
+    shown, size, window = sounds(2.0).read({"bytes": write_wav(high, 2000), "path": None}, None)
+    assert (size, shown.shape) == ((3.0, 1.0), (2000,))
+    expected = 8000 * np.sin(2 * np.pi * 50 * (round(window.left * 3 * RATE) + np.arange(2000)) / RATE)
+    assert np.abs(shown.numpy()[50:-50] - expected[50:-50]).max() < 200
+
+
+@given(st.integers(0, 999), st.sampled_from([0.0, 3.0, 12.0]), st.sampled_from([1000, 16000]))
+@settings(max_examples=30, deadline=None)
+def test_bands_are_louder_or_softer_and_nothing_moves(seed: int, decibels: float, loud: int) -> None:
+    """Of two tones, which are bins of the spectrum; what would be too loud is softer as a whole, and nothing is cut off."""
+    time, bins = np.arange(4000) / 8000, [250, 1500]
+    before = (loud * (np.sin(2 * np.pi * 500 * time) + np.sin(2 * np.pi * 3000 * time))).astype(np.int16)
+    after = vary_loudness(before, 8000, decibels, random.Random(seed))
+    assert np.array_equal(after, vary_loudness(before, 8000, decibels, random.Random(seed)))
+    was, found = (abs(np.fft.rfft(each)) for each in (before, after))
+    assert np.delete(found, bins).max() < 0.02 * found.max() + 2 * len(before) ** 0.5  # no other tone; rounding
+    if loud == 1000:
+        assert (abs(20 * np.log10(found[bins] / was[bins])) <= 2 * decibels + 0.1).all()
+    if not decibels:
+        assert np.array_equal(after, before)
+    elif loud == 1000:
+        assert not np.array_equal(after, vary_loudness(before, 8000, decibels, random.Random(seed + 1)))
+
+
+# -- stored files -------------------------------------------------------------------------------------------------------
+JPEGS = [jpeg(0), jpeg(90), b"", jpeg(200), b""]
+
+
+def test_samples_and_frames_survive_and_stock_players_read_them() -> None:
+    samples = np.random.default_rng(0).integers(-32768, 32768, 999).astype(np.int16)
+    content = write_wav(samples, 22_050)
+    note = b"LIST\x03\0\0\0abc\0"  # of an odd size, before and behind the samples, as writers put them
+    longer = content[:36] + note + content[36:] + note
+    for file in (content, longer[:4] + (len(longer) - 8).to_bytes(4, "little") + longer[8:]):
+        assert [read_wav(file)[0].tolist(), read_wav(file)[1]] == [samples.tolist(), 22_050]
+    with wave.open(io.BytesIO(content)) as stock:
+        assert stock.readframes(1000) == samples.tobytes()
+    for fps in (1.0, 4.0, 29.97, 30000 / 1001, 0.1):
+        frames, found = read_avi(write_avi(JPEGS, fps, (48, 32)))
+        assert [bytes(frame) for frame in frames] == [JPEGS[at] for at in (0, 1, 1, 3, 3)]
+        assert found == pytest.approx(fps, rel=1e-9)
+    with av.open(io.BytesIO(write_avi(JPEGS, 29.97, (48, 32)))) as container:
+        shown = [(frame.time, frame.to_ndarray(format="rgb24").mean()) for frame in container.decode(video=0)]
+    times, greys = zip(*shown, strict=True)
+    assert times == pytest.approx([0, 1 / 29.97, 3 / 29.97], abs=1e-6)
+    assert greys == pytest.approx([0, 90, 200], abs=2)
+
+
+@pytest.mark.parametrize("content", [write_wav(np.arange(9, dtype=np.int16), 8000), write_avi(JPEGS, 4, (48, 32))])
+def test_stored_files_that_are_cut_or_damaged(content: bytes) -> None:
+    """Cut anywhere, or of another kind: never anything but the one error, and never part of a medium."""
+    read = read_wav if content[8:12] == b"WAVE" else read_avi
+    for end in [*range(min(64, len(content) - 1)), *range(64, len(content), 97)]:
+        with pytest.raises(UnreadableError):
+            read(content[:end])
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        broken = bytearray(content)
+        broken[rng.integers(len(broken))] = rng.integers(256)
+        with contextlib.suppress(UnreadableError):
+            read(bytes(broken))
+
+
+def test_what_would_fill_the_memory_is_refused() -> None:
+    fast = bytearray(write_wav(np.arange(5, dtype=np.int16), 8000))
+    fast[24:28] = (MOST_RATE + 1).to_bytes(
+        4, "little"
+    )  # resampled by a filter of twenty numbers for every sample of a second
+    png = save(
+        Image.new("RGB", (48, 32)), "PNG"
+    )  # is decoded whole, whatever is asked for: 512 of 40 million pixels would be 60 GB
+    for read, content, message in (
+        (read_wav, bytes(fast), "samples a second"),
+        (read_wav, wav(channels=2), "it is no WAV file of one channel"),
+        (read_avi, write_avi([JPEGS[0], *[b""] * 300_000], 4, (48, 32)), "more than 250,000 parts"),
+        (read_avi, write_avi([JPEGS[0], png], 4, (48, 32)), "not JPEG"),
+    ):
+        with pytest.raises(UnreadableError, match=message):
+            read(content)
+
+
+# -- examples -----------------------------------------------------------------------------------------------------------
+def examples_of(kind: str, media: list[dict[str, Any]], seconds: list[float]) -> datasets.Dataset:
+    numbers = range(len(media))
+    ids = {
+        "image_key": numbers,
+        "input_ids": [[[1, 5 + n, 2]] for n in numbers],
+        "caption_keys": [[n] for n in numbers],
+    }
+    return media_rows(kind, [value["bytes"] for value in media], seconds=seconds, **ids)
+
+
+def test_damage_is_named_and_replaced() -> None:
+    media = [counting(3000), {"bytes": counting(3000)["bytes"][:50], "path": None}, counting(2500), counting(100)]
+    transform = TrainingTransform(sounds(2.0))
+    pairs = TrainingPairs(examples_of("sound", media, [3.0, 3.0, 2.5, 0.1]), transform)
+    examples = pairs.__getitems__([(row, 0) for row in range(4)])
+    assert [example.get("skipped_id") for example in examples] == [None, "m1", None, None]
+    assert "6 of 6,000 bytes" in examples[1]["skipped"]
+    batch = Collator(0, transform.medium, longest_first=True)(examples)
+    assert (batch["pixel_values"].shape, batch["pixel_values"].dtype) == ((4, 2000), torch.int16)
+    assert Collator(0, transform.medium)([])["pixel_values"].shape == (0, 2000)
+
+
+@pytest.mark.parametrize("kind", ["clip", "sound"])
+def test_an_example_is_a_function_of_seed_epoch_and_id(kind: str) -> None:
+    media = [brightening(n + 5) if kind == "clip" else counting(2000 + n) for n in range(4)]
+    medium = Clip(16, min_crop_area=0.5, frames=3, seconds=1.0) if kind == "clip" else sounds(2.0, jitter=6.0)
+    rows, transform = examples_of(kind, media, [2.0] * 4), TrainingTransform(medium, seed=1)
+    pairs, moved = TrainingPairs(rows, transform), TrainingPairs(rows.select([2, 0]), transform)
+    for place, row in enumerate([2, 0]):
+        assert torch.equal(moved[place, 7]["pixel_values"], pairs[row, 7]["pixel_values"])
+    shown = [pairs[2, epoch]["pixel_values"] for epoch in range(4)]
+    assert not all(torch.equal(shown[0], other) for other in shown[1:])
+
+
+def test_rows_with_the_same_captions_are_no_negatives_in_training() -> None:
+    rows = examples_of("sound", [counting(2000)] * 4, [2.0] * 4).remove_columns(["input_ids", "caption_keys"])
+    captions = {
+        "input_ids": [[[1, 5, 2], [1, 6, 2]]] * 3 + [[[1, 5, 2]]],
+        "caption_keys": [[7, 8], [8, 7], [7, 9], [7]],
+    }
+    rows = datasets.concatenate_datasets([rows, datasets.Dataset.from_dict(captions)], axis=1)
+    of_training = TrainingPairs(rows, TrainingTransform(sounds(2.0)))
+    keys = [of_training[row, 0]["image_key"] for row in range(4)]
+    assert keys[0] == keys[1]
+    assert len(set(keys[1:])) == 3
+    in_evaluation = Pairs(rows, EvaluationTransform(sounds(2.0)))
+    assert [in_evaluation[row, 0]["image_key"] for row in range(4)] == [0, 1, 2, 3]
+
+
+def processor(kind: str) -> Any:
+    """What a processor says of its media."""
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    if kind == "sound":
+        return SimpleNamespace(feature_extractor=extractor(), tokenizer=tokenizer)
+    own = SimpleNamespace(crop_size={"height": 16}, image_mean=[0.5] * 3, image_std=[0.25] * 3)
+    return SimpleNamespace(image_processor=own, tokenizer=tokenizer)
+
+
+def loaders_of(owner: Any, **flags: Any) -> Any:
+    return make_loaders(LoaderArguments(dataloader_num_workers="0", **flags), CPU, owner)
+
+
+def test_the_processor_knows_the_window() -> None:
+    rows = examples_of("sound", [counting(2500)] * 2, [2.5, 2.5])
+    owners = {kind: processor(kind) for kind in ("image", "clip", "sound")}
+    for kind, frames, shape in (("image", None, (3, 16, 16)), ("clip", 5, (5, 3, 16, 16)), ("sound", None, (2500,))):
+        settle_window(owners[kind], kind, default_seconds(kind, rows), frames)
+        assert loaders_of(owners[kind]).medium.shape == shape
+        assert kind_of_processor(owners[kind]) == kind
+    settle_window(owners["sound"], "sound", 7.0, None)  # of a trained model, on other data
+    assert loaders_of(owners["sound"]).medium.shape == (2500,)
+    for kind, flags, message in (
+        ("image", {"clip_frames": 2}, "--clip_frames is 2; these are images"),
+        ("sound", {"clip_frames": 4}, "--clip_frames is 4; these are sounds"),
+        ("clip", {"clip_frames": 4}, "--clip_frames is 4; the model takes 5"),
+        ("sound", {"horizontal_flip": True}, "--horizontal_flip is .*; these are sounds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loaders_of(owners[kind], **flags)
+
+
+def test_batches_on_the_device_are_what_the_tower_takes() -> None:
+    sound, moving = processor("sound"), processor("clip")
+    settle_window(sound, "sound", 2.0, None)
+    settle_window(moving, "clip", None, 2)
+    rows, loaders = examples_of("sound", [counting(3000), counting(400)], [3.0, 0.4]), loaders_of(sound)
+    [batch] = loaders.evaluation(rows, 2)
+    raw = [Pairs(rows, EvaluationTransform(loaders.medium))[row, 0]["pixel_values"] for row in (0, 1)]
+    heard = [each.numpy() / np.float32(32768) for each in raw]
+    expected = sound.feature_extractor(heard, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    torch.testing.assert_close(batch["pixel_values"], expected.float(), atol=1e-3, rtol=0)
+    assert loaders.blank(3).shape[1:] == expected.shape[1:]
+    clips, loaders = examples_of("clip", [brightening(8)], [2.0]), loaders_of(moving)
+    [batch] = loaders.evaluation(clips, 2)
+    whole = Pairs(clips, EvaluationTransform(loaders.medium))[0, 0]["pixel_values"]
+    torch.testing.assert_close(batch["pixel_values"][0], (whole / 255 - 0.5) / 0.25, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="the data are sounds, and the model is for clips"):
+        loaders.evaluation(rows, 2)
+    loaders.check_medium(rows.remove_columns("image"))  # cached features stand for it
+
+
+# -- for people: pictures of media, texts, nothing ----------------------------------------------------------------------
+def test_a_sound_shows_when_and_how_high_it_is() -> None:
+    for rate in (8000, 44100):
+        found = np.asarray(picture({"bytes": tone(1000, 3000, rate=rate)}, "sound").convert("L"))
+        for hertz, columns in ((1000, slice(8, 120)), (3000, slice(136, 248))):
+            assert 1 - found[:, columns].argmax(0) / 175 == pytest.approx(hertz / (rate / 2), abs=0.02)
+    silent = np.asarray(picture({"bytes": tone(0)}, "sound"))
+    assert (silent == silent[0, 0]).all()
+    assert silent.mean() < 60
+    for length in (3, 9_600_000):  # 19 MB, of which all windows would have 300
+        assert picture({"bytes": write_wav(np.full(length, 9000, np.int16), 16000)}, "sound").width == 256
+
+
+def test_a_clip_shows_four_frames_in_reading_order_and_moves_in_its_own_time() -> None:
+    found = picture({"bytes": clip([each for each in ("red", "lime", "blue", "white") for _ in range(5)])}, "clip")
+    spots = [found.getpixel(spot) for spot in ((10, 10), (50, 10), (10, 40), (50, 40))]
+    wanted = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)]
+    assert np.abs(np.array(spots) - np.array(wanted)).max() < 8
+    for count, fps in ((4, 4), (100, 10)):
+        content = clip([("red", "blue")[place >= count // 2] for place in range(count)], fps=fps)
+        with Image.open(io.BytesIO(animation(content))) as moving:
+            lasts = 0
+            for at in range(moving.n_frames):
+                moving.seek(at)
+                moving.load()
+                lasts += moving.info["duration"]
+        assert moving.n_frames <= 32
+        assert lasts == pytest.approx(1000 * count / fps, rel=0.02)
+    with Image.open(io.BytesIO(animation(damaged(clip(), 1)))) as moving:
+        assert moving.n_frames == 3
+    for kind, content in itertools.product(("clip", "sound"), (None, b"", b"RIFF", b"no medium at all")):
+        with pytest.raises(UnreadableError):
+            picture({"bytes": content, "path": None}, kind)
+    with pytest.raises(UnreadableError, match="none of its frames"):
+        animation(damaged(clip(), 4))
+
+
+def test_every_door_reads_the_same_text(model: FusionDualEncoderModel) -> None:
+    rows = datasets.Dataset.from_list([{**rows_of(1)[0], "captions": TEXTS}], features=FEATURES)
+    trained = tokenize_captions(rows, new_tokenizer(), MOST)[0]["input_ids"]
+    ids, mask = model.text_inputs(TEXTS)
+    assert [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)] == trained
+    assert max(map(len, trained)) == MOST
+    together = model.encode(texts=TEXTS)
+    for place, text in enumerate(TEXTS):
+        torch.testing.assert_close(model.encode(texts=text)[0], together[place], atol=1e-5, rtol=0)
+
+
+def test_nothing_is_embedded_as_nothing(model: FusionDualEncoderModel) -> None:
+    embedded = model.encode(images=[], texts=["one", "two"])
+    assert [each.shape for each in embedded] == [(0, 16), (2, 16)]
+    assert model.encode(texts=[]).shape == (0, 16)
+    assert model.rerank("one", []) == []
+    for wrong, message in (
+        ({"texts": "one", "batch_size": 0}, "batch_size is 0; give a number from 1 on"),
+        *(
+            ({"texts": texts}, "The text is .*; a text is a string of UTF-8")
+            for texts in ([1], ["one", "\udcff"], b"one")
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.encode(**wrong)
+
+
+def test_the_folder_is_found_from_anywhere_and_saved_again(
+    model: FusionDualEncoderModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.encode(texts="one")
+    model.save_pretrained(tmp_path / "again")
+    monkeypatch.chdir(tmp_path)
+    again = AutoModel.from_pretrained("again", trust_remote_code=True)
+    os.chdir("/")
+    torch.testing.assert_close(again.encode(texts="one"), model.encode(texts="one"), atol=1e-6, rtol=0)

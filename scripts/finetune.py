@@ -1,11 +1,10 @@
 """Fine-tune a trained model on classes: of pairs (entailment, questions with frequent answers), of media, or of texts.
 
 On a laptop, from the model that scripts/pretrain.py trained: the colour of the things in a picture
-    python scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour
+    python scripts/finetune.py --model_name_or_path outputs/pretrain-1
 
 The same from both embeddings side by side, for comparison:
-    python scripts/finetune.py --model_name_or_path outputs/pretrain-1 --task scenes:colour \\
-        --classifier_inputs pair
+    python scripts/finetune.py --model_name_or_path outputs/pretrain-1 --classifier_inputs pair
 
 Questions about your own images, answered by one of the 1,000 most frequent answers:
     python scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl \\
@@ -107,7 +106,7 @@ def main(
     optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
 
     # 4. Train.
-    evaluator = ClassificationEvaluator(data.splits["validation"], classes)
+    evaluator = ClassificationEvaluator(data.splits["validation"])
     measures: list[Evaluate] = [evaluator, *evaluators]
     context = RunContext(run, given, data, model, objective, measures, resume_from, callbacks=attached)
     context.final_evaluations = int("test" in data.splits)
@@ -130,7 +129,7 @@ def main(
     context.finish()
     saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
     if "test" in data.splits:
-        evaluator = ClassificationEvaluator(data.splits["test"], classes)
+        evaluator = ClassificationEvaluator(data.splits["test"])
         found = evaluator(saved, data.evaluation("test"), run.accelerator)
         context.metrics |= {f"test_{name}": value for name, value in found.items()}
     finish_finetuning(context, saved, task, evaluator, argv)

@@ -162,6 +162,37 @@ def order_pairs(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
     return ((index, pair["true"], pair["false"]) for index, pair in enumerate(split["order_pair"]))
 
 
+def colour_questions(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
+    """Yield a row, a question about its scene, and the answer: the colour of the only thing on a side of another one.
+
+    The other thing is named by colour and shape, and is of another colour. A scene has two questions, which its id decides. Neither
+    the text nor the picture alone tells the answer.
+    """
+    for row, scene in enumerate(split.select_columns(["id", "regions"])):
+        questions = []
+        for named in scene["regions"]:
+            colours: dict[str, list[str]] = {}
+            for other in scene["regions"]:
+                if other is not named:
+                    colours.setdefault(_side(other["box"], named["box"]), []).append(other["phrase"].split()[2])
+            thing = " ".join(named["phrase"].split()[2:])
+            questions += [
+                (f"what colour is the thing {side} the {thing}?", found[0])
+                for side, found in colours.items()
+                if len(found) == 1
+            ]
+        rng = random.Random(f"colour {scene['id']}")
+        yield from ((row, text, answer) for text, answer in rng.sample(questions, min(2, len(questions))))
+
+
+def _side(box: list[float], other: list[float]) -> str:
+    """Return in words the side of `other` on which `box` lies, by the larger distance of the centres."""
+    across, down = ((box[axis] + box[axis + 2] / 2) - (other[axis] + other[axis + 2] / 2) for axis in (0, 1))
+    if abs(across) > abs(down):
+        return "to the right of" if across > 0 else "to the left of"
+    return "below" if down > 0 else "above"
+
+
 def _generate_into(folder: Path, counts: dict[str, int], image_size: int, seed: int) -> None:
     logger.info("Generating %d scenes of %d pixels into %s", sum(counts.values()), image_size, folder.parent)
     splits = datasets.DatasetDict()

@@ -85,13 +85,10 @@ def classification_card(
     """Return the card of a fine-tuned model."""
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
     medium = model.config.medium
-    name = task.title.rpartition(" is ")[2]
     rows, results = [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
-            data = EvaluatedData(
-                *data_names({"dataset_name": name}, EMBEDDED), split, {"rows": len(task.splits[split])}
-            )
+            data = EvaluatedData(*data_names(run.settings, EMBEDDED), split, {"rows": len(task.splits[split])})
             for measure in ("accuracy", "macro_f1"):
                 results.append(
                     data.result(classifier_task(inputs, medium), measure, metrics[prefix + measure], measure)
@@ -111,7 +108,7 @@ def classification_card(
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
         results=results,
-        dataset_name=name,
+        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         dataset_rows={name: len(split) for name, split in task.splits.items()},
         dataset_fingerprint=fingerprint,
         base_models=[start] if not Path(start).exists() else [],
@@ -181,11 +178,9 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
         if "accuracy" in found:
-            line = f"  {split:<12}accuracy {found['accuracy']:.3f} ({found['accuracy_low']:.3f} to "
-            line += f"{found['accuracy_high']:.3f})   macro F1 {found['macro_f1']:.3f}"
-            if "roc_auc" in found:
-                line += f"   ROC AUC {found['roc_auc']:.3f}"
-            lines.append(f"{line}   most frequent class {found['majority']:.3f}")
+            accuracy = f"{found['accuracy']:.3f} ({found['accuracy_low']:.3f} to {found['accuracy_high']:.3f})"
+            others = f"macro F1 {found['macro_f1']:.3f}   most frequent class {found['majority']:.3f}"
+            lines.append(f"  {split:<12}accuracy {accuracy}   {others}")
     lines += choices(context)
     contents = {
         "model.safetensors": "the model, with config.json and its processor",

@@ -6,7 +6,6 @@ what it has none of is filled in, an empty text or a grey pixel, and not read.
 """
 
 import hashlib
-import heapq
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -29,9 +28,7 @@ from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.class_folders import readable
 from mm_utils.data.rows.columns import SPLITS, hold_out, wrong_kind
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
-from mm_utils.data.scenes import load_scenes
-from mm_utils.data.sets import SETS
-from mm_utils.data.sets.questions import TASKS
+from mm_utils.data.scenes import colour_questions, load_scenes
 from mm_utils.data.training_data import Schedule, TrainingData, make_data
 
 logger = logging.getLogger(__name__)
@@ -50,20 +47,16 @@ class LabelArguments:
 
 @dataclass
 class TaskArguments(LabelArguments):
-    """Labels to learn. A row has a label and a medium, a text (--caption_column), or both; of a prepared set, equal captions are a class."""
+    """Labels to learn. A row has a label and a medium, a text (--caption_column), or both; of a prepared set, equal captions are a class.
 
-    task: str | None = arg(
-        None,
-        f"A task on an embedded set of the model's kind: {', '.join(TASKS)}. Default without a source: scenes:describes.",
-        usual=True,
-    )
+    Without a source, the questions ask for the colours of things in the embedded scenes.
+    """
+
     num_answers: int | None = arg(
         None, "Only the N most frequent classes of the training data; others are not trained on, and count as wrong."
     )
 
     def __post_init__(self) -> None:
-        if self.task and self.task not in TASKS:
-            raise ValueError(f"--task is {self.task}; choose one of {', '.join(TASKS)}.")
         if self.num_answers is not None and self.num_answers < 2:
             raise ValueError(f"--num_answers is {self.num_answers}; give at least 2, or drop it to have no limit.")
 
@@ -77,14 +70,12 @@ class LabelledTask:
             class. `answers`, where rows have several, are their classes with the accuracy that each earns.
         classes: names, in order.
         has_images, has_texts: whether the rows hold images and texts.
-        title: the source, for people.
     """
 
     splits: DatasetDict
     classes: list[str]
     has_images: bool
     has_texts: bool
-    title: str
 
 
 def open_task(
@@ -114,25 +105,27 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
             fewer than two classes are left.
     """
     sources = labelled_sources(args, labels, medium)
-    if sources and labels.task:
-        raise ValueError(
-            f"--task is {labels.task}; {sources[0].title}, too, and labels have one source. Keep one of them."
-        )
-    task = labels.task or "scenes:describes"
-    title = sources[0].title if sources else f"--task is {task}"
+    title = sources[0].title if sources else "the embedded scenes"
     known: Sequence[str] = ()
     if not sources:
-        parts = _read_embedded(task)
+        parts = {split: _asked(rows) for split, rows in load_scenes().items()}
     elif is_prepared(sources[0].path):
         parts = _read_prepared(sources[0], args)
     else:
         rows, known = load_labelled_rows(sources, PathArguments(args.image_root, args.allow_outside_root))
-        parts = _by_split(rows)
+        split_of = [split or "train" for split in rows["split"]]
+        places = {split: [at for at, own in enumerate(split_of) if own == split] for split in SPLITS}
+        parts = {split: rows.select(places[split]) for split in SPLITS if places[split]}
     if "train" not in parts:
         raise ValueError(f"{title}; there is no train split, only {', '.join(parts)}. Give rows to train on.")
     if (kind := kind_of(parts["train"].features)) != medium:
         raise wrong_kind(f"{title}; it", kind, medium)
-    has_images, has_texts = _shown(parts, medium, title)
+    shown = {(has_media(rows), any(rows["captions"])) for rows in parts.values()}
+    if len(shown) > 1:
+        raise ValueError(
+            f"{title}; only some of {', '.join(parts)} hold {medium}s, or texts. Give all some, and name their columns."
+        )
+    [(has_images, has_texts)] = shown
     if not has_images and medium != "image":
         raise ValueError(
             f"{title}; its rows are texts alone, and the model is for {medium}s. Take a model of images, or add {medium}s."
@@ -146,25 +139,14 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
         parts[split] = rows.select(first_of_classes(_labels(rows), most))
     classes = _classes(known, _labels(parts["train"]), labels.num_answers, title)
     splits = {split: _task_split(parts[split], classes, split, has_images) for split in SPLITS if split in parts}
-    return LabelledTask(DatasetDict(splits), classes, has_images, has_texts, title)
+    return LabelledTask(DatasetDict(splits), classes, has_images, has_texts)
 
 
 def labelled_sources(args: DataArguments, labels: LabelArguments, medium: str) -> list[Source]:
     """Return the labelled sources that the flags name."""
     if is_embedded(args.dataset_name):
-        tasks = ", ".join(task for task in TASKS if task.startswith(str(args.dataset_name)))
-        raise ValueError(
-            f"--dataset_name is {args.dataset_name}; its rows have no labels. Give a --task on them: {tasks}."
-        )
+        raise ValueError(f"--dataset_name is {args.dataset_name}; its rows have no labels. Give a labelled set.")
     return sources_of(args, labelled=True, medium=medium, label_column=labels.label_column)
-
-
-def _by_split(rows: Dataset) -> dict[str, Dataset]:
-    """Divide rows by their column `split`; those without one are of train."""
-    places: dict[str, list[int]] = {}
-    for place, split in enumerate(rows["split"]):
-        places.setdefault(split or "train", []).append(place)
-    return {split: rows.select(places[split]) for split in SPLITS if split in places}
 
 
 def has_media(rows: Dataset) -> bool:
@@ -173,31 +155,17 @@ def has_media(rows: Dataset) -> bool:
     return bool(image["bytes"] or image["path"])
 
 
-def _shown(parts: dict[str, Dataset], medium: str, title: str) -> tuple[bool, bool]:
-    """Return whether rows hold media, and texts; refuse splits of which only some do."""
-    shows = {split: (has_media(rows), any(rows["captions"])) for split, rows in parts.items()}
-    for split, shown in shows.items():
-        if shown != shows["train"]:
-            what = f"{medium}s" if shown[0] != shows["train"][0] else "texts"
-            raise ValueError(
-                f"{title}; only one of train and {split} has {what}. Give both some, and name their columns."
-            )
-    return shows["train"]
+def _beside_media(rows: Dataset, columns: dict[str, Any], features: Features | None = None) -> Dataset:
+    """Lay columns beside those of the media alone: the file, and how long a clip or a sound lasts."""
+    media = rows.select_columns([name for name in ("image", "seconds") if name in rows.column_names])
+    return concatenate_datasets([media, Dataset.from_dict(columns, features)], axis=1)
 
 
-def _media_of(rows: Dataset) -> Dataset:
-    """Return the columns of the media alone: the file, and how long a clip or a sound lasts."""
-    return rows.select_columns([name for name in ("image", "seconds") if name in rows.column_names])
-
-
-def _read_embedded(name: str) -> dict[str, Dataset]:
-    found, of_set, ask = {}, name.partition(":")[0], TASKS[name]
-    splits = load_scenes() if of_set == "scenes" else SETS[of_set]()
-    for split, rows in splits.items():
-        places, texts, labels = map(list, zip(*ask(rows), strict=True))
-        beside = {"captions": [[text] for text in texts], "answers": [[label] for label in labels]}
-        found[str(split)] = concatenate_datasets([_media_of(rows).select(places), Dataset.from_dict(beside)], axis=1)
-    return found
+def _asked(scenes: Dataset) -> Dataset:
+    """Return a row for each question about the scenes."""
+    places, texts, colours = map(list, zip(*colour_questions(scenes), strict=True))
+    columns = {"captions": [[text] for text in texts], "answers": [[colour] for colour in colours]}
+    return _beside_media(scenes.select(places), columns)
 
 
 def open_captioned(source: Source, args: DataArguments) -> DatasetDict:
@@ -213,8 +181,8 @@ def _read_prepared(source: Source, args: DataArguments) -> dict[str, Dataset]:
     splits, found = open_captioned(source, args), {}
     captions = iter(caption_classes([each for rows in splits.values() for each in rows["captions"]], source.title))
     for split, rows in splits.items():
-        beside = {"answers": [[next(captions)[0]] for _ in range(len(rows))], "captions": [[]] * len(rows)}
-        found[str(split)] = concatenate_datasets([_media_of(rows), Dataset.from_dict(beside)], axis=1)
+        labels = [[next(captions)[0]] for _ in range(len(rows))]
+        found[str(split)] = _beside_media(rows, {"answers": labels, "captions": [[]] * len(rows)})
     return found
 
 
@@ -243,14 +211,10 @@ def _hold_out(train: Dataset, has_images: bool, title: str) -> dict[str, Dataset
     else:
         images = (image for batch in train.select_columns(["image"]).iter(100) for image in batch["image"])
         keys = [hashlib.blake2b(each["bytes"]).hexdigest() if each["bytes"] else str(each["path"]) for each in images]
-    answers = _labels(train)
-    kept, held = hold_out(train, keys, dict(zip(reversed(keys), reversed(answers), strict=True)))
+    kept, held = hold_out(train, keys, dict(zip(reversed(keys), reversed(_labels(train)), strict=True)))
     if not len(kept):
         raise ValueError(f"{title}; all rows show the same, so none can be held out. Give --validation_file.")
     logger.info("%s: no validation split; %s rows are held out for it", title, f"{len(held):,}")
-    missing = sorted(set(answers) - set(_labels(held)))
-    if missing:
-        logger.info("%s: no row of %s of the classes is held out, such as %s", title, f"{len(missing):,}", missing[0])
     return {"train": kept, "validation": held}
 
 
@@ -281,10 +245,9 @@ def warn_of_alike(names: Iterable[str], title: str) -> None:
         alike[readable(name).casefold()].append(name)
     for group in alike.values():
         if len(group) > 1:
+            shown = ", ".join(map(repr, group))
             logger.warning(
-                "%s: the classes %s are nearly equal, and are several. Write one name for each class.",
-                title,
-                ", ".join(map(repr, group)),
+                "%s: the classes %s are nearly equal, and are several. Write one name for each.", title, shown
             )
 
 
@@ -316,13 +279,11 @@ def _task_split(rows: Dataset, classes: list[str], split: str, has_images: bool)
             ]
             for given in rows["answers"]
         ]
-    media = _media_of(rows)
     if not has_images:
         pixel = {"bytes": b"\x80\x80\x80", "path": "raw:1x1"}
-        media = Dataset.from_dict({"image": [pixel] * count}, Features({"image": FEATURES["image"]}))
-    built = concatenate_datasets([media, Dataset.from_dict(columns, Features(features))], axis=1)
-    others = columns["label"].count(-1)
-    if others:
+        rows = Dataset.from_dict({"image": [pixel] * count}, Features({"image": FEATURES["image"]}))
+    built = _beside_media(rows, columns, Features(features))
+    if others := columns["label"].count(-1):
         left = "left out of train" if split == "train" else f"counted as wrong in {split}"
         logger.info("%s of %s rows have a class that is not learnt; they are %s", f"{others:,}", f"{count:,}", left)
     if split != "train":
@@ -339,4 +300,4 @@ def first_of_classes(labels: Sequence[str | int], most: int | None) -> Sequence[
     for row, label in enumerate(labels):
         turns.append((seen[label], row))
         seen[label] += 1
-    return sorted(row for _, row in heapq.nsmallest(most, turns))
+    return sorted(row for _, row in sorted(turns)[:most])

@@ -6,10 +6,8 @@ The embedding of a class is the mean of the unit embeddings of its name in every
 Shape letters: b images of a batch, M of all, C classes, E embedding width.
 """
 
-import itertools
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +19,8 @@ from accelerate import Accelerator
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.benchmarks import CLASSIFICATION, Benchmark, find_benchmark
@@ -32,7 +28,7 @@ from mm_utils.data.media import Image, medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
 from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.rows.class_folders import class_names, readable
+from mm_utils.data.rows.class_folders import WORDNET_ID, class_names, readable
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.records import Record
@@ -40,6 +36,7 @@ from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.finetuning.confusion import report_classes
+from mm_utils.finetuning.evaluator import gather_rows
 from mm_utils.finetuning.labels import (
     LabelArguments,
     caption_classes,
@@ -165,28 +162,16 @@ class ZeroShotEvaluator:
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        """Classify the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`.
+        """Classify the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
+        embeds_CE, label_M = self._embed_classes(model, accelerator), self.images.label_M.to(accelerator.device)
 
-        Raises:
-            ValueError: if no image can be decoded.
-        """
-        device, embeds_CE = accelerator.device, self._embed_classes(model, accelerator)
-        label_M = self.images.label_M.to(device)
-        found, skipped = [torch.empty(0, 4, dtype=torch.long, device=device)], []
-        for batch in tqdm(loader, desc="Classifying", leave=False, disable=not accelerator.is_main_process, delay=2):
-            skipped += batch["skipped"]
-            if len(batch["rows"]):
-                with accelerator.autocast():
-                    image_bE, _ = model.encode_image(batch["pixel_values"], with_keys_values=False)
-                label_b = label_M[batch["rows"]]
-                rank_b, guess_b = rank_and_guess(image_bE.float() @ embeds_CE.T, label_b)
-                found.append(torch.stack([batch["rows"], label_b, rank_b, guess_b], 1))
-        if skipped:
-            logger.warning("%d images were left out: %s", len(skipped), skipped[:3])
-        sizes = distributed.gather_sizes(sum(map(len, found)), device)
-        if not sum(sizes):
-            raise ValueError("no image could be decoded; the first reasons are: " + "; ".join(skipped[:3]))
-        self.predictions = Predictions(*distributed.gather(torch.cat(found), sizes).unbind(1))
+        def classify(batch: dict[str, Any]) -> list[Tensor]:
+            with accelerator.autocast():
+                image_bE, _ = model.encode_image(batch["pixel_values"], with_keys_values=False)
+            label_b = label_M[batch["rows"]]
+            return [label_b, *rank_and_guess(image_bE.float() @ embeds_CE.T, label_b)]
+
+        self.predictions = Predictions(*gather_rows(loader, accelerator, classify, 4))
         return accuracy_metrics(self.predictions, len(self.images.classes))
 
     def _embed_classes(self, model: FusionDualEncoderModel, accelerator: Accelerator) -> Tensor:
@@ -312,16 +297,18 @@ def _readable_names(known: Sequence[str], file: str | None, title: str) -> list[
     found = list(known)
     if file is not None:
         given = class_names(Source(file, classes=file))
-        by_number = [given[key] for key in itertools.takewhile(given.__contains__, map(str, itertools.count()))]
-        missing = next((name for name in known if name not in given), None if known or by_number else "label 0")
-        # A file that names some of them is one of keys, not of places.
-        if missing and (not known or len(known) != len(by_number) or any(name in given for name in known)):
+        in_order = [given[str(place)] for place in range(len(given)) if str(place) in given]
+        missing = [name for name in known if name not in given]
+        if known and not missing:
+            found = [given[name] for name in known]
+        elif in_order and (not known or len(missing) == len(known) == len(in_order)):
+            found = in_order
+        else:  # a file that names some of them is one of keys, not of places
             raise ValueError(
                 f"the names of the classes are those of {file}; it has {len(given)} names for {len(known)} classes and none for "
-                f"{missing}. Write lines 'id name', or a name a line for every class."
+                f"{missing[0] if missing else 'label 0'}. Write lines 'id name', or a name a line for every class."
             )
-        found = by_number if missing or not known else [given[name] for name in known]
-    coded = next((name for name in found if re.fullmatch(r"n\d{8}", name)), None)
+    coded = next(filter(WORDNET_ID.fullmatch, found), None)
     if not found or coded:
         shown = f"its class {coded} is a WordNet id" if coded else "its labels are numbers"
         raise ValueError(f"{title}; {shown}, not a name. Set --classes to lines 'id name', or a name a line.")

@@ -68,8 +68,7 @@ def commands_after_training(
     elif rises:
         commands.append(longer_command("pretrain", folder, settings))
     if has_fusion and not named:
-        words = ["--model_name_or_path", str(folder), "--task", "scenes:colour"]
-        commands.append(launch_command("finetune", words))
+        commands.append(launch_command("finetune", ["--model_name_or_path", str(folder)]))
     return [*filter(None, commands), *search_commands(folder, settings, query)]
 
 

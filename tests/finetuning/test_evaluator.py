@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 import torch
 
 from mm_utils import distributed
 from mm_utils.finetuning import evaluator as classification
 from mm_utils.finetuning.confusion import report_classes
-from mm_utils.finetuning.evaluator import ClassificationEvaluator, roc_auc
+from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.training.arguments import FinetuningArguments
 from tests.kit.ranks import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR
@@ -38,7 +37,7 @@ def batches(rows: range, size: int = 2, classes: int = 3) -> list[dict[str, Any]
 def evaluated(
     classes: int = 3, rows: range = range(5), **columns: Any
 ) -> tuple[dict[str, float], ClassificationEvaluator]:
-    evaluator = ClassificationEvaluator(datasets.Dataset.from_dict({"label": LABELS, **columns}), classes)
+    evaluator = ClassificationEvaluator(datasets.Dataset.from_dict({"label": LABELS, **columns}))
     model: Any = Oracle()
     return evaluator(model, batches(rows, classes=classes), ACCELERATOR), evaluator
 
@@ -69,28 +68,8 @@ def test_soft_accuracy_is_the_mean_share_of_the_answers() -> None:
     assert found["soft_accuracy"] == pytest.approx((1 + 2 / 3) / 5)
 
 
-@pytest.mark.parametrize("classes", [2, 5])
-def test_the_area_is_the_share_of_ordered_pairs(classes: int) -> None:
-    """Of scores with ties, and labels that follow them."""
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, classes, 60)
-    scores = rng.normal(size=(60, classes))
-    scores[np.arange(60), labels] += 1
-    scores, areas = scores.round(1), []
-    for number in range(classes) if classes > 2 else [1]:
-        own, others = scores[labels == number, number], scores[labels != number, number]
-        areas.append(np.mean([(a > b) + 0.5 * (a == b) for a in own for b in others]))
-    assert roc_auc(scores, labels) == pytest.approx(np.mean(areas))
-    assert roc_auc(scores[:1], labels[:1]) is None
-
-
-def test_more_than_100_classes_have_no_roc_auc() -> None:
-    assert "roc_auc" in evaluated(classes=100)[0]
-    assert "roc_auc" not in evaluated(classes=101)[0]
-
-
 def test_an_unreadable_split_is_an_error() -> None:
-    evaluator, model = ClassificationEvaluator(datasets.Dataset.from_dict({"label": LABELS}), 3), Oracle()
+    evaluator, model = ClassificationEvaluator(datasets.Dataset.from_dict({"label": LABELS})), Oracle()
     nothing = {
         **batches(range(0, 1))[0],
         "rows": torch.empty(0, dtype=torch.long),

@@ -100,8 +100,8 @@ def test_unreadable_images_are_left_out(caplog: pytest.LogCaptureFixture) -> Non
     evaluator = model.evaluator()
     evaluator(model, model.batches(4, (0, 1, 2, 3, 9)), MAIN_PROCESS)
     assert evaluator.predictions.row.tolist() == [row for row in range(23) if row not in (0, 1, 2, 3, 9)]
-    assert "5 images were left out" in caplog.text
-    with pytest.raises(ValueError, match=r"no image could be decoded; .* image 0: broken"):
+    assert "5 rows were left out" in caplog.text
+    with pytest.raises(ValueError, match=r"no row could be read; .* image 0: broken"):
         evaluator(model, model.batches(4, tuple(range(23))), MAIN_PROCESS)
 
 

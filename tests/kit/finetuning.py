@@ -54,7 +54,7 @@ def task_of(medium: str = "image", **flags: Any) -> "LabelledTask":
     from mm_utils.data.rows.source import EvaluatedDataArguments
     from mm_utils.finetuning.labels import TaskArguments, load_task
 
-    own = {name: flags.pop(name) for name in ("task", "label_column", "num_answers") if name in flags}
+    own = {name: flags.pop(name) for name in ("label_column", "num_answers") if name in flags}
     return load_task(EvaluatedDataArguments(**flags), TaskArguments(**own), medium)
 
 

@@ -105,7 +105,7 @@ def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, wo
 STARTS = ("scratch", "backbones", "whole", "own", "resume", "stream", "cached", "finetune")
 _CHECKS = {"__post_init__", "check_flags", "refuse", "to_dict", "learnt"}
 OTHERS = {
-    "dataset_name": "sounds", "task": "scenes:colour", "train_file": "x.jsonl",
+    "dataset_name": "sounds", "train_file": "x.jsonl",
     "validation_file": "x.jsonl", "test_file": "x.jsonl", "image_root": ".",
     "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8",

@@ -16,7 +16,7 @@ from tests.kit.finetuning import weights
 from tests.kit.hub import HubServer
 from tests.kit.launches import ROOT, launch, losses
 
-FIGURES = {"accuracy", "accuracy_low", "accuracy_high", "macro_f1", "roc_auc", "majority"}
+FIGURES = {"accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority"}
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_texts_alone_in_parts_as_large_as_fit(pretrained: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_two_processes_learn_what_one_learns(finetuning_flags: list[str], tmp_path: Path) -> None:
     finetuning_flags = [*finetuning_flags, "--global_batch_size", "7", "--classifier_dropout", "0"]
-    alone = finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "one")])
+    finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "one")])
     script, config = str(ROOT / "scripts/finetune.py"), str(ROOT / "accelerate_configs/two_processes.yaml")
     arguments = [
         "--config_file", config, script, *finetuning_flags, "--micro_batch_size", "2", "--output_dir",
@@ -150,6 +150,3 @@ def test_two_processes_learn_what_one_learns(finetuning_flags: list[str], tmp_pa
     two = launch(arguments, tmp_path, ACCELERATE_USE_CPU="true")
     assert two.returncode == 0, two.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert json.loads((tmp_path / "two/results.json").read_text())["eval_roc_auc"] == pytest.approx(
-        alone["eval_roc_auc"], abs=0.1
-    )

@@ -314,7 +314,7 @@ def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
                     parsed = parse(value.strip())
                     items = parsed if isinstance(parsed, list) else items
         if fault is not None and items == [value]:
-            raise fault
+            raise Fault("bad_label", fault.detail)
     found = []
     for item in items:
         answer = item.get("answer", item) if isinstance(item, dict) else item
@@ -323,7 +323,9 @@ def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
         if classes and isinstance(answer, int):
             found += [classes[answer]] if 0 <= answer < len(classes) else []
         elif not is_null(answer):
-            found.append(str(answer).strip())
+            found.append(
+                re.sub(r"^(-?\d+)\.0+$", r"\1", str(answer).strip())
+            )  # pandas writes a class 3 beside an empty cell as 3.0
     return found
 
 

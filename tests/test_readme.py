@@ -253,6 +253,6 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     pretrain.main([*model, "--output_dir", "outputs/small"])
     embed.main(["--model_name_or_path", "outputs/small", "--images", "photos", "--index_dir", "outputs/index"])
     for block in found:
-        exec(compile(block, "docs", "exec"), {"__name__": "docs"})
+        exec(compile(block.replace("outputs/mine", "outputs/small"), "docs", "exec"), {"__name__": "docs"})
     shown = capsys.readouterr().out
     assert re.search(r"^3 -?\d\.\d{3} .*/photos/\d+\.jpg$", shown, re.MULTILINE)

@@ -47,6 +47,11 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
     )
 
 
+def has_no_head(name: str) -> bool:
+    """Return whether a whole model is an earlier run's that was trained without a fusion head."""
+    return getattr(load_config(f"--model_name_or_path is {name}", opened(name)), "fusion_layers", None) == 0
+
+
 def check_positions(model: FusionDualEncoderModel, max_seq_length: int) -> None:
     """Raise ValueError if the text tower cannot read captions of so many tokens."""
     most = text_positions(model.text_model)

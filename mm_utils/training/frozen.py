@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from mm_utils.arguments import Parsed, arg
+from mm_utils.model.checks import has_no_head
 from mm_utils.training.callbacks import RunCallback
 
 _AUGMENTS = "min_crop_area horizontal_flip"
@@ -57,9 +58,10 @@ class CacheFeatures(RunCallback):
     @staticmethod
     def _settle(given: Parsed) -> None:
         """Change what is not given, where only projections between two pretrained towers are trained (docs/training.md)."""
-        towers = given["vision_model_name_or_path"], given["text_model_name_or_path"]
-        frozen = given["freeze_vision"] and given["freeze_text"] and given["model_name_or_path"] is None
-        if not (frozen and all(towers)):
+        whole, *towers = (given[f"{part}model_name_or_path"] for part in ("", "vision_", "text_"))
+        if headless := whole is not None and not any(towers) and has_no_head(whole):
+            given.default(objectives="contrastive:1", fusion_layers=0)
+        if not (given["freeze_vision"] and given["freeze_text"] and (headless or (whole is None and all(towers)))):
             return
         of_head = [name for name in given.settings if name.startswith("fusion_")]
         if given.is_given("objectives", *of_head, *_OF_HEAD.split(), *_OTHERS.split(), *_AUGMENTS.split()):

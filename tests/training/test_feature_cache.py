@@ -513,6 +513,15 @@ def test_the_defaults_of_frozen_towers_yield_to_what_is_given(flags: str, cached
     assert all((given[name] == value) == cached for name, value in wanted.items())
 
 
+def test_a_run_from_one_without_a_head_asks_for_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "fusion-dual-encoder", "fusion_layers": 0}')
+    for flags, cached in (("", False), ("--freeze_vision --freeze_text", True)):
+        argv = ["--model_name_or_path", str(tmp_path), *flags.split()]
+        given = parse_args(*PRETRAINING, *flags_of_callbacks("pretrain"), argv=argv)
+        assert (CacheFeatures.attach(given) is not None) == cached
+        assert given["objectives"] == "contrastive:1"
+
+
 def calls_in_training(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     """From now on, rows of every call of a tower in training mode."""
     run, calls = getattr(FusionDualEncoderModel, name), []

@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 MAX_OPEN_FILES = 65_536  # the limit that a run asks for; data workers and shards use most of it
 _Result = TypeVar("_Result")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what only writing meets
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN)
+_PASSING = (
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN),
+    *(errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO)),  # what stores make of 5xx
+)
 _UNFINISHED = ".unfinished"  # ends the names of folders that are being written
 _failed: set[Path] = set()
 

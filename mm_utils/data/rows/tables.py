@@ -131,6 +131,8 @@ def records_of(
     """Return the records of a table's rows, `split` where they name none."""
     for number, values in table.rows:
         where = f"{prefix}{table.unit} {number}"
+        if isinstance(values, Fault):
+            values = BadLine(values, "")
         if isinstance(values, BadLine):
             yield builder.bad(where, values.fault, values.text, split)
             continue
@@ -216,7 +218,7 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
         held = not pa.types.is_null(schema.field(image).type.field("bytes").type)
         embeds = held and _all_or_some(nulls, sum(part.num_values for part in parts))
     refs = (ParquetImage(f"{path}, row {row}", str(path), row, image) for row in itertools.count())
-    cells = opened.cells(_read_columns(columns, schema.names, with_image=not embeds), _ROWS)
+    cells = opened.cells(read_columns(columns, schema.names, with_image=not embeds), _ROWS)
     return Table("row", columns, _rows(cells, image, embeds, refs), builder.jail)
 
 
@@ -266,10 +268,7 @@ def _rows(
 ) -> Rows:
     """Yield rows by number, embedded media as references; `embedded` is None where some cells are paths."""
     for number, (values, ref) in enumerate(zip(cells, refs, strict=False)):
-        if isinstance(values, Fault):
-            yield number, BadLine(values, "")
-            continue
-        if embedded or (embedded is None and _bytes_in(values[image])):
+        if not isinstance(values, Fault) and (embedded or (embedded is None and _bytes_in(values[image]))):
             values[image] = ref
         yield number, values
 
@@ -288,7 +287,7 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
         dataset = dataset.cast_column(image, FEATURES[columns.medium])
         stored = pc.struct_field(dataset.data.column(image), "bytes")
         embeds, refs = _all_or_some(stored.null_count, len(stored)), _stored_cells(dataset, image)
-    read = dataset.select_columns(_read_columns(columns, dataset.column_names, with_image=not embeds))
+    read = dataset.select_columns(read_columns(columns, dataset.column_names, with_image=not embeds))
     batches = read.with_format("arrow").iter(batch_size=64 if embeds is None else _ROWS)
     cells = (values for batch in batches for values in cells_of(batch))
     return Table("row", columns, _rows(cells, image, embeds, refs), jail)
@@ -303,7 +302,7 @@ def _stored_cells(dataset: Dataset, column: str) -> Iterator[ArrowImage]:
     raise ValueError(f"the files of a data set hold fewer than its {len(dataset):,} rows. Save it anew.")
 
 
-def _read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
+def read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
     """Return the columns to read: those beside the image and, where asked for, the image."""
     time = () if columns.medium == "image" else BESIDE_TIME
     wanted = (columns.caption, *columns.parts, columns.id, columns.group, columns.label, "split", *BESIDE, *time)

@@ -34,7 +34,7 @@ class BadLine(NamedTuple):
         return f"{path}, {where} is {self.fault.detail}. {REASONS[self.fault.reason]}"
 
 
-Rows = Iterator[tuple[int, dict[str, Any] | BadLine]]
+Rows = Iterator[tuple[int, dict[str, Any] | BadLine | Fault]]
 
 
 class RepeatedKeys(dict[str, Any]):

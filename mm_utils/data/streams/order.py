@@ -6,8 +6,7 @@ other, in blocks of consecutive rows that are shuffled inside the block, and yie
 The batch of step s is a pure function of (rows of the shards, batch sizes, seed, groups, block size, s), found without walking
 through the steps before it. Every row is drawn once an epoch, and every batch has exactly its size. Weaker than in
 `mm_utils.data.batches.order`: two rows of a shard that are more than a block apart never change their order, and a batch that
-reaches over the end of an epoch may hold an image twice. A reader, one of the workers of one of the ranks, reads whole groups,
-dealt per epoch so that readers have about the same to read. Shape letters: G groups, B rows of a step.
+reaches over the end of an epoch may hold an image twice. Shape letters: G groups, B rows of a step.
 """
 
 import heapq
@@ -21,31 +20,19 @@ from mm_utils.data.batches.order import BatchSizes
 
 
 class Slot(NamedTuple):
-    """One row of a step: a shard's `row`-th, in its `block`. `position` counts all rows of the stream from 0."""
+    """One row of a step: a shard's `row`-th, in its block `first` to `last`. `position` counts all rows of the stream from 0."""
 
     position: int
     epoch: int
     group: int
     shard: int
-    block: int
+    first: int
+    last: int
     row: int
 
 
-class Reader(NamedTuple):
-    """Worker `worker` of `workers` of rank `rank` of `world_size`."""
-
-    rank: int = 0
-    world_size: int = 1
-    worker: int = 0
-    workers: int = 1
-
-
 class InterleavedOrder:
-    """The endless sequence of global batches of a stream whose shards have so many `rows`, none 0.
-
-    Raises:
-        ValueError: if there are fewer rows than a batch needs.
-    """
+    """The endless sequence of global batches of a stream whose shards have so many `rows`, none 0, together a batch at least."""
 
     def __init__(self, rows: Sequence[int] | np.ndarray, sizes: BatchSizes, seed: int, groups: int, block_size: int):
         self.rows, self.sizes, self.seed = np.asarray(rows, dtype=np.int64), sizes, seed
@@ -56,68 +43,45 @@ class InterleavedOrder:
                 f"only once. Give at most --global_batch_size {self.num_rows}."
             )
         self._epoch = lru_cache(maxsize=2)(self._deal_epoch)
-        self._owners = lru_cache(maxsize=4)(self._find_owners)
         self._block = lru_cache(maxsize=4 * groups)(self._shuffle_block)
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Leave the caches here when the order is sent to workers."""
         return InterleavedOrder, (self.rows, self.sizes, self.seed, self.groups, self.block_size)
 
-    def batch(self, step: int, reader: Reader | None = None) -> list[Slot]:
-        """Return the rows of `step`, from 0, in the stream's order: all, or those of `reader`.
-
-        Raises:
-            ValueError: if there are fewer groups than ranks, so that some would have nothing to read.
-        """
-        first, stop = self.sizes.before(step), self.sizes.before(step) + self.sizes.at(step)
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> list[Slot]:
+        """Return the rows of `step`, from 0, in the stream's order; of several parts, one reads every `parts`-th group."""
+        begin, stop = self.sizes.before(step), self.sizes.before(step) + self.sizes.at(step)
         slots: list[Slot] = []
-        while first < stop:
-            epoch, low = divmod(first, self.num_rows)
-            high = min(low + stop - first, self.num_rows)
+        while begin < stop:
+            epoch, low = divmod(begin, self.num_rows)
+            high = min(low + stop - begin, self.num_rows)
             shards, before, rows_G = self._epoch(epoch)
             group_B, turn_B = interleave(rows_G, low, high)
-            mine_B = np.ones(high - low, bool) if reader is None else self._owners(epoch, reader)[group_B]
-            positions = (np.flatnonzero(mine_B) + first).tolist()
-            for position, group, turn in zip(
-                positions, group_B[mine_B].tolist(), turn_B[mine_B].tolist(), strict=True
-            ):
+            for place in np.flatnonzero(group_B % parts == part).tolist():
+                group, turn = int(group_B[place]), int(turn_B[place])
                 at = int(np.searchsorted(before[group], turn, side="right")) - 1
-                shard = int(shards[group][at])
-                block, place = divmod(turn - int(before[group][at]), self.block_size)
-                row = int(self._block(epoch, shard, block)[place])
-                slots.append(Slot(position, epoch, group, shard, block, row))
-            first += high - low
+                shard, turn_of_shard = int(shards[group][at]), turn - int(before[group][at])
+                first = turn_of_shard // self.block_size * self.block_size
+                last = min(first + self.block_size, int(self.rows[shard]))
+                row = first + int(self._block(epoch, shard, first, last)[turn_of_shard - first])
+                slots.append(Slot(begin + place, epoch, group, shard, first, last, row))
+            begin += high - low
         return slots
 
-    def span_of(self, shard: int, block: int) -> tuple[int, int]:
-        """Return the first row of a block, and that behind its last one."""
-        first = block * self.block_size
-        return first, min(first + self.block_size, int(self.rows[shard]))
-
-    def _shuffle_block(self, epoch: int, shard: int, block: int) -> np.ndarray:
-        first, last = self.span_of(shard, block)
-        return first + np.random.default_rng([self.seed, epoch, shard, block]).permutation(last - first)
+    def _shuffle_block(self, epoch: int, shard: int, first: int, last: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch, shard, first // self.block_size]).permutation(last - first)
 
     def _deal_epoch(self, epoch: int) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
         """Return each group's shards in an epoch, in order, the rows before each, and the group's rows `[G]`."""
         shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
-        group_of = deal(self.rows[shuffled], self.groups)
+        group_of, heap = np.empty_like(shuffled), [(0, group) for group in range(self.groups)]
+        for at, rows in enumerate(self.rows[shuffled].tolist()):  # to the group with the fewest rows so far
+            held, group_of[at] = heap[0]
+            heapq.heapreplace(heap, (held + rows, heap[0][1]))
         shards = [shuffled[group_of == group] for group in range(self.groups)]
         before = [np.cumsum(self.rows[mine]) - self.rows[mine] for mine in shards]
         return shards, before, np.array([self.rows[mine].sum() for mine in shards])
-
-    def _find_owners(self, epoch: int, reader: Reader) -> np.ndarray:
-        """Return a mask `[G]` of the groups that `reader` reads."""
-        if reader.world_size > self.groups:
-            raise ValueError(
-                f"the stream has {self.groups} groups of shards, and {reader.world_size} processes train; each reads groups of "
-                "its own. Write more shards, or start fewer processes."
-            )
-        rows_G = self._epoch(epoch)[2]
-        largest = np.argsort(-rows_G, kind="stable")
-        of_rank = largest[deal(rows_G[largest], reader.world_size) == reader.rank]
-        mine = of_rank[deal(rows_G[of_rank], reader.workers) == reader.worker]
-        return np.isin(np.arange(self.groups), mine)
 
 
 def interleave(rows_G: np.ndarray, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
@@ -135,14 +99,3 @@ def interleave(rows_G: np.ndarray, low: int, high: int) -> tuple[np.ndarray, np.
     near = np.lexsort((group, (turn + 0.5) / rows_G[group]))
     chosen = near[low - int(first_G.sum()) : high - int(first_G.sum())]
     return group[chosen], turn[chosen]
-
-
-def deal(rows: np.ndarray, parts: int) -> np.ndarray:
-    """Assign each item, in turn, to the part with the fewest rows so far; return the part of each."""
-    heap = [(0, part) for part in range(parts)]
-    owner = np.empty(len(rows), dtype=np.int64)
-    for item, count in enumerate(rows.tolist()):
-        held, part = heap[0]
-        owner[item] = part
-        heapq.heapreplace(heap, (held + count, part))
-    return owner

@@ -5,20 +5,16 @@ nothing of Arrow; from a server, tars and Arrow from the beginning. Columns, cap
 `mm_utils.data.rows`. Media must be embedded, sounds and clips as prepared sets keep them: training has no codec.
 """
 
-import errno
-import hashlib
 import json
 import logging
 import sys
 import tarfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -26,26 +22,25 @@ from datasets import Features, Value
 from datasets import Sequence as ListOf
 
 from mm_utils.data import media
-from mm_utils.data.faults import Fault, is_hopeless
+from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
+from mm_utils.data.faults import Fault, is_hopeless, unreadable_as_fault
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_column, id_of, is_null
-from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder, refuse_encoded
+from mm_utils.data.rows.columns import USUAL_NAMES, is_null
+from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.tables import Table, find_table_columns, records_of
+from mm_utils.data.rows.tables import Table, find_table_columns, read_columns, records_of
 from mm_utils.data.rows.tar_patterns import files_of_pattern
 from mm_utils.data.rows.tars import BoundedHeader, medium_of_samples, read_samples, record_of_sample
-from mm_utils.data.rows.text_files import BadLine, Rows
+from mm_utils.data.rows.text_files import Rows
 from mm_utils.files import is_passing, regular_file, retry
-from mm_utils.model.reading import UnreadableError
 from mm_utils.stored import key_of, stored_value
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
-_Answer = TypeVar("_Answer")
 Row = dict[str, Any] | str
 """A training row with `features_of` its kind; or, of a row that cannot be used, the reason."""
 
@@ -53,17 +48,9 @@ _STORED: dict[str, Callable[[bytes], tuple[Any, float]]] = {"clip": read_avi, "s
 _BATCH = 64  # rows read at a time, with their images
 _READ_AHEAD, _BUFFER = 8 << 20, 1 << 20  # bytes per request to a server; of a column of a local file
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
-_VERSION = 6  # of what is kept of a shard
+_VERSION = 7  # of what is kept of a shard
 _PAUSES = (1, 4, 16)  # seconds between attempts to reach a server, or a network file system in a bad moment
-_BUSY = (errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO))  # what an answer of 5xx becomes
-_DAMAGE = (OSError, EOFError, ValueError, ImportError, pa.ArrowException, tarfile.TarError, zlib.error)
 _UNREACHABLE = {"ConnectionError", "TimeoutError", "HTTPClientError", "ClientError"}  # of Python and of stores
-_OF_STORES = {
-    "aiohttp": ("ClientError",),
-    "botocore.exceptions": ("BotoCoreError", "ClientError"),
-    "gcsfs.retry": ("HttpError",),
-    "azure.core.exceptions": ("AzureError",),
-}
 
 
 @dataclass(frozen=True)
@@ -81,45 +68,26 @@ class Shard:
         return shard_kind(self.url) == "parquet" or (shard_kind(self.url) == "arrow" and "://" not in self.url)
 
 
-def damage() -> tuple[type[BaseException], ...]:
-    """Return what libraries raise of a shard that is cut off, damaged or out of reach."""
-    loaded = ((sys.modules[name], kinds) for name, kinds in _OF_STORES.items() if name in sys.modules)
-    return (*_DAMAGE, *(getattr(module, kind) for module, kinds in loaded for kind in kinds))
+def _may_pass(error: Exception) -> bool:
+    return is_passing(error) or any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
 
 
-def _may_pass(error: BaseException) -> bool:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return bool(kinds & _UNREACHABLE) or (isinstance(error, OSError) and error.errno in _BUSY) or is_passing(error)
-
-
-def _ask(question: Callable[[str], _Answer], url: str, title: str = "shard {} cannot be opened") -> _Answer:
-    """Return what a store answers about an address; errors that may pass are tried again for 21 s.
-
-    Raises:
-        ValueError: begun by `title`, if it does not answer.
-    """
+def _ask(question: Callable[[str], Any], url: str, title: str = "shard {} cannot be opened") -> Any:
+    """Return what a store answers about an address, tried again for 21 s; raise a ValueError, begun by `title`, if it does not."""
     try:
         return retry(lambda: question(url), _may_pass, _PAUSES)
-    except damage() as error:
+    except Exception as error:  # every store has its own
         advice = "Check its address, the credentials and the connection."
         raise ValueError(f"{title.format(url)} ({one_line(error)}). {advice}") from error
 
 
 def expand(pattern: str) -> list[str]:
-    """Return, sorted, all files that a path or address with `*`, `{0..9}` or `{a,b}` names.
-
-    Raises:
-        ValueError: if its server cannot be reached.
-    """
+    """Return, sorted, all files that a path or address with `*`, `{0..9}` or `{a,b}` names; see `files_of_pattern`."""
     return sorted(_ask(files_of_pattern, pattern, "shards {} cannot be listed"))
 
 
 def count_shards(urls: Sequence[str]) -> list[Shard]:
-    """Return a shard for each file with rows; warn of damaged files and leave them out.
-
-    Raises:
-        ValueError: if a file does not exist or cannot be reached, or if more than half of them are damaged.
-    """
+    """Return a shard for each file with rows; leave out damaged ones, with a warning, and raise ValueError if most are such."""
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(_counted, urls))
     damaged = found.count(None)
@@ -134,26 +102,21 @@ def _counted(url: str) -> Shard | None:
 
     def look() -> tuple[int, str]:
         rows, (files, path), size = count_rows(url), fsspec.url_to_fs(url), int(about.get("size") or 0)
-        content = files.cat_file(path, 0, min(size, _SAMPLE))
-        if size > _SAMPLE:
-            content += files.cat_file(path, max(_SAMPLE, size - _SAMPLE), size)
-        return rows, hashlib.blake2b(f"{size} ".encode() + content, digest_size=8).hexdigest()
+        # By names: the second argument of s3fs is a version.
+        head = files.cat_file(path, start=0, end=min(size, _SAMPLE))
+        return rows, key_of(size, head, files.cat_file(path, start=max(0, size - _SAMPLE), end=size))
 
     key = key_of(_VERSION, pa.__version__, url, about)
     try:
         return Shard(url, 0, *stored_value("shards", key, lambda: retry(look, _may_pass, _PAUSES)))
-    except damage() as error:
+    except Exception as error:
         info_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
         return None
 
 
 def info_of(url: str) -> dict[str, Any]:
-    """Return what a server states of a file, such as size and date.
-
-    Raises:
-        ValueError: if the server cannot be reached, or does not have the file.
-    """
+    """Return what a server states of a file, such as size and date; raise a ValueError if there is none, or no server."""
     return _ask(lambda url: fsspec.url_to_fs(url)[0].info(fsspec.url_to_fs(url)[1]), url)
 
 
@@ -194,22 +157,18 @@ def features_of(medium: str) -> Features:
 
 
 def find_medium(url: str, source: Source) -> str:
-    """Return the kind of the media of a file.
-
-    Raises:
-        ValueError: if a table has no column of media or captions.
-    """
+    """Return the kind of the media of a file; raise a ValueError if a table has no column of media or captions."""
     with _opened(url) as shard:
         if isinstance(shard, tarfile.TarFile):
             return medium_of_samples(read_samples(shard, url), source)
         if "split" in shard.schema.names:
-            said = "its column split is not read, so rows of all splits are trained on. Write a file for each split"
-            logger.warning("%s; %s, or prepare the set", source.title, said)
+            said = "its column split is not read, so rows of all splits are trained on"
+            logger.warning("%s; %s. Write a file for each, or prepare the set", source.title, said)
         return find_table_columns(shard.schema, source.title, source.columns).medium
 
 
-def read_rows(url: str, first: int, source: Source) -> Iterator[Row]:
-    """Read the rows of a file from `first` on, a few at a time; `source` names the columns and the medium."""
+def read_rows(url: str, first: int, source: Source, held_out: Collection[str] = ()) -> Iterator[Row]:
+    """Read the rows of a file from `first` on; `held_out` are ids and hashed bytes of images that are not trained on."""
     builder = RecordBuilder(source, PathArguments(), ".")
     with _opened(url) as shard:
         if isinstance(shard, tarfile.TarFile):
@@ -218,21 +177,20 @@ def read_rows(url: str, first: int, source: Source) -> Iterator[Row]:
             records = _table_records(shard, first, builder)
         for number, record in enumerate(records, first):
             try:
-                if isinstance(record, BadRow):
-                    raise record.fault
-                yield _training_row(record, source.medium)
+                row: Row = _training_row(record, source.medium)
+                if held_out and (row["id"] in held_out or stored_hash(row["image"]["bytes"]) in held_out):
+                    row = f"shard {url}, row {number}: {SHOWN_IN_VALIDATION}"
             except Fault as fault:
-                yield f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
+                row = f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
+            yield row
 
 
 def _tar_records(shard: tarfile.TarFile, url: str, first: int, builder: RecordBuilder) -> Iterator[Record | BadRow]:
-    source = builder.source
-    for sample in islice(read_samples(shard, url, kinds=(source.medium,), first=first), first, None):
+    for sample in islice(read_samples(shard, url, kinds=(builder.source.medium,), first=first), first, None):
         try:
             values = sample.values()
-            column = find_column("--id_column", list(values), source.title, None, USUAL_NAMES["id"])
             # By .json alone: two keys may have the same image.
-            key = id_of(values, Columns(id=column)) or ""
+            key = next((str(values[name]) for name in USUAL_NAMES["id"] if not is_null(values.get(name))), "")
             yield record_of_sample(builder, sample, sample.key, key, {}, None, False)
         except Fault as fault:
             yield builder.bad(sample.key, fault)
@@ -242,18 +200,16 @@ def _table_records(
     shard: ParquetRows | pa.RecordBatchStreamReader, first: int, builder: RecordBuilder
 ) -> Iterator[Record | BadRow]:
     columns = find_table_columns(shard.schema, builder.source.title, builder.source.columns)
-    image, cut = str(columns.image), ("start", "end") if columns.medium in _STORED else ()
-    names = [name for name in shard.schema.names if name in (image, columns.caption, columns.id, *cut)]
+    image, names = str(columns.image), read_columns(columns, shard.schema.names, with_image=True)
     is_parquet = isinstance(shard, ParquetRows)
     cells = shard.cells(names, _BATCH, first) if is_parquet else _arrow_cells(shard, names, first)
 
     def rows() -> Rows:
         for number, values in enumerate(cells, first):
-            if isinstance(values, Fault):
-                yield number, BadLine(values, "")
-                continue
-            cell = values[image] if isinstance(values[image], dict) else {"bytes": values[image]}
-            yield number, {**values, image: BytesImage(cell.get("path") or "", cell.get("bytes"))}
+            if isinstance(values, dict):
+                cell = values[image] if isinstance(values[image], dict) else {"bytes": values[image]}
+                values = {**values, image: BytesImage(cell.get("path") or "", cell.get("bytes"))}
+            yield number, values
 
     return records_of(Table("row", columns, rows(), builder.jail), builder)
 
@@ -267,29 +223,23 @@ def _arrow_cells(
         first = max(0, first - len(batch))
 
 
-def _training_row(record: Record, medium: str) -> dict[str, Any]:
+def _training_row(record: Record | BadRow, medium: str) -> dict[str, Any]:
     """Return a row that can be trained on; raises the fault of one that cannot, such as a part of a clip."""
-    image = record.image
+    if isinstance(record, BadRow):
+        raise record.fault
     if not all(map(is_null, record.cut)):
         raise Fault("span_outside", f"it is a part of its {medium}, by start and end, and not cut out")
-    content = image.data if isinstance(image, BytesImage) else None
-    if isinstance(content, str):
-        refuse_encoded(content)
+    content = record.image.data if isinstance(record.image, BytesImage) else None
     if not isinstance(content, bytes) or not content:
         raise Fault("image_missing", f"the {medium} is not in the shard")
     captions, faults, _ = check_captions(record.captions, CheckArguments())
     if not captions:
         raise faults[-1]
-    row: dict[str, Any] = {
-        "id": record.id or stored_hash(content),
-        "image": {"bytes": content, "path": image.name or None},  # which says the size of raw pixels
-        "captions": captions,
-    }
+    image = {"bytes": content, "path": record.image.name or None}  # which says the size of raw pixels
+    row: dict[str, Any] = {"id": record.id or stored_hash(content), "image": image, "captions": captions}
     if medium in _STORED:
-        try:
+        with unreadable_as_fault():
             shown, rate = _STORED[medium](content)
-        except UnreadableError as error:
-            raise Fault("medium_unknown_format", str(error)) from error
         row["seconds"] = len(shown) / rate
     return row
 
@@ -297,60 +247,45 @@ def _training_row(record: Record, medium: str) -> dict[str, Any]:
 class ShardReader:
     """Read runs of rows; one run after the other in a shard is read without opening it again, and the last one is kept.
 
-    A run's rows depend on the shard alone, not on what was read before. Where a shard is damaged, the rest of the run is
-    lost, of a tar also all rows behind it, and so are the further rows of a damaged row group. A file that is no longer
-    there, though others in its folder are, is lost as a whole. Errors that may pass are retried for 21 s.
+    Where a shard is damaged, the rest of the run is lost, and of a tar all rows behind it, whatever was read before.
     """
 
-    def __init__(self, shards: Sequence[Shard], source: Source):
-        self.shards, self.source = shards, source
+    def __init__(self, shards: Sequence[Shard], source: Source, held_out: Collection[str] = ()):
+        self.shards, self.source, self.held_out = shards, source, held_out
         self._rows: Iterator[Row] = iter(())
         self._next: tuple[int, int] | None = None
         self._last: tuple[tuple[int, int, int], list[Row]] = (-1, -1, -1), []
         self._damaged: dict[int, str] = {}
 
     def read(self, shard: int, start: int, stop: int) -> list[Row]:
-        """Read rows `start` to `stop` of the shard of this number; the reason stands for a lost row.
-
-        Raises:
-            ValueError: if the server or the folder of the shard can no longer be reached.
-        """
+        """Read rows `start` to `stop` of a shard; the reason stands for a lost row. Raises ValueError if the shard is gone."""
         if self._last[0] == (shard, start, stop):
             return self._last[1]
         if shard in self._damaged:
             return [self._damaged[shard]] * (stop - start)
         rows: list[Row] = []
         self._last = (-1, -1, -1), []  # given up before the next run is read
-        cut = self.shards[shard]
+        url, first = self.shards[shard].url, self.shards[shard].first
 
-        def is_gone(error: BaseException) -> bool:  # of a lost disk, the folder is empty as well
-            is_file = "://" not in cut.url and isinstance(error, FileNotFoundError)
-            return is_file and any(Path(cut.url).parent.glob("*"))
-
-        def is_worth_a_try(error: Exception) -> bool:
-            return isinstance(error, damage()) and not is_gone(error) and ("://" in cut.url or _may_pass(error))
+        def read_on() -> None:
+            at = start + len(rows)
+            if self._next != (shard, at):
+                self._rows = read_rows(url, first + at, self.source, self.held_out)
+            self._next = None  # until all are read
+            for row in islice(self._rows, stop - at):
+                rows.append(row)
+            if len(rows) < stop - start:
+                raise EOFError(f"it ends at row {first + start + len(rows)}")
+            self._next = (shard, stop)
 
         try:
-            retry(lambda: self._extend(rows, shard, start, stop), is_worth_a_try, _PAUSES)
-        except damage() as error:
-            if not is_gone(error):
-                info_of(cut.url)  # raises if it is the connection that fails
-            reason = f"shard {cut.url} cannot be read from row {cut.first + start + len(rows)} on: {one_line(error)}"
+            retry(read_on, lambda error: "://" in url or _may_pass(error), _PAUSES)
+        except Exception as error:
+            info_of(url)  # raises if it is the connection that fails
+            reason = f"shard {url} cannot be read from row {first + start + len(rows)} on: {one_line(error)}"
             logger.warning("%s", reason)
             rows += [reason] * (stop - start - len(rows))
-            if not cut.divisible or isinstance(error, FileNotFoundError):  # nor will it come back
+            if not self.shards[shard].divisible:  # nor will what is behind it come back
                 self._damaged[shard] = reason
         self._last = (shard, start, stop), rows
         return rows
-
-    def _extend(self, rows: list[Row], shard: int, start: int, stop: int) -> None:
-        """Read the rows that are still missing."""
-        cut, at = self.shards[shard], start + len(rows)
-        if self._next != (shard, at):
-            self._rows = read_rows(cut.url, cut.first + at, self.source)
-        self._next = None  # until all are read
-        for row in islice(self._rows, stop - at):
-            rows.append(row)
-        if len(rows) < stop - start:
-            raise EOFError(f"it ends at row {cut.first + start + len(rows)}")
-        self._next = (shard, stop)

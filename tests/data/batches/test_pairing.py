@@ -185,7 +185,7 @@ def test_pairs_survive_streaming_and_resuming(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     stream = open_stream(DataArguments(dataset_name=prepared[store]), BatchSizes((0,), (batch,)), seed, 3, block)
-    steps = -(-stream.num_rows // batch)
+    steps = -(-stream.order.num_rows // batch)
     stop_at = min(stop_at, steps)
     made = loaders(SIZE, 0)
     whole = [check(one, tokenizer) for one in train_stream(made, stream, tokenizer, 0, steps)]

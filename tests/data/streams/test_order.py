@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_utils.data.batches.order import BatchSizes
-from mm_utils.data.streams.order import InterleavedOrder, Reader
+from mm_utils.data.streams.order import InterleavedOrder
 
 
 @st.composite
@@ -49,17 +49,16 @@ def test_any_step_is_that_part_of_the_epochs_one_after_the_other(order: Interlea
 
 
 @given(orders(), st.data())
-def test_readers_share_a_step_and_within_an_epoch_a_shard_has_one_reader(
+def test_parts_share_a_step_and_within_an_epoch_a_shard_is_read_by_one(
     order: InterleavedOrder, data: st.DataObject
 ) -> None:
-    world_size, workers = data.draw(st.integers(1, order.groups)), data.draw(st.integers(1, 3))
-    readers = [Reader(rank, world_size, worker, workers) for rank in range(world_size) for worker in range(workers)]
-    owner: dict[tuple[int, int], Reader] = {}
+    parts = data.draw(st.integers(1, order.groups + 3))
+    owner: dict[tuple[int, int], int] = {}
     for step in range(order.sizes.step_of(order.num_rows) + 1):
-        parts = {reader: order.batch(step, reader) for reader in readers}
-        assert sorted(slot for part in parts.values() for slot in part) == order.batch(step)
-        for reader, part in parts.items():
-            assert all(owner.setdefault((slot.epoch, slot.shard), reader) == reader for slot in part)
+        read = [order.batch(step, part, parts) for part in range(parts)]
+        assert sorted(slot for slots in read for slot in slots) == order.batch(step)
+        for part, slots in enumerate(read):
+            assert all(owner.setdefault((slot.epoch, slot.shard), part) == part for slot in slots)
 
 
 def test_a_stream_of_many_billion_rows_is_found_at_once() -> None:
@@ -69,13 +68,6 @@ def test_a_stream_of_many_billion_rows_is_found_at_once() -> None:
     assert len({slot.group for slot in slots}) == 64
 
 
-@pytest.mark.parametrize(
-    ("rows", "groups", "ranks", "message"),
-    [
-        ([3, 2], 1, 1, "--global_batch_size is 8, and the stream has 5 rows"),
-        ([9, 9], 2, 3, "the stream has 2 groups of shards, and 3 processes train"),
-    ],
-)
-def test_too_few_rows_or_groups_are_refused(rows: list[int], groups: int, ranks: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        InterleavedOrder(rows, BatchSizes((0,), (8,)), 0, groups, 4).batch(0, Reader(0, ranks))
+def test_too_few_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="--global_batch_size is 8, and the stream has 5 rows"):
+        InterleavedOrder([3, 2], BatchSizes((0,), (8,)), 0, 1, 4)

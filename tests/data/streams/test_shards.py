@@ -56,6 +56,11 @@ def test_rows_are_counted_and_read_from_any_row_on_in_any_order(kind: str, place
 
 def test_a_remote_tar_is_counted_by_the_file_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     files = fsspec.filesystem("memory")
+
+    def by_name(self: Any, path: str, version_id: None = None, start: int = 0, end: int | None = None) -> bytes:
+        return self.open(path, "rb").read()[start:end] if version_id is None else pytest.fail("as s3fs has it")
+
+    monkeypatch.setattr(type(files), "cat_file", by_name)
     files.pipe(
         {"/counted/a.tar": b"never opened", "/counted/a_stats.json": b'{"successes": 12}', "/counted/b.tar": b"none"}
     )
@@ -157,7 +162,7 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, usual, pauses = kit.write_tar(tmp_path / "a.tar", range(3)), shards.regular_file, list[float]()
-    reader, errors = ShardReader([Shard(str(path), 0, 3)], SOURCE), [errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
+    reader, errors = ShardReader([Shard(str(path), 0, 3)], SOURCE), [errno.EIO, errno.ESTALE, errno.EBUSY]
 
     def faltering(url: str) -> Any:
         if errors:

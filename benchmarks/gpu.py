@@ -133,7 +133,6 @@ def make_step(
 
     def step(number: int) -> Tensor:
         report = train_step.run(batch, number)
-        train_step.finish()
         setting["held"] = train_step.micro_batch_size
         return report["loss"]
 

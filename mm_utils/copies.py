@@ -1,4 +1,4 @@
-"""Copies between host and device that neither waits for."""
+"""Copies to a device that the host does not wait for."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -6,30 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-
-class HostCopy:
-    """A tensor's values on their way to the host; reading waits for them alone.
-
-    On a CPU nothing is copied: the tensor must stay as it is.
-    """
-
-    def __init__(self, values: Tensor):
-        self._values = values.detach().to("cpu", non_blocking=values.is_cuda)  # into pinned memory
-        self._is_there: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self._is_there = torch.cuda.Event()
-            self._is_there.record(torch.cuda.current_stream(values.device))
-
-    def numpy(self) -> np.ndarray:
-        """Return the values as an array."""
-        if self._is_there is not None:
-            self._is_there.synchronize()
-        return self._values.numpy()
-
-    def tolist(self) -> list:
-        """Return the values as Python numbers."""
-        return self.numpy().tolist()
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

@@ -144,14 +144,9 @@ def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
     """Return the element-wise maximum over the ranks."""
     if world_size() == 1:
         return numbers
-    return start_max_over_ranks(numbers, device).tolist()
-
-
-def start_max_over_ranks(numbers: list[int], device: torch.device) -> Tensor:
-    """Return the element-wise maximum over the ranks, without waiting until the device has it."""
-    most = torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+    most = torch.tensor(numbers, dtype=torch.long, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most
+    return most.tolist()
 
 
 def any_rank(here: bool, device: torch.device) -> bool:

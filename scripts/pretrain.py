@@ -110,9 +110,8 @@ def main(
         retrieval=retrieval,
         callbacks=attached,
     )
-    scale = objective_args.highest_scale(model)
     context.start()
-    optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, objective, data, attached, scale)
+    optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, objective, data, attached)
     stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
     for stage in remaining(stages, resume_from):
         stage.freeze_others(objective)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mm_utils import distributed
 from mm_utils.distributed import RunError
-from mm_utils.objectives.losses import RollCall
+from mm_utils.objectives.losses import call_roll
 from tests.kit.ranks import run_on_ranks
 
 
@@ -25,8 +25,8 @@ def called(sizes: list[int], twin: bool) -> list[Any]:
     if twin and len(ids):
         ids[-1, 1] = ids[0, 1]
     rank = distributed.rank()
-    roll = RollCall(ids.split(sizes)[rank], 3 + rank)
-    return [roll.sizes, roll.longest, roll.ids_N2.tolist(), roll.shared_ids.tolist()]
+    roll = call_roll(ids.split(sizes)[rank], 3 + rank)
+    return [roll.sizes, roll.longest, roll.ids_N2.tolist(), roll.shared_ids]
 
 
 def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:

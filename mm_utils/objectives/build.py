@@ -94,10 +94,6 @@ class ObjectiveArguments:
         """What the terms read of rows besides media and captions."""
         return list(dict.fromkeys(reader for name in self.weights for reader in term_class(name).readers))
 
-    def highest_scale(self, model: FusionDualEncoderModel) -> float:
-        """Return the upper bound of the inverse temperature; SigLIP's checkpoints are at about 118."""
-        return max(100.0, model.logit_scale.exp().item())
-
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError if a term cannot be trained with the other flags, given by name."""
         for name in self.weights:

@@ -16,7 +16,7 @@ from mm_utils import distributed
 from mm_utils.model.encoding import encode_in_groups, stored_text, vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection, is_trained
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
-from mm_utils.objectives.losses import RollCall, gather_batch
+from mm_utils.objectives.losses import call_roll, gather_batch
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, Report, RowPlan, RowTerm, Term
 
 
@@ -51,8 +51,10 @@ class Objective(nn.Module):
             equally often, as with FSDP.
         row_ids: the name of the ids of a batch's rows, from which dropout by row draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
+        highest_scale: the bound of the inverse temperature; None for an objective without one.
     """
 
+    highest_scale: float | None = None
     groups_texts = True
     row_ids = "ids"
     pairs_per_image = 0
@@ -132,6 +134,7 @@ class JointObjective(Objective):
     ):
         super().__init__(model, seed, added)
         self.weights = weights
+        self.highest_scale = max(100.0, model.logit_scale.exp().item())  # SigLIP's checkpoints are at about 118
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
         self.embeds_taps = any(term.reads_taps for term in weights)
         self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length
@@ -149,7 +152,7 @@ class JointObjective(Objective):
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step; call the roll."""
         longest = max(batch[name].shape[1] for name in ("input_ids", "negative_input_ids") if name in batch)
-        return super().with_keys(batch, step) | {"roll_call": RollCall(batch["ids"], longest)}
+        return super().with_keys(batch, step) | {"roll_call": call_roll(batch["ids"], longest)}
 
     def encode(self, batch: Batch, for_backward: bool = True) -> Encoded:
         """Run both towers on a part of a batch.

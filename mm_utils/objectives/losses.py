@@ -13,7 +13,7 @@ Shape letters: n this rank's rows, N the global batch, T rows and C columns of a
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils import distributed
-from mm_utils.copies import HostCopy
 
 Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image to text: this rank's images and all texts. Text to image: this rank's texts and all images."""
@@ -61,31 +60,28 @@ class GlobalBatch:
     longest: int = 0
 
 
-class RollCall:
-    """Which rows the ranks have, asked before the towers run; called on all ranks.
+def call_roll(ids_n2: Tensor, longest: int = 0) -> GlobalBatch:
+    """Return what all ranks' rows are, without embeddings yet; called on all ranks, before the towers run.
 
-    The host waits for other hosts, and only at `shared_ids` for its own device, which has answered by then.
+    Hosts wait here for each other and for their devices, which have nothing to do at that moment.
 
     Args:
         ids_n2: the ids of this rank's rows.
         longest: tokens of its longest text.
     """
+    sizes, widths = zip(*distributed.gather_on_hosts([len(ids_n2), longest], ids_n2.device), strict=True)
+    ids_N2 = distributed.gather(ids_n2, list(sizes))
+    ordered_N2 = ids_N2.sort(0).values
+    shared = bool((ordered_N2[1:] == ordered_N2[:-1]).any())
+    none = torch.empty(0, device=ids_n2.device)
+    return GlobalBatch(none, none, ids_N2, list(sizes), sum(sizes[: distributed.rank()]), shared, max(widths))
 
-    def __init__(self, ids_n2: Tensor, longest: int = 0):
-        sizes, widths = zip(*distributed.gather_on_hosts([len(ids_n2), longest], ids_n2.device), strict=True)
-        self.sizes, self.longest = list(sizes), max(widths)
-        self.ids_N2 = distributed.gather(ids_n2, self.sizes)
-        ordered_N2 = self.ids_N2.sort(0).values
-        self.shared_ids = HostCopy((ordered_N2[1:] == ordered_N2[:-1]).any())
 
-
-def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: RollCall | None = None) -> GlobalBatch:
+def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: GlobalBatch | None = None) -> GlobalBatch:
     """Gather all ranks' embeddings, in at least fp32, and ids, perhaps of a roll call."""
-    roll = roll or RollCall(ids_n2)
-    wide = torch.promote_types(image_nE.dtype, torch.float32)
+    roll, wide = roll or call_roll(ids_n2), torch.promote_types(image_nE.dtype, torch.float32)
     image_NE, text_NE = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), roll.sizes).unbind(1)
-    offset, shared = sum(roll.sizes[: distributed.rank()]), bool(roll.shared_ids.tolist())
-    return GlobalBatch(image_NE, text_NE, roll.ids_N2, roll.sizes, offset, shared, roll.longest)
+    return replace(roll, image_NE=image_NE, text_NE=text_NE)
 
 
 def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:

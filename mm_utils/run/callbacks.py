@@ -20,7 +20,7 @@ from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
-from mm_utils.training.callbacks import ProgressBar, RunCallback, TemperatureClamp
+from mm_utils.training.callbacks import ProgressBar, RunCallback
 from mm_utils.training.frozen import CacheFeatures
 from mm_utils.training.starts.callbacks import ClosedFormStart, WiseFT
 from mm_utils.training.teacher import CacheTeacher
@@ -144,7 +144,6 @@ def all_callbacks(
     objective: Objective,
     data: TrainingData,
     others: Iterable[TrainerCallback],
-    highest_scale: float | None = None,
 ) -> list[TrainerCallback]:
     """Return the callbacks that every run has, and others; those that add values to the log come before the bar.
 
@@ -153,14 +152,12 @@ def all_callbacks(
         objective: the objective that is trained.
         data: the data that it is trained on.
         others: those that are attached.
-        highest_scale: the bound of the inverse temperature; None for an objective without one.
     """
-    callbacks: list[TrainerCallback] = [
+    return [
         HangDetection(run.args.ddp_timeout),
         Throughput(run.accelerator.device),
         SkippedSamples(),
         RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
+        *others,
+        ProgressBar(),
     ]
-    if highest_scale is not None:
-        callbacks.append(TemperatureClamp(highest_scale))
-    return [*callbacks, *others, ProgressBar()]

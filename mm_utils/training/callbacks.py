@@ -1,7 +1,6 @@
-"""Run a training loop's callbacks; the bar and the temperature's bound are two of them."""
+"""Run a training loop's callbacks; the bar is one of them."""
 
 import logging
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -12,7 +11,6 @@ from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
-from mm_utils.copies import HostCopy
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.train_recall import MOST_IMAGES
@@ -42,7 +40,6 @@ class CallbackRunner:
     ):
         self.callbacks, self._context, self._device = list(callbacks), context, device
         self.control = TrainerControl()
-        self._open: HostCopy | None = None
 
     def call(self, event: str, **values: Any) -> None:
         """Call an event on every callback that has it."""
@@ -59,24 +56,6 @@ class CallbackRunner:
         for name, flag in zip(_FLAGS, found, strict=False):
             setattr(self.control, name, bool(flag))
         return found[len(_FLAGS) :]
-
-    def agree(self, *numbers: int, later: bool = False) -> list[list[int]]:
-        """Like `sync`, or begin it and end it at the next call (`later`): no host then waits.
-
-        Returns the largest numbers of the call before, if that was left open and anything was set then, and those of this
-        call, unless it is left open. Flags that are left open are not set on any rank until then.
-        """
-        earlier = self._open.tolist() if self._open is not None else []
-        self._open = None
-        if later and distributed.world_size() > 1 and not any(earlier):
-            wanted = [*(getattr(self.control, name) for name in _FLAGS), *numbers]
-            self._open = HostCopy(distributed.start_max_over_ranks(wanted, self._device))
-            for name in _FLAGS:
-                setattr(self.control, name, False)
-            return []
-        for name, flag in zip(_FLAGS, earlier, strict=False):
-            setattr(self.control, name, getattr(self.control, name) or bool(flag))
-        return [*([earlier[len(_FLAGS) :]] if any(earlier) else []), self.sync(*numbers)]
 
     def exported(self) -> dict[str, Any]:
         """Return the state of the callbacks that are stored in checkpoints, by class name."""
@@ -190,15 +169,3 @@ class ProgressBar(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the finished bar on the screen."""
         self.bar.close()
-
-
-class TemperatureClamp(TrainerCallback):
-    """Keep the inverse temperature in 1 to `maximum` (100 in CLIP, arXiv 2103.00020)."""
-
-    def __init__(self, maximum: float):
-        self.maximum = math.log(maximum)
-
-    @torch.no_grad()
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Clamp the parameter in place."""
-        kwargs["model"].logit_scale.clamp_(0.0, self.maximum)

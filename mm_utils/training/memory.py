@@ -1,27 +1,13 @@
-"""Memory of a process: its peak, what is free, and what a rehearsed step must leave as it was."""
+"""Memory of a process: its peak, and what is free."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
-from torch import nn
 
 from mm_utils import distributed
-
-
-@contextmanager
-def restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module, running statistics too, after a rehearsed step."""
-    buffers = [buffer.clone() for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(module.buffers(), buffers, strict=True):
-                buffer.copy_(value)
 
 
 def available_bytes(device: torch.device) -> int:

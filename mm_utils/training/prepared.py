@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from mm_utils import distributed
 from mm_utils.data.training_data import TrainingData
 from mm_utils.objectives.joint import Objective
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.placement import place_encoders
 from mm_utils.training.sharded import configure_deepspeed, configure_fsdp, initialise_fsdp_root
 
 
@@ -41,6 +42,26 @@ def prepare(
         root: Any = wrapped
         initialise_fsdp_root(root)
     return wrapped, optimizer
+
+
+def place_encoders(args: TrainingArguments, accelerator: Accelerator, objective: Objective) -> None:
+    """Move the image encoder to `--vision_device`; its inputs are sent there, and its outputs back.
+
+    Raises:
+        ValueError: if there are several processes.
+    """
+    if args.vision_device is None:
+        return
+    if distributed.world_size() > 1:
+        raise ValueError(
+            f"--vision_device is {args.vision_device}; there are {distributed.world_size()} processes, each with a device of its "
+            "own. Start one process, or drop it: DDP and FSDP2 divide the work among processes."
+        )
+    device, home = torch.device(args.vision_device), accelerator.device
+    tower = objective.model.vision_model.to(device)
+    if not tower._forward_hooks:  # the second stage of a run finds them
+        tower.register_forward_pre_hook(lambda _, args, named: send_to_device((args, named), device), with_kwargs=True)
+        tower.register_forward_hook(lambda _, args, outputs: send_to_device(outputs, home))
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """One optimizer step: learning rate, gradient of the global batch, clipping, update.
 
-A step whose loss or gradient is not finite changes nothing and is written down. On a GPU the device decides that, and the host
-reads the figures while it launches the next step. Our own random numbers are functions of seed, step and row
+A step whose loss or gradient is not finite changes nothing and is written down. Our own random numbers are functions of seed, step and row
 (`mm_utils.model.row_noise`). Those of a backbone's own dropout, if it is kept, are functions of seed, step and rank: a resumed run
 repeats the uninterrupted one without stored random states, on the same number of processes.
 """
@@ -23,7 +22,6 @@ from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.reliability.skipped import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
-from mm_utils.training.memory import restored_buffers
 from mm_utils.training.optim import BATCH_EXPONENT, OptimizerArguments, schedule
 from mm_utils.training.stages import Stage
 
@@ -44,8 +42,7 @@ class TrainStep:
     Attributes:
         average: the moving average of the weights, with `--ema_decay`.
         micro_batch_size: the number of pairs that this rank holds at a time; None for all.
-        nonfinite: the steps that changed nothing because they were not finite; complete after `settle`.
-        reads_late: True if the device decides whether a step moves the weights, and its figures are read in the next step.
+        nonfinite: the steps that changed nothing because they were not finite.
     """
 
     def __init__(
@@ -65,24 +62,17 @@ class TrainStep:
         share = -(-max(self.sizes.sizes) // distributed.world_size())
         # "auto" is all pairs of this process, halved when memory runs out.
         self.micro_batch_size = None if size is None else share if size == "auto" else int(size)
-        path, scaler = Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler
-        self.nonfinite = NonfiniteSteps(path, scaler is not None)
-        self._moved, self._is_first = False, True
-        self.reads_late = (
-            accelerator.device.type == "cuda"
-            and bool(optimizer.defaults.get("fused"))
-            and scaler is None
-            and accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
-        )
+        self.nonfinite = NonfiniteSteps(Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler is not None)
+        self._is_first = True
 
     def run(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
         """Take a step with one global batch; return the objective's report and the gradient norm.
 
-        A step whose loss or gradient is not finite, or whose gradient is 0, changes nothing. Call `finish` after it.
+        A step whose loss or gradient is not finite, or whose gradient is 0, changes nothing.
 
         Raises:
             ValueError: if not even one pair fits into memory.
-            FloatingPointError: if too many steps were not finite; on a GPU, up to the step before.
+            FloatingPointError: if too many steps were not finite.
         """
         if self._is_first or not (self.objective.training and self.unwrapped.model.training):  # 3 % of a small step
             self.objective.train()
@@ -94,49 +84,41 @@ class TrainStep:
             self._is_first = False
             self._settle_order(batch)
         report = self._backward(batch, step)
-        self.settle()  # the step before, while the device computes this one
         norm = self._clip(self.optimizer_args.max_grad_norm or math.inf)
         report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
-        self.nonfinite.take(step, report["loss"], report["grad_norm"], batch["image_ids"])
-        if self.reads_late:
-            fused: Any = self.optimizer
-            fused.optimizer.found_inf = self.nonfinite.standstill()  # with 1, fused AdamW does nothing
-        else:
-            self._moved = self.nonfinite.read()
-            self._check_loss_scale(step)
-        if self.reads_late or self._moved:
+        scaler = self.accelerator.scaler
+        # The one place of a step where the host waits for its device.
+        if self.nonfinite.may_move(step, report["loss"], report["grad_norm"], batch["image_ids"]):
             self.optimizer.step()
-        elif self.accelerator.scaler is not None:  # lower or raise the scale, by what unscaling has found
-            self.accelerator.scaler.update()
+            if (highest := self.unwrapped.highest_scale) is not None:
+                with torch.no_grad():  # CLIP keeps the inverse temperature in 1 to 100 (arXiv 2103.00020)
+                    self.unwrapped.model.logit_scale.clamp_(0.0, math.log(highest))
+            if self.average is not None:
+                self.average.update()
+        elif scaler is not None:
+            scaler.update()  # lower or raise the scale, by what unscaling has found
+            if scaler.get_scale() < _MIN_LOSS_SCALE:
+                raise FloatingPointError(
+                    f"the gradients of fp16 training are not finite at any scale, up to step {step + 1}. Lower --learning_rate, "
+                    "or train in bf16."
+                )
         self.optimizer.zero_grad()
         return report
 
-    def finish(self) -> None:
-        """End a step after callbacks: move the average, or begin to read whether it may move."""
-        if self.reads_late:
-            self.nonfinite.send()
-        else:
-            self.settle()
-
-    def settle(self) -> None:
-        """Make `nonfinite` and the average those after the latest step; called on all ranks.
-
-        Raises:
-            FloatingPointError: if too many steps were not finite.
-        """
-        if (self._moved or self.nonfinite.read()) and self.average is not None:
-            self.average.update()
-        self._moved = False
-
     def _settle_order(self, batch: dict[str, Any]) -> None:
-        """Settle DDP's order, before this start's first step."""
-        # DDP packs gradients anew after the first step of every start. Three and more numbers are added up in an order that
-        # depends on where they lie, so the step after a resumption would differ in the last digits: run it once for nothing.
+        """Take this start's first step once for nothing, where that settles the order of DDP's sums.
+
+        DDP packs gradients anew after the first step of every start. Three and more numbers are added up in an order that
+        depends on where they lie, so the step after a resumption would differ in the last digits.
+        """
         wrapped = isinstance(self.objective, DistributedDataParallel)
         if self.micro_batch_size is None and wrapped and distributed.world_size() >= 3:
-            with restored_buffers(self.objective):
-                self._backward(batch, 0)
+            buffers = [buffer.clone() for buffer in self.objective.buffers()]  # running statistics too
+            self._backward(batch, 0)
             self.optimizer.zero_grad()
+            with torch.no_grad():
+                for buffer, value in zip(self.objective.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
 
     def _backward(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:
         def restart() -> None:
@@ -155,12 +137,3 @@ class TrainStep:
             self.accelerator.unscale_gradients()  # what follows it in accelerate takes 1 % of a small step
             return nn.utils.clip_grad_norm_(self.objective.parameters(), max_norm)
         return self.accelerator.clip_grad_norm_(self.objective.parameters(), max_norm)
-
-    def _check_loss_scale(self, step: int) -> None:
-        """Raise once the loss scaler has fallen so far that it will not find a finite gradient."""
-        scaler = self.accelerator.scaler
-        if scaler is not None and scaler.get_scale() < _MIN_LOSS_SCALE:
-            raise FloatingPointError(
-                f"the gradients of fp16 training are not finite at any scale, up to step {step + 1}. Lower --learning_rate, or "
-                "train in bf16."
-            )

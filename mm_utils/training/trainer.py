@@ -137,7 +137,6 @@ class Trainer:
                 metrics = self._evaluate_if_due(evaluate_start)
                 if not self.callbacks.control.should_training_stop:
                     metrics = self._take_steps() or metrics
-                self.step.settle()
                 if self._evaluated_step != self.state.global_step and (self.ends_run or self.args.eval_steps > 0):
                     metrics = self.evaluate() if self.evaluators else metrics
                 if self.saves and self._saved_step != self.state.global_step:
@@ -170,7 +169,6 @@ class Trainer:
                 "on_step_end", report=report, batch=batch, data_wait=loader.wait, micro_batch_size=size
             )
             signal = self._sync_ranks()
-            self.step.finish()
             metrics = self._run_due_actions(report) or metrics
             if signal:
                 raise _StopRequested(signal)
@@ -220,19 +218,14 @@ class Trainer:
         """Let all ranks do what is due on any: signals, clocks and disks differ.
 
         Returns the number of the signal that asks the run to stop, or 0. Such a step is logged; its other actions are left
-        to `_save_and_exit` and to the resumed run. On GPUs, ranks agree a step later, unless they wait for this one anyway.
+        to `_save_and_exit` and to the resumed run.
         """
-        signal, step = 0, self.state.global_step
-        waits = step >= self.state.max_steps or _due(step, self.args.eval_steps)
-        waits = waits or _due(step, self.args.logging_steps) or _due(step, self.args.save_steps)
-        flags = (self.signals.number, self.writer.saved(), self.writer.failures)
-        for asked, saved, failures in self.callbacks.agree(*flags, later=self.step.reads_late and not waits):
-            signal = signal or asked
-            if saved:
-                self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
-                self.callbacks.sync()
-            if failures >= MOST_FAILURES:
-                self._fail_after_save_errors()
+        signal, saved, failures = self.callbacks.sync(self.signals.number, self.writer.saved(), self.writer.failures)
+        if saved:
+            self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
+            self.callbacks.sync()
+        if failures >= MOST_FAILURES:
+            self._fail_after_save_errors()
         if signal:
             self.callbacks.control.should_evaluate = self.callbacks.control.should_save = False
         return signal
@@ -240,7 +233,6 @@ class Trainer:
     def _run_due_actions(self, report: dict[str, Tensor]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self.callbacks.control.should_log:
-            self.step.settle()
             values = {name: value.item() for name, value in report.items()}
             values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
             if self.step.nonfinite.count:
@@ -262,7 +254,6 @@ class Trainer:
         With a weight average, which is what will be saved, `eval_*` are its metrics, and `eval_raw_*` those of the current
         weights.
         """
-        self.step.settle()
         self.callbacks.call("on_evaluate_begin")
         # The saved weights come last: evaluators keep their last findings, for the pictures.
         raw = self.measure() if self.average is not None else {}
@@ -328,7 +319,6 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Start writing all that a resumed run needs, in a folder for `from_pretrained`."""
-        self.step.settle()
         self.callbacks.call("on_save_begin")
         self.state.stateful_callbacks = self.callbacks.exported()  # type: ignore[assignment]
         if self.state.best_global_step == self.state.global_step:

@@ -37,7 +37,6 @@ from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import NEW_RATE, OPTIMIZERS, OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
 from tests.kit.media_files import rows_with_moments
@@ -122,8 +121,7 @@ def train(
         processor=processor,
         eval_loader=None,
     )
-    watchers = [TemperatureClamp(100.0), *callbacks]
-    trainer = Trainer(args, ADAM, accelerator, trained, optimizer, data, callbacks=watchers)
+    trainer = Trainer(args, ADAM, accelerator, trained, optimizer, data, callbacks=callbacks)
     trainer.train(start)
     return trainer, watched[-1].image_ids
 

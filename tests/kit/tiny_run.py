@@ -25,7 +25,6 @@ from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.callbacks import TemperatureClamp
 from mm_utils.training.optim import OPTIMIZERS, OptimizerArguments, build_optimizer
 from mm_utils.training.stages import remaining, stages_of
 from mm_utils.training.throughput import Throughput
@@ -187,7 +186,7 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
     )
     watching = [
         *(HangDetection(args.ddp_timeout), Throughput(accelerator.device), SkippedSamples()),
-        *(TemperatureClamp(100.0), _Places(run.strike)),
+        _Places(run.strike),
     ]
     objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))
     for stage in remaining(stages_of(objective, args, run.head_share, run.rows), checkpoint):

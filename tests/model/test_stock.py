@@ -122,8 +122,8 @@ def test_sigmoid_keeps_a_trained_bias_and_temperature(folder):
     build_objective(model, ObjectiveArguments("sigmoid"), 0)
     assert (model.logit_scale.item(), model.logit_bias.item()) == (pytest.approx(2.0), -3.5)
     model.logit_scale.data.fill_(4.77)  # that of published checkpoints, above the usual bound
-    assert ObjectiveArguments().highest_scale(model) == pytest.approx(math.exp(4.77))
-    build_objective(model, ObjectiveArguments("contrastive"), 0)
+    objective = build_objective(model, ObjectiveArguments("contrastive"), 0)
+    assert objective.highest_scale == pytest.approx(math.exp(4.77))
     assert to_dual_encoder(model).logit_bias.item() == 0
 
 

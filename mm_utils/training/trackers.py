@@ -3,8 +3,7 @@
 import logging
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -64,23 +63,27 @@ class Tracking(RunCallback):
         """Start the trackers."""
         if not run.run.accelerator.is_main_process:
             return
+        settings, folder = without_secrets(run.run.settings), str(run.run.output_dir)
         config = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in without_secrets(run.run.settings).items()
+            for name, value in settings.items()
             if value is not None
         }
+
+        def start(name: str) -> None:
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            tracker = kind(run.run.name, *[folder] if kind.requires_logging_directory else [])
+            tracker.start()
+            self._trackers.append(tracker)
+            tracker.store_init_configuration(config)
+
         try:
             words = shlex.split(redact(shlex.join(sys.argv)))
         except ValueError:  # a quote has lost its partner
             words = sys.argv[:1]
-        folder = str(run.run.output_dir)
-        for name in map(str, filter_trackers(self.args.names, folder)):
-            kind = LOGGER_TYPE_TO_CLASS[name]
-            with self._surviving(name), mock.patch.object(sys, "argv", words):  # some trackers publish it
-                tracker = kind(run.run.name, *[folder] if kind.requires_logging_directory else [])
-                tracker.start()
-                self._trackers.append(tracker)
-                tracker.store_init_configuration(config)
+        with mock.patch.object(sys, "argv", words):  # some trackers publish it
+            for name in map(str, filter_trackers(self.args.names, folder)):
+                self._try(name, start, name)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Send a row of the log as `train/loss`, `eval/mean_recall` ..."""
@@ -90,20 +93,17 @@ class Tracking(RunCallback):
             if name != "step"
         }
         for tracker in self._trackers:
-            with self._surviving(tracker.name):
-                tracker.log(values, step=state.global_step)
+            self._try(tracker.name, tracker.log, values, state.global_step)
 
     def on_publish(self, run: Any) -> None:
         """End the trackers."""
         for tracker in self._trackers:
-            with self._surviving(tracker.name):
-                tracker.finish()
+            self._try(tracker.name, tracker.finish)
 
-    @contextmanager
-    def _surviving(self, name: str) -> Iterator[None]:
+    def _try(self, name: str, act: Callable[..., Any], *given: Any) -> None:
         """Turn what a tracker raises into one warning."""
         try:
-            yield
+            act(*given)
         except (Exception, SystemExit) as error:  # a client may exit
             if name not in self._failed:
                 self._failed.add(name)

@@ -26,8 +26,9 @@ Row = dict[str, float]
 SHARE, MAX_STEPS, MIN_ROWS = 0.1, 500, 5  # a finding must last this share of the run, and this many log rows
 NEAR = 0.02  # a loss within this share of chance is at chance, and a loss that falls by less does not fall
 ONE_POINT = 0.01  # spread, which is a mean cosine of 0.99
-# Share of the best mean recall by which a later one is lower; of 165 photographs it varies by half of it.
-FORGOTTEN = 0.1
+FORGOTTEN = (
+    0.1  # share of the best mean recall by which a later one is lower; of 165 photographs it varies by half of it
+)
 COLLAPSED, STILL, COLLAPSE_STEPS = 0.01, 0.01, 50  # within 1 % of chance, at a gradient norm below 0.01, for 50 steps
 FEW_STEPS = 50  # the smallest encoders from scratch need about 20 to leave chance
 
@@ -53,10 +54,6 @@ class CollapseWarning(RunCallback):
 
     After warm-up, several rows in succession must agree that the contrastive loss is at chance. A zero gradient and a loss that is
     not finite count at once.
-
-    Args:
-        optimizer_args: the arguments of the schedule, in whose warm-up nothing is judged.
-        stops: whether a run that has collapsed is stopped.
     """
 
     scripts = ("pretrain",)
@@ -82,39 +79,58 @@ class CollapseWarning(RunCallback):
             list(self._read(row, args, state))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Judge the newest row; stop a run that has collapsed.
+        """Judge the newest row; stop a run that has collapsed: all is embedded alike, and no gradient is left to part it.
+
+        Chance alone does not say so: a run may stay there for 20 steps before it learns, at a gradient norm of 0.1 and more.
 
         Raises:
             distributed.RunError: if it has.
         """
-        for cause, message in self._read(kwargs["logs"], args, state):
+        row = kwargs["logs"]
+        for cause, message in self._read(row, args, state):
             if cause not in self.said and state.is_world_process_zero:
                 logger.warning("%s", message)
             self.said.add(cause)
-        if self.stops and self._has_collapsed(kwargs["logs"]):
-            raise distributed.RunError(_collapse(self.rows[-1]))
-
-    def _has_collapsed(self, row: Row) -> bool:
-        """Return whether all embeddings are alike, and the gradient is too small to part them.
-
-        Chance alone does not say so: a run may stay there for 20 steps before it learns, at a gradient norm of 0.1 and more.
-        """
-        if self.still_since is None or not self.rows:
-            return False
-        if "eval_image_spread" in row:
-            return max(row["eval_image_spread"], row["eval_text_spread"]) < ONE_POINT
-        return row["step"] - self.still_since >= COLLAPSE_STEPS
+        if not self.stops or self.still_since is None or not self.rows:
+            return
+        is_point = max(row.get(f"eval_{side}_spread", math.inf) for side in ("image", "text")) < ONE_POINT
+        if is_point or ("loss" in row and row["step"] - self.still_since >= COLLAPSE_STEPS):
+            last = self.rows[-1]
+            raise distributed.RunError(
+                f"contrastive_loss is {last['contrastive_loss']:.4g} at step {last['step']:.0f}, which is chance, and grad_norm is "
+                f"{last['grad_norm']:.1g}; all images, or all texts, are embedded alike, and so small a gradient does not part them "
+                "again. Start anew with a lower rate: leave --learning_rate and --warmup_ratio out, which then fit the encoders, or "
+                "give a tenth of it; or start from pretrained encoders. --stop_collapsed false goes on."
+            )
 
     def _read(self, row: Row, args: Any, state: TrainerState) -> Iterator[tuple[str, str]]:
         """Add a row of the log; yield causes and messages."""
-        judged = row["step"] > warmup_steps(state.max_steps, self.optimizer_args)
+        is_judged = row["step"] > warmup_steps(state.max_steps, self.optimizer_args)
         if "eval_image_effective_rank" in row:
-            yield from _of_recall(row, self.best, bool(args.keeps_best))
-            self.best = max(self.best or row, row, key=lambda each: each.get("eval_mean_recall", 0.0))
-            self.evaluation = row if judged else self.evaluation
+            recall, before = row.get("eval_mean_recall", 0.0), self.best.get("eval_mean_recall", 0.0)
+            if recall < (1 - FORGOTTEN) * before:
+                yield (
+                    "recall",
+                    f"eval_mean_recall is {recall:.3f} at step {row['step']} and was {before:.3f} at step {self.best['step']}; the "
+                    "run forgets what carries over to other images. Lower --learning_rate, freeze the backbones, or train on more "
+                    "pairs, and set --eval_steps to keep the best weights.",
+                )
+            self.best = row if recall >= before else self.best
+            self.evaluation = row if is_judged else self.evaluation
             return
-        yield from _of_gradient(row)
-        if not judged or not math.isfinite(row.get("contrastive_loss", math.nan)):
+        if row.get("grad_norm") == 0:
+            yield (
+                "gradient",
+                f"grad_norm is 0 at step {row['step']}; no trained parameter influences the loss, or the gradient underflows. "
+                "Check --freeze_vision, --freeze_text and the weights of --objectives, or train in bf16 instead of fp16.",
+            )
+        if not math.isfinite(row.get("loss", 0.0)) or row.get("nonfinite_steps"):
+            yield (
+                "finite",
+                f"The loss or its gradient is not finite at or before step {row['step']}; such steps change nothing. Lower "
+                "--learning_rate, train in bf16 instead of fp16, or look at the images in nonfinite_steps.jsonl.",
+            )
+        if not is_judged or not math.isfinite(row.get("contrastive_loss", math.nan)):
             return
         chance = chance_loss(args.batch_sizes.at(int(row["step"]) - 1), "logit_bias" in row)
         if self.rows and self.rows[-1]["chance"] != chance:  # losses of another batch size are of another kind
@@ -123,74 +139,26 @@ class CollapseWarning(RunCallback):
         self.rows = [*self.rows[1 - self.lines :], {**row, "chance": chance, "ratio": ratio}]
         is_still = ratio > 1 - COLLAPSED and 0 < row.get("grad_norm", math.inf) < STILL
         self.still_since = (self.still_since or row["step"]) if is_still else None
-        half = self.lines // 2
-        if len(self.rows) < self.lines or min(row["ratio"] for row in self.rows) <= 1 - NEAR:
-            return
-        if _mean(self.rows[-half:], "ratio") > (1 - NEAR) * _mean(self.rows[:half], "ratio"):
+        ratios = [row["ratio"] for row in self.rows]
+        half, later = sum(ratios[: self.lines // 2]), sum(ratios[-(self.lines // 2) :])
+        if len(ratios) == self.lines and min(ratios) > 1 - NEAR and later > (1 - NEAR) * half:
+            mean = sum(row["contrastive_loss"] for row in self.rows) / self.lines
             yield (
                 "chance",
-                f"contrastive_loss is {_mean(self.rows, 'contrastive_loss'):.3g} over steps {self.rows[0]['step']} to "
-                f"{self.rows[-1]['step']}; chance is {chance:.3g}, and {_reason(self.rows, self.evaluation, state.max_steps)}",
+                f"contrastive_loss is {mean:.3g} over steps {self.rows[0]['step']} to {self.rows[-1]['step']}; chance is "
+                f"{chance:.3g}, and {self._reason(state.max_steps)}",
             )
 
-
-def _of_gradient(row: Row) -> Iterator[tuple[str, str]]:
-    if row.get("grad_norm") == 0:
-        yield (
-            "gradient",
-            f"grad_norm is 0 at step {row['step']}; no trained parameter influences the loss, or the gradient underflows. "
-            "Check --freeze_vision, --freeze_text and the weights of --objectives, or train in bf16 instead of fp16.",
+    def _reason(self, max_steps: int) -> str:
+        """Return the likely reason of a loss at chance."""
+        if not any(row.get("learning_rate", 1.0) for row in self.rows):
+            return "learning_rate is 0. Raise --learning_rate."
+        if max_steps < FEW_STEPS:
+            return f"{max_steps} steps are too few. Raise --num_train_epochs, or start from pretrained encoders."
+        for side in ("image", "text"):
+            if self.evaluation.get(f"eval_{side}_spread", 1.0) < ONE_POINT:
+                return f"all {side}s are embedded alike. Lower --learning_rate or raise --warmup_ratio."
+        return (
+            "all pairs look alike. Check that captions belong to their images, and what --freeze_vision and --freeze_text leave to be "
+            "trained; lower --learning_rate tenfold, or raise it if the loss never moved."
         )
-    if not math.isfinite(row.get("loss", 0.0)) or row.get("nonfinite_steps"):
-        yield (
-            "finite",
-            f"The loss or its gradient is not finite at or before step {row['step']}; such steps change nothing. Lower "
-            "--learning_rate, train in bf16 instead of fp16, or look at the images in nonfinite_steps.jsonl.",
-        )
-
-
-def _collapse(last: Row) -> str:
-    """Return why a collapsed run ends, and what to do."""
-    return (
-        f"contrastive_loss is {last['contrastive_loss']:.4g} at step {last['step']:.0f}, which is chance, and grad_norm is "
-        f"{last['grad_norm']:.1g}; all images, or all texts, are embedded alike, and so small a gradient does not part them again. "
-        "Start anew with a lower rate: leave --learning_rate and --warmup_ratio out, which then fit the encoders, or give a tenth "
-        "of it; or start from pretrained encoders. --stop_collapsed false goes on."
-    )
-
-
-def _reason(window: list[Row], evaluation: Row, max_steps: int) -> str:
-    """Return the likely reason of a loss at chance."""
-    if not any(row.get("learning_rate", 1.0) for row in window):
-        return "learning_rate is 0. Raise --learning_rate."
-    if max_steps < FEW_STEPS:
-        return f"{max_steps} steps are too few. Raise --num_train_epochs, or start from pretrained encoders."
-    for modality in ("image", "text"):
-        if evaluation.get(f"eval_{modality}_spread", 1.0) < ONE_POINT:
-            return f"all {modality}s are embedded alike. Lower --learning_rate or raise --warmup_ratio."
-    if _mean(window, "ratio") > 1 + NEAR:
-        return "wrong pairs are often the closer ones. Check that captions belong to their images, or lower --learning_rate."
-    return (
-        "all pairs look alike. Lower --learning_rate tenfold, or raise it if the loss never moved; check that captions belong "
-        "to their images, and what --freeze_vision and --freeze_text leave to be trained."
-    )
-
-
-def _of_recall(row: Row, best: Row, is_kept: bool) -> Iterator[tuple[str, str]]:
-    found, before = row.get("eval_mean_recall", math.nan), best.get("eval_mean_recall", 0.0)
-    if found < (1 - FORGOTTEN) * before:
-        kept = (
-            f"the weights of step {best['step']} are kept" if is_kept else "set --eval_steps to keep the best weights"
-        )
-        seen = [f"{each['eval_train_mean_recall']:.3f}" for each in (row, best) if "eval_train_mean_recall" in each]
-        of_train = f"that of training images is {' and was '.join(seen)}; " if seen else ""
-        yield (
-            "recall",
-            f"eval_mean_recall is {found:.3f} at step {row['step']} and was {before:.3f} at step {best['step']}; {of_train}the "
-            f"run forgets what carries over to other images. Lower --learning_rate, freeze the backbones, or train on more pairs; "
-            f"{kept}.",
-        )
-
-
-def _mean(rows: list[Row], name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)

@@ -21,6 +21,7 @@ import os
 import re
 import struct
 import urllib.request
+import wave
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -276,25 +277,12 @@ _DEMUXERS = (
 )
 _OWN_CLOCK = ("mov", "matroska", "avi", "asf", "flv")
 _CUT_OUT = 1.0  # second
-_SIGNATURES = {
-    "WAV": rb"(RIFF|RF64)....WAVE",
-    "AVI": rb"RIFF....AVI ",
-    "MP4": rb"....(ftyp(?!avi[fs]|hei[cmsx]|hev[cmsx]|mif1|msf1)|moov|mdat|wide|free|skip)",  # AVIF and HEIF are pictures
-    "Matroska": rb"\x1aE\xdf\xa3",
-    "Ogg": rb"OggS",
-    "FLAC": rb"fLaC",
-    "MP3": rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]",
-    "AAC": rb"\xff[\xf0\xf1\xf8\xf9]",
-    "AIFF": rb"FORM....AIF[FC]",
-    "AU": rb"\.snd",
-    "CAF": rb"caff",
-    "AMR": rb"#!AMR",
-    "AC-3": rb"\x0bw",
-    "ASF": rb"0&\xb2u\x8ef\xcf\x11",
-    "FLV": rb"FLV\x01",
-    "MPEG-TS": rb"G.{187}G",
-    "MPEG-PS": rb"\0\0\x01\xba",
-}
+_MAGIC = re.compile(  # AVIF and HEIF, which begin with ftyp, too, are pictures
+    rb"(RIFF|RF64)....WAVE|RIFF....AVI |....(ftyp(?!avi[fs]|hei[cmsx]|hev[cmsx]|mif1|msf1)|moov|mdat|wide|free|skip)"
+    rb"|\x1aE\xdf\xa3|OggS|fLaC|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]|\xff[\xf0\xf1\xf8\xf9]|FORM....AIF[FC]|\.snd|caff"
+    rb"|#!AMR|\x0bw|0&\xb2u\x8ef\xcf\x11|FLV\x01|G.{187}G|\0\0\x01\xba",
+    re.DOTALL,
+)
 _MOST_STREAMS = 64
 _MOST_DAMAGED = 0.02  # share of the packets of a stream that may fail, beside the first two
 _SEEK_FROM, _SEEK_BACK = 10.0, 1.0  # seconds: where seeking pays; decoders need a while to come to the right sound
@@ -324,11 +312,6 @@ def _check_whole(end: float, said: float | None, is_exact: bool = False) -> None
         raise UnreadableError(f"it ends at {end:.2f} s of {said:,.2f}", "medium_truncated")
 
 
-def _kind_of(content: bytes) -> str | None:
-    """Return the kind of a sound or video file by its first bytes, None for any other file."""
-    return next((name for name, magic in _SIGNATURES.items() if re.match(magic, content, re.DOTALL)), None)
-
-
 @contextmanager
 def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
     """Open a file by PyAV; yield its container, and the stream of `video` or `audio` in it that players show.
@@ -336,15 +319,14 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
     Raises:
         UnreadableError: also for whatever PyAV raises inside of the block.
     """
-    kind = _kind_of(content)
-    if kind is None:
+    if not _MAGIC.match(content):
         raise UnreadableError(f"it begins with {content[:16]!r}", "medium_unknown_format")
-    if kind == "MP4" and b"moov" not in content:
+    if content[4:8] in (b"ftyp", b"mdat", b"wide", b"free", b"skip") and b"moov" not in content:
         raise UnreadableError("MP4 without its index, which programs write last", "medium_truncated")
     try:  # also hides it from what transformers wants installed before it loads any model with this file
         import av
     except ImportError as error:
-        raise UnreadableError(f"{kind} is not read without PyAV (pip install av)", "needs_av") from error
+        raise UnreadableError("it is not read without PyAV (pip install av)", "needs_av") from error
 
     def refuse(url: str, flags: int, options: Any) -> Any:
         raise PermissionError(f"the file names another one, {url}, which is not opened")
@@ -356,12 +338,11 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
     except UnreadableError:
         raise
     except EOFError as error:
-        raise UnreadableError(f"{kind}: {decoder_message(error)}", "medium_truncated") from error
+        raise UnreadableError(decoder_message(error), "medium_truncated") from error
     except MemoryError as error:
-        text = f"{kind} of more than {_MOST_STREAMS} streams, or of a huge one"
-        raise UnreadableError(text, "too_many_parts") from error
+        raise UnreadableError(f"more than {_MOST_STREAMS} streams, or a huge one", "too_many_parts") from error
     except Exception as error:  # FFmpeg's errors, ValueError and others, as the bytes have it
-        raise UnreadableError(f"{kind}: {decoder_message(error)}", "medium_unreadable") from error
+        raise UnreadableError(decoder_message(error), "medium_unreadable") from error
 
 
 def _best_stream(container: Any, medium: str) -> Any:
@@ -434,17 +415,12 @@ def _decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Ite
 
 def _packets(container: Any, stream: Any) -> Iterator[Any]:
     """Yield the packets of a stream; a file that breaks off ends there."""
-    packets = container.demux(stream)
-    while True:
-        try:
-            packet = next(packets, None)
-        except MemoryError:
-            raise
-        except Exception:  # see `_opened`
-            return
-        if packet is None:
-            return
-        yield packet
+    try:
+        yield from container.demux(stream)
+    except MemoryError:
+        raise
+    except Exception:  # see `_opened`
+        return
 
 
 # -- clips --------------------------------------------------------------------------------------------------------------
@@ -492,7 +468,7 @@ def read_frames(
     if end is not None:
         check_length(end - (start or 0.0), max_seconds)
     notes, begin = [] if notes is None else notes, start or 0.0
-    header = None if _kind_of(content) else _animation_header(content)
+    header = None if _MAGIC.match(content) else _animation_header(content)
     if header is not None:
         yield from at_rate(_animation(header, max_pixels), fps, begin, end, max_seconds)
         return
@@ -663,15 +639,6 @@ _MOST_CHANNELS = 64
 _SILENT = 3 / 32768  # the noise of rounding and dither
 _SURPLUS = 0.1  # seconds
 _GAP = 0.02  # seconds: where time stamps and samples differ by more, something is missing
-_INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
-_WAV_TYPES = {
-    (_INTEGERS, 8): "u1",
-    (_INTEGERS, 16): "<i2",
-    (_INTEGERS, 24): "u1",
-    (_INTEGERS, 32): "<i4",
-    (_FLOATS, 32): "<f4",
-    (_FLOATS, 64): "<f8",
-}
 
 
 def read_sound(
@@ -734,51 +701,36 @@ def _stored(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
 
 
 def wav_samples(content: bytes) -> tuple[np.ndarray, int] | None:
-    """View the samples `[n, channels]` of a WAV file of plain samples, and return their rate; None of any other file.
+    """Return the samples `[n, channels]` of a WAV file of integers, and their rate; None of any other file.
 
     Raises:
         UnreadableError: if it is cut or damaged.
     """
     if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
         return None
-    layout, data = _wav_chunks(content)
-    tag, channels, rate, _, frame, bits = struct.unpack_from("<HHIIHH", layout)
-    if tag == _EXTENSIBLE and len(layout) >= 26:
-        tag = int.from_bytes(layout[24:26], "little")
-    if tag not in (_INTEGERS, _FLOATS):
-        return None
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            channels, width, rate, count, *_ = file.getparams()
+            data = file.readframes(count)
+    except EOFError as error:
+        raise UnreadableError("a WAV file that ends in its header", "medium_truncated") from error
+    except (wave.Error, RuntimeError) as error:
+        if b"data" not in content:
+            raise UnreadableError("a WAV file without its sound", "medium_truncated") from error
+        return None  # floats, a codec, or sizes that contradict each other
+    if width > 4:
+        raise UnreadableError(f"a WAV file of {8 * width} bits a sample", "medium_unreadable")
     _check_layout(rate, channels)
-    if (tag, bits) not in _WAV_TYPES:
-        raise UnreadableError(f"a WAV file of {bits} bits a sample", "medium_unreadable")
-    if frame != channels * bits // 8:
-        text = f"a WAV file of {channels} channels of {bits} bits in {frame} bytes"
-        raise UnreadableError(text, "medium_unreadable")
-    values = np.frombuffer(data[: len(data) // frame * frame], _WAV_TYPES[tag, bits])
-    if not len(values):
+    frame = channels * width
+    if len(data) < count * frame and count < 0xFFFFFFFF // frame:  # this many writes a program into a pipe
+        text = f"a WAV file with {len(data):,} of {count * frame:,} bytes of sound"
+        raise UnreadableError(text, "medium_truncated")
+    if not data:
         raise UnreadableError("a WAV file of no samples", "medium_empty")
-    if bits == 24:
+    values = np.frombuffer(data[: len(data) // frame * frame], {1: "u1", 2: "<i2", 3: "u1", 4: "<i4"}[width])
+    if width == 3:
         values = np.pad(values.reshape(-1, 3), ((0, 0), (1, 0))).view("<i4")
     return values.reshape(-1, channels), rate
-
-
-def _wav_chunks(content: bytes) -> tuple[bytes, memoryview]:
-    """Return the format and the samples of a WAV file."""
-    at, layout = 12, b""
-    while at + 8 <= len(content):
-        name, size, at = content[at : at + 4], int.from_bytes(content[at + 4 : at + 8], "little"), at + 8
-        if name == b"fmt ":
-            layout = content[at : at + size]
-        if name == b"data":
-            size = len(content) - at if size in (0, 0xFFFFFFFF) else size  # of a program that wrote into a pipe
-            data = memoryview(content)[at : at + size]
-            if len(data) < size:
-                text = f"a WAV file with {len(data):,} of {size:,} bytes of sound"
-                raise UnreadableError(text, "medium_truncated")
-            if len(layout) < 16:
-                raise UnreadableError("a WAV file without its format", "medium_unreadable")
-            return layout, data
-        at += size + size % 2
-    raise UnreadableError("a WAV file without its sound", "medium_truncated")
 
 
 def _floats(samples: np.ndarray) -> np.ndarray:
@@ -885,19 +837,16 @@ def token_ids(tokenizer: Any, texts: Sequence[str], most: int) -> list[list[int]
         encoded = tokenizer(part, truncation=True, max_length=most, **options)
         return list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
 
-    pairs = read(
-        list(texts[:1])
-    )  # this also sets the backend, which is faster where it need not keep places in the text
+    pairs = read(list(texts[:1]))  # also sets the backend, which is faster where it need not keep places in the text
     if len(texts) > 1:
         encode = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
         fast = [(each.ids, each.special_tokens_mask) for each in encode(list(texts))] if encode else []
         pairs = fast if fast[:1] == pairs else read(list(texts))
     # A Unigram vocabulary (T5, XLM-R, mBART, SigLIP) has special tokens as pieces, which it also finds in split text.
     others = [token for name, token in tokenizer.special_tokens_map.items() if name != "unk_token"]
-    special = set(tokenizer.all_special_ids) - (
-        {tokenizer.unk_token_id} if tokenizer.unk_token not in others else set()
-    )
+    special = set(tokenizer.all_special_ids)
+    if tokenizer.unk_token not in others:
+        special.discard(tokenizer.unk_token_id)
     return [
-        [token for token, is_added in zip(ids, added, strict=True) if is_added or token not in special]
-        for ids, added in pairs
+        [token for token, is_added in zip(*pair, strict=True) if is_added or token not in special] for pair in pairs
     ]

@@ -289,7 +289,7 @@ SOUNDS: Cases = {
         riff_wav(PCM, size=8000 * 2 * 3600),  # a header of an hour
     ],
     "medium_unreadable": [
-        *(MP4[: len(MP4) // 2], b"OggS" + NOISE, b"\x1aE\xdf\xa3" + NOISE, riff_wav(PCM, bits=12)),
+        *(MP4[: len(MP4) // 2], b"OggS" + NOISE, b"\x1aE\xdf\xa3" + NOISE, riff_wav(PCM, bits=40)),
         *(riff_wav(PCM, channels=0), riff_wav(PCM, channels=1000)),
         riff_wav(np.full(800, np.nan, "<f4").tobytes(), 3, bits=32),
     ],

@@ -442,7 +442,7 @@ STEREO[22:24] = b"\2\0"
     ("content", "suffix", "said", "message"),
     [
         (b"ID3" + bytes(99), "mp3", {}, "row 0: medium_unreadable: it is no WAV file"),
-        (bytes(STEREO), "wav", {}, "a WAV file of 2 channels"),
+        (bytes(STEREO), "wav", {}, "it is no WAV file of one channel"),
         (write_wav(np.zeros(0, np.int16), RATE)[:40], "wav", {}, "medium_truncated: a WAV file without its sound"),
         (b"....ftyp" + bytes(99), "mp4", {}, r"it is not in the format AVI"),
         (

@@ -715,7 +715,7 @@ def wav_samples(content: bytes) -> tuple[np.ndarray, int] | None:
     except EOFError as error:
         raise UnreadableError("a WAV file that ends in its header", "medium_truncated") from error
     except (wave.Error, RuntimeError) as error:
-        if b"data" not in content:
+        if not re.search(rb"data....", content, re.DOTALL):
             raise UnreadableError("a WAV file without its sound", "medium_truncated") from error
         return None  # floats, a codec, or sizes that contradict each other
     if width > 4:

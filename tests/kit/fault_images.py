@@ -12,10 +12,8 @@ from PIL import Image, ImageOps, features
 
 from mm_utils.model.reading import FORMATS
 
-AVIF = "avif" in features.modules and features.check("avif")
 Make = Callable[[Image.Image], bytes]
 Change = Callable[[Image.Image], Image.Image]
-_PNG = b"\x89PNG\r\n\x1a\n"
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -77,27 +75,13 @@ def jpeg(picture: Image.Image) -> bytes:
     return save(picture, "JPEG", quality=95, subsampling=0)
 
 
-def jpeg_with_inner_damage(picture: Image.Image) -> bytes:
-    """100 bytes in the middle are overwritten; only simplejpeg notices."""
-    whole = bytearray(jpeg(picture))
-    middle = len(whole) * 2 // 3
-    whole[middle : middle + 100] = bytes(range(100, 200))
-    return bytes(whole)
-
-
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def _png_of(width: int, height: int, *chunks: bytes, depth: int = 8, colour: int = 2) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    return _PNG + _chunk(b"IHDR", header) + b"".join(chunks) + _chunk(b"IEND", b"")
-
-
-def _one_bit_png(side: int) -> bytes:
-    """A whole white image, of little more than a kilobyte for a million pixels."""
-    rows = zlib.compress((b"\0" + b"\xff" * -(-side // 8)) * side, 9)
-    return _png_of(side, side, _chunk(b"IDAT", rows), depth=1, colour=0)
+def _png_of(width: int, height: int, data: bytes = b"", depth: int = 8, colour: int = 2) -> bytes:
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", data) * bool(data) + _chunk(b"IEND", b"")
 
 
 def _with_chunk(whole: bytes, chunk: bytes) -> bytes:
@@ -105,8 +89,8 @@ def _with_chunk(whole: bytes, chunk: bytes) -> bytes:
     return whole[:33] + chunk + whole[33:]
 
 
-def _flip(whole: bytes, at: int) -> bytes:
-    return whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]
+def _flipped(at: int) -> Make:
+    return lambda picture: (lambda whole: whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])(png(picture))
 
 
 def _jpeg_of_size(picture: Image.Image, width: int, height: int) -> bytes:
@@ -128,6 +112,13 @@ def _jpeg_of_many_scans(picture: Image.Image) -> bytes:
     return whole[:begin] + whole[begin:-2] * 600 + whole[-2:]
 
 
+def jpeg_with_inner_damage(picture: Image.Image) -> bytes:
+    """100 bytes in the middle are overwritten; only simplejpeg notices."""
+    whole = jpeg(picture)
+    middle = len(whole) * 2 // 3
+    return whole[:middle] + bytes(range(100, 200)) + whole[middle + 100 :]
+
+
 def _with_exif(picture: Image.Image, orientation: int) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -135,10 +126,10 @@ def _with_exif(picture: Image.Image, orientation: int) -> bytes:
     return save(stored, "JPEG", quality=95, subsampling=0, exif=exif)
 
 
-def animated(form: str, **options: object) -> Make:
+def _animated(form: str) -> Make:
     """Makes files of the picture, its negative and its mirror image."""
     return lambda picture: save(
-        picture, form, save_all=True, append_images=[ImageOps.invert(picture), ImageOps.mirror(picture)], **options
+        picture, form, save_all=True, append_images=[ImageOps.invert(picture), ImageOps.mirror(picture)], quality=95
     )
 
 
@@ -153,37 +144,37 @@ def _faded(picture: Image.Image) -> Image.Image:
     return faded
 
 
-def _on_white(picture: Image.Image) -> Image.Image:
-    layer = picture.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+def _clear(picture: Image.Image) -> Image.Image:
+    coloured = picture.quantize(32)
+    coloured.info["transparency"] = 3
+    return coloured
 
 
-def _grey(picture: Image.Image) -> Image.Image:
-    return picture.convert("L")
+def _on_white(change: Change) -> Change:
+    def shown(picture: Image.Image) -> Image.Image:
+        layer = change(picture).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+
+    return shown
 
 
-def _sixteen_bits(picture: Image.Image) -> Image.Image:
-    return Image.fromarray(np.asarray(_grey(picture)).astype(np.uint16) * 257)
+_grey = _converted("L")
 
 
-def _floats(picture: Image.Image, worst: float = 0.5) -> Image.Image:
+def _numbers(dtype: type, low: float, high: float) -> Change:
+    """Grey values from `low` to `high`."""
+    stretched = lambda picture: np.asarray(_stretched(picture), np.float64) / 255  # noqa: E731
+    return lambda picture: Image.fromarray((low + stretched(picture) * (high - low)).astype(dtype))
+
+
+def _with_nan(picture: Image.Image) -> Image.Image:
     values = np.asarray(_grey(picture)).astype(np.float32) / 255
-    values[0, 0] = worst
+    values[0, 0] = np.nan
     return Image.fromarray(values)
-
-
-def _numbers(picture: Image.Image, dtype: type, low: float, high: float) -> bytes:
-    """Grey values from `low` to `high` in a TIFF."""
-    grey = np.asarray(ImageOps.autocontrast(_grey(picture)), np.float64) / 255
-    return save(Image.fromarray((low + grey * (high - low)).astype(dtype)), "TIFF")
 
 
 def _stretched(picture: Image.Image) -> Image.Image:
     return ImageOps.autocontrast(_grey(picture))
-
-
-def _palette(picture: Image.Image) -> Image.Image:
-    return picture.quantize(64)
 
 
 def _cut(form: str, share: float) -> Make:
@@ -194,11 +185,10 @@ def _sized(width: int, height: int, form: str = "PNG") -> Make:
     return lambda picture: save(picture.resize((width, height)), form)
 
 
-def _with_text(whole: bytes) -> bytes:
-    """100 MB of it, compressed."""
-    return _with_chunk(whole, _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100 << 20), 1)))
-
-
+_ZEROS = "a JPEG whose end is zeros, as a power failure leaves it"
+_HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
+_WHITE = zlib.compress((b"\0" + b"\xff" * 1125) * 9000, 9)  # 81 million pixels of one bit
+_TEXT = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100 << 20), 1))  # 100 MB of it
 _REASONS: dict[str, dict[str, bytes | Make]] = {
     "image_empty": {"an empty file": b""},
     "image_unknown_format": {
@@ -206,39 +196,31 @@ _REASONS: dict[str, dict[str, bytes | Make]] = {
         "a file of zeros": bytes(5000),
         "a page of a web server": b"<!DOCTYPE html><html>404</html>",
         "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
-        "plain text": b"there is no image here\n" * 9,
         "an SVG": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
-        "a PDF": saved("PDF"),
         "an EPS": saved("EPS"),
         "a video": b"\0\0\0\x18ftypmp42" + bytes(99),
-        "a ZIP archive": b"PK\x03\x04" + bytes(99),
-        "a PCX": saved("PCX"),
         "an icon": saved("ICO"),
+        **({} if "HEIF" in FORMATS else {"a HEIC": _HEIC}),
     },
     "image_truncated": {
-        **{
-            f"a {form} cut at {share:.0%}": _cut(form, share) for form in ("JPEG", "PNG") for share in (0.1, 0.5, 0.99)
-        },
+        **{f"a {form} cut at {share}": _cut(form, share) for form in ("JPEG", "PNG") for share in (0.1, 0.5, 0.99)},
         **{f"a {form} cut in half": _cut(form, 0.5) for form in ("TIFF", "WEBP", "BMP", "GIF")},
         "a JPEG of its first two bytes": b"\xff\xd8",
-        "a JPEG without end mark": lambda picture: jpeg(picture)[:-2],
         "an end mark in a thumbnail alone": lambda picture: _with_thumbnail(picture)[:-2],
-        "a JPEG whose end is zeros, as a power failure leaves it": lambda picture: jpeg(picture)[:-600] + bytes(600),
+        _ZEROS: lambda picture: jpeg(picture)[:-600] + bytes(600),
         "a PNG of its header": lambda picture: png(picture)[:33],
     },
-    "image_corrupt": {
-        "a PNG with a flipped byte": lambda picture: _flip(png(picture), 900),
-        "a PNG with a flipped byte in its header": lambda picture: _flip(png(picture), 18),
-    },
+    "image_corrupt": {"a PNG with a flipped byte": _flipped(900), "a flipped byte in the header": _flipped(18)},
     "image_unreadable": {
-        "a PNG of what is not a deflate stream": _png_of(64, 48, _chunk(b"IDAT", b"no deflate stream")),
-        "a TIFF with a value that is not a number": lambda picture: save(_floats(picture, float("nan")), "TIFF"),
-        "a PNG with 100 MB of compressed text": lambda picture: _with_text(png(picture)),
+        "a PNG of what is not a deflate stream": _png_of(64, 48, b"no deflate stream"),
+        "a TIFF with a value that is not a number": saved("TIFF", _with_nan),
+        "a PNG with 100 MB of compressed text": lambda picture: _with_chunk(png(picture), _TEXT),
+        **({"a HEIC": _HEIC} if "HEIF" in FORMATS else {}),
     },
     "too_many_pixels": {
         "a PNG header of 50,000 x 50,000": _png_of(50_000, 50_000),
         "a JPEG header of 65,000 x 65,000": lambda picture: _jpeg_of_size(picture, 65_000, 65_000),
-        "a PNG of 9,000 x 9,000, which Pillow would take": _one_bit_png(9000),
+        "a PNG of 9,000 x 9,000, which Pillow would take": _png_of(9000, 9000, _WHITE, depth=1, colour=0),
         "a GIF header of 65,535 x 65,535": lambda picture: b"GIF89a" + b"\xff" * 4 + save(picture, "GIF")[10:],
     },
     "too_many_parts": {
@@ -255,75 +237,67 @@ BROKEN = [
     for reason, cases in _REASONS.items()
     for kind, made in cases.items()
 ]
-_HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
-BROKEN.append(Broken("a HEIC", "image_unreadable" if "HEIF" in FORMATS else "image_unknown_format", lambda _: _HEIC))
-# What only preparing finds, or refuses.
-_SHOWN = {"too_small", "extreme_aspect", "too_many_parts", "a JPEG whose end is zeros, as a power failure leaves it"}
+# What only preparing finds, or refuses, is left out.
+_SHOWN = {"too_small", "extreme_aspect", "too_many_parts", _ZEROS}
 UNDECODABLE = [case for case in BROKEN if not {case.reason, case.kind} & _SHOWN]
 
 
-def _see_through_palette(picture: Image.Image) -> Image.Image:
-    coloured = picture.quantize(32)
-    coloured.info["transparency"] = 3
-    return coloured
+def _same(picture: Image.Image) -> Image.Image:
+    return picture
 
 
-def _grey_glass(picture: Image.Image) -> Image.Image:
+def _indexed(picture: Image.Image) -> Image.Image:
+    return picture.quantize(64)
+
+
+def _glass(picture: Image.Image) -> Image.Image:
     return _faded(picture).convert("LA")
 
 
-def _behind(make: Make, rest: bytes) -> Make:
-    return lambda picture: make(picture) + rest
-
-
-_WEBP = saved("WEBP", quality=95)
-_SIXTEEN, _SCALED, _CMYK = ("sixteen_bit_scaled",), ("float_scaled",), ("cmyk_converted",)
-_FIRST_FRAME, _ON_WHITE = ("animated_first_frame",), ("alpha_on_white",)
+# What is odd, the format, what is saved in it, the notes, what is shown, options of the format.
+_SAVED: list[tuple[str, str, Change, str, Change, dict[str, object]]] = [
+    ("progressive", "JPEG", _same, "", _same, {"progressive": True}),
+    ("grey", "JPEG", _grey, "", _grey, {}),
+    ("a BMP", "BMP", _same, "", _same, {}),
+    ("a WebP", "WEBP", _same, "", _same, {}),
+    ("a TIFF", "TIFF", _same, "", _same, {}),
+    ("a photograph", "JPEG", lambda picture: picture.resize((1600, 1200)), "", _same, {}),
+    ("print colours", "JPEG", _converted("CMYK"), "cmyk_converted", _same, {}),
+    ("print colours in a TIFF", "TIFF", _converted("CMYK"), "cmyk_converted", _same, {}),
+    ("opaque transparency", "PNG", _converted("RGBA"), "", _same, {}),
+    ("16 bits", "PNG", _numbers(np.uint16, 0, 65535), "sixteen_bit_scaled", _stretched, {}),
+    ("16 bits in 32", "TIFF", _numbers(np.int32, 0, 65535), "sixteen_bit_scaled", _stretched, {}),
+    ("32-bit integers", "TIFF", _numbers(np.int32, -1000, 1000), "float_scaled", _stretched, {}),
+    ("floats beyond 1", "TIFF", _numbers(np.float32, 3, 7), "float_scaled", _stretched, {}),
+    ("floats", "TIFF", _numbers(np.float32, 0, 1), "float_scaled", _stretched, {}),
+    ("one bit", "PNG", _converted("1"), "", _converted("1"), {}),
+    ("a palette", "PNG", _indexed, "palette_converted", _indexed, {}),
+    ("a clear palette", "PNG", _clear, "palette_converted alpha_on_white", _on_white(_clear), {}),
+    ("transparency", "PNG", _faded, "alpha_on_white", _on_white(_faded), {}),
+    ("grey glass", "PNG", _glass, "alpha_on_white", _on_white(_glass), {}),
+    ("unreadable EXIF", "JPEG", _same, "", _same, {"exif": b"Exif\0\0garbage" * 3}),
+    ("an unreadable colour profile", "PNG", _same, "", _same, {"icc_profile": b"garbage" * 9}),
+    *([("an AVIF", "AVIF", _same, "", _same, {})] if features.check("avif") else []),
+]
+_FRAMES = {"GIF": ("animated_first_frame", "palette_converted"), "TIFF": ("multi_page_first",)}
+_FRAMES |= {"WEBP": ("animated_first_frame",), "PNG": ("animated_first_frame",), "MPO": ("multi_page_first",)}
 ODD = [
-    Odd("a baseline JPEG", ".jpg", jpeg),
-    Odd("a progressive JPEG", ".jpg", saved("JPEG", quality=95, progressive=True)),
-    Odd("a grey JPEG", ".jpeg", lambda picture: jpeg(_grey(picture)), (), _grey),
-    Odd("a BMP", ".bmp", saved("BMP")),
-    Odd("a WebP", ".webp", saved("WEBP", lossless=True)),
-    Odd("a TIFF", ".tif", saved("TIFF")),
-    Odd("a photograph of 1600 x 1200", ".JPG", lambda picture: jpeg(picture.resize((1600, 1200)))),
-    Odd("a JPEG named .png", ".png", jpeg, ("wrong_extension",)),
-    Odd("a PNG named .jpg", ".jpg", png, ("wrong_extension",)),
-    Odd("a name without a suffix", "", png),
-    Odd("a JPEG with bytes behind it", ".jpg", _behind(jpeg, b"<!-- x -->" * 99), ("trailing_bytes",)),
-    Odd("a PNG with bytes behind it", ".png", _behind(png, bytes(999)), ("trailing_bytes",)),
-    Odd("a WebP with bytes behind it", ".webp", _behind(_WEBP, b"rest"), ("trailing_bytes",)),
-    Odd("a JPEG with a thumbnail", ".jpg", _with_thumbnail),
-    Odd("print colours in a TIFF", ".tif", saved("TIFF", _converted("CMYK")), _CMYK),
-    Odd("opaque transparency", ".png", saved("PNG", _converted("RGBA"))),
-    Odd("an MPO", ".jpg", animated("MPO", quality=95), ("multi_page_first",)),
-    *([Odd("an AVIF", ".avif", saved("AVIF", quality=95))] if AVIF else []),
-    Odd("print colours", ".jpg", lambda picture: jpeg(picture.convert("CMYK")), _CMYK),
-    Odd("16 bits of grey", ".png", saved("PNG", _sixteen_bits), _SIXTEEN, _grey),
-    Odd("16 bits of grey in a TIFF", ".tif", saved("TIFF", _sixteen_bits), _SIXTEEN, _grey),
-    Odd("16 bits in 32", ".tif", lambda picture: _numbers(picture, np.int32, 0, 65535), _SIXTEEN, _stretched),
-    Odd("32-bit integers", ".tif", lambda picture: _numbers(picture, np.int32, -1000, 1000), _SCALED, _stretched),
-    Odd("floats beyond 1", ".tif", lambda picture: _numbers(picture, np.float32, 3, 7), _SCALED, _stretched),
-    Odd("floats", ".tiff", saved("TIFF", _floats), _SCALED, _grey),
-    Odd("one bit", ".png", saved("PNG", _converted("1")), (), _converted("1")),
-    Odd("a palette", ".png", saved("PNG", _palette), ("palette_converted",), _palette),
-    Odd(
-        "a palette with a transparent colour",
-        ".png",
-        saved("PNG", _see_through_palette),
-        ("palette_converted", "alpha_on_white"),
-        lambda picture: _on_white(_see_through_palette(picture)),
-    ),
-    Odd("transparency", ".png", saved("PNG", _faded), _ON_WHITE, lambda picture: _on_white(_faded(picture))),
-    Odd("grey glass", ".png", saved("PNG", _grey_glass), _ON_WHITE, lambda picture: _on_white(_grey_glass(picture))),
     *(
-        Odd(f"EXIF orientation {turn}", ".jpg", partial(_with_exif, orientation=turn), ("exif_rotated",))
-        for turn in _TURNS
+        Odd(kind, f".{form}", saved(form, change, quality=95, **options), tuple(notes.split()), shows)
+        for kind, form, change, notes, shows, options in _SAVED
     ),
-    Odd("unreadable EXIF", ".jpg", saved("JPEG", quality=95, exif=b"Exif\0\0garbage" * 3)),
-    Odd("an unreadable colour profile", ".png", saved("PNG", icc_profile=b"garbage" * 9)),
-    Odd("an animated GIF", ".gif", animated("GIF"), ("animated_first_frame", "palette_converted")),
-    Odd("an animated PNG", ".png", animated("PNG"), _FIRST_FRAME),
-    Odd("an animated WebP", ".webp", animated("WEBP", quality=95), _FIRST_FRAME),
-    Odd("a TIFF of three pages", ".tif", animated("TIFF"), ("multi_page_first",)),
+    Odd("a JPEG named .png", ".png", jpeg, ("wrong_extension",)),
+    Odd("a name without a suffix", "", png),
+    Odd("a JPEG with a thumbnail", ".jpg", _with_thumbnail),
+    *(
+        Odd(
+            f"bytes behind a {form}",
+            f".{form}",
+            lambda picture, f=form: save(picture, f) + b"rest",
+            ("trailing_bytes",),
+        )
+        for form in ("JPEG", "PNG", "WEBP")
+    ),
+    *(Odd(f"EXIF {turn}", ".jpg", partial(_with_exif, orientation=turn), ("exif_rotated",)) for turn in _TURNS),
+    *(Odd(f"several in a {form}", f".{form}", _animated(form), notes) for form, notes in _FRAMES.items()),
 ]

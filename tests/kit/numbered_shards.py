@@ -59,12 +59,9 @@ def write_tar(path: Path, numbers: Sequence[int]) -> Path:
     """One shard as WebDataset writes it: image and caption of every sample one after the other."""
     with tarfile.open(path, "w") as tar:
         for number in numbers:
-            sidecar = json.dumps({"image_id": f"id-{number}"}).encode()
-            for suffix, content in (
-                ("png", image_of(number)),
-                ("txt", caption_of(number).encode()),
-                ("json", sidecar),
-            ):
+            sidecar = json.dumps({"image_id": f"id-{number}"})
+            parts = {"png": image_of(number), "txt": caption_of(number).encode(), "json": sidecar.encode()}
+            for suffix, content in parts.items():
                 add_member(tar, f"samples/{number:06d}.{suffix}", content)
     return path
 
@@ -94,22 +91,16 @@ class Server(SimpleHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None: ...
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         file = Path(self.translate_path(self.path))
         if not file.is_file():
             return self.send_error(404)
-        content = file.read_bytes()
-        span = self.headers.get("Range") if self.ranges else None
-        total = len(content)
-        if span is not None:
+        content, span = file.read_bytes(), self.headers.get("Range") if self.ranges else None
+        self.send_response(206 if span else 200)
+        if span:
             low, _, high = span.removeprefix("bytes=").partition("-")
-            stop = min(int(high or total - 1) + 1, total)
+            total, stop = len(content), min(int(high or len(content) - 1) + 1, len(content))
             content = content[int(low) : stop]
-        self.send_response(200 if span is None else 206)
-        if span is not None:
             self.send_header("Content-Range", f"bytes {low}-{stop - 1}/{total}")
         self.send_header("Accept-Ranges", "bytes" if self.ranges else "none")
         self.send_header("Content-Length", str(len(content)))
@@ -117,6 +108,8 @@ class Server(SimpleHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(content)
         return None
+
+    do_HEAD = do_GET
 
 
 @contextlib.contextmanager

@@ -47,22 +47,22 @@ def clip_tokenizer() -> CLIPTokenizer:
     )
 
 
-def siglip_tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
-    """A tokenizer of letters that ends in </s>, which also pads, and returns no mask, as SigLIP's does."""
-    vocabulary = {"<unk>": 0, "</s>": 1, **{letter: 2 + place for place, letter in enumerate(LETTERS)}}
-    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+def _letter_tokenizer(special: tuple[str, ...], text: str, **options: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of letters behind its special tokens; `text` is where those of a text stand."""
+    letters = Tokenizer(
+        models.WordLevel({word: at for at, word in enumerate((*special, *LETTERS))}, unk_token="<unk>")
+    )
     letters.normalizer = normalizers.Lowercase()
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    letters.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=letters,
-        eos_token="</s>",
-        pad_token="</s>",
-        unk_token="<unk>",
-        model_max_length=64,
-        padding_side=side,
-        model_input_names=["input_ids"],
-    )
+    ends = [(word, special.index(word)) for word in special if word in text]
+    letters.post_processor = processors.TemplateProcessing(single=text, special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", unk_token="<unk>", **options)
+
+
+def siglip_tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
+    """It ends texts in </s>, which also pads, and returns no mask, as SigLIP's does."""
+    options = {"pad_token": "</s>", "model_max_length": 64, "padding_side": side, "model_input_names": ["input_ids"]}
+    return _letter_tokenizer(("<unk>", "</s>"), "$A </s>", **options)
 
 
 def chinese_tokenizer() -> BertTokenizer:
@@ -97,43 +97,16 @@ def write_stock(folder: Path, kind: str, **text: Any) -> str:
         else:
             made = SiglipProcessor(SiglipImageProcessor(size={"height": SIDE, "width": SIDE}), tokenizer)
     text["vocab_size"] = len(tokenizer)
-    torch.manual_seed(0)
-    model = AutoModel.from_config(
-        AutoConfig.for_model(kind, text_config=text, vision_config={**TOWER, **images}, **config)
-    )
-    with torch.no_grad():  # fresh weights are so small that all texts look alike
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        model.logit_scale.fill_(2.0)
-        if hasattr(model, "logit_bias"):
-            model.logit_bias.fill_(-3.5)
-    model.save_pretrained(folder)
-    made.save_pretrained(folder)
-    return str(folder)
-
-
-def clap_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of letters with the special tokens of RoBERTa, of which <pad> is 1."""
-    words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *LETTERS]
-    letters = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
-    letters.normalizer = normalizers.Lowercase()
-    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    ends = [("<s>", 0), ("</s>", 2)]
-    letters.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=letters,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_max_length=100,
-    )
+    stock = AutoConfig.for_model(kind, text_config=text, vision_config={**TOWER, **images}, **config)
+    scales = {"logit_scale": 2.0, **({"logit_bias": -3.5} if "siglip" in kind else {})}
+    return _write(folder, stock, scales, made)
 
 
 def write_clap(folder: Path, fused: bool = False, **audio: Any) -> str:
     """Write a random ClapModel with its processor, which takes a second of 16 kHz in loops."""
-    tokenizer = clap_tokenizer()
+    special, options = ("<s>", "<pad>", "</s>", "<unk>", "<mask>"), {"bos_token": "<s>", "mask_token": "<mask>"}
+    options |= {"pad_token": "<pad>", "model_max_length": 100}
+    tokenizer = _letter_tokenizer(special, "<s> $A </s>", **options)
     audio = {
         "spec_size": 64, "num_mel_bins": 16, "patch_size": 4, "patch_stride": [4, 4], "window_size": 4, "depths": [1, 1],
         "num_attention_heads": [1, 2], "patch_embeds_hidden_size": 8, "hidden_size": 16, "enable_fusion": fused, **audio,
@@ -151,7 +124,7 @@ def write_clap(folder: Path, fused: bool = False, **audio: Any) -> str:
 def _write(folder: Path, config: Any, scales: dict[str, float], processor: Any) -> str:
     torch.manual_seed(0)
     model: Any = AutoModel.from_config(config)
-    with torch.no_grad():
+    with torch.no_grad():  # fresh weights are so small that all texts look alike
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, scale in scales.items():
@@ -171,10 +144,8 @@ def noise(count: int = 3) -> list[Image.Image]:
 
 def stock_logits(folder: Path | str, texts: list[str] = TEXTS) -> torch.Tensor:
     """`logits_per_image` of the stock class, with the folder's own processor, as its documentation says."""
-    stock, processor = (
-        AutoModel.from_pretrained(folder, dtype=torch.float32).eval(),
-        AutoProcessor.from_pretrained(folder),
-    )
+    stock = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(folder)
     unmasked = "siglip" in stock.config.model_type
     padding: dict[str, Any] = {"padding": "max_length", "max_length": 64} if unmasked else {"padding": True}
     inputs = {

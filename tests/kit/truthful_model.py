@@ -120,10 +120,7 @@ class TruthfulModel:
         for text, image in enumerate(self.owner):
             captions[image].append(text)
         examples = [
-            {
-                "input_ids": [[1, text, number, *[5] * (text % 9)] for text in texts],
-                "caption_keys": texts,
-            }
+            {"input_ids": [[1, text, number, *[5] * (text % 9)] for text in texts], "caption_keys": texts}
             for number, texts in enumerate(captions)
         ]
         return evaluation_batches(examples, batch_size, unreadable, first_key=10**12)

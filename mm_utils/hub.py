@@ -4,9 +4,8 @@ import logging
 import os
 import re
 import shlex
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,19 @@ from mm_utils.training.callbacks import RunCallback
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
-_START_TIMEOUT = 30.0  # seconds that the start of training waits for the Hub
-_TIMEOUT = 600.0  # seconds that the end waits, and as long as the bytes take at 1 MB/s
-# Files about this machine and its paths; the card has the settings, the command and the versions.
-_OF_MACHINE = (CONFIG_FILE, "environment.json", "skipped_images.jsonl", "nonfinite_steps.jsonl")
-_UNFINISHED = ("checkpoint-*/*", ".*", "*/.*", "*.tmp", "*__pycache__*")
+_START_TIMEOUT, _TIMEOUT = (
+    30.0,
+    600.0,
+)  # seconds that start and end wait for the Hub; the end, also as long as 1 MB/s takes
 # Files that resume a run and are not a part of a model.
 _RESUME_STATE = (
     *("optimizer*", "scheduler*", "scaler*", "random_states*", "ema.safetensors", "adapters.safetensors"),
     *("trainer_state.json", "run.json", "manifest.json"),
+)
+_NO_MODEL = (
+    *("checkpoint-*/*", ".*", "*/.*", "*.tmp", "*__pycache__*", *_RESUME_STATE),
+    # About this machine and its paths; the card has the settings, the command and the versions.
+    *(CONFIG_FILE, "environment.json", "skipped_images.jsonl", "nonfinite_steps.jsonl"),
 )
 # What was set aside stays here: it may be what nobody should have, and it names paths of this machine.
 _SET_ASIDE = ("quarantine.jsonl", ".*")
@@ -55,8 +58,6 @@ class HubArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.hub_strategy not in STRATEGIES:
-            raise ValueError(f"--hub_strategy is {self.hub_strategy!r}; unknown. Choose from {', '.join(STRATEGIES)}.")
         check_repository("--hub_model_id", self.hub_model_id)
 
 
@@ -75,25 +76,25 @@ class DatasetHubArguments:
     )
 
     def __post_init__(self) -> None:
-        check_repository("--hub_dataset_id", self.hub_dataset_id, self.license)
+        check_repository("--hub_dataset_id", self.hub_dataset_id)
+        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
+            raise ValueError(
+                f"--license is {self.license!r}; the Hub's identifiers have small letters, digits, dots and hyphens. Give one of "
+                "https://hf.co/docs/hub/repositories-licenses, such as apache-2.0 or cc-by-4.0, or other."
+            )
 
     def repository(self, folder: str) -> str:
         """Return the name of the repository for a folder."""
         return self.hub_dataset_id or repository_name(Path(folder))
 
 
-def check_repository(flag: str, name: str | None, licence: str | None = None) -> None:
-    """Raise ValueError unless the Hub could have a repository of this name and `--license`."""
+def check_repository(flag: str, name: str | None) -> None:
+    """Raise ValueError unless the Hub could have a repository of this name."""
     try:
         if name is not None:
             validate_repo_id(name)
     except HFValidationError as error:
         raise ValueError(f"{flag} is {name!r}; {one_line(error)} Give 'name' or 'namespace/name'.") from error
-    if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
-        raise ValueError(
-            f"--license is {licence!r}; the Hub's identifiers have small letters, digits, dots and hyphens. Give one of "
-            "https://hf.co/docs/hub/repositories-licenses, such as apache-2.0 or cc-by-4.0, or other."
-        )
 
 
 def repository_name(output_dir: Path) -> str:
@@ -105,47 +106,30 @@ def repository_name(output_dir: Path) -> str:
 class Repository:
     """A repository of the Hub, to which folders are pushed in the background, one after the other.
 
-    Attributes:
-        name: with its namespace once the repository is created.
-        kind: `model` or `dataset`.
-        private: whether it is created as private.
+    `name` has its namespace once the repository is created; `kind` is `model` or `dataset`.
     """
 
     def __init__(self, name: str, kind: str, private: bool = False):
         self.name, self.kind, self.private = name, kind, private
         self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
-        self._lock = threading.Lock()
         disable_progress_bars()
 
-    def push(self, folder: Path | None = None, **options: Any) -> Future[str | None]:
-        """Create the repository and push a folder; the future has the reason of a failure, or None.
+    def push(self, folder: Path | None = None, **options: Any) -> Future[None]:
+        """Create the repository and push a folder, if one is given; `options` are those of `HfApi.upload_folder`."""
 
-        `options` are those of `HfApi.upload_folder`.
-        """
-        # Not by `run_as_future`, whose thread keeps a finished process for as long as the Hub does not answer.
-        push: Future[str | None] = Future()
+        def work() -> None:
+            # None, not False: an organisation whose default is private keeps it.
+            made = self.api.create_repo(self.name, private=self.private or None, exist_ok=True, repo_type=self.kind)
+            self.name = made.repo_id
+            if folder is not None:
+                self.api.upload_folder(repo_id=self.name, folder_path=folder, repo_type=self.kind, **options)
 
-        def run() -> None:
-            with self._lock:
-                try:
-                    # None, not False: an organisation whose default is private keeps it.
-                    private = self.private or None
-                    url = self.api.create_repo(self.name, private=private, exist_ok=True, repo_type=self.kind)
-                    self.name = url.repo_id
-                    if folder is not None:
-                        self.api.upload_folder(repo_id=self.name, folder_path=folder, repo_type=self.kind, **options)
-                    push.set_result(None)
-                except Exception as error:  # the run goes on, whatever the client raises
-                    push.set_result(one_line(error))
-
-        threading.Thread(target=run, daemon=True).start()
-        return push
+        return self.api.run_as_future(work)
 
     def has_got(self, folder: Path, left_out: Sequence[str], message: str) -> bool:
         """Push a folder and wait; return whether it is on the Hub. A failure is a warning, with the command for later."""
-        error = _outcome(
-            self.push(folder, commit_message=message, ignore_patterns=list(left_out)), _TIMEOUT + size_of(folder) / 1e6
-        )
+        push = self.push(folder, commit_message=message, ignore_patterns=list(left_out))
+        error = _failure(push, _TIMEOUT + size_of(folder) / 1e6)
         if error:
             kind = [] if self.kind == "model" else ["--repo-type", self.kind]
             words = ["hf", "upload", self.name, str(folder), ".", *kind, *["--private"] * self.private]
@@ -155,11 +139,15 @@ class Repository:
         return not error
 
 
-def _outcome(push: Future[str | None], timeout: float) -> str | None:
+def _failure(push: Future[None], timeout: float | None = None) -> str:
+    """Return why a push has failed, or "": whatever the client raises, the run goes on."""
     try:
-        return push.result(timeout)
+        push.result(timeout)
+        return ""
     except TimeoutError:
         return f"it is not done within {timeout:.0f} seconds"
+    except Exception as error:
+        return one_line(error)
 
 
 class HubPusher(RunCallback):
@@ -170,8 +158,7 @@ class HubPusher(RunCallback):
     reads = "hub_model_id hub_strategy"
 
     def __init__(self, args: HubArguments):
-        self.args = args
-        self._pushes: dict[Future[str | None], Path] = {}
+        self.args, self.pushes = args, dict[Future[None], str]()
 
     @classmethod
     def attach(cls, given: Parsed) -> "HubPusher":
@@ -179,17 +166,13 @@ class HubPusher(RunCallback):
         return cls(given[HubArguments])
 
     def on_start(self, run: Any) -> None:
-        """Push the run's folder."""
-        self.open(run.run.output_dir)
-
-    def open(self, output_dir: Path) -> None:
-        """Set the folder that is pushed."""
-        self.output_dir = output_dir.absolute()
+        """Name the repository of the run's folder."""
+        self.output_dir = run.run.output_dir.absolute()
         self.repository = Repository(self.args.hub_model_id or repository_name(self.output_dir), "model")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Create the repository, so that a bad token shows before the training."""
-        if state.is_world_process_zero and (error := _outcome(self.repository.push(), _START_TIMEOUT)):
+        if state.is_world_process_zero and (error := _failure(self.repository.push(), _START_TIMEOUT)):
             text = "the Hub repository is %s; it cannot be opened: %s. Training goes on and the push is tried again later; "
             logger.warning(text + "check `hf auth whoami`", self.repository.name, error)
 
@@ -197,7 +180,12 @@ class HubPusher(RunCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, checkpoint: Path | None = None, **kwargs: Any
     ) -> None:
         """Push `checkpoint` in the background, unless the push before it is still in progress."""
-        if state.is_world_process_zero and self.args.hub_strategy != "end" and self._settle():
+        if (
+            state.is_world_process_zero
+            and self.args.hub_strategy != "end"
+            and all(push.done() for push in self.pushes)
+        ):
+            self._settle()
             checkpoint = checkpoint or checkpoint_path(args.output_dir, state.global_step)
             self._push(checkpoint, commit_message=checkpoint.name, ignore_patterns=list(_RESUME_STATE))
             self._push_state(checkpoint)
@@ -217,13 +205,11 @@ class HubPusher(RunCallback):
         """Push the last checkpoint, and the output folder as the final model; return whether the model is on the Hub."""
         for checkpoint in checkpoint_folders(self.output_dir)[-1:]:
             self._push_state(checkpoint)
-        self._settle(_TIMEOUT)
-        return self.repository.has_got(
-            self.output_dir, (*_UNFINISHED, *_OF_MACHINE, *_RESUME_STATE), "End of training"
-        )
+        self._settle()
+        return self.repository.has_got(self.output_dir, _NO_MODEL, "End of training")
 
     def _push(self, checkpoint: Path, **options: Any) -> None:
-        self._pushes[self.repository.push(checkpoint, **options)] = checkpoint
+        self.pushes[self.repository.push(checkpoint, **options)] = checkpoint.name
 
     def _push_state(self, checkpoint: Path) -> None:
         """Push all of a checkpoint, if `--hub_strategy` asks for it, in the place of what it replaces."""
@@ -232,14 +218,12 @@ class HubPusher(RunCallback):
             message = f"{checkpoint.name}, to resume"
             self._push(checkpoint, path_in_repo=place, commit_message=message, delete_patterns="*")
 
-    def _settle(self, timeout: float = 0.0) -> bool:
-        """Name the pushes of checkpoints that failed; return whether all are done, at most `timeout` seconds later."""
-        _, waiting = wait(self._pushes, timeout)
-        for push in self._pushes.keys() - waiting:
-            checkpoint = self._pushes.pop(push)
-            if error := push.result():
-                logger.warning("the push of %s to %s failed: %s", checkpoint.name, self.repository.name, error)
-        return not waiting
+    def _settle(self) -> None:
+        """Wait for the pushes of checkpoints, and name those that failed."""
+        for push, name in self.pushes.items():
+            if error := _failure(push, _TIMEOUT):
+                logger.warning("the push of %s to %s failed: %s", name, self.repository.name, error)
+        self.pushes.clear()
 
 
 def push_data_set(folder: str, args: DatasetHubArguments) -> bool:

@@ -6,13 +6,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.hub import HubArguments, HubPusher, repository_name
 from scripts import pretrain
-from tests.kit.corpora import write_corpus
 from tests.kit.hub import CUT, TOKEN, HubServer
 
 FILES = {
@@ -41,7 +41,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def pusher(run_dir: Path, **arguments: str | bool) -> HubPusher:
     hub = HubPusher(HubArguments(push_to_hub=True, **arguments))  # type: ignore[arg-type]
-    hub.open(run_dir)
+    hub.on_start(SimpleNamespace(run=SimpleNamespace(output_dir=run_dir)))
     return hub
 
 
@@ -74,7 +74,7 @@ def test_strategies(server: HubServer, run_dir: Path, strategy: str, place: str 
     save(hub)
     assert server.commits == [], "training must not wait for the upload"
     server.upload_may_end.set()
-    assert hub._settle(60)
+    hub._settle()
     assert server.repos["tester/my-run"]["model.safetensors"] == b"weights of step 10"
     assert hub.push_model()
     checkpoint = {f"{place}/model.safetensors", f"{place}/optimizer.safetensors"} if place else set()
@@ -84,23 +84,10 @@ def test_strategies(server: HubServer, run_dir: Path, strategy: str, place: str 
 
 @pytest.mark.parametrize("status", [401, 403, CUT])
 def test_a_run_survives_pushes_that_fail(
-    server: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
+    server: HubServer, tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     server.fail("/(preupload|commit)/", status)
-    small = [
-        "--image_size",
-        "32",
-        "--global_batch_size",
-        "8",
-        "--fusion_layers",
-        "1",
-        "--vision_config",
-        "tiny",
-        "--text_config",
-        "tiny",
-    ]
-    small += ["--dataloader_num_workers", "0"]
-    flags = ["--train_file", str(write_corpus(tmp_path / "few")), *small, "--save_steps", "1", "--max_steps", "2"]
+    flags = [*tiny_flags, "--save_steps", "1", "--max_steps", "2"]
     push = ["--push_to_hub", "--hub_model_id", "tester/run", "--hub_strategy", "every_save"]
     pretrain.main([*flags, *push, "--output_dir", str(tmp_path / "out")])
     assert "the push of checkpoint-1 to tester/run failed" in caplog.text or status == CUT

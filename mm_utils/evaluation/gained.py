@@ -37,11 +37,6 @@ class Evaluations(NamedTuple):
         """Whether the weights before the first step were evaluated."""
         return self.first.get("step") == 0
 
-    @property
-    def rise(self) -> bool:
-        """Whether the last evaluation is the best one; so it is if it is the only one."""
-        return bool(self.values) and max(self.values, key=lambda step: (self.values[step], -step)) == max(self.values)
-
 
 def read_evaluations(log: Path, names: tuple[str, ...]) -> Evaluations:
     """Read a run's `metrics.jsonl`; the first of `names` that the last evaluation has is the figure that is judged."""

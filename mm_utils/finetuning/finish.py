@@ -20,9 +20,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClas
 from mm_utils.plots import plot_training
 from mm_utils.reports.model_card import EXAMPLES, CardInfo, EvaluatedData, an, data_names, write_model_card
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.commands import SOURCES, longer_command
-from mm_utils.run.finish import EMBEDDED, choices, chosen_on_validation, listing, next_lines, run_card
-from mm_utils.run.start import Run
+from mm_utils.run.commands import SOURCES
+from mm_utils.run.finish import EMBEDDED, chosen_on_validation, closing_lines, run_card
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,7 @@ def finish_finetuning(
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         report_classes(evaluator.guesses, task.classes, folder)
         (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
-        card = classification_card(run, model, task, context.data.fingerprint, context.metrics, context.choice, argv)
-        write_model_card(folder, card)
+        write_model_card(folder, classification_card(context, model, task, argv))
         seal_model(folder)
 
     distributed.on_first(write)
@@ -74,15 +72,10 @@ def finish_finetuning(
 
 
 def classification_card(
-    run: Run,
-    model: FusionDualEncoderForClassification,
-    task: LabelledTask,
-    fingerprint: str,
-    metrics: dict[str, float],
-    choice: str,
-    argv: Sequence[str] | None,
+    context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask, argv: Sequence[str] | None
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
+    run, metrics = context.run, context.metrics
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
     medium = model.config.medium
     rows, results = [], []
@@ -104,13 +97,13 @@ def classification_card(
         metrics,
         argv,
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
-        table_note=chosen_on_validation(run, metrics, choice),
+        table_note=chosen_on_validation(context),
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
         results=results,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         dataset_rows={name: len(split) for name, split in task.splits.items()},
-        dataset_fingerprint=fingerprint,
+        dataset_fingerprint=context.data.fingerprint,
         base_models=[start] if not Path(start).exists() else [],
         # The other inputs have no pipeline that reads them with this class.
         pipeline_tag="text-classification" if inputs == "text" else None,
@@ -155,21 +148,21 @@ def classifier_input(model: FusionDualEncoderForClassification) -> str:
     return _INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
 
 
-def _gained(metrics: Mapping[str, float], evaluations: Evaluations, rows: int) -> tuple[bool, str]:
-    """Return whether training gained accuracy beyond its interval, and a sentence on it."""
+def _gained(metrics: Mapping[str, float], evaluations: Evaluations, rows: int) -> str:
+    """Return a sentence on whether training gained accuracy beyond its interval."""
     accuracy, low, majority = (metrics[f"eval_{name}"] for name in ("accuracy", "accuracy_low", "majority"))
     if few := too_few(rows, "row", figure="accuracy"):
-        return False, few
+        return few
     if low <= majority:
         always = f"that of always the most frequent class, {majority:.3f}"
-        return False, f"Accuracy {accuracy:.3f} is not above {always}: by this figure, nothing was learnt."
+        return f"Accuracy {accuracy:.3f} is not above {always}: by this figure, nothing was learnt."
     if not evaluations.starts:
-        return True, f"Accuracy {accuracy:.3f} is above that of always the most frequent class, {majority:.3f}."
+        return f"Accuracy {accuracy:.3f} is above that of always the most frequent class, {majority:.3f}."
     before = evaluations.first["eval_accuracy"]
     if evaluations.saved_step == 0:
-        return False, f"Accuracy {before:.3f} before training, and no later step was better: training gained nothing."
+        return f"Accuracy {before:.3f} before training, and no later step was better: training gained nothing."
     noise = "" if low > before else ", within noise"
-    return not noise, f"Accuracy {before:.3f} before training, {accuracy:.3f} after: {accuracy - before:+.3f}{noise}."
+    return f"Accuracy {before:.3f} before training, {accuracy:.3f} after: {accuracy - before:+.3f}{noise}."
 
 
 def _summary(context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask) -> list[str]:
@@ -181,27 +174,13 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
             accuracy = f"{found['accuracy']:.3f} ({found['accuracy_low']:.3f} to {found['accuracy_high']:.3f})"
             others = f"macro F1 {found['macro_f1']:.3f}   most frequent class {found['majority']:.3f}"
             lines.append(f"  {split:<12}accuracy {accuracy}   {others}")
-    lines += choices(context)
-    contents = {
-        "model.safetensors": "the model, with config.json and its processor",
-        "README.md": "the model card, with code to use the model",
-        "training.png": "curves",
-        "confusion.png": "which classes are mistaken for which",
-        "classes.csv": "recall and precision of every class",
-        "wise_ft.json": "figures of the weights between the start and the end",
-        "results.json": "the metrics above",
-        "config.yaml": "the arguments, to run it again",
-    }
     commands = []
     if "eval_accuracy" in metrics:
         evaluations = read_evaluations(run.output_dir / "metrics.jsonl", ("eval_accuracy",))
-        gained, sentence = _gained(metrics, evaluations, len(task.splits["validation"]))
-        lines.append(f"  {sentence}")
-        if gained and evaluations.rise:
-            commands.append(longer_command(run.name, run.output_dir, run.settings))
+        lines.append(f"  {_gained(metrics, evaluations, len(task.splits['validation']))}")
     if model.config.classifier_inputs == "image" and any(run.settings[name] for name in SOURCES):
         # What the start does without training.
         words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
         words += to_words(EvaluatedDataArguments, run.settings, ["max_train_samples", "caption_column"])
         commands.append(launch_command("eval_zero_shot", words + to_words(LabelArguments, run.settings)))
-    return [*lines, *listing(run.output_dir, contents, context.published), *next_lines(commands)]
+    return [*lines, *closing_lines(context, commands)]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
+from mm_utils.arguments import launch_command, launcher
 from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
-from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.embeddings import Embeddings, right_items
 from mm_utils.evaluation.gained import chance, read_evaluations, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
@@ -36,7 +37,7 @@ from mm_utils.reports.model_card import (
     write_model_card,
 )
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.commands import SOURCES, commands_after_training, own_command, search_commands
+from mm_utils.run.commands import SOURCES, evaluation_command, search_commands
 from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
 from mm_utils.text import printable
@@ -47,69 +48,70 @@ EMBEDDED = "The embedded scenes"
 _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
 MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
+CONTENTS = {
+    "model.safetensors": "the model, with config.json and its processor",
+    "dual_encoder": "the two towers for stock transformers",
+    "README.md": "the model card, with code to use the model",
+    "training.png": "curves",
+    "retrieval.png": "what some captions find",
+    "confusion.png": "which classes are mistaken for which",
+    "classes.csv": "recall and precision of every class",
+    "results.json": "the metrics above",
+    "wise_ft.json": "figures of the weights between the start and the end",
+    "metrics.jsonl": "every figure that was logged",
+    "config.yaml": "the arguments, to run it again",
+}
 
 
-def retrieval_card(
-    run: Run,
-    model: FusionDualEncoderModel,
-    data: TrainingData,
-    split: Embeddings | None,
-    metrics: dict[str, float],
-    choice: str,
-    argv: Sequence[str] | None,
-) -> CardInfo:
+def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence[str] | None) -> CardInfo:
     """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
-    whole = run.settings.get("model_name_or_path")
+    run, model, data = context.run, context.model, context.data
+    whole, medium = run.settings.get("model_name_or_path"), data.medium
     bases = [whole or run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
-    towers = (model.vision_model.config.model_type, model.text_model.config.model_type)
+    towers = (model.vision_model, model.text_model)
     vision, text = (
-        model_title(base) if base else f"{tower}, from scratch" for base, tower in zip(bases, towers, strict=True)
+        model_title(base) if base else f"{tower.config.model_type}, from scratch"
+        for base, tower in zip(bases, towers, strict=True)
     )
-    images, medium = len(data.splits["validation"]) if split is None else len(split.image_key_M), data.medium
+    images = len(data.splits["validation"]) if split is None else len(split.image_key_M)
     counts = {f"{medium}s": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
-    reranks, shown = model.fusion is not None and bool(stored_weights(model)), _with_head(metrics, model)
+    shown, stock = _with_head(context.metrics, model), run.output_dir / "dual_encoder"
     counted, queries = independent_queries(split, images, medium)
-    stock = run.output_dir / "dual_encoder"
+    note = [
+        f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
+        too_few(images, medium),
+        chosen_on_validation(context, model),
+        describe_weights(model),
+    ]
+    measured = EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium)
     return run_card(
-        run,
-        model,
-        metrics,
-        argv,
+        *(run, model, context.metrics, argv),
         medium=medium,
         table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium)),
-        table_note=" ".join(
-            filter(
-                None,
-                [
-                    f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
-                    too_few(images, medium),
-                    chosen_on_validation(run, metrics, choice, model),
-                    describe_weights(model),
-                ],
-            )
-        ),
-        frozen=tuple(not is_trained(tower) for tower in (model.vision_model, model.text_model)),
+        table_note=" ".join(filter(None, note)),
+        frozen=tuple(not is_trained(tower) for tower in towers),
         num_trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
         terms=terms_of(run.settings),
         search=search_commands(run.output_dir, run.settings, EXAMPLES[medium][2]),
-        results=retrieval_results(
-            shown, EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium), "eval_"
-        ),
+        results=retrieval_results(shown, measured, "eval_"),
         vision_model=vision,
         text_model=text,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
-        has_fusion=reranks,
+        has_fusion=_reranks(model),
         dual_encoder=AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else "",
         base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
 
 
+def _reranks(model: FusionDualEncoderModel) -> bool:
+    return model.fusion is not None and bool(stored_weights(model))
+
+
 def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> dict[str, float]:
     """Return the metrics; without those of a head of weight 0, which reorders nothing."""
-    reranks = model.fusion is not None and bool(stored_weights(model))
-    return {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
+    return {name: value for name, value in metrics.items() if _reranks(model) or not name.startswith("eval_rerank_")}
 
 
 def terms_of(settings: Mapping[str, Any]) -> list[str]:
@@ -118,24 +120,20 @@ def terms_of(settings: Mapping[str, Any]) -> list[str]:
     return [name.rpartition(".")[2].replace("_", " ") for name, _, weight in terms if float(weight or 1)]
 
 
-def chosen_on_validation(
-    run: Run, metrics: Mapping[str, float], choice: str, model: FusionDualEncoderModel | None = None
-) -> str:
+def chosen_on_validation(context: RunContext, model: FusionDualEncoderModel | None = None) -> str:
     """Return sentences on what is saved and what the validation split has chosen; "" if it has chosen nothing.
 
-    Args:
-        choice: which weights are saved, and what chose them, of `Trainer.choice`.
-        model: a model of retrieval, whose re-ranking may have been fitted; None for a classifier.
+    `model` is one of retrieval, whose re-ranking may have been fitted; None for a classifier.
     """
     chosen = [
-        *(["the checkpoint"] if run.args.keeps_best else []),
+        *(["the checkpoint"] if context.run.args.keeps_best else []),
         *(["the weights of re-ranking"] if model and model.fusion is not None and model.config.rerank_weights else []),
-        *(["alpha"] if "eval_wise_ft_alpha" in metrics else []),
+        *(["alpha"] if "eval_wise_ft_alpha" in context.metrics else []),
     ]
     if not chosen:
-        return choice
+        return context.choice
     named = " and ".join([*filter(None, [", ".join(chosen[:-1])]), chosen[-1]])
-    saved = f"{choice} " if choice else ""
+    saved = f"{context.choice} " if context.choice else ""
     return f"{saved}The validation split also chose {named}, so its figures are slightly too high; those of a test split are not."
 
 
@@ -190,7 +188,7 @@ def run_card(
         name=run.output_dir.resolve().name,
         model=run.repository or str(run.output_dir.resolve()),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        command=own_command(run.name, argv),
+        command=launch_command(run.name, sys.argv[1:] if argv is None else argv, launcher()),
         metrics=metrics,
         datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
         hyperparameters={
@@ -212,15 +210,14 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
         context: the run, after its last evaluation.
         argv: the arguments that `main` was called with, None for those of the command line.
     """
-    run, model, data, metrics = context.run, context.model, context.data, context.metrics
-    folder, evaluator = run.output_dir, context.retrieval
+    run, folder, evaluator = context.run, context.run.output_dir, context.retrieval
     assert evaluator is not None
 
     def write() -> None:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
         if evaluator.split is not None:
-            draw_examples(data.splits["validation"], evaluator, folder / "retrieval.png")
-        write_model_card(folder, retrieval_card(run, model, data, evaluator.split, metrics, context.choice, argv))
+            draw_examples(context.data.splits["validation"], evaluator, folder / "retrieval.png")
+        write_model_card(folder, retrieval_card(context, evaluator.split, argv))
         seal_model(folder)
 
     distributed.on_first(write)
@@ -298,22 +295,18 @@ def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str, n
 def _retrieval_summary(context: RunContext) -> list[str]:
     run, model, data, metrics = context.run, context.model, context.data, context.metrics
     folder, medium, evaluator = run.output_dir, data.medium, context.retrieval
-    evaluations = read_evaluations(folder / "metrics.jsonl", ("eval_head_mean_recall", "eval_mean_recall"))
-    starts = [run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_")]
+    assert evaluator is not None
     lines: list[str] = []
-    if evaluator is not None and evaluator.split is not None:
+    if evaluator.split is not None:
         held_out = "the validation split, which were not trained on"
         lines += recall_lines(_with_head(metrics, model), evaluator.split, medium, held_out)
-    gain = (
-        None
-        if evaluator is None
-        else recall_gained(
-            evaluator,
-            evaluations,
-            medium,
-            is_paired=context.evaluates_start and context.resume_from is None,
-            from_scratch=not (starts[0] or all(starts[1:])),
-        )
+    whole, *starts = (run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
+    gain = recall_gained(
+        evaluator,
+        read_evaluations(folder / "metrics.jsonl", ("eval_head_mean_recall", "eval_mean_recall")),
+        medium,
+        is_paired=context.evaluates_start and context.resume_from is None,
+        from_scratch=not (whole or all(starts)),
     )
     if gain is not None:
         lines.append(f"  {gain.sentence[0].upper()}{gain.sentence[1:]}")
@@ -321,45 +314,22 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     if "eval_moment_iou0.5" in metrics:
         found, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
         lines.append(f"  {'moments found (IoU of at least 0.5):':<46}{found:.3f}   the best fixed span: {fixed:.3f}")
-    lines += choices(context, model)
-    contents = {
-        "model.safetensors": "the model, with config.json and its processor",
-        "dual_encoder": "the two towers for stock transformers",
-        "README.md": "the model card, with code to use the model",
-        "training.png": "curves",
-        "retrieval.png": "what some captions find",
-        "wise_ft.json": "figures of the weights between the start and the end",
-        "metrics.jsonl": "every figure that was logged",
-        "config.yaml": "the arguments, to run it again",
-    }
     query = printable(" ".join(data.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
-    commands = commands_after_training(
-        folder,
-        run.settings,
-        has_test="test" in data.splits,
-        has_fusion=model.fusion is not None,
-        rises=evaluations.rise and gain is not None and gain.gained,
-        wants_pretrained=medium == "image" and not any(starts) and gain is not None and gain.at_chance,
-        query=query,
-    )
-    return [*lines, *listing(folder, contents, context.published), *next_lines(commands)]
+    commands = [evaluation_command(folder, run.settings, "test")] if "test" in data.splits else []
+    if model.fusion is not None and not any(run.settings.get(name) for name in SOURCES):
+        commands.append(launch_command("finetune", ["--model_name_or_path", str(folder)]))
+    commands += search_commands(folder, run.settings, query)
+    return [*lines, *closing_lines(context, [each for each in commands if each], model)]
 
 
-def choices(context: RunContext, model: FusionDualEncoderModel | None = None) -> list[str]:
-    """Return what the validation split has chosen, as lines of a summary."""
-    alpha = context.metrics.get("eval_wise_ft_alpha")
-    sentence = chosen_on_validation(context.run, context.metrics, context.choice, model)
+def closing_lines(
+    context: RunContext, commands: Sequence[str], model: FusionDualEncoderModel | None = None
+) -> list[str]:
+    """Return the last lines of a summary: what validation has chosen, what lies in the folder, and what to try next."""
+    folder, alpha = context.run.output_dir, context.metrics.get("eval_wise_ft_alpha")
     lines = [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
-    return [*lines, f"  {sentence}"] if sentence else lines
-
-
-def listing(folder: Path, contents: dict[str, str], published: Sequence[str]) -> list[str]:
-    """Return lines that name the folder, what exists in it, and where callbacks have published it."""
-    lines = ["", f"Everything is in {folder}:"]
-    lines += [f"  {name:<20}{text}" for name, text in contents.items() if (folder / name).exists()]
-    return [*lines, *(f"  {place}" for place in published)]
-
-
-def next_lines(commands: Sequence[str]) -> list[str]:
-    """Return the lines of what to try next, if there is anything."""
-    return ["", "Next:", *(f"  {command}" for command in commands)] if commands else []
+    lines += [f"  {sentence}" for sentence in [chosen_on_validation(context, model)] if sentence]
+    lines += ["", f"Everything is in {folder}:"]
+    lines += [f"  {name:<20}{text}" for name, text in CONTENTS.items() if (folder / name).exists()]
+    lines += [f"  {place}" for place in context.published]
+    return [*lines, *(["", "Next:"] if commands else []), *(f"  {command}" for command in commands)]

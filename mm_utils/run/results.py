@@ -33,28 +33,29 @@ def record_retrieval(
     split_name: str,
     split: Embeddings | None,
     metrics: Mapping[str, float],
-    medium: str = "image",
+    medium: str,
 ) -> None:
-    """On the main process, put an evaluation into the card of a folder that a run wrote.
-
-    Args:
-        settings: the arguments that name the data.
-        medium: the kind of media.
-    """
-    if not accelerator.is_main_process or split is None:
-        return
-    counts = {f"{medium}s": len(split.image_key_M), "captions": len(split.caption_key_T)}
-    data = EvaluatedData(*data_names(settings, EMBEDDED), split_name, counts, medium)
-    _record(folder, data, retrieval_results(metrics, data))
+    """Put an evaluation, of the data that `settings` name, into the card of a folder that a run wrote."""
+    if split is not None:
+        counts = {f"{medium}s": len(split.image_key_M), "captions": len(split.caption_key_T)}
+        data = EvaluatedData(*data_names(settings, EMBEDDED), split_name, counts, medium)
+        _record(accelerator, folder, data, retrieval_results(metrics, data))
 
 
 def record_zero_shot(accelerator: Accelerator, folder: str, data: EvaluatedData, metrics: Mapping[str, float]) -> None:
-    """On the main process, put zero-shot accuracies into the card of a folder that a run wrote."""
-    if accelerator.is_main_process:
-        _record(folder, data, zero_shot_results(metrics, data))
+    """Put the accuracies of zero-shot classification into the card of a folder that a run wrote."""
+    task = f"zero-shot-{COLUMNS[data.medium]}-classification"
+    results = [
+        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES['']}")
+        for name, title in ACCURACIES.items()
+        if name in metrics
+    ]
+    _record(accelerator, folder, data, results)
 
 
-def _record(folder: str, data: EvaluatedData, results: Sequence[EvalResult]) -> None:
+def _record(accelerator: Accelerator, folder: str, data: EvaluatedData, results: Sequence[EvalResult]) -> None:
+    if not accelerator.is_main_process:
+        return
     if SPLIT_NAMES.get(data.split.lower()) == "train":
         logger.warning(
             "The split is %s; of a model that was trained on these rows, the figures say nothing about others, so they do not enter "
@@ -63,16 +64,6 @@ def _record(folder: str, data: EvaluatedData, results: Sequence[EvalResult]) -> 
         )
     elif update_results(Path(folder), results):
         logger.info("%s/README.md: its model-index now has these figures of %s, %s", folder, data.name, data.split)
-
-
-def zero_shot_results(metrics: Mapping[str, float], data: EvaluatedData) -> list[EvalResult]:
-    """Return the accuracies of zero-shot classification."""
-    task = f"zero-shot-{COLUMNS[data.medium]}-classification"
-    return [
-        data.result(task, "accuracy", metrics[name], f"{title}, {STAGES['']}")
-        for name, title in ACCURACIES.items()
-        if name in metrics
-    ]
 
 
 def update_results(folder: Path, results: Sequence[EvalResult]) -> bool:
@@ -106,13 +97,7 @@ def report_retrieval(
     split_name: str,
     folder: str | None,
 ) -> None:
-    """On the main process, log recalls as a run's summary has them, and write all metrics.
-
-    Args:
-        metrics: what the evaluator returned.
-        medium, split_name: the kind of media, and of what split.
-        folder: where to write `metrics.json`; None for nowhere.
-    """
+    """On the main process, log recalls as a run's summary has them, and write all metrics to `metrics.json` in a folder."""
     if accelerator.is_main_process and evaluator.split is not None:
         shown = {f"eval_{name}": value for name, value in metrics.items()}
         lines = recall_lines(shown, evaluator.split, medium, f"the {split_name} split")

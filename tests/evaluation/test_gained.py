@@ -75,13 +75,3 @@ def test_a_gain_is_stated_beside_its_noise(
     if not is_paired:  # a resumed run has no ranks of the start: the interval is that of the recall
         said = re.sub(r"after: .*? ± 0", "after ± 0", said)
     assert re.search(said, found.sentence), found.sentence
-
-
-@pytest.mark.parametrize(
-    ("recalls", "rises"),
-    [([0.5], True), ([0.2, 0.3, 0.4], True), ([0.2, 0.4, 0.4], False), ([0.2, 0.4, 0.3], False), ([], False)],
-)
-def test_a_curve_rises_if_its_last_evaluation_is_the_best(recalls: list[float], rises: bool, tmp_path: Path) -> None:
-    rows = [{"step": step, "eval_mean_recall": value} for step, value in enumerate(recalls)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_evaluations(tmp_path / "metrics.jsonl", NAMES).rise is rises

@@ -1,9 +1,12 @@
-"""The picture of what captions find."""
+"""What a finished run says: what its figures rest on, and the picture of what captions find."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import pytest
+import torch
 from datasets import Dataset, Features, Value
 from PIL import Image
 
@@ -65,3 +68,35 @@ def test_a_clip_with_a_damaged_frame_is_grey(
     draw_examples(rows, evaluator, tmp_path / "retrieval.png")
     assert {image.getpixel((0, 0)) for example in drawn for image in example.images} == {(211, 211, 211)}
     assert "shows it grey" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keeps_best", "weights", "metrics", "chosen"),
+    [
+        (False, None, {}, ""),
+        (False, {"match": 0.0}, {}, "the weights of re-ranking"),
+        (True, None, {}, "the checkpoint"),
+        (True, {"match": 1.0}, {}, "the checkpoint and the weights of re-ranking"),
+        (False, None, {"eval_wise_ft_alpha": 0.5}, "alpha"),
+        (True, {"match": 1.0}, {"eval_wise_ft_alpha": 1.0}, "the checkpoint, the weights of re-ranking and alpha"),
+    ],
+)
+def test_what_the_measured_split_has_chosen_is_stated(keeps_best, weights, metrics, chosen) -> None:
+    context: Any = SimpleNamespace(
+        run=SimpleNamespace(args=SimpleNamespace(keeps_best=keeps_best)), metrics=metrics, choice=""
+    )
+    model: Any = SimpleNamespace(fusion=object(), config=SimpleNamespace(rerank_weights=weights))
+    found = finish.chosen_on_validation(context, model)
+    assert (f"also chose {chosen}, so" in found) if chosen else not found
+
+
+@pytest.mark.parametrize(("groups", "counted"), [(30, 30), (20, 20), (19, 0)])
+def test_intervals_count_groups_of_equal_captions(groups: int, counted: int) -> None:
+    split: Any = SimpleNamespace(group_M=torch.arange(60) % groups)
+    said, queries = finish.independent_queries(split, 60, "sound")
+    assert queries == counted
+    assert ("group of sounds with equal captions" in said) if counted else f"{groups} independent groups" in said
+    assert finish.independent_queries(None, 5, "sound") == (
+        "95 % intervals in brackets, counting one query per sound",
+        5,
+    )

@@ -1,52 +1,20 @@
-"""Re-ranking against its definition: invariances, memory, cost, and any number of processes."""
+"""Re-ranking: pairs, memory, priors of captions; weights: the likeliest ones, none for a head that does not help, and folds apart."""
 
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from mm_utils import distributed
-from mm_utils.evaluation import embeddings, reranking, retrieval
+from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.embeddings import embed_split, image_shares
-from mm_utils.evaluation.reranking import PairScores
+from mm_utils.evaluation.reranking import Listed, PairScores, combine, fit_weights
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
-from tests.kit.ranks import run_on_ranks
-from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, figures_of_lists, lists_by_sorting, ranks_by_sorting
-
-DIRECTIONS = ("text_to_image", "image_to_text")
+from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, ranks_by_sorting
 
 
 def evaluator(top_k: int, weights: dict[str, float] | None = None) -> RetrievalEvaluator:
     return RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k), weights=weights)
-
-
-# -- against the definition ---------------------------------------------------------------------------------------------
-@given(
-    st.integers(1, 40), st.integers(0, 2**20), st.sampled_from([0.5, 1.0, 3.0]), st.integers(1, 60), st.integers(1, 30)
-)
-@settings(max_examples=25)
-def test_every_number_of_candidates_equals_the_definition(
-    top_k: int, seed: int, weight: float, pairs: int, block: int
-) -> None:
-    model = TruthfulModel.with_noise(seed)
-    measure = evaluator(top_k, {"match": weight})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reranking, "PAIRS", pairs)
-        patch.setattr(embeddings, "BLOCK", block)
-        found = measure(model, model.batches(5), ACCELERATOR)
-    cosine, right = model.text @ model.image.T, torch.tensor(model.owner)[:, None] == torch.arange(23)
-    scale = model.logit_scale.exp().item() / weight
-    for direction, matrix, head, is_right in (
-        ("text_to_image", cosine, model.logits.T, right),
-        ("image_to_text", cosine.T, model.logits, right.T),
-    ):
-        ranks, last = measure.directions[direction], min(top_k, matrix.shape[1])
-        assert ranks.reranked_Q.tolist() == ranks_by_sorting(matrix, is_right, head, last, scale)
-        figures = figures_of_lists(lists_by_sorting(matrix, is_right, head, last, scale))
-        assert {name: found[f"rerank_{direction}_{name}"] for name in figures} == pytest.approx(figures)
 
 
 def test_pairs_that_were_not_scored_count_as_minus_infinity() -> None:
@@ -54,33 +22,6 @@ def test_pairs_that_were_not_scored_count_as_minus_infinity() -> None:
     [found] = scores(torch.tensor([[3, 4], [7, 9]]))
     assert found.isneginf().tolist() == [[False, True], [False, True]]
     assert found[:, 0].tolist() == pytest.approx([-0.3, 0.7])
-
-
-@pytest.mark.parametrize("spoiled", ["cosine", "match"])
-def test_nan_counts_against_the_head(spoiled: str) -> None:
-    model: Any = TruthfulModel()
-    if spoiled == "cosine":
-        model.image[:] = torch.nan
-    else:
-        model.logits = torch.full((23, len(model.owner)), torch.nan)
-    measure = evaluator(4)
-    found = measure(model, model.batches(5), ACCELERATOR)
-    for direction in DIRECTIONS:
-        assert found[f"rerank_{direction}_recall@1"] == 0
-        ranks = measure.directions[direction]
-        assert (ranks.reranked_Q >= ranks.cosine_Q.clamp(max=3 if direction == "image_to_text" else 4)).all()
-
-
-# -- heads that know something, and heads that do not -------------------------------------------------------------------
-
-
-def test_ties_count_against_the_head_too() -> None:
-    model: Any = TruthfulModel(truth=0.0)
-    model.image = torch.eye(6)[torch.arange(23) % 6]
-    model.text = model.image[torch.tensor(model.owner)]
-    found = evaluator(1000)(model, model.batches(5), ACCELERATOR)
-    assert found["text_to_image_recall@1"] == found["rerank_text_to_image_recall@1"] == 0
-    assert found["image_to_text_mean_rank"] == found["rerank_image_to_text_mean_rank"] > 4
 
 
 def test_every_pair_is_scored_once() -> None:
@@ -93,7 +34,6 @@ def test_every_pair_is_scored_once() -> None:
     assert model.scored == len(pairs)
 
 
-# -- memory and cost ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("image_bytes", "batches_held"), [(1, 1), (10, 2), (11, 3), (1000, 5)])
 def test_keys_and_values_that_do_not_fit_are_computed_again(
     image_bytes: int, batches_held: int, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +59,6 @@ def test_keys_and_values_that_do_not_fit_are_computed_again(
     assert all(layer.shape[1] == len(share) for share, layer in shares)
 
 
-# -- caption scores -----------------------------------------------------------------------------------------------------
 class Writer(TruthfulModel):
     """The log probability of caption t given image i is `log_probs[i, t]`."""
 
@@ -144,44 +83,112 @@ def test_the_prior_of_a_caption_is_subtracted() -> None:
         ranks_by_sorting(cosine, right, of_head.T, texts, scale),
         ranks_by_sorting(cosine.T, right.T, of_head, texts, scale),
     )
-    for direction, ranks_Q in zip(DIRECTIONS, expected, strict=True):
+    for direction, ranks_Q in zip(("text_to_image", "image_to_text"), expected, strict=True):
         assert measure.directions[direction].reranked_Q.tolist() == ranks_Q
 
 
-# -- number of processes ------------------------------------------------------------------------------------------------
-CASES: list[dict[str, Any]] = [
-    {"images": 23, "batch_size": 5},
-    {"images": 23, "batch_size": 2, "cache": 40e-9},  # five images fit
-    {"images": 23, "batch_size": 5, "unreadable": (0, 1, 2, 3, 12), "cache": 1e-9},
-    {"images": 23, "batch_size": 3, "unreadable": tuple(range(12))},  # nothing left for the first of two
-    {"images": 1, "batch_size": 4},  # nothing for some rank from the beginning
-    {"images": 2, "batch_size": 1},
-]
+# -- weights ----------------------------------------------------------------------------------------------------------
+IMAGES = 150
 
 
-def evaluate_cases() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for case in CASES:
-        model = TruthfulModel.with_noise(5, case["images"])
-        batches = model.batches(case["batch_size"], case.get("unreadable", ()))
-        measure = evaluator(5)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(retrieval, "CACHE_GB", case.get("cache", 8.0))
-            figures = measure(model, batches, ACCELERATOR)
-        ranks_of = {direction: ranks.reranked_Q.tolist() for direction, ranks in measure.directions.items()}
-        found.append({**figures, **ranks_of})
-    return found
+def fitted(model: Any, top_k: int = 10) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics of a fit, and the weights that it leaves in the config."""
+    evaluator = RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k), fits=True)
+    return evaluator(model, model.batches(50), ACCELERATOR), model.config.rerank_weights
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_number_of_processes_changes_nothing(world: int) -> None:
-    assert distributed.world_size() == 1
-    assert run_on_ranks(world, evaluate_cases) == [evaluate_cases()] * world
+def noisy_model(truth: float, noise: float = 1.0) -> Any:
+    """A model whose match logit is `truth` for a right pair and 0 for others, and noise."""
+    model: Any = TruthfulModel(IMAGES)
+    right = torch.tensor(model.owner) == torch.arange(IMAGES)[:, None]
+    model.logits = truth * right + noise * torch.randn(right.shape, generator=torch.Generator().manual_seed(7))
+    return model
 
 
-def test_the_order_of_rows_and_the_size_of_batches_change_nothing() -> None:
-    model = TruthfulModel.with_noise(2)
-    batches = model.batches(5)
-    expected = evaluator(6)(model, batches, ACCELERATOR)
-    for other in (batches[::-1], model.batches(2), model.batches(64)):
-        assert evaluator(6)(model, other, ACCELERATOR) == pytest.approx(expected, rel=1e-12)
+def unchanged(found: dict[str, float]) -> bool:
+    reranked = {name.removeprefix("rerank_"): value for name, value in found.items() if name.startswith("rerank_")}
+    assert reranked
+    return reranked == {name: found[name] for name in reranked}
+
+
+@pytest.mark.parametrize(("truth", "noise"), [(0.0, 0.0), (0.0, 1.0), (0.0, 30.0), (-3.0, 1.0), (0.0, torch.nan)])
+def test_a_head_that_knows_nothing_or_harms_gets_no_weight(truth: float, noise: float) -> None:
+    found, weights = fitted(noisy_model(truth, noise))
+    assert weights == {"match": 0.0}
+    assert unchanged(found)
+
+
+def test_a_head_that_knows_something_gains() -> None:
+    model = noisy_model(3.0)
+    found, weights = fitted(model)
+    assert weights["match"] > 0.3
+    for direction in ("text_to_image", "image_to_text"):
+        assert found[f"rerank_{direction}_recall@1"] > found[f"{direction}_recall@1"] + 0.04
+    stored = RetrievalEvaluator(EvaluationArguments(rerank_top_k=10))(model, model.batches(50), ACCELERATOR)
+    assert stored["rerank_text_to_image_recall@1"] > found["text_to_image_recall@1"] + 0.04
+
+
+def test_weights_of_zero_turn_reranking_off() -> None:
+    model = noisy_model(3.0)
+    model.config.rerank_weights = {"match": 0.0}
+    found = RetrievalEvaluator(EvaluationArguments(rerank_top_k=10))(model, model.batches(50), ACCELERATOR)
+    assert not any(name.startswith("rerank") for name in found)
+    assert model.scored == 0
+
+
+def test_a_model_whose_head_was_not_trained_scores_no_pair() -> None:
+    model = noisy_model(3.0)
+    model.voices = ()
+    found, weights = fitted(model)
+    assert (weights, model.scored) == ({}, 0)
+    assert not any(name.startswith("rerank") for name in found)
+
+
+def listed(seed: int, truth: tuple[float, ...]) -> Listed:
+    """Queries whose right candidate is drawn by softmax(cosine + sum of truth x voice), so that truth is the answer."""
+    generator = torch.Generator().manual_seed(seed)
+    cosine, voices = torch.randn(3000, 6, generator=generator), torch.randn(len(truth), 3000, 6, generator=generator)
+    logits = cosine + torch.einsum("v,vqk->qk", torch.tensor(truth), voices)
+    chosen = torch.multinomial(logits.softmax(1), 1, generator=generator)
+    return Listed(cosine, voices, torch.arange(6) == chosen, torch.arange(3000))
+
+
+def test_the_weights_are_the_likeliest() -> None:
+    one, other = listed(1, (0.7, 0.0, 2.0)), listed(2, (0.7, 0.0, 2.0))
+    found = torch.tensor(fit_weights([one, other]))
+    torch.testing.assert_close(found, torch.tensor([0.7, 0.0, 2.0]), atol=0.1, rtol=0.1)
+
+    def likelihood(weights: Tensor, scale: float) -> float:
+        total = 0.0
+        for each in (one, other):
+            logits = scale * (each.cosine_QK + torch.einsum("v,vqk->qk", weights, each.voices_VQK))
+            total += logits.log_softmax(1)[each.right_QK].double().mean().item()
+        return total
+
+    best = max(likelihood(found, scale) for scale in (0.9, 0.95, 1.0, 1.05, 1.1))
+    for nudge in 0.2 * torch.cat([torch.eye(3), -torch.eye(3)]):
+        nearby = (found + nudge).clamp(min=0)
+        if not torch.equal(nearby, found):
+            assert max(likelihood(nearby, scale) for scale in (0.9, 0.95, 1.0, 1.05, 1.1)) < best
+
+
+def test_a_fold_is_ranked_with_weights_that_did_not_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[int]] = []
+
+    def note(directions: list[Listed]) -> list[float]:
+        seen.append({int(key) % 2 for one in directions for key in one.group_Q})
+        return [float(len(seen))]
+
+    used: list[Tensor] = []
+    combine = retrieval.rank_directions
+    monkeypatch.setattr(retrieval, "fit_weights", note)
+    monkeypatch.setattr(retrieval, "rank_directions", lambda *given: used.append(given[-1]) or combine(*given))
+    _, weights = fitted(noisy_model(30.0))
+    assert seen == [{1}, {0}, {0, 1}]
+    assert used[0].tolist() == used[1].tolist() == [[1.0], [2.0]]  # fold 0 with weights of fold 1, and the other way
+    assert weights == {"match": 3.0}
+
+
+def test_each_fold_is_ranked_with_its_own_row_of_weights() -> None:
+    scores = combine(torch.zeros(2, 3), torch.ones(1, 2, 3), torch.tensor([[1.0], [2.0]]), torch.tensor([4, 7]))
+    assert scores.tolist() == [[1.0] * 3, [2.0] * 3]

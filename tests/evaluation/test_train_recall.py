@@ -22,7 +22,6 @@ from scripts import pretrain
 from tests.kit.launches import rows_of as log_of
 from tests.kit.launches import weights
 from tests.kit.numbered_rows import new_tokenizer, rows_of
-from tests.kit.ranks import run_on_ranks
 
 
 def opened(train: int = 12, validation: int = 5) -> TrainingData:
@@ -63,12 +62,6 @@ def test_a_sample_is_as_large_as_validation_and_a_function_of_the_seed(monkeypat
     assert len(set(places(opened(train=4, validation=4), 0))) == 4
     monkeypatch.setattr(train_recall, "MOST_IMAGES", 3)
     assert len(set(places(opened(), 0))) == 3
-
-
-def test_the_number_of_processes_changes_nothing() -> None:
-    alone, both = measured(3), run_on_ranks(2, measured, 3)
-    assert both[0] == both[1] == pytest.approx(alone, rel=1e-4)
-    assert 0 < alone["train_mean_recall"] != alone["mean_recall"]
 
 
 def test_what_is_trained_is_the_same_without_it(

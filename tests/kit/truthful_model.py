@@ -1,5 +1,6 @@
 """A model that looks up its answers, and the definition of ranks by sorting, for tests of evaluation."""
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -32,11 +33,17 @@ def lists_by_sorting(
 ) -> list[list[bool]]:
     """The definition: sort by cosine, wrong items before right ones; then sort the first ones again by the head's score.
 
+    NaN is the best score of a wrong item and the worst of a right one.
+
     Of each query, whether the items of its list are right, the best one first.
     """
     lists = []
     head = torch.zeros_like(cosine) if head is None else head
     for row, of_head, hits in zip(cosine.tolist(), head.tolist(), right.tolist(), strict=True):
+        row = [
+            (-math.inf if hit else math.inf) if math.isnan(score) else score
+            for score, hit in zip(row, hits, strict=True)
+        ]
         order = sorted(range(len(row)), key=lambda item: (-row[item], hits[item]))
         again = sorted(order[:first], key=lambda item: (-(of_head[item] + scale * row[item]), hits[item]))
         lists.append([hits[item] for item in [*again, *order[first:]]])

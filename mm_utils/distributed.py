@@ -3,7 +3,6 @@
 Shape letters: n this rank's rows, N all ranks' rows.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -25,7 +24,7 @@ T = TypeVar("T")
 TensorLike = TypeVar("TensorLike", bound=Tensor)
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public since torch 2.15
 BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small beside the weights
 RENDEZVOUS_TIMEOUT = 600.0  # seconds from the start of the first process to that of the last
 COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
@@ -81,8 +80,7 @@ def share(count: int, part: int, parts: int) -> range:
 def set_timeout(seconds: float) -> None:
     """Make a collective fail when it waits longer than this for another process."""
     if world_size() > 1:
-        for group in (None, *_host_groups):
-            (_set_timeout or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
+        _set_timeout(timedelta(seconds=seconds), None)
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -202,20 +200,6 @@ def buckets(tensors: Iterable[TensorLike]) -> Iterator[list[TensorLike]]:
 # -- agreement --------------------------------------------------------------------------------------------------------
 
 
-def raise_everywhere(error: str | None = None, warnings: Iterable[str] = ()) -> None:
-    """Log each rank's warnings once; raise any rank's error on all. Called on all ranks.
-
-    Raises:
-        ValueError: on every rank, if there is an error on one.
-    """
-    found = gather_object([(error, list(warnings))])
-    for warning in dict.fromkeys(warning for _, each in found for warning in each):
-        if rank() == 0:
-            logger.warning("%s", warning)
-    if first := next((error for error, _ in found if error), None):
-        raise ValueError(first)
-
-
 def on_first(work: Callable[[], T]) -> T:
     """Return on all ranks what `work` returns on rank 0, which alone does it; called on all ranks.
 
@@ -276,9 +260,6 @@ def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA)
         ValueError: on every rank, naming the values that differ and the ranks that have them.
     """
     said = {name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
-    digests = gather_object([hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()])
-    if len(set(digests)) == 1:
-        return
     of_ranks: list[dict[str, str]] = gather_object([said])
     differing = []
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
@@ -286,46 +267,13 @@ def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA)
         for number, of_rank in enumerate(of_ranks):
             holders.setdefault(of_rank.get(name, "missing"), []).append(number)
         if len(holders) > 1:
-            shares = [f"{_shortened(value)} on {_rank_list(held)}" for value, held in holders.items()]
+            shares = (
+                f"{value[:60]} on rank{'s' * (len(held) > 1)} {', '.join(map(str, held[:8]))}"
+                for value, held in holders.items()
+            )
             differing.append(f"{name} is {' and '.join(shares)}")
-    raise ValueError(f"{'; '.join(differing)}; it differs between processes. {remedy}")
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _rank_list(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
-
-
-class KeyValueStore:
-    """Share short texts without a collective, on an own connection to the group's store.
-
-    A new process group starts with an empty store, and so does every name. Any thread may call; every method raises
-    RuntimeError once the store's process is gone, and blocks while that process is stopped.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._group_store = distributed_c10d._get_default_store()  # held, as its keeper serves the others
-        self._store = dist.PrefixStore(name, self._group_store.clone())
-
-    def set(self, key: str, text: str) -> None:
-        """Write a text, over the earlier one."""
-        self._store.set(key, text)
-
-    def set_once(self, key: str, text: str) -> str:
-        """Write a text unless the key has one; return the text that the key has now."""
-        return self._store.compare_set(key, "", text).decode()
-
-    def get(self, *keys: str) -> list[str | None]:
-        """Return the texts, None for a key without one."""
-        return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
-
-    def add(self, key: str, amount: int = 0) -> int:
-        """Add to a counter that starts at 0; return the sum."""
-        return self._store.add(key, amount)
+    if differing:
+        raise ValueError(f"{'; '.join(differing)}; it differs between processes. {remedy}")
 
 
 # -- sharded tensors (FSDP2) ------------------------------------------------------------------------------------------
@@ -353,18 +301,14 @@ def load_full_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     own = module.state_dict()
     differing = [
-        name
+        f"{name} is {_shape(own.get(name))}, in the checkpoint {_shape(weights.get(name))}"
         for name in {**own, **weights}
         if name not in own or name not in weights or own[name].numel() != weights[name].numel()
     ]
     if differing:
-        shapes = [
-            f"{name} is {_shape(own.get(name))}, in the checkpoint {_shape(weights.get(name))}"
-            for name in differing[:3]
-        ]
         raise ValueError(
-            f"the checkpoint is of another model: {len(differing)} of its weights differ; {'; '.join(shapes)}. Give the "
-            "arguments that it was trained with; its folder's parent has them in config.yaml."
+            f"the checkpoint is of another model: {len(differing)} of its weights differ; {'; '.join(differing[:3])}. Give "
+            "the arguments that it was trained with; its folder's parent has them in config.yaml."
         )
     for name, value in own.items():
         value.copy_(shard_like(weights[name], value))

@@ -20,7 +20,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils.checkpointing.files import find_checkpoint, size_of
 from mm_utils.distributed import RunError
-from mm_utils.reliability import failures
 from mm_utils.run import finish
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.output_folder import holds_run, misplaced
@@ -105,7 +104,6 @@ def _scratch_folder(scratch: Path) -> Iterator[None]:
             shutil.rmtree(scratch, ignore_errors=True)
 
     remove()
-    failures.at_stop(remove)
     finish.logger.disabled = True
     try:
         yield

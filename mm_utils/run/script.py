@@ -4,9 +4,11 @@ It stands apart from `mm_utils.run.start` because scripts that train nothing loa
 """
 
 import errno
+import faulthandler
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -18,20 +20,20 @@ import transformers
 from mm_utils import distributed
 from mm_utils.distributed import RunError
 from mm_utils.files import errno_of
-from mm_utils.reliability import failures
 from mm_utils.text import SafeFormatter, one_line, printable, redact
 
+GRACE_SECONDS = 2.0  # in which a launcher ends the other processes of one that failed
+CLEANUP_SECONDS = 30.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMEDIES = dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Change its permissions, or give another folder")
 _REMEDIES |= dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Give a folder, or the name of a new one")
 
 
 def run_script(main: Callable[[], Any]) -> None:
-    """Call a script's `main`; a user's mistake ends with one line and exit status 1.
+    """Call a script's `main`; what ends it is logged in one line, or with its traceback, and the exit status is 1.
 
-    With several processes, the first that fails says why and ends the others: see `mm_utils.reliability.failures`.
+    When one of several processes has failed, its launcher ends the others.
     """
-    monitor = failures.start_monitor()
     try:
         main()
         if "torch" in sys.modules:  # only who has loaded it has any
@@ -42,46 +44,59 @@ def run_script(main: Callable[[], Any]) -> None:
         sys.excepthook = lambda *_: None  # the exit status stays that of the signal, without Python's report
         raise
     except Exception as error:
-        _report(monitor, error)
-        monitor.fail()
-    except SystemExit:
-        monitor.finish()
-        raise
-    else:
-        monitor.finish()
+        line = explained(error)
+        if distributed.world_size() > 1:
+            _give_way(error)
+            # The clean-up at exit may wait for a process that is gone.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=nowhere)
+        elif not line:
+            raise
+        logger = logging.getLogger("mm_utils")
+        logger.error("%s", line or f"Process {distributed.rank()} failed", exc_info=None if line else error)
+        if line:
+            logger.debug("Traceback:", exc_info=error)
+        sys.exit(1)
+
+
+def _give_way(error: Exception) -> None:
+    """Let the process that failed first, or the first of those that fail alike, say so: the launcher then ends this one."""
+    if distributed.is_lost_connection(error):
+        time.sleep(3 * GRACE_SECONDS)
+    elif int(os.environ.get("LOCAL_RANK", "0")):
+        time.sleep(GRACE_SECONDS)
+
+
+def explained(error: Exception) -> str:
+    """Return what a user's mistake, a lost process, or a disk or memory that is full means in one line; else ""."""
+    if isinstance(error, (RunError, ValueError, FloatingPointError)):
+        return str(error)
+    number, place = errno_of(error), getattr(error, "filename", None)
+    if number in _FULL or (number in _REMEDIES and place):
+        remedy = _REMEDIES.get(number, "Free some space there, or give a folder that can be written")
+        return f"{place or 'A file of this run, or of a cache'}: {os.strerror(number)}. {remedy}."
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader "):  # torch raises it anywhere
+        what = str(error).split(". ")[0].strip(".")  # without torch's own advice
+        return (
+            f"{what}. Its memory or /dev/shm may have been full: pass a lower --dataloader_num_workers, or 0, or start the "
+            "container with a larger --shm-size, and resume."
+        )
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or _is_out_of_memory(error):
+        return f"The memory is full; {one_line(error)}. Give smaller batches, images or models."
+    if distributed.world_size() > 1 and distributed.is_lost_connection(error):
+        return (
+            f"Process {distributed.rank()} lost the connection to another one, which has ended; its message or its launcher "
+            f"says why. ({one_line(error, 200)})"
+        )
+    return ""
 
 
 def _is_out_of_memory(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
-        return isinstance(error, MemoryError)
+        return False
     from mm_utils.objectives.grad_cache import is_out_of_memory  # only who has loaded torch has such an error
 
     return is_out_of_memory(error)
-
-
-def _report(monitor: failures.FailureMonitor, error: Exception) -> None:
-    """Log a user's mistake or a full disk in one line, and anything else with its traceback."""
-    logger, line = logging.getLogger("mm_utils"), ""
-    if isinstance(error, (RunError, ValueError, FloatingPointError)):
-        line = str(error)
-    elif (number := errno_of(error)) in _FULL or (number in _REMEDIES and getattr(error, "filename", None)):
-        place = getattr(error, "filename", None) or "A file of this run, or of a cache"
-        remedy = _REMEDIES.get(number, "Free some space there, or give a folder that can be written")
-        line = f"{place}: {os.strerror(number)}. {remedy}."
-    elif isinstance(error, RuntimeError) and str(error).startswith("DataLoader "):  # torch raises it anywhere
-        what = str(error).split(". ")[0].strip(".")  # without torch's own advice
-        line = (
-            f"{what}. Its memory or /dev/shm may have been full: pass a lower --dataloader_num_workers, or 0, or start the "
-            "container with a larger --shm-size, and resume."
-        )
-    elif _is_out_of_memory(error):
-        line = f"The memory is full; {one_line(error)}. Give smaller batches, images or models."
-    elif monitor.is_alone:
-        raise error
-    if monitor.report(error):
-        logger.error("%s", line or f"Process {distributed.rank()} failed", exc_info=None if line else error)
-        if line:
-            logger.debug("Traceback:", exc_info=error)
 
 
 def set_up_logging(main: bool = True, local_main: bool = True) -> None:

@@ -3,17 +3,21 @@
 The ranks are forked from a process that has imported everything, without a launcher that would end them, so how they end is
 their own doing. A run of ten steps takes a second or two. Every rank writes down the rows of the steps that it completed and
 the checkpoints that it announced, so whatever was lost or done twice is known even of a rank that was killed.
+
+As a script, for a launcher that restarts its processes, one of which is killed in every start but the last:
+accelerate launch --max_restarts 3 -m tests.faults.rank_runs FOLDER SEED KILLS
 """
 
 import json
 import os
+import random
 import re
 import signal
-import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,15 +27,18 @@ import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from mm_utils import distributed
-from mm_utils.checkpointing.files import checkpoint_path, find_checkpoint, newest_checkpoint, step_of, verify
-from mm_utils.reliability import failures
-from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.arguments import Parsed
+from mm_utils.checkpointing.files import find_checkpoint, newest_checkpoint, step_of
+from mm_utils.run import script
+from mm_utils.run.restarts import RestartRecord
+from mm_utils.run.start import RunArguments, run_script, set_up_logging, start_run
+from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.trainer import Trainer
+from tests.kit.processes import free_port
 from tests.kit.ranks import forks
-from tests.kit.tiny_run import TinyRun, build
+from tests.kit.tiny_run import STEPS, TinyRun, build
 
 LONGEST = 100.0  # seconds that a run may take, on a machine that does other things, too
 SAVE_STEPS = 3  # between two checkpoints
@@ -45,9 +52,9 @@ class Fault:
 
     Attributes:
         action: a module's function, or one that can be pickled.
-        place: "start", "batch" (while it is waited for), "taken" (when it is there), "forward", "tower", "backward", "optimizer", "end" of a step, "evaluation", "save",
-            "writing" (in the thread of the main process), "log", "evaluated", "saved" (in callbacks), "last" (when the
-            model is saved).
+        place: "start", "batch" (while it is waited for), "taken" (when it is there), "forward", "tower", "backward",
+            "optimizer", "end" of a step, "evaluation", "writing" (in the thread of the main process), "log", "saved" (in
+            callbacks), "last" (when the model is saved).
         step: that is being taken or was last taken there, from 1; 0 is any.
         rank: whom it happens to; None is everyone.
         times: how often, at most.
@@ -64,17 +71,10 @@ class Fault:
 
 @dataclass
 class Ended:
-    """How a run ended.
-
-    Attributes:
-        statuses: exit status of every rank, -9 = killed; None where it had to be ended from here.
-        texts: what every rank wrote to stderr.
-        begun: number of this start of the run, from 0.
-    """
+    """How a run ended: each rank's exit status, -9 = killed, None where it had to be ended from here; and what it wrote."""
 
     statuses: list[int | None]
     texts: list[str]
-    begun: int
 
     @property
     def text(self) -> str:
@@ -91,12 +91,14 @@ class Ended:
 class Striker:
     """Lets faults happen where they are due, and writes down what this rank has done."""
 
-    def __init__(self, faults: Sequence[Fault], notes: Path, begun: int):
+    def __init__(self, faults: Sequence[Fault], folder: Path, begun: int):
         self.faults = [replace(fault) for fault in faults if fault.rank in (None, distributed.rank())]
-        self.notes, self.begun, self.batch = notes, begun, {}  # type: ignore[var-annotated]
+        self.folder, self.begun, self.batch = folder, begun, dict[str, Any]()
         self.trainer: Trainer | None = None
 
     def __call__(self, place: str, step: int) -> None:
+        if place == "saved":
+            self._note("saved", step=step)
         for fault in self.faults:
             if fault.place == place and fault.step in (0, step) and fault.times and self.trainer is not None:
                 fault.times -= 1
@@ -106,92 +108,55 @@ class Striker:
     def watch(self, trainer: Trainer) -> None:
         """Have this called at all places of a trainer."""
         self.trainer = trainer
-        captured = trainer.captured
-        run, capture, start = trainer.step.run, captured.capture, trainer.writer.start
-
-        def step() -> int:
-            return trainer.state.global_step
+        run, start = trainer.step.run, trainer.writer.start
 
         def noted_run(batch: dict[str, Any], number: int) -> Any:
             batch["pixel_values"] = batch["pixel_values"].to(trainer.model.dtype)
             self.batch = batch
             self("taken", number + 1)
             report = run(batch, number)
-            self._write("steps", {"step": number + 1, "rows": batch["rows"].tolist()})
+            self._note("steps", step=number + 1, rows=batch["rows"].tolist())
             return report
-
-        def striking_capture(*args: Any) -> Any:
-            self("save", step())
-            return capture(*args)
 
         def striking_start(number: int, snapshot: Any, keep: Any) -> None:
             write = snapshot.write
-
-            def striking_write(folder: Path) -> None:
-                write(folder)
-                self("writing", number)
-
-            snapshot.write = striking_write
+            snapshot.write = lambda folder: (write(folder), self("writing", number))
             start(number, snapshot, keep)
 
-        def before(function: Callable[..., Any], place: str, more: int) -> Callable[..., Any]:
+        def before(owner: Any, name: str, place: str, more: int = 1) -> None:
+            function = getattr(owner, name)
+
             def struck(*args: Any, **kwargs: Any) -> Any:
-                self(place, step() + more)
+                self(place, trainer.state.global_step + more)
                 return function(*args, **kwargs)
 
-            return struck
+            setattr(owner, name, struck)
 
-        replaced: list[tuple[object, str, Callable[..., Any]]] = [
-            (trainer.step, "run", noted_run),
-            (captured, "capture", striking_capture),
-            (trainer.writer, "start", striking_start),
-            (captured, "save_model", before(captured.save_model, "last", 0)),
-            (trainer.accelerator, "backward", before(trainer.accelerator.backward, "backward", 1)),
-            (trainer.optimizer, "step", before(trainer.optimizer.step, "optimizer", 1)),
-        ]
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
-        trainer.model.vision_model.register_forward_pre_hook(lambda *_: self("tower", step() + 1))
-        trainer.callbacks.callbacks.append(_Events(self))
+        trainer.step.run, trainer.writer.start = noted_run, striking_start  # type: ignore[method-assign]
+        before(trainer.captured, "save_model", "last", 0)
+        before(trainer, "log", "log", 0)
+        before(trainer.accelerator, "backward", "backward")
+        before(trainer.optimizer, "step", "optimizer")
+        trainer.model.vision_model.register_forward_pre_hook(lambda *_: self("tower", trainer.state.global_step + 1))
 
-    def saved(self, step: int) -> None:
-        """A checkpoint is acknowledged."""
-        self._write("saved", {"step": step})
-
-    def _write(self, what: str, values: dict[str, Any]) -> None:
-        line = {"begun": self.begun, "rank": distributed.rank(), **values}
-        with open(self.notes / f"{what}-{distributed.rank()}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    def _note(self, what: str, **values: Any) -> None:
+        with open(notes_of(self.folder) / f"{what}-{distributed.rank()}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"begun": self.begun, **values}) + "\n")
 
 
-class _Events(TrainerCallback):
-    def __init__(self, striker: Striker):
-        self.striker = striker
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.striker("log", state.global_step)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.striker("evaluated", state.global_step)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.striker.saved(step_of(kwargs["checkpoint"]))
-
-
-def work(run: TinyRun, faults: Sequence[Fault], begun: int) -> None:
+def work(run: TinyRun, faults: Sequence[Fault], begun: int, *callbacks: Any) -> None:
     """What a script does, on one rank."""
-    striker = Striker(faults, notes_of(run.folder), begun)
-    run = replace(run, strike=striker)
-    trainer = build(run, [])
+    striker = Striker(faults, run.folder, begun)
+    trainer = build(replace(run, strike=striker), [])
+    trainer.callbacks.callbacks.extend(callbacks)
     striker.watch(trainer)
     striker("start", 0)
     trainer.train(find_checkpoint(run.resume, run.folder))
 
 
 def _process(rank: int, world: int, port: int, begun: int, run: TinyRun, faults: Sequence[Fault]) -> None:
-    errors = os.open(notes_of(run.folder) / f"{begun}-{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(errors, 2)
-    failures.POLL_SECONDS, failures.EXIT_GRACE_SECONDS = 0.2, 0.5
+    os.dup2(os.open(notes_of(run.folder) / f"{begun}-{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    script.GRACE_SECONDS = 0.3
     torch.set_num_threads(1)
     set_up_logging(main=rank == 0)
     if world > 1:
@@ -200,43 +165,47 @@ def _process(rank: int, world: int, port: int, begun: int, run: TinyRun, faults:
     run_script(partial(work, run, faults, begun))
 
 
+def main() -> None:
+    """A tiny run under a launcher."""
+    folder, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    args = TrainingArguments(output_dir=str(folder))
+    start_run("tiny", Parsed([args, RunArguments()]))
+    begun = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    faults = [Fault(Sleep(0.1), "end", 0, None, times=STEPS)]  # for checkpoints to be complete a step later
+    if begun < kills:
+        random.seed(100 * seed + begun)
+        step, place = random.choice(range(2, 5)) + 3 * begun, random.choice(["batch", "forward", "backward", "end"])
+        faults.append(Fault(kill, place, min(step, STEPS), random.randrange(distributed.world_size())))
+    notes_of(folder).mkdir(exist_ok=True)
+    work(TinyRun(folder), faults, begun, RestartRecord())
+
+
 # -- outside ------------------------------------------------------------------------------------------------------------
 
 
 def start(world: int, run: TinyRun, *faults: Fault) -> Ended:
-    """Start a run, or start it again, and wait for its end."""
-    notes = notes_of(run.folder)
-    notes.mkdir(parents=True, exist_ok=True)
+    """Start a run, or start it again, and wait until all processes but stopped ones have ended, or for too long."""
+    notes_of(run.folder).mkdir(parents=True, exist_ok=True)
     run.folder.mkdir(parents=True, exist_ok=True)
-    begun = len(list(notes.glob("*-0.err")))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    begun, port = len(list(notes_of(run.folder).glob("*-0.err"))), free_port()
     processes = [
         forks().Process(target=_process, args=(rank, world, port, begun, run, faults)) for rank in range(world)
     ]
     for process in processes:
         process.start()
-    files = [notes / f"{begun}-{rank}.err" for rank in range(world)]
-    try:
-        _wait(processes)
-    finally:
-        statuses = [process.exitcode for process in processes]
-        for process in processes:
-            _end(process.pid or 0)
-            process.join()
-    texts = [file.read_text(errors="replace") if file.exists() else "" for file in files]
-    return Ended(statuses, texts, begun)
-
-
-def _wait(processes: Sequence[Any]) -> None:
-    """Wait until all processes but stopped ones have ended, or for too long."""
     late = time.monotonic() + LONGEST
     while time.monotonic() < late:
         time.sleep(0.02)
         left = [process for process in processes if process.exitcode is None]
-        if all(_is_stopped(process.pid) for process in left) and len(left) < len(processes):
-            return
+        if len(left) < world and all(_is_stopped(process.pid) for process in left):
+            break
+    statuses = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    files = [notes_of(run.folder) / f"{begun}-{rank}.err" for rank in range(world)]
+    return Ended(statuses, [file.read_text(errors="replace") if file.exists() else "" for file in files])
 
 
 def _is_stopped(pid: int) -> bool:
@@ -246,30 +215,14 @@ def _is_stopped(pid: int) -> bool:
         return False  # it has just ended
 
 
-def _end(pid: int) -> None:
-    """A process of ours and all that it has started."""
-    try:
-        process = psutil.Process(pid)
-        for each in [*process.children(recursive=True), process]:
-            each.kill()
-    except psutil.NoSuchProcess:
-        pass
-
-
 def notes_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.notes")
 
 
 def notes_in(folder: Path, what: str) -> list[dict[str, Any]]:
     """What all ranks have written down, in all starts of a run; a line that a kill has cut is left out."""
-    found = []
-    for path in notes_of(folder).glob(f"{what}-*.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found
+    lines = [line for path in notes_of(folder).glob(f"{what}-*.jsonl") for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def rows_of(folder: Path) -> dict[int, list[int]]:
@@ -285,22 +238,18 @@ def rows_of(folder: Path) -> dict[int, list[int]]:
     return found
 
 
-def steps_lost(folder: Path, begun: int) -> int:
+def steps_lost(folder: Path, begun: int = 0) -> int:
     """Steps that the next start had to do again after the one numbered `begun`."""
     notes = notes_in(folder, "steps")
     done = max((note["step"] for note in notes if note["begun"] <= begun), default=0)
-    first = min((note["step"] for note in notes if note["begun"] == begun + 1), default=done + 1)
-    return done + 1 - first
+    return done + 1 - min((note["step"] for note in notes if note["begun"] == begun + 1), default=done + 1)
 
 
-def bytes_lost(folder: Path, since: int = 0) -> int:
-    """Checkpoints that callbacks were called with, in starts from `since` on: where none as new as the newest is whole."""
-    newest = max((note["step"] for note in notes_in(folder, "saved") if note["begun"] >= since), default=0)
-    path = checkpoint_path(folder, newest)
+def loses_checkpoint(folder: Path) -> bool:
+    """Whether none is whole that is as new as the newest that callbacks were called with."""
+    newest = max((note["step"] for note in notes_in(folder, "saved")), default=0)
     whole, _ = newest_checkpoint(folder)
-    if not newest or (whole is not None and step_of(whole) >= newest and not (path.exists() and verify(path))):
-        return 0
-    return max(1, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+    return newest > (0 if whole is None else step_of(whole))
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -312,15 +261,11 @@ def difference(one: Path, other: Path) -> float:
     """The largest between the final weights of two runs, relative to the largest weight of a tensor; 0 = every bit."""
     left, right = weights_of(one), weights_of(other)
     assert left.keys() == right.keys()
-    return max(
-        0.0 if torch.equal(left[name], right[name]) else _relative(left[name].double(), right[name].double())
-        for name in left
-    )
-
-
-def _relative(left: torch.Tensor, right: torch.Tensor) -> float:
-    distance = float((left - right).abs().max() / right.abs().max().clamp(min=1e-3))
-    return distance if distance == distance else float("inf")  # NaN
+    off = [
+        (left[name].double() - value.double()).abs().max() / value.abs().max().clamp(min=1e-3)
+        for name, value in right.items()
+    ]
+    return float(torch.stack(off).nan_to_num(nan=float("inf")).max())
 
 
 # -- what may happen ----------------------------------------------------------------------------------------------------
@@ -334,11 +279,15 @@ def freeze(trainer: Trainer, batch: dict[str, Any]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def terminate(trainer: Trainer, batch: dict[str, Any]) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
 @dataclass
 class Raise:
     """Raise an error."""
 
-    error: BaseException = field(default_factory=lambda: RuntimeError("a bug"))
+    error: BaseException
 
     def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
         raise self.error
@@ -352,3 +301,7 @@ class Sleep:
 
     def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
         time.sleep(self.seconds)
+
+
+if __name__ == "__main__":
+    run_script(main)

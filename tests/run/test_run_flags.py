@@ -5,14 +5,12 @@ import logging
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mm_utils.arguments import parse_args
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.reliability import failures
 from mm_utils.run import flags
 from mm_utils.run.callbacks import flags_of_callbacks
 from mm_utils.run.script import run_script
@@ -56,10 +54,14 @@ ANY_FILE = "A file of this run, or of a cache"
             MemoryError("Unable to allocate 9 TiB"),
             "The memory is full; MemoryError: Unable to allocate 9 TiB. Give smaller",
         ),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
-            "The memory is full; RuntimeError: Def",
+        *(
+            (RuntimeError(message), f"The memory is full; RuntimeError: {message}")
+            for message in (
+                "DefaultCPUAllocator: can't allocate memory: you tried",
+                "could not create a memory object",
+            )
         ),
+        (OSError(errno.EFBIG, "File too large", "/data/out"), "/data/out: File too large. Free some"),
         (
             RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
             "DataLoader worker (pid 7) is killed by signal: Killed. Its memory or /dev/shm may have been full: pass a lower --data",
@@ -67,11 +69,8 @@ ANY_FILE = "A file of this run, or of a cache"
     ],
 )
 def test_a_disk_or_memory_that_refuses_is_one_line_and_other_errors_keep_their_traceback(
-    error: Exception, start: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    error: Exception, start: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone = SimpleNamespace(is_alone=True, report=lambda _: True, fail=lambda: sys.exit(1), finish=lambda: None)
-    monkeypatch.setattr(failures, "start_monitor", lambda: alone)
-
     def full() -> None:
         raise error
 

@@ -206,7 +206,7 @@ def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
         build_model(ModelArguments(str(tmp_path), fusion_layers=3), tokenizer)
 
 
-@pytest.mark.parametrize("architecture", ["test_vit", "test_convnext"])
+@pytest.mark.parametrize("architecture", ["test_vit", "test_convnext", "vit_pe_core_tiny_patch16_384"])
 @pytest.mark.usefixtures("_cache")
 def test_timm_backbones_keep_their_size_and_normalisation(architecture, tmp_path):
     timm = pytest.importorskip("timm")
@@ -217,7 +217,7 @@ def test_timm_backbones_keep_their_size_and_normalisation(architecture, tmp_path
     args = ModelArguments(vision_model_name_or_path=str(tmp_path / "timm"))
     processor = load_processor(args, CAPTIONS)
     side, mean, std = image_geometry(processor)
-    assert side == 160
+    assert side == own["input_size"][-1]
     assert (mean, std) == (pytest.approx(MEAN, abs=1e-5), pytest.approx(STD, abs=1e-5))
     model = build_model(args, processor.tokenizer).eval()
     model.save_pretrained(tmp_path / "run")

@@ -7,6 +7,7 @@ import math
 import re
 import textwrap
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
-from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from PIL import Image, ImageOps
 
 from mm_utils.files import optional_file
@@ -61,31 +62,9 @@ def save_figure(figure: Figure, out_path: Path, **kwargs: Any) -> None:
         figure.savefig(out_path, **kwargs)
 
 
-def style_axes(ax: Axes) -> None:
-    """Set a light horizontal grid, no frame and few ticks in short notation."""
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.spines["bottom"].set_color(LIGHT)
-    ax.grid(axis="y", color=LIGHT, linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.tick_params(labelsize=8, labelcolor=MUTED, length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=True))
-    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    ax.yaxis.set_major_formatter(FuncFormatter(_tick))
-
-
-def _tick(value: float, position: int | None) -> str:
-    return np.format_float_scientific(value, 3, trim="-", exp_digits=1) if 0 < value < 1e-3 else f"{value:,.5g}"
-
-
 def set_title(ax: Axes, text: str) -> None:
     """Write a panel's title above its left edge."""
     ax.set_title(text, loc="left", fontsize=10, fontweight="bold", color=INK)
-
-
-def small_legend(ax: Axes, **kwargs: Any) -> None:
-    """Add a legend without a frame; `kwargs` are those of `Axes.legend`."""
-    ax.legend(fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, **kwargs)
 
 
 def wrap(text: str, width: int, lines: int) -> str:
@@ -126,11 +105,14 @@ def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
     figure = new_figure(4.2 * columns, 3.1 * rows)
     for place, title in enumerate(panels, start=1):
         ax = figure.add_subplot(rows, columns, place)
-        style_axes(ax)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.spines["bottom"].set_color(LIGHT)
+        ax.grid(axis="y", color=LIGHT, linewidth=0.8)
+        ax.tick_params(labelsize=8, labelcolor=MUTED, length=0)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(5))
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         _draw_lines(ax, {name: series[name] for name in shown[title]})
-        low, high = ax.get_ylim()
-        margin = 0.05 * max(abs(low), abs(high))  # a constant has round labels, and not the digits of its noise
-        ax.set_ylim(min(low, high - 2 * margin), max(high, low + 2 * margin))
         set_title(ax, title)
         ax.set_xlabel("step", fontsize=8, color=MUTED)
     save_figure(figure, out_path)
@@ -141,15 +123,12 @@ def _read_series(path: Path) -> dict[str, Points]:
     """Return the finite values of each name, in order of the steps."""
     values: dict[str, dict[int, float]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with suppress(json.JSONDecodeError):  # cut off when the run was stopped
             row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut off when the run was stopped
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            continue
-        for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                values.setdefault(name, {})[row["step"]] = float(value)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                for name, value in row.items():
+                    if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+                        values.setdefault(name, {})[row["step"]] = float(value)
     return {name: (sorted(points), [points[step] for step in sorted(points)]) for name, points in values.items()}
 
 
@@ -158,7 +137,7 @@ def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
     terms = [name for name in series if name.endswith("_loss") and not name.startswith("eval_")]
     names = sorted(series.keys() - ({"loss"} if len(terms) == 1 else set()), key=lambda name: (len(name), name))
     kinds, cutoffs = (list(dict.fromkeys(name.partition("@")[at] for name in names)) for at in (0, 2))
-    for rank, name in enumerate(names):
+    for name in names:
         kind, _, cutoff = name.partition("@")
         label = _LABELS.get(name) or name.removesuffix("_loss").removeprefix("eval_").replace("_recall@", " @")
         label = label.replace("_to_", " → ").replace("rerank_", "re-ranked ").replace("_", " ")
@@ -166,13 +145,12 @@ def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
         look: dict[str, Any] = {"color": COLORS[kinds.index(kind) % len(COLORS)]}
         if (half := len(values) // 50) >= 2:  # from 100 values on their running mean, over the values drawn faintly
             ax.plot(steps, values, linewidth=0.7, alpha=0.25, **look)
-            total, at = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
-            low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-            values = ((total[high] - total[low]) / (high - low)).tolist()
-        look |= {"linewidth": 1.3 if rank else 2.0, "linestyle": ("-", "--", ":")[min(cutoffs.index(cutoff), 2)]}
+            values = [float(np.mean(values[max(0, at - half) : at + half + 1])) for at in range(len(values))]
+        look |= {"linewidth": 1.5, "linestyle": ("-", "--", ":")[min(cutoffs.index(cutoff), 2)]}
         ax.plot(steps, values, label=label, marker="o" * (len(steps) < 30), markersize=3, **look)
     if len(names) > 1:  # above the axes, right of the title, where it covers no curve
-        small_legend(ax, loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=3, columnspacing=1.2)
+        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "ncols": 3, "columnspacing": 1.2}
+        ax.legend(fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, **place)
 
 
 @dataclass

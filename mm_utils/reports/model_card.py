@@ -15,14 +15,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.source import is_embedded
 from mm_utils.files import optional_file
-from mm_utils.text import (
-    markdown_table,
-    markdown_text,
-    printable,
-    publishable,
-    redact,
-    without_secrets,
-)
+from mm_utils.text import markdown_table, markdown_text, printable, publishable, redact, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +75,12 @@ def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
 
 
 def model_title(name: str) -> str:
-    """Return a model's name for people: that on the Hub, or the last folder of a path that says something, and those in it."""
+    """Return a model's name for people: that on the Hub, or the last two parts of a path."""
     if not Path(name).exists():
         return name
-    parts = Path(name).absolute().parts[1:]
-    for at in range(len(parts) - 1, -1, -1):
-        if parts[at].startswith("models--"):  # the cache of the Hub
-            return "/".join(parts[at].split("--")[1:])
-        if not _PLAIN_FOLDER.fullmatch(parts[at].lower()):
-            return "/".join(parts[at:])
-    return "/".join(parts)
+    parts = Path(name).absolute().parts
+    cached = next((part for part in parts if part.startswith("models--")), None)  # in the cache of the Hub
+    return "/".join(cached.split("--")[1:] if cached else parts[-2:])
 
 
 def is_on_hub(dataset_name: str) -> bool:
@@ -125,9 +114,6 @@ EXAMPLES = {  # of code: the folder of a person's files, which files, and a text
     "sound": ("sounds", "*.wav", "a low tone"),
 }
 _HEALTH = re.compile(r".*_(effective_rank|spread)")  # figures for those who train
-_PLAIN_FOLDER = re.compile(
-    r"(checkpoint|step)-?\d+|models?|snapshots?|final|best|last|weights|(dual_)?encoder|[0-9a-f]{40}"
-)
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 _PICTURES = {
     "Training curves": "training.png",
@@ -194,7 +180,10 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     titles, rows = card.table
     metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items() if not _HEALTH.fullmatch(name)]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
-    hyperparameters, usage = without_secrets(card.hyperparameters, publishable), _usage(card)
+    hyperparameters = without_secrets(card.hyperparameters, publishable)
+    name = json.dumps(card.model, ensure_ascii=False)
+    # Code runs as pasted, in any folder.
+    usage = _fenced("python", card.usage(name, card.medium) if card.usage else _search_code(name, card))
     parts = [
         f"---\n{_front_matter(card).to_yaml()}\n---",
         f"# {_text(card.name)}",
@@ -263,30 +252,21 @@ def _front_matter(card: CardInfo) -> ModelCardData:
     def known(values: list[str]) -> list[str] | None:
         return [" ".join(printable(value).split()) for value in values] or None
 
+    medium = COLUMNS[card.medium]
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=card.pipeline_tag,
-        tags=[*(card.tags or _retrieval_tags(card.medium)), *_medium_tags(card.medium), "custom_code"],
+        tags=[
+            *(card.tags or (f"{medium}-text-retrieval", *RETRIEVAL_TAGS)),
+            *[medium] * (medium != "image"),
+            "custom_code",
+        ],
         base_model=known(card.base_models),
         datasets=known(card.datasets),
         metrics=list(dict.fromkeys(result.metric_type for result in card.results)) or None,
         model_name=" ".join(printable(card.name).split()) if card.results else None,
         eval_results=card.results or None,
     )
-
-
-def _retrieval_tags(medium: str) -> list[str]:
-    return [f"{COLUMNS[medium]}-text-retrieval", *RETRIEVAL_TAGS]
-
-
-def _medium_tags(medium: str) -> list[str]:
-    return [] if medium == "image" else [COLUMNS[medium]]
-
-
-def _usage(card: CardInfo) -> str:
-    """Return code that runs as pasted, in any folder."""
-    name = json.dumps(card.model, ensure_ascii=False)
-    return _fenced("python", _search_code(name, card) if card.usage is None else card.usage(name, card.medium))
 
 
 def _search_code(name: str, card: CardInfo) -> str:
@@ -333,11 +313,11 @@ def _text(value: object) -> str:
 def _code(value: object) -> str:
     """Format a code span for a table; its fence is longer than any run of backticks inside."""
     text = " ".join(printable(publishable(str(value))).split()).replace("|", r"\|")
-    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text or not text else f"`{text}`"
 
 
 def _fenced(language: str, text: str) -> str:
     text = printable(redact(text))
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"

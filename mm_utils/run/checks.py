@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from mm_utils import distributed
-from mm_utils.run.restarts import code_digest, versions
+from mm_utils.reports.model_card import library_versions
+from mm_utils.run.restarts import code_digest
 
 
 def check_equal_start(common: Mapping[str, Any]) -> None:
@@ -20,7 +21,7 @@ def check_equal_start(common: Mapping[str, Any]) -> None:
         ValueError: on every rank, naming the differences and the ranks.
     """
     given = {f"--{name}": value for name, value in common.items()}
-    values = {**given, **versions(), "the code of mm_utils": code_digest()}
+    values = {**given, **library_versions(), "the code of mm_utils": code_digest()}
     distributed.check_equal_on_all_ranks(values, distributed.SAME_COMMAND)
 
 

@@ -20,10 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import datasets
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -32,6 +29,7 @@ from mm_utils import distributed
 from mm_utils.arguments import in_notebook
 from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.files import write_atomic
+from mm_utils.reports.model_card import library_versions
 from mm_utils.text import redact
 
 STARTS_FILE = "environment.json"
@@ -131,12 +129,6 @@ def _write(folder: Path, starts: list[dict[str, Any]]) -> None:
 # -- the environment of a start -----------------------------------------------------------------------------------------
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that decide what a run computes."""
-    packages = (torch, transformers, accelerate, datasets)
-    return {package.__name__: package.__version__ for package in packages}
-
-
 @functools.cache
 def code_digest() -> str:
     """Return a hash of all source files of this package."""
@@ -158,9 +150,8 @@ def describe_start(accelerator: Accelerator) -> dict[str, Any]:
         "mixed_precision": accelerator.mixed_precision,
         "hosts": list(dict.fromkeys(host for host, _ in every_rank)),
         "devices": [device for _, device in every_rank],
-        "python": platform.python_version(),
         "platform": platform.platform(),
-        **versions(),
+        **library_versions(),
         "cuda": torch.version.cuda,
         "commit": _commit(),
         "code": code_digest(),

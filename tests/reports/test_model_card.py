@@ -1,16 +1,10 @@
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
-from mm_utils.reports.model_card import (
-    CardInfo,
-    EvaluatedData,
-    retrieval_results,
-    write_model_card,
-)
+from mm_utils.reports.model_card import CardInfo, EvaluatedData, retrieval_results, write_model_card
 from mm_utils.run.results import update_results
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
@@ -38,26 +32,40 @@ def card(**changes: object) -> CardInfo:
     return CardInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_card_says_how_the_model_was_made_and_how_to_load_it(tmp_path: Path) -> None:
-    path = write_model_card(tmp_path, card())
-    loaded, text = ModelCard.load(path), path.read_text(encoding="utf-8")
-    assert path.name == "README.md"
-    assert loaded.data.library_name == "transformers"
-    assert loaded.data.pipeline_tag == "feature-extraction"
+DATA = EvaluatedData("photos/captions.jsonl", "local-photos", "validation", {"images": 164, "captions": 166})
+FIGURES = {"text_to_image_recall@1": 0.43217, "image_to_text_recall@5": 0.5, "rerank_image_to_text_recall@10": 0.75}
+
+
+def test_card_says_how_the_model_was_made_how_to_load_it_and_what_was_measured(tmp_path: Path) -> None:
+    results = retrieval_results({f"eval_{name}": value for name, value in FIGURES.items()}, DATA, "eval_")
+    path = write_model_card(tmp_path, card(results=results, datasets=["me/pairs"], base_models=["me/base"]))
+    data, text = ModelCard.load(path).data, path.read_text(encoding="utf-8")
+    assert (data.library_name, data.pipeline_tag, data.model_name) == (
+        "transformers",
+        "feature-extraction",
+        "tiny-retriever",
+    )
+    assert (data.datasets, data.base_model, data.metrics) == (
+        ["me/pairs"],
+        ["me/base"],
+        ["recall@1", "recall@5", "recall@10"],
+    )
+    assert data.eval_results == results
+    first = results[0]
+    assert (first.task_type, first.metric_type, first.metric_value) == ("image-text-retrieval", "recall@1", 0.4322)
+    assert (first.dataset_name, first.dataset_args) == ("photos/captions.jsonl", {"images": 164, "captions": 166})
+    assert "re-ranked" in results[-1].metric_name
     for part in (
         'folder = "me/tiny-retriever"\n',
         "AutoModel.from_pretrained(folder, trust_remote_code=True)",
         'VisionTextDualEncoderModel.from_pretrained(folder, subfolder="dual_encoder")',
         "| text to image, encoders alone | 0.432 |",
-        "<details><summary>All metrics</summary>",
         "| `eval_text_to_image_recall@1` | 0.4321 |",
         "| train | 29,000 |",
         "`0f3a9c`",
         "accelerate launch scripts/pretrain.py --config recipes/tiny.yaml",
         "| `learning_rate` | `0.001` |",
         "| precision | bf16 |",
-        "| processes | 2 |",
-        "| transformers | ",
         "198.0 million parameters",
         "## Limitations",
     ):
@@ -90,27 +98,6 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
         assert not {"image", "images", "pictures"} & set(re.findall(r"[a-z]+", text.partition("## Results")[0]))
 
 
-DATA = EvaluatedData("photos/captions.jsonl", "local-photos", "validation", {"images": 164, "captions": 166})
-FIGURES = {"text_to_image_recall@1": 0.43217, "image_to_text_recall@5": 0.5, "rerank_image_to_text_recall@10": 0.75}
-
-
-def test_the_hub_reads_what_the_model_is_and_what_was_measured(tmp_path: Path) -> None:
-    results = retrieval_results({f"eval_{name}": value for name, value in FIGURES.items()}, DATA, "eval_")
-    changes = {"datasets": ["me/pairs"], "base_models": ["me/base"]}
-    path = write_model_card(tmp_path, card(results=results, **changes))
-    data = ModelCard.load(path).data
-    assert data.datasets == ["me/pairs"]
-    assert data.base_model == ["me/base"]
-    assert data.metrics == ["recall@1", "recall@5", "recall@10"]
-    assert data.model_name == "tiny-retriever"
-    assert data.eval_results == results
-    first = results[0]
-    assert (first.task_type, first.metric_type, first.metric_value) == ("image-text-retrieval", "recall@1", 0.4322)
-    assert (first.dataset_name, first.dataset_split) == ("photos/captions.jsonl", "validation")
-    assert first.dataset_args == {"images": 164, "captions": 166}
-    assert "re-ranked" in results[-1].metric_name
-
-
 @pytest.mark.parametrize(
     "content",
     [None, "# Notes\n", "---\ntags: [clip]\n---\n# CLIP\n", "---\ntags: [\n---\n", "---\nmodel-index: 3\n---\n"],
@@ -124,7 +111,7 @@ def test_the_card_of_somebody_else_is_left_alone(content: str | None, tmp_path: 
 
 def test_card_shows_any_text_literally(tmp_path: Path) -> None:
     hostile = 'a | b\n---\n# <script> [x](javascript:y) `code` """ ``` {{ }} $x$ * _ ! \\ \x1b[31m \u202e'
-    texts = (
+    texts = [
         "name",
         "model",
         "vision_model",
@@ -133,8 +120,9 @@ def test_card_shows_any_text_literally(tmp_path: Path) -> None:
         "dataset_fingerprint",
         "hardware",
         "precision",
-    )
-    given: dict[str, object] = dict.fromkeys((*texts, "summary"), hostile)
+        "summary",
+    ]
+    given: dict[str, object] = dict.fromkeys(texts, hostile)
     given |= {"dataset_rows": {hostile: 3}, "metrics": {hostile: 0.5}, "base_models": [hostile]}
     hyperparameters = {"caption": hostile, hostile: 1, "empty": "", "none": None}
     results = retrieval_results(FIGURES, EvaluatedData(hostile, hostile, "test", {}))
@@ -160,9 +148,7 @@ def test_card_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TRACKER_API_KEY", "0123456789abcdef")
     planted = card(
         name=f"model {TOKEN}",
-        command=shlex.join(
-            ["run.py", "--hub_token", "Plain1", "--password=two Plain2", "https://me:Plain3@example.org"]
-        ),
+        command="run.py --hub_token Plain1 '--password=two Plain2' https://me:Plain3@example.org",
         dataset_name=f"https://me:Plain4@example.org/{TOKEN}/0123456789abcdef",
         hyperparameters={"hub_token": "words with Plain5", "note": TOKEN, "tokenizer_name": "bert", "seed": 7},
         model=f"me/{TOKEN}",
@@ -183,7 +169,7 @@ def test_a_card_names_no_folder_of_the_machine_but_in_the_code_that_runs(tmp_pat
         vision_model=place,
         text_model=place,
         dataset_name=place,
-        command=shlex.join(["run.py", "--train_file", place]),
+        command=f"run.py --train_file '{place}'",
         hyperparameters={"train_file": place, "files": [place]},
         table_note=f"see {place}",
         base_models=[place],

@@ -11,18 +11,17 @@ from mm_utils.data.rows.columns import split_of
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import (
-    check_row,
+    check_line,
     checked_object,
     is_array,
-    open_lines,
     parse_json,
     read_document,
     read_lines,
     wide_encoding,
 )
 
-_TOKEN = re.compile(r"(?P<name>[^\t]+)#(?P<number>\d+)\t(?P<caption>.*)")
-_PIPES = re.compile(r"(?P<name>[^|]+)\|\s*(?P<number>\d+)\s*\|(?P<caption>.*)")
+_TOKEN = re.compile(r"(?P<name>[^\t]+)#\d+\t(?P<caption>.*)")
+_PIPES = re.compile(r"(?P<name>[^|]+)\|\s*\d+\s*\|(?P<caption>.*)")
 _HEADER = re.compile(r"\w+\s*[,|]\s*\w+(\s*[,|]\s*\w+)*$")
 _COMMA = re.compile(r"(?P<name>[^,]+),(?P<caption>.*)")
 _TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
@@ -53,18 +52,14 @@ def _is_row(line: str) -> bool:
 
 
 def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Join ``images`` and ``annotations`` by ``image_id``: one record an image.
-
-    Raises:
-        ValueError: if the file does not parse, or holds no annotation with a caption.
-    """
+    """Join ``images`` and ``annotations`` by ``image_id``: one record an image; ValueError if no annotation has a caption."""
     document, builder = _open_document(source, safety, ("images", "annotations"))
     annotations: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
     for at, item in enumerate(document["annotations"]):
         try:
             row = checked_object(item)
             caption = _present(row, "caption")
-            annotations[_needed(row, "image_id")].append((at, caption))
+            annotations[str(_present(row, "image_id"))].append((at, caption))
         except Fault as fault:
             yield builder.bad(f"annotation {at}", fault, str(item))
     if document["annotations"] and not annotations:
@@ -73,7 +68,7 @@ def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     for at, item in enumerate(document["images"]):
         try:
             row = checked_object(item)
-            key = _needed(row, "id")
+            key = str(_present(row, "id"))
             if key in seen:
                 raise Fault("duplicate_id", f"image {seen[key]} has the id {key}, too")
             seen[key] = at
@@ -92,11 +87,7 @@ def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
 
 
 def read_karpathy(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read ``images[].sentences[].raw`` with their splits; restval counts as train.
-
-    Raises:
-        ValueError: if the file does not parse.
-    """
+    """Read ``images[].sentences[].raw`` with their splits; restval counts as train."""
     document, builder = _open_document(source, safety, ("images",))
     for at, item in enumerate(document["images"]):
         try:
@@ -119,27 +110,25 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted. The rows
     of an image follow each other and share its path as their id.
     """
-    path, builder = Path(source.path), _builder(source, safety)
-    pattern = _TOKEN
-    with open_lines(path) as file:
-        for number, line in enumerate(read_lines(file), start=1):
-            text = line.strip()
-            if number == 1 and _HEADER.match(text):
-                pattern = _PIPES if "|" in text else _COMMA
-                continue
-            if not text:
-                continue
-            try:
-                check_row(line)
-                found = pattern.fullmatch(text)
-                if found is None:
-                    raise Fault("malformed_row", "it is not an image's name and its caption")
-                caption = found["caption"].strip()
-                if len(caption) > 1 and caption[0] == caption[-1] == '"':
-                    caption = caption[1:-1].replace('""', '"')
-                yield builder.record(f"line {number}", builder.image(found["name"].strip()), [caption])
-            except Fault as fault:
-                yield builder.bad(f"line {number}", fault, line)
+    builder, pattern = _builder(source, safety), _TOKEN
+    for number, line in enumerate(read_lines(Path(source.path)), start=1):
+        text = line.strip()
+        if number == 1 and _HEADER.match(text):
+            pattern = _PIPES if "|" in text else _COMMA
+            continue
+        if not text:
+            continue
+        try:
+            check_line(line)
+            found = pattern.fullmatch(text)
+            if found is None:
+                raise Fault("malformed_row", "it is not an image's name and its caption")
+            caption = found["caption"].strip()
+            if len(caption) > 1 and caption[0] == caption[-1] == '"':
+                caption = caption[1:-1].replace('""', '"')
+            yield builder.record(f"line {number}", builder.image(found["name"].strip()), [caption])
+        except Fault as fault:
+            yield builder.bad(f"line {number}", fault, line)
 
 
 def _open_document(
@@ -176,12 +165,6 @@ def _split_of_row(row: dict[str, Any], source: Source) -> str | None:
 
 
 def _present(row: dict[str, Any], key: str) -> Any:
-    if key not in row:
+    if row.get(key) is None and (key not in row or key.endswith("id")):
         raise Fault("missing_column", f"there is no {key}")
     return row[key]
-
-
-def _needed(row: dict[str, Any], key: str) -> str:
-    if _present(row, key) is None:
-        raise Fault("missing_column", f"{key} is null")
-    return str(row[key])

@@ -30,7 +30,6 @@ FORMATS = {
 }
 EMBEDDED_SETS = ("clips", "sounds")
 """Data sets that are drawn, besides the scenes of a run without a source."""
-DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
 
@@ -141,7 +140,6 @@ class Source:
         classes: a file that names the classes: ``wnid name`` lines, names in the order of their index, or JSON.
         templates: captions of classes, with the name at ``{}``.
         config: the configuration of a data set on the Hub, or the table of a database.
-        delimiter: what stands between the cells of a CSV or TSV file; found in its header where None.
         medium: image, clip or sound; auto finds it by the columns, or the files of a folder.
         labelled: rows have labels, of `label_column`, and at most one text, of `caption_column`.
         only: a split; the rows of others are not read.
@@ -159,7 +157,6 @@ class Source:
     classes: str | None = None
     templates: tuple[str, ...] = TEMPLATES
     config: str | None = None
-    delimiter: str | None = None
     title: str = ""
     caption_template: str | None = field(default=None, repr=False)
     group_column: str | None = field(default=None, repr=False)
@@ -191,12 +188,6 @@ class Source:
                     f"{title}, split={self.split}; a split is train, validation or test. Name one of them."
                 )
             object.__setattr__(self, "split", SPLIT_NAMES[self.split.lower()])
-        if self.delimiter is not None:
-            sign = DELIMITERS.get(self.delimiter, self.delimiter)
-            if sign not in DELIMITERS.values():
-                known = ", ".join(DELIMITERS)
-                raise ValueError(f"{title}, delimiter={self.delimiter}; known are {known}. Name one of them.")
-            object.__setattr__(self, "delimiter", sign)
         without = [template for template in self.templates if "{}" not in template]
         if without or not self.templates:
             shown = without[0] if without else ""

@@ -186,7 +186,7 @@ def time_of(value: Any) -> Any:
 
 def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> Table:
     title = builder.source.title
-    unit, rows = text_records(path, kind, builder.source.delimiter)
+    unit, rows = text_records(path, kind)
     head = list(itertools.islice(rows, 100))
     if not head:
         raise ValueError(f"{title}; the file holds no rows. Give a file with one image and its caption per row.")

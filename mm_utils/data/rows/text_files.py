@@ -6,7 +6,6 @@ import logging
 import re
 from collections import deque
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -43,14 +42,11 @@ class RepeatedKeys(dict[str, Any]):
     key: str
 
 
-def text_records(path: Path, kind: str | None = None, delimiter: str | None = None) -> tuple[str, Rows]:
+def text_records(path: Path, kind: str | None = None) -> tuple[str, Rows]:
     """Return the unit that counts the rows ("line" or "row"), and the rows with their numbers.
 
-    Blank lines are skipped. A file in UTF-16, and a JSON array that does not parse, is one `BadLine`.
-
-    Args:
-        kind: a suffix of `TEXT_SUFFIXES`; by default the file's own.
-        delimiter: the sign between the cells of a CSV or TSV file; by default the one that divides its header most.
+    Blank lines are skipped. A file in UTF-16, and a JSON array that does not parse, is one `BadLine`. `kind` is a suffix of
+    `TEXT_SUFFIXES`, by default the file's own.
     """
     kind = (kind or path.suffix).lower()
     with path.open("rb") as file:
@@ -58,50 +54,42 @@ def text_records(path: Path, kind: str | None = None, delimiter: str | None = No
     if wide := wide_encoding(head):
         return "line", iter([(1, BadLine(Fault("bad_encoding", f"{wide} text"), str(head[:40])))])
     if kind in (".csv", ".tsv"):
-        return "line", _delimited_records(path, delimiter or _delimiter(path, kind))
+        return "line", _delimited_records(path, _delimiter(path, kind))
     if is_array(head.decode("utf-8-sig", "replace")):
         return _array_records(path)
     return "line", _line_records(path)
 
 
-def open_lines(path: Path, newline: str | None = None) -> TextIO:
+def _open(path: Path, newline: str | None = None) -> TextIO:
     """Open a text file as UTF-8, with or without a mark; `check_line` finds other bytes."""
     return path.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
-def read_lines(file: TextIO) -> Iterator[str]:
-    """Yield the lines of a file; of one that `check_row` refuses as too long, its beginning."""
-    while line := file.readline(LONGEST_LINE + 1):
-        yield line
-        while len(line) > LONGEST_LINE and line[-1] not in "\r\n":
-            line = file.readline(LONGEST_LINE + 1)
+def read_lines(path: Path, newline: str | None = None) -> Iterator[str]:
+    """Yield the lines of a file; of one that `check_line` refuses as too long, its beginning."""
+    with _open(path, newline) as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            yield line
+            while len(line) > LONGEST_LINE and line[-1] not in "\r\n":
+                line = file.readline(LONGEST_LINE + 1)
 
 
 def read_document(path: Path) -> str:
     """Return the text of a file that is parsed whole; raises bad_encoding or malformed_row."""
-    size = path.stat().st_size
-    if size > LONGEST_DOCUMENT:
-        detail = (
-            f"a JSON document of {size:,} bytes, and {LONGEST_DOCUMENT:,} is the most; write one object a line (JSONL)"
-        )
-        raise Fault("malformed_row", detail)
-    with open_lines(path) as file:
+    if (size := path.stat().st_size) > LONGEST_DOCUMENT:
+        most = f"{LONGEST_DOCUMENT:,} is the most; write one object a line (JSONL)"
+        raise Fault("malformed_row", f"a JSON document of {size:,} bytes, and {most}")
+    with _open(path) as file:
         text = file.read()
-    check_line(text)
+    check_line(text, len(text))
     return text
 
 
-def check_row(text: str) -> None:
-    """Raise malformed_row if a line of `read_lines` is too long; see `check_line`."""
-    if len(text) > LONGEST_LINE:
+def check_line(text: str, longest: int = 0) -> None:
+    """Raise malformed_row if a line of `read_lines` is too long, bad_encoding if it held bytes that are not UTF-8."""
+    if len(text) > (longest or LONGEST_LINE):
         raise Fault("malformed_row", f"a line of more than {LONGEST_LINE:,} characters")
-    check_line(text)
-
-
-def check_line(text: str) -> None:
-    """Raise bad_encoding if a line of `open_lines` held bytes that are not UTF-8."""
-    found = None if text.isascii() else _UNDECODED.search(text)
-    if found is not None:
+    if not text.isascii() and (found := _UNDECODED.search(text)) is not None:
         at = len(text[: found.start()].encode("utf-8", "surrogateescape"))
         raise Fault("bad_encoding", f"not UTF-8 text: byte {at + 1} of the line")
 
@@ -138,6 +126,15 @@ def parse_json(text: str) -> Any:
         raise Fault("malformed_row", f"not valid JSON: {error}") from error
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    item = dict(pairs)
+    if len(item) == len(pairs):
+        return item
+    repeated = RepeatedKeys(item)
+    repeated.key = first_repeated(name for name, _ in pairs)
+    return repeated
+
+
 def checked_object(item: Any) -> dict[str, Any]:
     """Return a JSON object without repeated keys; raise not_an_object, duplicate_key or too_nested."""
     if not isinstance(item, dict):
@@ -153,25 +150,15 @@ def checked_object(item: Any) -> dict[str, Any]:
     raise Fault("too_nested", f"an object that is nested more than {DEEPEST} deep")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    item = dict(pairs)
-    if len(item) == len(pairs):
-        return item
-    repeated = RepeatedKeys(item)
-    repeated.key = first_repeated(name for name, _ in pairs)
-    return repeated
-
-
 def _line_records(path: Path) -> Rows:
-    with open_lines(path) as file:
-        for number, text in enumerate(read_lines(file), start=1):
-            if not text.strip():
-                continue
-            try:
-                check_row(text)
-                yield number, checked_object(parse_json(text))
-            except Fault as fault:
-                yield number, BadLine(fault, text)
+    for number, text in enumerate(read_lines(path), start=1):
+        if not text.strip():
+            continue
+        try:
+            check_line(text)
+            yield number, checked_object(parse_json(text))
+        except Fault as fault:
+            yield number, BadLine(fault, text)
 
 
 def _array_records(path: Path) -> tuple[str, Rows]:
@@ -192,88 +179,63 @@ def _array_records(path: Path) -> tuple[str, Rows]:
     return "row", rows()
 
 
-class _Lines:
-    """The lines of a file for `csv`, which can return to the second line of a failed row."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file, self._again = read_lines(file), deque[str]()
-        self.begin, self.taken = 1, list[str]()
-
-    def __iter__(self) -> "_Lines":
-        return self
-
-    def __next__(self) -> str:
-        line = self._again.popleft() if self._again else next(self._file)
-        self.taken.append(line)
-        return line
-
-    def finish_row(self) -> None:
-        self.begin += len(self.taken)
-        self.taken.clear()
-
-    def finish_line(self) -> None:
-        self._again.extendleft(reversed(self.taken[1:]))
-        del self.taken[1:]
-        self.finish_row()
-
-
 def _delimited_records(path: Path, delimiter: str) -> Rows:
-    with open_lines(path, newline="") as file:
-        lines = _Lines(file)
+    names: list[str] = []
+    for number, cells in _delimited_rows(path, delimiter):
+        if isinstance(cells, BadLine):
+            if not names:
+                raise ValueError(cells.describe(path, f"line {number}")) from cells.fault
+            yield number, cells
+        elif names and cells:
+            row: dict[Any, Any] = {**dict.fromkeys(names), **dict(zip(names, cells, strict=False))}
+            row.pop("", None)
+            if len(cells) > len(names):
+                row[None] = cells[len(names) :]  # as `csv.DictReader` has it
+            yield number, row
+        elif not names:
+            names = cells
+            if (twice := first_repeated(filter(None, names))) is not None:
+                raise ValueError(f"{path} has two columns {shortened(twice)}; only one can be read. Rename one.")
+
+
+def _delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | BadLine]]:
+    """Yield the cells of every row, with the number of its first line."""
+    lines, again = read_lines(path, newline=""), deque[str]()
+    begin, taken = 1, list[str]()  # the number of the first line of a row, and its lines
+
+    def feed() -> Iterator[str]:
+        while line := again.popleft() if again else next(lines, ""):
+            taken.append(line)
+            yield line
+
+    reader = None
+    while True:
         # strict: else one forgotten quote swallows all lines up to the next quote, without an error.
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
-        names: list[str] | None = None
-        while True:
-            fault = None
-            try:
-                cells = next(reader, None)
-                check_row("".join(lines.taken))
-            except csv.Error as error:
-                advice = "quote cells with separators, quotes or line breaks, and write a quote inside twice"
-                fault = Fault("malformed_row", f"a row that cannot be read: {error}; {advice}")
-            except Fault as error:
-                fault = error
-            if fault is not None:
-                bad = BadLine(fault, lines.taken[0])
-                if names is None:
-                    raise ValueError(bad.describe(path, f"line {lines.begin}")) from fault
-                yield lines.begin, bad
-                lines.finish_row() if fault.reason == "bad_encoding" else lines.finish_line()
-                reader = csv.reader(lines, delimiter=delimiter, strict=True)
-                continue
+        reader = reader or csv.reader(feed(), delimiter=delimiter, strict=True)
+        try:
+            cells = next(reader, None)
+            check_line("".join(taken))
             if cells is None:
                 return
-            if names is None and cells:
-                names = _header(cells, path)
-            elif names is not None and cells:
-                row: dict[Any, Any] = {**dict.fromkeys(names), **dict(zip(names, cells, strict=False))}
-                row.pop("", None)
-                if len(cells) > len(names):
-                    row[None] = cells[len(names) :]  # as `csv.DictReader` has it
-                yield lines.begin, row
-            lines.finish_row()
+            yield begin, cells
+        except (csv.Error, Fault) as error:
+            advice = "quote cells with separators, quotes or line breaks, and write a quote inside twice"
+            told = Fault("malformed_row", f"a row that cannot be read: {error}; {advice}")
+            fault, reader = error if isinstance(error, Fault) else told, None
+            yield begin, BadLine(fault, taken[0])
+            if fault.reason != "bad_encoding":  # only the first line is lost, and the others are read again
+                again.extendleft(reversed(taken[1:]))
+                del taken[1:]
+        begin += len(taken)
+        taken.clear()
 
 
 def _delimiter(path: Path, kind: str) -> str:
     """Return the sign that divides the header into most cells; of equals the usual one."""
-    with open_lines(path, newline="") as file:
-        header = next((line for line in read_lines(file) if line.strip()), "")[:_LONGEST_HEADER]
+    header = next((line for line in read_lines(path, newline="") if line.strip()), "")[:_LONGEST_HEADER]
     signs = "\t,;|" if kind == ".tsv" else ",;\t|"
     cells = {sign: len(next(csv.reader([header], delimiter=sign), [])) for sign in signs}
     found = max(cells, key=cells.__getitem__)
     if found != signs[0]:
-        _say_delimiter(path, found)
+        logger.info("%s: its cells are separated by %r", path, found)
     return found
-
-
-@lru_cache
-def _say_delimiter(path: Path, sign: str) -> None:
-    """Log it once, however often the file is read."""
-    logger.info("%s: its cells are separated by %r", path, sign)
-
-
-def _header(cells: list[str], path: Path) -> list[str]:
-    twice = first_repeated(filter(None, cells))
-    if twice is not None:
-        raise ValueError(f"{path} has two columns {shortened(twice)}; only one can be read. Rename one.")
-    return cells

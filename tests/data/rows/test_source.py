@@ -54,12 +54,3 @@ def test_an_image_root_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     assert PathArguments(image_root=str(tmp_path)).allow_outside_root is False
     with pytest.raises(ValueError, match=r"--image_root is absent; there is no such folder"):
         PathArguments(image_root="absent")
-
-
-@pytest.mark.parametrize(
-    ("written", "sign"), [("semicolon", ";"), (";", ";"), ("tab", "\t"), ("pipe", "|"), (r"\,", ",")]
-)
-def test_the_delimiter_of_a_table_has_a_name_or_is_a_sign(written: str, sign: str) -> None:
-    assert parse_source(f"a.csv,delimiter={written}").delimiter == sign
-    with pytest.raises(ValueError, match="delimiter=x; known are comma, semicolon, tab, pipe"):
-        parse_source("a.csv,delimiter=x")

@@ -11,7 +11,7 @@ from mm_utils.command import scripts_folder
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
-from mm_utils.data.rows.detect import read_source
+from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.places import use_cache_without_network
@@ -65,7 +65,7 @@ def _medium(data: DataArguments, source: Source) -> str:
     if is_prepared(source.path):
         splits = open_prepared(source.path, source.title, allow_outside=data.allow_outside_root)
         return kind_of(next(iter(splits.values())).features)  # that there is no train split is said where it is read
-    rows = islice(read_source(source, PathArguments(data.image_root, data.allow_outside_root)), FIRST_ROWS)
+    rows = islice(read_rows(source, PathArguments(data.image_root, data.allow_outside_root)), FIRST_ROWS)
     return next((row.medium for row in rows if isinstance(row, Record)), "image")
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.detect import read_source
+from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from tests.kit.fault_images import grey
@@ -25,7 +25,7 @@ NAMES = ["a.jpg", "b.jpg", "c.jpg"]
 
 
 def read(path: Path | str, safety: PathArguments = SAFE, **fields: Any) -> tuple[list[Record], list[BadRow]]:
-    items = list(read_source(Source(str(path), **fields), safety))
+    items = list(read_rows(Source(str(path), **fields), safety))
     return [item for item in items if isinstance(item, Record)], [item for item in items if isinstance(item, BadRow)]
 
 

@@ -39,7 +39,7 @@ from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_cap
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.timed import TimedArguments, store_medium, stored_moments, stored_regions
 from mm_utils.data.rows.columns import NEGATIVES, is_null
-from mm_utils.data.rows.detect import detect, read_source
+from mm_utils.data.rows.detect import detect, read_rows
 from mm_utils.data.rows.records import NO_MEDIUM, BadRow, FileImage, FramesImage, ImageRef, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.files import write_atomic
@@ -223,7 +223,7 @@ def rows_of(source: Source, paths: PathArguments) -> Iterator[Record | BadRow]:
         ValueError: also if a file of the source cannot be read.
     """
     with _reading(source):
-        yield from read_source(source, paths)
+        yield from read_rows(source, paths)
 
 
 @contextmanager

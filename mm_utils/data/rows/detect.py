@@ -40,7 +40,7 @@ _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]
 }
 
 
-def read_source(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read every row of `source` in order as a `Record`, or as a `BadRow` with the reason.
 
     Rows of one image have equal ids and are not merged. Memory does not grow with the rows, except for JSON documents

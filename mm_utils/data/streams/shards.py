@@ -167,7 +167,7 @@ def find_medium(url: str, source: Source) -> str:
         return find_table_columns(shard.schema, source.title, source.columns).medium
 
 
-def read_rows(url: str, first: int, source: Source, held_out: Collection[str] = ()) -> Iterator[Row]:
+def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = ()) -> Iterator[Row]:
     """Read the rows of a file from `first` on; `held_out` are ids and hashed bytes of images that are not trained on."""
     builder = RecordBuilder(source, PathArguments(), ".")
     with _opened(url) as shard:
@@ -270,7 +270,7 @@ class ShardReader:
         def read_on() -> None:
             at = start + len(rows)
             if self._next != (shard, at):
-                self._rows = read_rows(url, first + at, self.source, self.held_out)
+                self._rows = rows_from(url, first + at, self.source, self.held_out)
             self._next = None  # until all are read
             for row in islice(self._rows, stop - at):
                 rows.append(row)

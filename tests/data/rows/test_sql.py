@@ -51,7 +51,7 @@ def test_several_tables_those_without_keys_and_other_files_are_named(tmp_path: P
     with pytest.raises(ValueError, match=r"its tables are pairs, odd-name\. Name one of them, by config=NAME"):
         read(tmp_path / "a.db")
     assert read(tmp_path / "a.db", config="odd-name") == ([], [])
-    with pytest.raises(ValueError, match="no such column: .*a table needs rowids"):
+    with pytest.raises(ValueError, match=r"no such column: .*a table needs rowids"):
         read(tmp_path / "a.db", config="pairs")
     (tmp_path / "b.db").write_bytes(b"no database" * 1000)
     with pytest.raises(ValueError, match=r"b\.db; it cannot be read as SQLite \(.*file is not a database\)"):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.detect import read_source
+from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tars import read_shard
-from mm_utils.data.streams.shards import read_rows
+from mm_utils.data.streams.shards import rows_from
 from tests.kit.fault_images import grey
 from tests.kit.reading import Member, check_closed, check_linked, content, put, read, write_tar
 
@@ -61,7 +61,7 @@ def test_an_address_in_json_stands_for_an_image_where_downloads_are_allowed(tmp_
     members = [(f"{at}.json", json.dumps(row).encode()) for at, row in enumerate(rows)]
     path = write_tar(tmp_path / "s.tar", members)
     assert [row.fault.reason for row in read(path)[1]] == ["incomplete_sample", "incomplete_sample"]
-    items = list(read_source(Source(path), PathArguments(allow_download=True)))
+    items = list(read_rows(Source(path), PathArguments(allow_download=True)))
     assert [type(item) for item in items] == [Record, BadRow]
     assert isinstance(items[0], Record)
     assert items[0].image.name == "https://a.example/b.jpg"
@@ -142,7 +142,7 @@ def test_archives_that_follow_each_other_in_a_file_are_all_read(
     assert all(content(record) == grey(1) for record in good)
     assert [row.fault.reason for row in found] == bad
     if not bad:  # a stream reads the same rows, from any on
-        rows = list(read_rows(str(joined), 3, Source(str(joined), medium="image")))
+        rows = list(rows_from(str(joined), 3, Source(str(joined), medium="image")))
         assert [isinstance(row, dict) for row in rows] == [True]
 
 

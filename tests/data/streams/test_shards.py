@@ -16,7 +16,7 @@ from datasets import disable_progress_bars
 from mm_utils.data.rows import tars
 from mm_utils.data.rows.source import Source
 from mm_utils.data.streams import shards
-from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, expand, features_of, find_medium, read_rows
+from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, expand, features_of, find_medium, rows_from
 from tests.kit import numbered_shards as kit
 from tests.kit.reading import write_tar
 
@@ -48,7 +48,7 @@ def test_rows_are_counted_and_read_from_any_row_on_in_any_order(kind: str, place
         assert count_shards([url]) == [Shard(url, 0, 30)]
         assert find_medium(url, Source("shards")) == "image"
         for first in (0, 1, 4, 17, 29, 30):
-            assert numbers_in(list(read_rows(url, first, SOURCE))) == list(range(first, 30))
+            assert numbers_in(list(rows_from(url, first, SOURCE))) == list(range(first, 30))
         reader = ShardReader([Shard(url, 0, 10), Shard(url, 10, 20)], SOURCE)
         for shard, start, stop in ((0, 3, 7), (0, 7, 10), (1, 0, 20), (0, 3, 7), (0, 3, 7), (1, 5, 5), (1, 19, 20)):
             assert numbers_in(reader.read(shard, start, stop)) == list(range(10 * shard + start, 10 * shard + stop))
@@ -187,7 +187,7 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
 
 def rows_of(folder: Path, *records: dict[str, Any], **columns: Any) -> list[Any]:
     pq.write_table(pa.Table.from_pylist(list(records)), folder / "s.parquet")
-    return list(read_rows(str(folder / "s.parquet"), 0, Source("shards", medium="image", **columns)))
+    return list(rows_from(str(folder / "s.parquet"), 0, Source("shards", medium="image", **columns)))
 
 
 @pytest.mark.parametrize(
@@ -249,11 +249,11 @@ def test_a_sample_of_a_tar_is_read_by_the_rules_of_preparing(tmp_path: Path, mon
     flat = [(f"{key}.{suffix}", content) for key, sample in members.items() for suffix, content in sample.items()]
     path = write_tar(tmp_path / "s.tar", flat)
     source = Source("shards", medium="image", split="train")
-    plain, both, *bad = read_rows(path, 0, source)
+    plain, both, *bad = rows_from(path, 0, source)
     assert isinstance(plain, dict)
     assert isinstance(both, dict)
     assert (plain["id"], plain["captions"], both["captions"]) == ("5", ["of txt"], ["of json", "zweite"])
     reasons = ("bad_encoding", "unsafe_member", "incomplete_sample", "too_nested", "too_many_bytes")
     for number, (row, reason) in enumerate(zip(bad, reasons, strict=True), 2):
         assert str(row).startswith(f"shard {path}, row {number}: {reason}")
-    assert list(read_rows(path, 1, source)) == [both, *bad]
+    assert list(rows_from(path, 1, source)) == [both, *bad]

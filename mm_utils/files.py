@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import glob
 import json
 import logging
 import math
@@ -31,6 +30,7 @@ _PASSING = (
     *(errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO)),  # what stores make of 5xx
 )
 _UNFINISHED = ".unfinished"  # ends the names of folders that are being written
+_YOUNG = 60.0  # seconds; a folder of another name may have been made, and not yet been locked
 _failed: set[Path] = set()
 
 
@@ -40,15 +40,9 @@ def retry(
     pauses: Iterable[float],
     deadline: float = math.inf,
 ) -> _Result:
-    """Call `action` until it succeeds, with pauses after errors that may pass.
+    """Call `action` until it succeeds or raises an error that does not pass, with pauses in seconds between.
 
-    Args:
-        passing: returns whether another attempt may succeed after an error.
-        pauses: seconds before each further attempt.
-        deadline: time, by `time.monotonic`, after which no attempt begins.
-
-    Raises:
-        Exception: the error of the last attempt.
+    No attempt begins after `deadline`, a time by `time.monotonic`.
     """
     for pause in pauses:
         try:
@@ -66,12 +60,9 @@ def is_passing(error: BaseException) -> bool:
 
 
 def regular_file(path: str) -> BinaryIO:
-    """Open a file for reading.
+    """Open a file for reading; raises an OSError, EINVAL if it is not a regular file.
 
     The file is judged once it is open, so that nothing can take its place between the check and the reading.
-
-    Raises:
-        OSError: errno EINVAL if it is not a regular file; otherwise as the system says.
     """
     # O_NONBLOCK: else opening a pipe waits for its writer forever.
     file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
@@ -108,11 +99,7 @@ def changed_ns(status: os.stat_result) -> int:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file and rename it: readers see the old content or the new, never a part.
-
-    Raises:
-        OSError: if it cannot be written; the old file is intact then.
-    """
+    """Write a file and rename it: readers see the old content or the new, never a part; raises an OSError."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
     try:
@@ -181,15 +168,16 @@ def _exchange(one: Path, other: Path) -> bool:
 def atomic_folder(final: Path, flag: str | None = None) -> Iterator[Path]:
     """Yield a hidden folder; rename it to `final` at the end, remove it if the block fails.
 
-    If another process has made `final` meanwhile, that one stays. What a killed process left of `final` is removed first.
+    If another process has made `final` meanwhile, that one stays. What killed processes left in its parent is removed first.
 
     Raises:
         ValueError: if another process has made `final`, and it is the folder that a `flag` names: then each has other content.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    for left in final.parent.glob(f".{glob.escape(final.name)}-*{_UNFINISHED}"):
-        with suppress(FileNotFoundError), folder_lock(left) as is_left:
-            if is_left:
+    for left in final.parent.glob(f".*{_UNFINISHED}"):
+        with suppress(OSError), folder_lock(left) as is_left:
+            is_old = left.name.startswith(f".{final.name}-") or time.time() - left.stat().st_mtime > _YOUNG
+            if is_left and is_old:
                 shutil.rmtree(left, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", suffix=_UNFINISHED, dir=final.parent))
     try:
@@ -211,11 +199,7 @@ def atomic_folder(final: Path, flag: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[bool | None]:
-    """Lock a folder while the block runs or this process lives; yield whether it could be locked, None where nothing can.
-
-    Raises:
-        OSError: if it cannot be opened.
-    """
+    """Lock a folder while the block runs or this process lives; yield whether it could be locked, None where nothing can."""
     if sys.platform == "win32":
         yield None
         return

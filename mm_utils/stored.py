@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,12 +23,11 @@ from typing import Any
 import datasets
 from filelock import FileLock
 
-from mm_utils.files import atomic_folder, folder_lock, is_about, write_atomic
+from mm_utils.files import atomic_folder, is_about, write_atomic
 
 logger = logging.getLogger(__name__)
 
 CHECKSUMS = ".checksums"
-ABANDONED = 24 * 3600  # seconds without a write after which an unfinished result is removed
 _BLOCK = 1 << 24  # bytes
 
 
@@ -73,8 +71,6 @@ def stored(kind: str, key: str, make: Callable[[Path], object], root: str | os.P
         with FileLock(folder.with_name(f".{key}.lock")):
             if not is_whole(folder):
                 discard(folder)
-                for left in folder.parent.glob(f".{key}-*"):  # of a process that was killed, as the lock is free
-                    shutil.rmtree(left, ignore_errors=True)
                 with storing(folder) as work:
                     make(work)
     except OSError as error:
@@ -90,8 +86,6 @@ def stored(kind: str, key: str, make: Callable[[Path], object], root: str | os.P
 @contextmanager
 def storing(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder that becomes the result `folder`, with checksums, when the block ends."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder.parent)
     with atomic_folder(folder) as work:
         yield work
         files = sorted(path for path in work.rglob("*") if path.is_file())
@@ -134,9 +128,8 @@ def stored_value(kind: str, key: str, make: Callable[[], Any]) -> Any:
 
 def open_rows(folder: Path) -> datasets.Dataset:
     """Return the rows of all Arrow files of a result, memory-mapped, in the order of their names."""
-    names = [
-        name for name in _known(folder) if name.endswith(".arrow")
-    ]  # `datasets` keeps caches of its own beside them
+    # `datasets` keeps caches of its own beside them.
+    names = [name for name in _known(folder) if name.endswith(".arrow")]
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(folder / name)) for name in names])
 
 
@@ -152,13 +145,3 @@ def _checksum(path: Path) -> int:
         while block := file.read(_BLOCK):
             found = zlib.crc32(block, found)
     return found
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(".*"):
-        with suppress(OSError):  # its run may be renaming it
-            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-            if folder.is_dir() and time.time() - newest > ABANDONED:
-                with folder_lock(folder) as is_left:  # the clock may have jumped
-                    if is_left is not False:
-                        shutil.rmtree(folder)

@@ -31,10 +31,7 @@ _REDACTIONS = [
         (r"(bearer\s{1,9})\S+", r"\1***"),
         (r"(cookie:[ \t]{0,9})\S.*$", r"\1***"),
         # CF_API_TOKEN VALUE, and a line of .netrc
-        (
-            r"(?<![\w-])((?-i:[A-Z][A-Z0-9]{0,40}(?:_[A-Z0-9]{1,40}){0,9}_(?:TOKEN|SECRET|PASSWORD|KEY)) )[\w./+=-]{12,}",
-            r"\1***",
-        ),
+        (r"(?<![\w-])((?-i:[A-Z][A-Z0-9_]{0,99}_(?:TOKEN|SECRET|PASSWORD|KEY)) )[\w./+=-]{12,}", r"\1***"),
         (r"(login\s{1,9}\S{1,200}\s{1,9}password\s{1,9})\S+", r"\1***"),
         (r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:(?!-----)[\s\S])*(?:-----END [A-Z ]{0,40}-----)?", "***"),
         # mysql://user:p@ss/word@host, but not host:port/path
@@ -98,14 +95,12 @@ def redact(text: str) -> str:
 
 def without_secrets(values: Mapping[str, Any], clean: Callable[[str], str] = redact) -> dict[str, Any]:
     """Clean every text in a mapping, nested ones too, and hide each value whose name says that it is a secret."""
-    return {
-        name: "***" if _is_value(value) and redact(f"{name}=x") != f"{name}=x" else _clean_inside(value, clean)
-        for name, value in values.items()
-    }
-
-
-def _is_value(value: Any) -> bool:
-    return value is not None and not isinstance(value, (int, float, Mapping))
+    cleaned = {}
+    for name, value in values.items():
+        is_text = value is not None and not isinstance(value, (int, float, Mapping))
+        is_secret = is_text and redact(f"{name}=x") != f"{name}=x"
+        cleaned[name] = "***" if is_secret else _clean_inside(value, clean)
+    return cleaned
 
 
 def _clean_inside(value: Any, clean: Callable[[str], str]) -> Any:

@@ -12,34 +12,22 @@ from mm_utils.places import check_words, missing, use_cache_without_network
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "on_hub", "found"),
-    [
-        ("data/mine", "folder", True, ""),
-        ("data/typo", "folder", True, "there is no such folder. Check the path."),
-        ("data/mime", "folder", True, "there is no such folder. Did you mean data/mine?"),
-        ("./mine", "folder", True, "there is no such folder. Check the path."),
-        ("../mine", "folder", True, "there is no such folder. Check the path."),
-        ("/no/such", "folder", True, "there is no such folder. Check the path."),
-        ("~/no/such", "folder", True, "there is no such folder. Check the path."),
-        ("a/b/c", "folder", True, "there is no such folder. Check the path."),
-        ("owner/", "folder", True, "there is no such folder. Check the path."),
-        ("typo.jsonl", "folder", True, "there is no such folder. Check the path."),
-        ("owner/name", "folder", True, ""),
-        ("owner/name-v1.5", "folder", True, ""),
-        ("bert-base-uncased", "folder", True, ""),
-        ("s3://bucket/no/such", "folder", True, ""),
-        ("web-{000..009}.tar", "file", False, ""),
-        ("photos", "folder", False, "there is no such folder. Check the path."),
-        ("pairs.csv", "file", False, "there is no such file. Check the path."),
-    ],
-)
+MISSING = {
+    "": ["data/mine", "owner/name", "owner/name-v1.5", "bert-base-uncased", "s3://bucket/no/such"],
+    "Check the path.": ["data/typo", "./mine", "../mine", "/no/such", "~/no/such", "a/b/c", "owner/", "typo.jsonl"],
+    "Did you mean data/mine?": ["data/mime"],
+}
+
+
+@pytest.mark.parametrize(("remedy", "name"), [(remedy, name) for remedy, names in MISSING.items() for name in names])
 def test_only_what_can_be_a_hub_id_may_be_missing(
-    name: str, kind: str, on_hub: bool, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    remedy: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here/data/mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")  # above which nothing else lies
-    assert missing(name, kind, on_hub) == found
+    assert missing(name) == (remedy and f"there is no such folder. {remedy}")
+    assert missing("photos", "file", on_hub=False) == "there is no such file. Check the path."
+    assert missing("web-{000..009}.tar", "file", on_hub=False) == ""
     check_words("search.py", ["--index_dir", "data", "a dog on a beach"])
 
 
@@ -47,13 +35,9 @@ def test_only_what_can_be_a_hub_id_may_be_missing(
     ("script", "words"),
     [
         ("pretrain", ["--dataset_name", "data/typo"]),
-        ("pretrain", ["--dataset_name=owner/name,data/typo"]),
-        ("pretrain", ["--vision_model_name_or_path", "./typo"]),
-        ("pretrain", ["--text_model_name_or_path", "../typo"]),
         ("pretrain", ["--train_file", "typo.csv"]),
         ("prepare_data", ["--output_dir", "new", "--sources", "data", "typo/pairs/a.csv,weight=3"]),
         ("embed", ["--model_name_or_path", "owner/name", "--images", "typo", "--index_dir", "new"]),
-        ("eval_retrieval", ["--model_name_or_path", "data/typo"]),
         ("search", ["--index_dir", "typo", "a fox"]),
     ],
 )

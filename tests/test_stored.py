@@ -1,19 +1,134 @@
-"""Stored results: made once, by one process; damaged ones are made anew, whatever of them is damaged."""
+"""Files, folders and stored results: written whole or not at all, made once, by one process, and anew when they are damaged."""
 
+import json
+import logging
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
 import pytest
 
 from mm_utils import files
-from mm_utils.files import replace_folder, restore_folder
+from mm_utils.files import (
+    allow_open_files,
+    append_rows,
+    atomic_folder,
+    replace_folder,
+    restore_folder,
+    truncate_rows,
+    write_atomic,
+)
 from mm_utils.stored import key_of, open_rows, place_of, stamp, stored, stored_value, version_of
 from tests.kit.processes import wait_until
 
+# -- files and folders --------------------------------------------------------------------------------------------------
+
+
+def test_lines_after_the_resumed_step_and_torn_lines_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    truncate_rows(path, 3)
+    assert not path.exists()
+    rows = [{"step": step, "text": "\u2028é"} for step in (1, 2, 3, 4)]
+    append_rows(path, rows[:2])
+    append_rows(path, rows[2:])
+    kept = "".join(json.dumps(row) + "\n" for row in rows[:3])
+    path.write_bytes(path.read_bytes() + b'[1]\n{"step": "5"}\n{"st\xff')
+    truncate_rows(path, 3)
+    assert path.read_text() == kept
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_is_told_once_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        for step in range(3):
+            append_rows(Path("/dev/full"), [{"step": step}])
+    assert [record.getMessage() for record in caplog.records] == [
+        "/dev/full cannot be written: No space left on device. Training goes on without it; make room"
+    ]
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    write_atomic(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "\ud800")
+    assert path.read_text() == "old"
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [file.name for file in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_an_atomic_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "one"
+
+    def write(text: str, flag: str | None = None) -> None:
+        with atomic_folder(folder, flag) as work:
+            (work / "part").write_text(text)
+            assert text == "late" or not folder.exists()
+            if text == "half":
+                raise KeyError
+
+    with pytest.raises(KeyError):
+        write("half")
+    assert list((tmp_path / "cache").iterdir()) == []
+    write("whole")
+    write("late")
+    with pytest.raises(ValueError, match=r"--output_dir is .*one; another run has written it"):
+        write("late", "--output_dir")
+    assert (folder / "part").read_text() == "whole"
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+
+
+def test_what_a_killed_process_left_is_removed_and_what_one_writes_is_not(tmp_path: Path) -> None:
+    names = [".one-original", ".one-abcdefgh.unfinished", ".two-abcdefgh.unfinished", ".three-abcdefgh.unfinished"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / names[2], (0, 0))  # the third may not be locked yet, and the first is not of ours
+    with atomic_folder(tmp_path / "one") as first, atomic_folder(tmp_path / "one") as second:
+        os.utime(first, (0, 0))
+        with atomic_folder(tmp_path / "four"):
+            assert first.is_dir()
+        (second / "part").write_text("whole")
+    assert {path.name for path in tmp_path.iterdir()} == {names[0], names[3], "one", "four"}
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_readers_see_the_old_folder_or_the_new(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    final, new = tmp_path / "final", tmp_path / "new"
+    for number in range(3):
+        new.mkdir()
+        (new / "number").write_text(str(number))
+        replace_folder(new, final)
+        assert (final / "number").read_text() == str(number)
+        assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    final.rename(tmp_path / ".final.replaced")  # where a process was killed between two renames
+    restore_folder(final)
+    assert (final / "number").read_text() == "2"
+
+
+@pytest.fixture
+def open_files() -> Iterator[int]:
+    """The hard limit of open files; the limits are put back afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_of_open_files_is_raised(open_files: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, open_files))
+    allow_open_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512 or open_files == 512
+
+
+# -- stored results -----------------------------------------------------------------------------------------------------
 KEY = key_of("settings", 1)
 
 
@@ -29,7 +144,6 @@ def content(folder: Path) -> list[bytes]:
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a flipped bit": lambda folder: (folder / "rows").write_bytes(b"rowt" + b"rows" * 99),
-    "a cut file": lambda folder: os.truncate(folder / "rows", 7),
     "an empty file": lambda folder: os.truncate(folder / "part/more", 0),
     "a lost file": lambda folder: (folder / "part/more").unlink(),
     "no checksums": lambda folder: (folder / ".checksums").unlink(),
@@ -44,29 +158,16 @@ def test_a_damaged_result_is_made_anew(how: str, own_cache: Path, caplog: pytest
     DAMAGE[how](folder)
     assert content(stored("things", KEY, make)) == wanted
     assert ("is damaged; it is made anew" in caplog.text) == (how != "no checksums")
-    caplog.clear()
     assert stored("things", KEY, lambda _: pytest.fail("made again")) == folder
-    assert not caplog.text
 
 
 def test_what_others_put_beside_a_result_is_no_part_of_it(own_cache: Path) -> None:
     """`datasets` writes the caches of its transforms beside the files of a table."""
     rows = datasets.Dataset.from_dict({"number": [3, 1, 2]})
     folder = stored("rows", KEY, lambda work: rows.map(cache_file_name=str(work / "rows.arrow")))
-    open_rows(folder).sort("number")
     (folder / "cache-1.arrow").write_bytes(b"another's")
     assert stored("rows", KEY, lambda _: pytest.fail("made again")) == folder
     assert open_rows(folder)["number"][:] == [3, 1, 2]
-
-
-def test_a_result_that_fails_leaves_nothing(own_cache: Path) -> None:
-    def fail(folder: Path) -> None:
-        make(folder)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stored("things", KEY, fail)
-    assert [path.suffix for path in (own_cache / "tandem_things").iterdir()] == [".lock"]
 
 
 def test_of_several_processes_one_works_and_a_killed_one_holds_nobody_up(own_cache: Path, tmp_path: Path) -> None:
@@ -113,12 +214,8 @@ def test_a_key_changes_with_every_part_and_every_file(tmp_path: Path) -> None:
         path.write_text(text)
         stamps.append(stamp(path))
     os.utime(path, ns=(0, 0))
-    stamps.append(stamp(path))
-    keys = [key_of(1, each) for each in stamps] + [
-        key_of(2, stamps[0]),
-        key_of(1, stamps[0], version_of("PIL", "pillow")),
-    ]
-    assert len(set(keys)) == 6
+    parts = [*((1, each) for each in (*stamps, stamp(path))), (2, stamps[0]), (1, version_of("PIL", "pillow"))]
+    assert len({key_of(*part) for part in parts}) == 6
     assert version_of("no_such_module") is None
 
 
@@ -127,21 +224,3 @@ def test_a_small_value_is_kept_until_it_is_damaged(own_cache: Path) -> None:
     for text in ("", "{}", '{"value": [3, "x"], "check": "0"}'):
         place_of("numbers", KEY).write_text(text)
         assert stored_value("numbers", KEY, lambda: [4, "x"]) == [4, "x"]
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_readers_see_the_old_folder_or_the_new(
-    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not exchanges:
-        monkeypatch.setattr(files, "_exchange", lambda *_: False)
-    final, new = tmp_path / "final", tmp_path / "new"
-    for number in range(3):
-        new.mkdir()
-        (new / "number").write_text(str(number))
-        replace_folder(new, final)
-        assert (final / "number").read_text() == str(number)
-        assert [path.name for path in tmp_path.iterdir()] == ["final"]
-    final.rename(tmp_path / ".final.replaced")  # where a process was killed between two renames
-    restore_folder(final)
-    assert (final / "number").read_text() == "2"

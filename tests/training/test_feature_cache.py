@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, ViTImageProcessor
 
 from mm_utils import distributed
-from mm_utils import stored as stored_results
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
 from mm_utils.data.batches.column_cache import to_arrow, to_tensor
@@ -333,8 +332,8 @@ def test_an_interrupted_computation_is_not_taken_for_a_store(
     assert len(found) == 12
     assert len(stores(own_cache)) == 1
     assert not leftovers(own_cache)  # nobody holds its lock
-    old, recent = (own_cache / "tandem_features" / name for name in (".another-0", ".another-1"))
-    for folder, age in ((old, 2 * stored_results.ABANDONED), (recent, 0)):
+    old, recent = (own_cache / f"tandem_features/.another-{n}.unfinished" for n in range(2))
+    for folder, age in ((old, 120), (recent, 0)):
         folder.mkdir()
         os.utime(folder, (time.time() - age,) * 2)
     cached(rows, frozen(vision=False))

@@ -28,7 +28,8 @@ from mm_utils.data.rows.columns import SPLITS, hold_out
 from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.data.scenes import load_scenes
-from mm_utils.data.sets import SETS
+from mm_utils.data.sets.events import load_clips
+from mm_utils.data.sets.tones import load_sounds
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
     if not sources:
         pairs = load_scenes()
     elif is_embedded(args.dataset_name):
-        pairs = SETS[str(args.dataset_name)]()
+        pairs = {"clips": load_clips, "sounds": load_sounds}[str(args.dataset_name)]()
     elif args.dataset_name is not None and is_prepared(args.dataset_name):
         pairs = open_prepared(args.dataset_name, title, allow_outside=args.allow_outside_root)
     else:

@@ -1,31 +1,22 @@
 """The embedded data set: synthetic scenes with English and German captions.
 
-With it a run starts without arguments and network. No bag of words solves it: half the drawn scenes get a *mirror twin*
-in their split, with the first two objects exchanged and captions of the same words in another order (67 % of the default
-training images are one of such a pair). Each of the 62.9 million possible contents occurs at most once, and a hash of it,
-not the seed, decides the split. Captions may leave out size or texture, so 0.1 % of the training captions also describe
-another scene. The 5000 default scenes take 11 s on one core and 10 MB on disk; they are held in memory until saved.
-Pixels follow from the seed everywhere, PNG bytes from it and Pillow's zlib.
+With it a run starts without arguments and network. The twin of a scene has the first two objects exchanged (67 % of the default
+training images are one of such a pair). There are 62.9 million possible contents. Captions may leave out size or texture, so
+0.1 % of the training captions also describe another scene. The 5000 default scenes take 11 s on one core and 10 MB on disk.
+Pixels are the same everywhere, PNG bytes with the same Pillow and zlib.
 """
 
-import hashlib
 import io
-import logging
 import os
 import random
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 from PIL import Image
-from tqdm.auto import tqdm
 
-from mm_utils.stored import stored
-
-logger = logging.getLogger(__name__)
+from mm_utils.data.sets.generate import load_made
 
 GENERATOR_VERSION = "1"
 """Part of the cache folder's name; raise it with every change of a generated row."""
@@ -35,11 +26,11 @@ COLOURS = {
     "red": (214, 30, 34), "green": (28, 150, 60), "blue": (34, 70, 214), "yellow": (246, 224, 40),
     "orange": (245, 134, 20), "purple": (138, 40, 170), "white": (252, 252, 252), "black": (22, 22, 24),
 }  # fmt: skip
-SIZES = {"small": 8.0, "large": 12.5}  # half the extent of an object in a scene of 64 pixels
+SIZES = {"small": 8.0, "large": 12.5}  # half the extent of an object in pixels
 TEXTURES = ("plain", "striped", "dotted")
 
 _OVERSAMPLING = 4
-_LAYOUT_SIZE = 64
+_SIDE = 64  # pixels
 _STAR_NORMALS = [(round(np.sin(k * np.pi / 2.5), 6), round(np.cos(k * np.pi / 2.5), 6)) for k in range(5)]
 
 _AXES = {"x": ("left", "right"), "y": ("above", "below")}
@@ -92,9 +83,9 @@ _GERMAN_ENDINGS = {
     "accusative": {"m": ("einen", "en"), "f": ("eine", "e"), "n": ("ein", "es")},
     "dative": {"m": ("einem", "en"), "f": ("einer", "en"), "n": ("einem", "en")},
 }
-_FEATURES = {
+_COLUMNS = {
     "id": datasets.Value("string"),
-    "image": datasets.Image(decode=False),
+    "image": None,
     "captions": [datasets.Value("string")],
     "languages": [datasets.Value("string")],
     "regions": [{"box": [datasets.Value("float32")], "phrase": datasets.Value("string")}],
@@ -117,7 +108,6 @@ class _Scene(NamedTuple):
     things: tuple[_Thing, ...]
 
     def group(self) -> str:
-        """Return the text that a scene and its mirror twin share; it decides the split."""
         first, second, *third = (" ".join(thing) for thing in self.things)
         return "; ".join([self.axis, self.side, *sorted([first, second]), *third])
 
@@ -127,39 +117,16 @@ class _Scene(NamedTuple):
 
 
 def load_scenes(
-    image_size: int = 64,
-    num_train: int = 4000,
-    num_eval: int = 500,
-    seed: int = 0,
-    cache_dir: str | os.PathLike[str] | None = None,
+    num_train: int = 4000, num_eval: int = 500, cache_dir: str | os.PathLike[str] | None = None
 ) -> datasets.DatasetDict:
     """Load the splits train, validation and test from the cache; generate them on first use.
 
     A row has `id`, `image` (PNG bytes, not decoded), four `captions` with their `languages`, English first, `regions`
-    (a `box` as x, y, width, height in pixels and a `phrase` for each object) and the `order_pair` of `order_pairs`.
-    Mirror twins are neighbouring rows. The cache is `cache_dir`, or else the one of `datasets`.
-
-    Raises:
-        ValueError: if a number is out of range.
+    (a `box` as x, y, width, height in pixels and a `phrase` for each object) and `order_pair`: a true English caption, and the
+    same words in a false order. Mirror twins are neighbouring rows. The cache is `cache_dir`, or else the one of `datasets`.
     """
-    for name, value, least in (("image_size", image_size, 64), ("num_train", num_train, 1), ("num_eval", num_eval, 1)):
-        if value < least:
-            raise ValueError(f"{name} is {value}; the least that works is {least}. Pass {least} or more.")
-    key = f"v{GENERATOR_VERSION}-size{image_size}-train{num_train}-eval{num_eval}-seed{seed}"
-    counts = {"train": num_train, "validation": num_eval, "test": num_eval}
-    folder = stored("scenes", key, partial(_generate_into, counts=counts, image_size=image_size, seed=seed), cache_dir)
-    return datasets.DatasetDict.load_from_disk(str(folder))
-
-
-def order_pairs(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
-    """Yield each row's index, a true English caption, and the same words in a false order.
-
-    Raises:
-        ValueError: if the data set has no column `order_pair`.
-    """
-    if "order_pair" not in split.column_names:
-        raise ValueError(f"columns is {split.column_names}; order_pair is missing. Pass a split of load_scenes().")
-    return ((index, pair["true"], pair["false"]) for index, pair in enumerate(split["order_pair"]))
+    key, counts = f"v{GENERATOR_VERSION}-size{_SIDE}", (num_train, num_eval)
+    return load_made("scenes", key, "image", _COLUMNS, counts, _draw_scene, "0 contents", _row, cache_dir)
 
 
 def colour_questions(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
@@ -193,31 +160,6 @@ def _side(box: list[float], other: list[float]) -> str:
     return "below" if down > 0 else "above"
 
 
-def _generate_into(folder: Path, counts: dict[str, int], image_size: int, seed: int) -> None:
-    logger.info("Generating %d scenes of %d pixels into %s", sum(counts.values()), image_size, folder.parent)
-    splits = datasets.DatasetDict()
-    for split, scenes in _draw_contents(counts, seed).items():
-        numbered = enumerate(tqdm(scenes, desc=f"Generating {split} scenes", unit="scene"))
-        rows = [_row(scene, split, index, image_size, seed) for index, scene in numbered]
-        splits[split] = datasets.Dataset.from_list(rows, features=datasets.Features(_FEATURES))
-    splits.save_to_disk(str(folder))
-
-
-def _draw_contents(counts: dict[str, int], seed: int) -> dict[str, list[_Scene]]:
-    rng = random.Random(f"{seed} contents")
-    contents: dict[str, list[_Scene]] = {split: [] for split in counts}
-    seen: set[str] = set()
-    while any(len(contents[split]) < count for split, count in counts.items()):
-        scene, with_twin = _draw_scene(rng), rng.random() < 0.5
-        bucket = hashlib.sha256(scene.group().encode()).digest()[0] / 256
-        split = "train" if bucket < 0.8 else "validation" if bucket < 0.9 else "test"
-        room = counts[split] - len(contents[split])
-        if room and scene.group() not in seen:
-            seen.add(scene.group())
-            contents[split] += [scene, scene.twin()][: min(room, 1 + with_twin)]
-    return contents
-
-
 def _draw_scene(rng: random.Random) -> _Scene:
     colours = sorted(COLOURS, key=lambda _: rng.random())[: 2 if rng.random() < 0.5 else 3]
     axis, across = sorted(_AXES, key=lambda _: rng.random())
@@ -226,24 +168,24 @@ def _draw_scene(rng: random.Random) -> _Scene:
     return _Scene(axis, side, tuple(map(_Thing, sizes, textures, colours, shapes)))
 
 
-def _row(scene: _Scene, split: str, index: int, image_size: int, seed: int) -> dict[str, Any]:
-    pixels, boxes = _draw(scene, image_size, random.Random(f"{seed} {split} {index}"))
+def _row(scene: _Scene, split: str, number: int) -> dict[str, Any]:
+    pixels, boxes = _draw(scene, random.Random(f"0 {split} {number}"))
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, format="PNG")
-    captions, languages = _captions(scene, seed)
+    captions, languages = _captions(scene)
     return {
-        "id": f"scene-{split}-{index:05d}",
-        "image": {"bytes": png.getvalue(), "path": None},
+        "id": f"scene-{split}-{number:05d}",
+        "image": png.getvalue(),
         "captions": captions,
         "languages": languages,
         "regions": [{"box": box, "phrase": " ".join(thing)} for box, thing in zip(boxes, scene.things, strict=True)],
-        "order_pair": {"true": captions[0], "false": _captions(scene.twin(), seed)[0][0]},
+        "order_pair": {"true": captions[0], "false": _captions(scene.twin())[0][0]},
     }
 
 
-def _captions(scene: _Scene, seed: int) -> tuple[list[str], list[str]]:
+def _captions(scene: _Scene) -> tuple[list[str], list[str]]:
     """Return four captions and their languages; a twin gets the same templates and words."""
-    rng = random.Random(f"{seed} {scene.group()}")
+    rng = random.Random(f"0 {scene.group()}")
     languages = ["en", "en", rng.choices(["en", "de"])[0], "de"]
     templates = {name: sorted(options, key=lambda _: rng.random()) for name, options in _TEMPLATES.items()}
     return [_caption(scene, language, *templates[language].pop(), rng) for language in languages], languages
@@ -275,7 +217,7 @@ def _phrase(thing: _Thing, case: str, details: tuple[str, ...]) -> str:
 
 
 def _centres(scene: _Scene, rng: random.Random) -> list[tuple[float, float]]:
-    """Place the things in a square of `_LAYOUT_SIZE`, at least 27 apart along their axis."""
+    """Place the things, at least 27 apart along their axis."""
     if not scene.side:
         apart, shift, level = rng.uniform(27, 33), rng.uniform(-1, 1), rng.uniform(-12, 12)
         along = [32 + shift - apart / 2, 32 + shift + apart / 2]
@@ -287,28 +229,28 @@ def _centres(scene: _Scene, rng: random.Random) -> list[tuple[float, float]]:
     return list(zip(along, across, strict=True) if scene.axis == "x" else zip(across, along, strict=True))
 
 
-def _draw(scene: _Scene, image_size: int, rng: random.Random) -> tuple[np.ndarray, list[list[float]]]:
+def _draw(scene: _Scene, rng: random.Random) -> tuple[np.ndarray, list[list[float]]]:
     """Return the picture, and the tight box of each thing in its order in the scene."""
-    grey, scale = rng.uniform(145, 175), image_size / _LAYOUT_SIZE
-    pixels = np.empty((image_size, image_size, 3))
+    grey = rng.uniform(145, 175)
+    pixels = np.empty((_SIDE, _SIDE, 3))
     pixels[:] = [grey + rng.uniform(-7, 7) for _ in range(3)]
     boxes = []
     for thing, centre in zip(scene.things, _centres(scene, rng), strict=True):
         half = SIZES[thing.size] * rng.uniform(0.96, 1.04)
         colour = np.clip([channel + rng.uniform(-8, 8) for channel in COLOURS[thing.colour]], 0, 255)
-        boxes.append(_draw_thing(pixels, thing, colour, centre, half, scale))
+        boxes.append(_draw_thing(pixels, thing, colour, centre, half))
     return np.floor(pixels + 0.5).astype(np.uint8), boxes
 
 
 def _draw_thing(
-    pixels: np.ndarray, thing: _Thing, colour: np.ndarray, centre: tuple[float, float], half: float, scale: float
+    pixels: np.ndarray, thing: _Thing, colour: np.ndarray, centre: tuple[float, float], half: float
 ) -> list[float]:
-    (left, right), (top, bottom) = ((int((c - half) * scale) - 1, int((c + half) * scale) + 2) for c in centre)
-    x = (np.arange(left * _OVERSAMPLING, right * _OVERSAMPLING) + 0.5)[None, :] / (_OVERSAMPLING * scale) - centre[0]
-    y = (np.arange(top * _OVERSAMPLING, bottom * _OVERSAMPLING) + 0.5)[:, None] / (_OVERSAMPLING * scale) - centre[1]
+    (left, right), (top, bottom) = ((int(c - half) - 1, int(c + half) + 2) for c in centre)
+    x = (np.arange(left * _OVERSAMPLING, right * _OVERSAMPLING) + 0.5)[None, :] / _OVERSAMPLING - centre[0]
+    y = (np.arange(top * _OVERSAMPLING, bottom * _OVERSAMPLING) + 0.5)[:, None] / _OVERSAMPLING - centre[1]
     inside = shape_mask(thing.shape, x / half, y / half)
-    rim = round(0.9 * scale * _OVERSAMPLING)
-    shifts = [(down, aside) for down in (-rim, 0, rim) for aside in (-rim, 0, rim)]
+    rim = (-_OVERSAMPLING, 0, _OVERSAMPLING)  # a pixel that no texture marks
+    shifts = [(down, aside) for down in rim for aside in rim]
     core = np.logical_and.reduce([np.roll(inside, shift, axis=(0, 1)) for shift in shifts])
     marked = core & _marks(thing.texture, x, y)
     blocks = (bottom - top, _OVERSAMPLING, right - left, _OVERSAMPLING)

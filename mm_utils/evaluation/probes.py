@@ -1,7 +1,7 @@
 """How often a true caption scores above a false one: the order of words.
 
 A model that reads captions as bags of words is right for half of the images of a probe of word order (Winoground, arXiv
-2204.03162). Scenes have one for every image (`mm_utils.data.scenes.order_pairs`); mirror twins swap its two captions, so that a
+2204.03162). Scenes have one for every image (the column `order_pair`); mirror twins swap its two captions, so that a
 model which reads the caption alone is right for half of them, too.
 
     order_accuracy         share of the probes whose true caption scores higher, with its 95 % interval; by chance 0.5
@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.rows.columns import HOLDOUT_LEAST
-from mm_utils.data.scenes import order_pairs
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -98,12 +97,13 @@ def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, m
 
     Those whose two captions become the same tokens are left out.
     """
-    pairs = list(order_pairs(rows)) if isinstance(rows.features.get("order_pair"), dict) else []
-    pairs = pairs if len(pairs) >= HOLDOUT_LEAST else []
-    ids = encode_captions(tokenizer, [caption for _, *both in pairs for caption in both], max_seq_length)
+    has_pairs = isinstance(rows.features.get("order_pair"), dict) and len(rows) >= HOLDOUT_LEAST
+    pairs = rows["order_pair"][:] if has_pairs else []
+    captions = [pair[side] for pair in pairs for side in ("true", "false")]
+    ids = encode_captions(tokenizer, captions, max_seq_length)
     kept = [place for place in range(len(pairs)) if ids[2 * place] != ids[2 * place + 1]]
     texts = Texts(*pad_captions([ids[2 * place + side] for place in kept for side in (0, 1)], tokenizer.pad_token_id))
-    return Probes(texts, torch.tensor([pairs[place][0] for place in kept], dtype=torch.long))
+    return Probes(texts, torch.tensor(kept, dtype=torch.long))
 
 
 @torch.no_grad()

@@ -228,7 +228,7 @@ def loaders_with_regions() -> Loaders:
 
 
 def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenizerFast) -> None:
-    scenes = load_scenes(64, 12, 1)["train"]
+    scenes = load_scenes(12, 1)["train"]
     rows = tokenized(scenes, tokenizer)
     [batch] = loaders_with_regions().train(rows, GlobalOrder(12, BatchSizes((0,), (12,)), seed=0), 0, 1)
     longest = batch["region_input_ids"].shape[-1]

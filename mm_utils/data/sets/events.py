@@ -16,7 +16,7 @@ from PIL import Image
 from mm_utils.data.media.riff import write_avi
 from mm_utils.data.scenes import COLOURS as SCENE_COLOURS
 from mm_utils.data.scenes import shape_mask
-from mm_utils.data.sets.sequences import Content, Event, Medium, Recipe, Span, lay_out, load_sequences
+from mm_utils.data.sets.sequences import Content, Event, Medium, Recipe, Span, lay_out
 
 SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {name: SCENE_COLOURS[name] for name in ("red", "green", "blue", "yellow", "white", "black")}
@@ -103,4 +103,4 @@ def _cover(shape: str, state: _State) -> tuple[tuple[slice, slice], np.ndarray]:
 
 
 CLIPS = Recipe("clips", "clip", "1", ("appear", "stay"), _draw_events, _phrase, _render)
-load_clips = partial(load_sequences, CLIPS, num_train=1500, num_eval=250)
+load_clips = partial(CLIPS.load, num_train=1500, num_eval=250)

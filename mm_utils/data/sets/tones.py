@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from mm_utils.data.media.riff import write_wav
-from mm_utils.data.sets.sequences import Content, Event, Medium, Recipe, Span, lay_out, load_sequences
+from mm_utils.data.sets.sequences import Content, Event, Medium, Recipe, Span, lay_out
 
 RATE, SECONDS = 16000, 4
 PITCHES = {"low": (220.0, 320.0), "middle": (700.0, 1000.0), "high": (2200.0, 3000.0)}  # Hz
@@ -113,4 +113,4 @@ def _white(samples: int, rng: random.Random) -> np.ndarray:
 
 
 SOUNDS = Recipe("sounds", "sound", "1", ("sound",), _draw_events, _phrase, _render)
-load_sounds = partial(load_sequences, SOUNDS, num_train=1200, num_eval=200)
+load_sounds = partial(SOUNDS.load, num_train=1200, num_eval=200)

@@ -75,6 +75,7 @@ PART_SCHEMA = pa.schema(
         "answers": pa.list_(pa.string()),
     }
 )
+_OWN = ("id", "medium", "source", "where", "split", "group", "answers")  # columns that records have
 FIRST_CHUNK = 64  # rows
 _VERSION = 7  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
@@ -131,14 +132,7 @@ def _end_with(parent: int) -> None:
 
 @dataclass(frozen=True)
 class IngestPlan:
-    """Settings of `ingest_sources`.
-
-    Attributes:
-        workers: processes.
-        max_bad_fraction: a source with a larger share of bad rows is refused.
-        max_rows: rows that are read of each source; None reads all.
-        pool: makes the pool of the workers.
-    """
+    """Settings of `ingest_sources`: a source with a larger share of bad rows is refused; `max_rows` are read of each."""
 
     checks: CheckArguments
     storage: Storage
@@ -159,13 +153,7 @@ class SourceTally:
 
 @dataclass
 class Ingested:
-    """The outcome of all chunks.
-
-    Attributes:
-        sources: by name.
-        parts: the files with the rows, in order.
-        faults, notes: see `ChunkResult`.
-    """
+    """The outcome of all chunks: the sources by name, the files with the rows, in order, and what a `ChunkResult` has."""
 
     sources: dict[str, SourceTally]
     parts: list[Path] = field(default_factory=list)
@@ -217,11 +205,7 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
 
 
 def rows_of(source: Source, paths: PathArguments) -> Iterator[Record | BadRow]:
-    """Yield the rows of a source.
-
-    Raises:
-        ValueError: also if a file of the source cannot be read.
-    """
+    """Yield the rows of a source; raises a ValueError also if a file of it cannot be read."""
     with _reading(source):
         yield from read_rows(source, paths)
 
@@ -240,11 +224,7 @@ def _reading(*sources: Source) -> Iterator[None]:
 
 
 def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path, ChunkResult]]:
-    """Check and store rows on all cores; yield the files of each chunk, in order. Existing ones are kept.
-
-    Raises:
-        ValueError: if a process was killed.
-    """
+    """Check and store rows on all cores; yield the file of each chunk, in order. Existing ones are kept."""
     parts = work / "parts"
     parts.mkdir(exist_ok=True)
     with tqdm(desc="Checking", unit=" rows", smoothing=0.05) as bar, plan.pool(plan.workers) as pool:
@@ -325,27 +305,20 @@ def key_of_rows(items: Rows, *settings: Any) -> tuple[str, int]:
     """
     parts = (_VERSION, PIL.__version__, version_of("av"), settings)
     digest = hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=16)
-    archives: dict[str, str] = {}
     count = 0
     for item in items:
-        row = f"{item!r}{_stamps(item.image, archives)}{item.beside}" if isinstance(item, Record) else repr(item)
+        row = f"{item!r}{_stamps(item.image)}{item.beside}" if isinstance(item, Record) else repr(item)
         digest.update(f"{row}\n".encode("utf-8", "backslashreplace"))
         count += 1
     return digest.hexdigest(), count
 
 
-def _stamps(image: ImageRef, archives: dict[str, str]) -> str:
-    """Return the size and date of the files that hold an image; `archives` keeps those of archives."""
-    if isinstance(image, FileImage):
-        return stamp(image.name)
+def _stamps(image: ImageRef) -> str:
+    """Return the size and date of the files that hold an image; of bytes, the reference is all there is."""
     if isinstance(image, FramesImage):
-        return " ".join(_stamps(frame, archives) for frame in image.frames)
-    path = getattr(image, "path", None)  # of an archive, a table or a database
-    if path is None:
-        return ""  # the reference is all there is
-    if path not in archives:
-        archives[path] = stamp(path)
-    return archives[path]
+        return " ".join(map(_stamps, image.frames))
+    path = image.name if isinstance(image, FileImage) else getattr(image, "path", None)  # of an archive, a table
+    return "" if path is None else stamp(path)
 
 
 def cut_into_chunks(items: Rows) -> Iterator[tuple[Record | BadRow, ...]]:
@@ -447,19 +420,12 @@ class Worker:
                     raise item.fault
                 captions = self._captions(item) if self.storage.captioned else _labelled_text(item)
                 image = self._image(item)
-                yield {
+                yield {name: getattr(item, name) for name in _OWN} | {
                     **image,
-                    "id": item.id,
-                    "medium": item.medium,
                     "captions": captions,
                     "regions": self._part(item.regions, stored_regions, item, image),
                     NEGATIVES: self._negatives(item),
                     "moments": self._part(item.moments, stored_moments, item, image),
-                    "source": item.source,
-                    "where": item.where,
-                    "split": item.split,
-                    "group": item.group,
-                    "answers": item.answers,
                 }
             except Fault as fault:
                 self.result.bad[item.source] += is_row

@@ -37,7 +37,6 @@ CARD = "README.md"
 _SHARED, _SHOWN_PAIRS = 3, 24
 _FEW_TRAINING = 1000
 _MANY_BAD = 0.05  # share of a source's rows from which on it is worth a warning
-_SPREADS = ("short_side", "seconds", "words")
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M")
 _TASKS = {
     "image": ["image-to-text", "text-to-image", "zero-shot-image-classification"],
@@ -64,23 +63,14 @@ def summarize(
         "settings": settings,
         "medium": found.facts["medium"][0].as_py(),
         "sources": [
-            {
-                "name": name,
-                "path": tally.source.path,
-                "format": tally.source.format,
-                "rows": tally.rows,
-                "bad": tally.bad,
-                "kept": of_source[name],
-            }
+            {"name": name, "path": tally.source.path, "format": tally.source.format}
+            | {"rows": tally.rows, "bad": tally.bad, "kept": of_source[name]}
             for name, tally in ingested.sources.items()
         ],
         "splits": splits,
         "quarantined": {
-            reason: {
-                "count": len(faults),
-                "explanation": REASONS[reason],
-                "examples": [{name: fault[name] for name in ("source", "where", "detail")} for fault in faults[:3]],
-            }
+            reason: {"count": len(faults), "explanation": REASONS[reason]}
+            | {"examples": [{name: fault[name] for name in ("source", "where", "detail")} for fault in faults[:3]]}
             for reason, faults in sorted(by_reason.items(), key=lambda item: -len(item[1]))
         },
         "notes": dict(ingested.notes.most_common()),
@@ -98,39 +88,20 @@ def summarize(
 
 
 def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return counts and spreads of every split, and the captions of all that differ and that too many images share.
-
-    No image is read. Sizes are those of the original images where they are known.
-    """
+    """Return the counts of every split, and the captions of all that differ and that too many images share; no image is read."""
     splits: dict[str, Any] = {}
     texts: list[pa.Array] = []  # still in their files
     keys, owners, images = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for name, rows in pairs.items():
-        sides = [side for side in ("original_width", "original_height") if side in rows.column_names]
-        sides = sides or [side for side in ("width", "height") if side in rows.column_names]
-        seconds = [column for column in ("seconds",) if column in rows.column_names]
-        values: dict[str, list[np.ndarray]] = {column: [np.zeros(0)] for column in _SPREADS}
-        size = 0
-        for batch in rows.select_columns(["image", "captions", *seconds, *sides]).with_format("arrow").iter(1000):
+        split = splits[name] = {"images": len(rows), "captions": 0, "bytes": 0}
+        for batch in rows.select_columns(["image", "captions"]).with_format("arrow").iter(1000):
             own = pc.list_flatten(batch["captions"])
             texts += own.chunks
-            words = own.to_pylist()
-            keys.append(np.array([caption_key(text) for text in words], np.int64))
+            keys.append(np.array([caption_key(text) for text in own.to_pylist()], np.int64))
             owners.append(np.repeat(images + np.arange(len(batch)), pc.list_value_length(batch["captions"])))
             images += len(batch)
-            size += pc.sum(pc.binary_length(pc.struct_field(batch["image"], "bytes"))).as_py() or 0
-            values["words"].append(np.array([len(text.split()) for text in words]))
-            values["seconds"] += [batch[column].to_numpy().astype(float) for column in seconds]
-            if sides:
-                side = np.minimum(*(batch[each].to_numpy().astype(float) for each in sides))
-                values["short_side"].append(side[side > 0])  # not those that are missing
-        joined = {column: np.concatenate(parts) for column, parts in values.items()}
-        splits[name] = {"images": len(rows), "captions": len(joined["words"]), "bytes": size} | {
-            # the median, and the 5th and 95th percentile
-            column: np.quantile(found, (0.5, 0.05, 0.95), method="inverted_cdf").round(1).tolist()
-            for column, found in joined.items()
-            if len(found)
-        }
+            split["captions"] += len(own)
+            split["bytes"] += pc.sum(pc.binary_length(pc.struct_field(batch["image"], "bytes"))).as_py() or 0
     keys_M, text = np.concatenate(keys), pa.chunked_array(texts, pa.string())
     shared = shared_captions(keys_M, np.concatenate(owners))[:_SHARED]
     return splits, {
@@ -170,13 +141,7 @@ def describe(summary: dict[str, Any], folder: str) -> str:
 
 
 def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed: int = 0) -> None:
-    """Write `report.md` into `folder`, which exists, and `pairs.jpg`, a contact sheet of random pairs.
-
-    Args:
-        pairs: the prepared rows. Only the images that are shown are read.
-        summary: the content of `report.json`.
-        seed: decides which pairs are shown.
-    """
+    """Write `report.md`, and `pairs.jpg`, a contact sheet of random pairs; only the images that are shown are read."""
     kind, rng = summary["medium"], np.random.default_rng(seed)
     share = math.ceil(_SHOWN_PAIRS / max(1, len(pairs)))
     chosen = {name: sorted(rng.permutation(len(rows))[:share].tolist()) for name, rows in pairs.items()}
@@ -196,14 +161,22 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed
         f"Merged: {_plural(summary['duplicates']['merged_rows'], 'row')} of equal {kind}s.",
         f"Copies across splits: {_plural(copies, kind)}; dropped: {_plural(dropped, 'row')}.",
     ]
+    examples = {
+        name: "; ".join(", ".join(filter(None, one.values())) for one in reason["examples"])
+        for name, reason in summary["quarantined"].items()
+    }
     tables = {
+        "What it holds": [
+            {"split": name, f"{kind}s": part["images"], "captions": part["captions"], "size": byte_size(part["bytes"])}
+            for name, part in summary["splits"].items()
+        ],
         "Sources": summary["sources"],
         "Set aside": [
             {
                 "reason": name,
                 "count": reason["count"],
                 "what it means": reason["explanation"],
-                "for example": "; ".join(", ".join(filter(None, one.values())) for one in reason["examples"]),
+                "for example": examples[name],
             }
             for name, reason in summary["quarantined"].items()
         ],
@@ -220,9 +193,6 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed
         "\n".join(f"- {markdown_text(warning)}" for warning in warnings)
         or "Nothing stands out. Do look at the pairs below.",
         *(["![random pairs](pairs.jpg)"] if tiles else []),
-        "## What it holds",
-        _table([_split_row(name, part, kind) for name, part in summary["splits"].items()]),
-        "Sides, seconds and words: the median, and in brackets the 5th and 95th percentile.",
         *(part for title, rows in tables.items() if rows for part in (f"## {title}", _table(rows))),
     ]
     (folder / "report.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
@@ -259,16 +229,6 @@ def _look_first(summary: dict[str, Any]) -> list[str]:
     if few := too_few(summary["splits"].get("validation", {"images": 0})["images"], kind):
         found.append(f"{few} Add pairs, or set --validation_fraction.")
     return found
-
-
-def _split_row(name: str, split: dict[str, Any], kind: str) -> dict[str, Any]:
-    counts = {"split": name, f"{kind}s": split["images"], "captions": split["captions"]}
-    spreads = {
-        column.replace("_", " "): "{:,g} ({:,g} to {:,g})".format(*split[column])
-        for column in _SPREADS
-        if column in split
-    }
-    return {**counts, **spreads, "size": byte_size(split["bytes"])}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -325,13 +285,7 @@ def _tile(split: Dataset, row: int, name: str) -> Tile:
 def write_data_card(
     folder: Path, name: str, pairs: DatasetDict, summary: dict[str, Any], license: str | None = None
 ) -> None:
-    """Write a prepared folder's `README.md`: for the Hub, `load_dataset`, and with the text of its `report.md`.
-
-    Args:
-        name: the title.
-        summary: the content of `report.json`.
-        license: an identifier of the Hub; None if it is not known.
-    """
+    """Write a prepared folder's `README.md`, named `name`: for the Hub, `load_dataset`, and with the text of its `report.md`."""
     images, features = sum(map(len, pairs.values())), next(iter(pairs.values())).features
     kind = summary["medium"]
     columns: dict[str, Any] = {}

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,11 +29,10 @@ from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, FramesImag
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tars import MemberImage
 from mm_utils.model import reading
-from tests.kit.fault_images import ODD, draw, jpeg, save
+from tests.kit.fault_images import ODD, draw, save
 from tests.kit.prepared import CLOSE, pixels_apart
 from tests.kit.processes import wait_until
 from tests.kit.ranks import forks
-from tests.kit.reading import add_member
 
 disable_progress_bars()
 LIMITS = CheckArguments()
@@ -47,12 +45,11 @@ JPEG, PNG, WEBP = (save(draw(0, (80, 60)), form) for form in ("JPEG", "PNG", "WE
 DAMAGED = [case.make(draw(0)) for case in ODD]
 
 
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_a_photograph_of_a_telephone_is_read_and_its_damage_is_found(orientation: int) -> None:
+def test_a_photograph_of_a_telephone_is_read_and_its_damage_is_found() -> None:
     """Its turn is a property of the format, which its decoder applies; that of EXIF, which repeats it, is not applied again."""
     pytest.importorskip("pillow_heif")
     exif = Image.Exif()
-    exif[0x0112] = orientation
+    exif[0x0112] = 6
     content = save(picture := draw(0, (96, 64)), "HEIF", exif=exif, quality=100)
     found = check_image(content, LIMITS, "a.heic")
     assert (found.format, found.width, found.height, found.notes) == ("HEIF", 96, 64, ())
@@ -94,10 +91,10 @@ def test_damaged_bytes_are_an_image_or_a_fault(data: st.DataObject) -> None:
         pass
 
 
-@pytest.mark.parametrize("content", [JPEG, PNG, WEBP], ids=["JPEG", "PNG", "WEBP"])
 @given(st.data())
-@settings(max_examples=60)
-def test_no_part_of_an_image_passes(content: bytes, data: st.DataObject) -> None:
+@settings(max_examples=100)
+def test_no_part_of_an_image_passes(data: st.DataObject) -> None:
+    content = data.draw(st.sampled_from([JPEG, PNG, WEBP]))
     with pytest.raises(Fault, match="image_truncated"):
         check_image(content[: data.draw(st.integers(12, len(content) - 1))], LIMITS)
 
@@ -157,16 +154,18 @@ def test_an_image_is_shrunk_once_and_a_small_one_is_not_compressed_again(tmp_pat
     small = save(draw(0, (70, 60)), "JPEG", quality=80)
     [row], _ = stored(tmp_path, record(small))
     assert row["image"] == {"bytes": small, "path": None}
+    [row], _ = stored(tmp_path, record(save(draw(0, (128, 128)), "PNG")), storage=RAW)
+    assert (row["image"]["path"], len(row["image"]["bytes"])) == ("raw:64x64", 64 * 64 * 3)
+    assert pixels_apart(open_image(row["image"]), draw(0, (64, 64))) < CLOSE
     [row], _ = stored(tmp_path, record(data), storage=Storage("jpeg", None))
     assert (row["image"]["bytes"], row["width"], row["height"]) == (data, 200, 150)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG"])
-def test_where_a_picture_was_taken_is_not_kept(form: str, tmp_path: Path) -> None:
+def test_where_a_picture_was_taken_is_not_kept(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[271] = "Camera of Jane Doe"
-    [row], _ = stored(tmp_path, record(save(draw(0, (60, 60)), form, exif=exif)))
-    assert b"Jane Doe" not in row["image"]["bytes"]
+    rows, _ = stored(tmp_path, *(record(save(draw(0, (60, 60)), form, exif=exif)) for form in ("JPEG", "PNG")))
+    assert [row for row in rows if b"Jane Doe" in row["image"]["bytes"]] == []
 
 
 def test_a_row_survives_bad_captions_and_negatives(tmp_path: Path) -> None:
@@ -209,7 +208,6 @@ def test_a_chunk_is_done_once_and_rows_of_one_image_decode_it_once(
 
 
 CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
-    "the file is another picture": lambda path, _: path.write_bytes(save(draw(0, (90, 90)), "JPEG")),
     "its date": lambda path, _: os.utime(path, ns=(0, 0)),
     "it is gone": lambda path, _: path.unlink(),
     "PyAV is gone": lambda _, patch: patch.setitem(sys.modules, "av", None),
@@ -309,11 +307,10 @@ def test_a_changed_image_row_or_option_leads_to_another_result(folder: Path, own
 
 def test_odd_images_that_training_takes_are_kept(folder: Path) -> None:
     Image.new("RGB", (2, 2), "red").save(folder / "0.png")
-    Image.new("RGB", (400, 3), "blue").save(folder / "1.png")
     Image.new("RGB", (7000, 6000)).save(folder / "large.jpg")  # 42 million pixels, which a JPEG need not decode
     Image.new("1", (9000, 9000)).save(folder / "large.png")
-    write(folder, ["0.png", "1.png", "2.png", "large.jpg", "large.png"])
-    assert ids(folder) == ["0.png", "1.png", "2.png", "large.jpg"]
+    write(folder, ["0.png", "2.png", "large.jpg", "large.png"])
+    assert ids(folder) == ["0.png", "2.png", "large.jpg"]
 
 
 def test_bad_rows_are_counted_and_named_at_every_start(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -325,21 +322,16 @@ def test_bad_rows_are_counted_and_named_at_every_start(folder: Path, caplog: pyt
         assert f"{folder / 'gone.png'}. There is no such file." in caplog.text
 
 
-HOPELESS = [
-    (["img/0.png", "img/1.png", "2.png"], r"2 of 3 rows are bad, more than half .*line 1: .*img/0.png.* --image_root"),
-    ([], r"the file holds no rows"),
-]
-
-
-@pytest.mark.parametrize(("names", "message"), HOPELESS)
-def test_a_hopeless_source_is_refused_and_leaves_nothing(
-    folder: Path, own_cache: Path, names: list[str], message: str
-) -> None:
-    write(folder, names)
-    with pytest.raises(ValueError, match=rf"^--train_file is pairs.jsonl; {message}") as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
-    assert not (own_cache / "tandem_pairs").exists() or not results(own_cache)
+def test_a_hopeless_source_is_refused_and_leaves_nothing(folder: Path, own_cache: Path) -> None:
+    for names, message in (
+        (["img/0.png", "img/1.png", "2.png"], r"2 of 3 rows are bad, more than half .*img/0.png.* --image_root"),
+        ([], r"the file holds no rows"),
+    ):
+        write(folder, names)
+        with pytest.raises(ValueError, match=rf"^--train_file is pairs.jsonl; {message}") as caught:
+            load(folder)
+        assert "\n" not in str(caught.value)
+        assert not (own_cache / "tandem_pairs").exists() or not results(own_cache)
 
 
 def test_an_interrupted_start_is_resumed(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,14 +372,3 @@ def test_a_killed_start_holds_nobody_up(folder: Path, own_cache: Path) -> None:
     start = time.monotonic()
     assert len(ids(folder)) == 6
     assert time.monotonic() - start < 300  # of the 600 that a process would hold the lock
-
-
-def test_embedded_images_are_stored_as_they_came(folder: Path) -> None:
-    contents = [jpeg(draw(number, (900, 700))) for number in range(3)]
-    with tarfile.open(folder / "pairs.tar", "w") as archive:
-        for number, content in enumerate(contents):
-            add_member(archive, f"{number}.jpg", content)
-            add_member(archive, f"{number}.txt", b"a picture")
-    rows = load(folder, "pairs.tar")["train"]
-    assert [row["image"] for row in rows] == [{"bytes": content, "path": None} for content in contents]
-    assert rows["id"][:] == ["pairs/0", "pairs/1", "pairs/2"]

@@ -46,7 +46,6 @@ SPLIT_NAMES = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 HOLDOUT_FRACTION, HOLDOUT_LEAST, HOLDOUT_MOST = 0.05, 30, 2000
-_NEEDED = ("image", "caption")
 _LISTED = 40  # columns that a message names
 
 
@@ -99,37 +98,30 @@ def find_columns(
         ValueError: if a wanted column, or any for images or captions, is missing, two columns share a name, or columns
             are for media of several kinds; the message lists the columns.
     """
-    twice = first_repeated(names)
-    if twice is not None:
+    typed, first, option = typed or {}, first or {}, wanted.option.format
+    if (twice := first_repeated(names)) is not None:
         raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
     for part in wanted.parts:
         find_column("caption_template", names, title, part, ())
     group = find_column("group_column", names, title, wanted.group, ())
-    medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed or {}, first or {})
+    medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed, first)
     if wanted.labelled:
-        return _find_labelled(names, title, wanted, spare_image, typed or {}, first or {}, labels or {})
-    found: dict[str, str | None] = {}
-    for kind, usual in {**USUAL_NAMES, "image": names_of(medium)}.items():
-        spare = spare_image if kind == "image" else None
-        option = wanted.option.format(kind)
-        given = wanted.parts[0] if kind == "caption" and wanted.parts else getattr(wanted, kind)
-        found[kind] = find_column(option, names, title, given, usual) or spare
-        if found[kind] is None and kind in _NEEDED:
-            found[kind] = spelt_otherwise(names, usual)
-        if found[kind] is None and kind in _NEEDED:
-            advice = f"Set {option}." if option.startswith("--") else f"Write it behind the path: ,{option}=NAME."
-            shown = medium if kind == "image" else kind
+        return _find_labelled(names, title, wanted, spare_image, typed, first, labels or {})
+    image = find_column(option("image"), names, title, wanted.image, names_of(medium)) or spare_image
+    template = wanted.parts[0] if wanted.parts else wanted.caption
+    caption = find_column(option("caption"), names, title, template, USUAL_NAMES["caption"])
+    for kind, shown, column in (("image", medium, image), ("caption", "caption", caption)):
+        if column is None:
+            by = option(kind)
+            advice = f"Set {by}." if by.startswith("--") else f"Write it behind the path: ,{by}=NAME."
             raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
-    if found["id"] == found["image"]:
-        found["id"] = None
-    typed_as = (typed or {}).get(str(found["image"]), medium)
-    if typed_as != medium:
+    if (kind := typed.get(str(image), medium)) != medium:
         raise ValueError(
-            f"{title}; the medium is {medium}, and the column {found['image']} is of the kind {typed_as}. Name one that "
-            "agrees, or leave medium= out."
+            f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
         )
-    names_found = (found["image"], found["caption"], found["id"])
-    return Columns(*names_found, medium=medium, template=wanted.template, group=group)
+    key = find_column(option("id"), names, title, wanted.id, USUAL_NAMES["id"])
+    key = None if key == image else key
+    return Columns(image, caption, key, medium=medium, template=wanted.template, group=group)
 
 
 def _find_labelled(
@@ -143,29 +135,21 @@ def _find_labelled(
 ) -> Columns:
     """Find the columns of labels, and of media, texts or both; see `find_columns`."""
     option, medium = wanted.option.format, wanted.medium
-    if wanted.label is None and len(labels) == 1:
-        label: str | None = next(iter(labels))
-    else:
-        among = names if wanted.label or not labels else list(labels)
-        label = find_column(option("label"), among, title, wanted.label, LABEL_NAMES) or spelt_otherwise(
-            names, LABEL_NAMES
-        )
+    of_type = list(labels) if wanted.label is None else []
+    label = of_type[0] if len(of_type) == 1 else find_column(
+        option("label"), of_type or names, title, wanted.label, LABEL_NAMES
+    )  # fmt: skip
     if label is None:
         raise ValueError(f"{title}; no label column was recognised. {listed(names)} Set {option('label')}.")
     others = [name for name in names if name != label]
-    usual = names_of(medium)
-    image = find_column(option("image"), others if wanted.image is None else names, title, wanted.image, usual)
-    image = image or spare_image or spelt_otherwise(others, usual)
+    image = find_column(option("image"), others, title, wanted.image, names_of(medium)) or spare_image
     others = [name for name in others if name != image]
-    text = find_column(
-        option("caption"), others if wanted.caption is None else names, title, wanted.caption, TEXT_NAMES
-    )
+    text = find_column(option("caption"), others, title, wanted.caption, TEXT_NAMES)
     own = {name: kind for kind in MEDIA for name in MEDIUM_NAMES[kind] if kind != medium and name not in _ANY_FILE}
     other = next((name for name in others if image is None and name.lower() in own and name != text), None)
-    if other is not None:
-        raise wrong_kind(f"{title}; the column {other}", own[other.lower()], medium)
-    if typed.get(str(image), medium) != medium:
-        raise wrong_kind(f"{title}; the column {image}", typed[str(image)], medium)
+    kind = own[other.lower()] if other is not None else typed.get(str(image), medium)
+    if kind != medium:
+        raise wrong_kind(f"{title}; the column {other or image}", kind, medium)
     if image is None and text is None:
         raise ValueError(
             f"{title}; no {medium} column and no text column was recognised. {listed(names)} Set {option('image')}, "
@@ -173,10 +157,8 @@ def _find_labelled(
         )
     files = [name for name in others if str(first.get(name)).lower().endswith(SUFFIXES[medium])]
     if image is None and files:
-        logger.warning(
-            "%s: the column %s names files of %ss and is not read. Set %s to read them.",
-            title, files[0], medium, option("image"),
-        )  # fmt: skip
+        said = f"the column {files[0]} names files of {medium}s and is not read. Set {option('image')} to read them"
+        logger.warning("%s: %s.", title, said)
     return Columns(image, text, medium=medium, labelled=True, label=label, classes=tuple(labels.get(label, ())))
 
 
@@ -216,11 +198,11 @@ def _find_medium(
         raise ValueError(f"{title}; the columns {' and '.join(found.values())} may all be the medium. {advice}.")
     files = next((name for name in names if name.lower() in _ANY_FILE), None)
     known = next(iter(found), None) or kind_of_value(first.get(str(files)))
-    return known or next((kind for kind in ("clip", "sound") if spelt_otherwise(names, MEDIUM_NAMES[kind])), "image")
+    return known or next((kind for kind in ("clip", "sound") if _spelt_otherwise(names, MEDIUM_NAMES[kind])), "image")
 
 
 def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:
-    """Return the wanted column, else the first of a usual name; exact names go before cases.
+    """Return the wanted column, else the first of a usual name; exact names go before cases, and these before other spellings.
 
     Args:
         option: the flag or key that names the column, for error messages.
@@ -234,19 +216,16 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
         raise ValueError(f"{option} is {wanted}; there is no such column ({title}).{hint} {listed(names)}")
     if wanted is not None:
         return wanted
-    by_lower: dict[str, list[str]] = {}
-    for name in names:
-        by_lower.setdefault(name.lower(), []).append(name)
-    found = next((by_lower[guess] for guess in usual if guess in by_lower), [])
-    exact = [name for name in found if name in usual]
-    if len(found) > 1 and not exact:
+    alike = next((found for guess in usual if (found := [name for name in names if name.lower() == guess])), [])
+    exact = [name for name in alike if name in usual]
+    if len(alike) > 1 and not exact:
         raise ValueError(
-            f"{title}; the columns {' and '.join(found)} differ in case alone. Set {option} to one of them."
+            f"{title}; the columns {' and '.join(alike)} differ in case alone. Set {option} to one of them."
         )
-    return next(iter(exact or found), None)
+    return next(iter(exact or alike), None) or _spelt_otherwise(names, usual)
 
 
-def spelt_otherwise(names: Iterable[str], usual: Iterable[str]) -> str | None:
+def _spelt_otherwise(names: Iterable[str], usual: Iterable[str]) -> str | None:
     """Return the first column of a usual name that is written with blanks or hyphens, such as "Image path"."""
     plain = {name.replace("_", "") for name in usual}
     return next((name for name in names if re.sub(r"[\s_-]", "", name.lower()) in plain), None)
@@ -266,31 +245,33 @@ def is_null(value: Any) -> bool:
 
 
 _TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|nan|null)"""
-_TEXTS = re.compile(rf"(?:array\()?\[\s*{_TEXT}(?:(?:\s*,\s*|\s+){_TEXT})*\s*,?\s*\](?:, dtype=[^()]*)?\)?", re.DOTALL)
+_TEXTS = re.compile(
+    rf"(?:array\()?[\[(]\s*{_TEXT}(?:(?:\s*,\s*|\s+){_TEXT})*\s*,?\s*[\])](?:, dtype=[^()]*)?\)?", re.DOTALL
+)
+# What begins like a list and ends like one, or is cut off behind its first text.
+_LIST = re.compile(r"""\[\s*(?:['"\[{].*[\])]$|(['"])(?:(?!\1).)*\1\s*,\s*['"])""", re.DOTALL)
 _LONGEST_LIST = 100_000  # characters
 
 
 def texts_of(value: Any) -> list[Any]:
     """Return the texts of a cell: a list, a text, or a list that a program wrote as text.
 
-    JSON and Python write ['a', 'b'], NumPy ['a' 'b'], pandas' tables array(['a', 'b'], dtype=object). Raises caption_list of a text
-    that begins and ends like one and is none.
+    JSON and Python write ['a', 'b'] or ('a', 'b'), NumPy ['a' 'b'], pandas' tables array(['a', 'b'], dtype=object). Raises
+    caption_list of a text that looks like one and is none.
     """
     if isinstance(value, list):
         return [text for each in value for text in (texts_of(each) if isinstance(each, str) else [each])]
     text = value.strip() if isinstance(value, str) else ""
-    if not text.startswith(("[", "array([")) or len(text) > _LONGEST_LIST:
+    if not text.startswith(("[", "('", '("', "array([")) or len(text) > _LONGEST_LIST:
         return [value]
-    try:
+    with suppress(ValueError, RecursionError):
         items = json.loads(text)
         if isinstance(items, list) and items and all(item is None or isinstance(item, str) for item in items):
             return items
-    except (ValueError, RecursionError):
-        pass
     if _TEXTS.fullmatch(text):
-        found = re.findall(_TEXT, text.rpartition("]")[0], re.DOTALL)
+        found = re.findall(_TEXT, text.rpartition("]" if "[" in text[:7] else ")")[0], re.DOTALL)
         return [ast.literal_eval(item) if item[0] in "'\"" else None for item in found]
-    if re.match(r"\[\s*['\"\[{]", text) and text.endswith(("]", ")")):
+    if _LIST.match(text):
         raise Fault("caption_list", f"{text[:80]!r} looks like a list of texts, and does not parse as one")
     return [value]
 
@@ -302,19 +283,18 @@ def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
     `classes`. Raises bad_label.
     """
     items = value if isinstance(value, list) else [value]
-    if isinstance(value, str):
-        fault = None
-        try:
-            items = texts_of(value)
-        except Fault as error:
-            fault = error
+    fault = None
+    try:
+        items = texts_of(value) if isinstance(value, str) else items
+    except Fault as error:
+        fault = error
+    if items == [value] and isinstance(value, str) and value.strip().startswith("[") and len(value) <= _LONGEST_LIST:
         for parse in (json.loads, ast.literal_eval):  # lists of other things than texts
-            if items == [value] and value.strip().startswith("[") and len(value) <= _LONGEST_LIST:
-                with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                    parsed = parse(value.strip())
-                    items = parsed if isinstance(parsed, list) else items
-        if fault is not None and items == [value]:
-            raise Fault("bad_label", fault.detail)
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                parsed = parse(value.strip())
+                items, fault = (parsed, None) if isinstance(parsed, list) else (items, fault)
+    if fault is not None:
+        raise fault
     found = []
     for item in items:
         answer = item.get("answer", item) if isinstance(item, dict) else item

@@ -294,7 +294,7 @@ def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
                 parsed = parse(value.strip())
                 items, fault = (parsed, None) if isinstance(parsed, list) else (items, fault)
     if fault is not None:
-        raise fault
+        raise Fault("bad_label", fault.detail)
     found = []
     for item in items:
         answer = item.get("answer", item) if isinstance(item, dict) else item

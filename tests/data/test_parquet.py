@@ -11,7 +11,7 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.parquet import ParquetRows, check_files
 from mm_utils.data.paths import Limits
-from mm_utils.data.rows.records import ParquetImage
+from mm_utils.data.rows.records import CellImage
 from mm_utils.data.rows.source import DataArguments, PathArguments
 from tests.kit.finetuning import task_of
 from tests.kit.reading import read
@@ -63,7 +63,7 @@ def test_one_large_cell_makes_batches_small(tmp_path: Path, monkeypatch: pytest.
 def test_an_image_that_decodes_to_much_more_than_the_file_is_a_fault(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": [bytes(100 << 20)]}), tmp_path / "p.parquet", compression="zstd")
     with pytest.raises(Fault, match="decodes to more than"):
-        ParquetImage("p", str(tmp_path / "p.parquet"), 0, "image").read(Limits())
+        CellImage("p", str(tmp_path / "p.parquet"), 0, "image").read(Limits())
 
 
 def test_honest_files_are_read_whole(tmp_path: Path) -> None:

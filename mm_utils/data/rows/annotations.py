@@ -157,7 +157,7 @@ def _builder(source: Source, safety: PathArguments) -> RecordBuilder:
             f"{source.title}; {source.format} is read for images alone, and the medium is {source.medium}. Write the rows "
             "as JSONL, with the columns of paths and captions."
         )
-    return RecordBuilder(source, safety, Path(source.path).parent)
+    return RecordBuilder(source, safety)
 
 
 def _split_of_row(row: dict[str, Any], source: Source) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Jail
 from mm_utils.data.rows.columns import SUFFIXES
-from mm_utils.data.rows.folders import Unread, pass_by, split_of_path, walk
+from mm_utils.data.rows.folders import Unread, split_of_path, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.files import read_regular_file
@@ -36,14 +36,15 @@ def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record
     Sounds and clips may have subtitles of the same name: their cues are moments and, without a caption file, their words
     the caption.
     """
-    builder = RecordBuilder(source, safety, source.path)
+    builder = RecordBuilder(source, safety)
     suffixes, kinds = SUFFIXES[builder.medium], [CAPTION_SUFFIXES]
     if builder.medium != "image":
         kinds.append(SUBTITLE_SUFFIXES)
     advice = f"in a {', '.join(('.txt', *SUBTITLE_SUFFIXES) if len(kinds) > 1 else ('.txt',))} file beside it"
     jail, unread = Jail(source.path, safety.allow_outside_root), Unread()
     for place, names in walk(source.path, unread):
-        pass_by(unread, builder, place, names, (*suffixes, *CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES))
+        read = (*suffixes, *CAPTION_SUFFIXES, *SUBTITLE_SUFFIXES)
+        unread.pass_by(source.path, place, names, read, builder.medium)
         paths = [os.path.relpath(os.path.join(place, name), source.path) for name in names]
         texts = [{_stem(path): path for path in reversed(paths) if path.lower().endswith(each)} for each in kinds]
         left = {path for of_kind in texts for path in of_kind.values()}

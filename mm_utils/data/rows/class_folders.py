@@ -10,7 +10,7 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import SQLITE_SUFFIXES, Limits, read_file
 from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
-from mm_utils.data.rows.folders import Unread, is_service, pass_by, walk
+from mm_utils.data.rows.folders import Unread, is_service, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import TEMPLATES, PathArguments, Source
 from mm_utils.text import one_line
@@ -24,12 +24,12 @@ _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
-    builder = RecordBuilder(source, safety, source.path)
+    builder = RecordBuilder(source, safety)
     names, divided, unread = class_names(source), _is_divided(source.path), Unread()
     for place, files in walk(source.path, unread):
         parts = os.path.relpath(place, source.path).split(os.sep)
         images = [name for name in files if name.lower().endswith(SUFFIXES[builder.medium])]
-        pass_by(unread, builder, place, files, SUFFIXES[builder.medium])
+        unread.pass_by(source.path, place, files, SUFFIXES[builder.medium], builder.medium)
         if not images:
             continue
         split = None

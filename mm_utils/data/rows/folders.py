@@ -4,27 +4,17 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.paths import file_fault
+from mm_utils.data.paths import check_own_file, file_fault
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, SUFFIXES
 from mm_utils.data.rows.records import BadRow, RecordBuilder
 
 RAW_SUFFIXES = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".pef", ".raf", ".raw", ".rw2", ".srw")
-_SERVICE = {
-    *(
-        "@eadir",
-        "@recycle",
-        "#recycle",
-        "__macosx",
-        "__pycache__",
-        "$recycle.bin",
-        "lost+found",
-        "system volume information",
-    ),
-    *("thumbs.db", "desktop.ini"),
-}  # of NAS, archivers and systems
+_SERVICE = {  # of NAS, archivers and systems
+    *("@eadir", "@recycle", "#recycle", "__macosx", "__pycache__", "$recycle.bin", "lost+found", "thumbs.db"),
+    *("system volume information", "desktop.ini"),
+}
 _MEDIA = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 _PASSED = {
     "hidden": "{:,} hidden folders and files, or those of a program, such as {}, are not read",
@@ -66,6 +56,14 @@ class Unread:
         """Return how many files were passed by for a reason, as the end of a sentence."""
         return _PASSED[reason].format(*self.passed[reason])
 
+    def pass_by(self, folder: str, place: str, names: list[str], read: tuple[str, ...], medium: str) -> None:
+        """Count the files in a place of `folder` that end in none of `read`, RAW photographs apart."""
+        for name in names:
+            if not name.lower().endswith(read):
+                is_raw = medium == "image" and name.lower().endswith(RAW_SUFFIXES)
+                path = os.path.relpath(os.path.join(place, name), folder)
+                self.add("image_unknown_format" if is_raw else "not_read", path)
+
     def rows(self, builder: RecordBuilder) -> Iterator[BadRow]:
         """Yield a bad row for every folder that was not entered, and one for all files of a reason."""
         yield from (builder.bad(f"folder {fault.detail}", fault) for fault in self.faults)
@@ -102,18 +100,10 @@ def walk(folder: str, unread: Unread | None = None) -> Iterator[tuple[str, list[
     note_failures()
 
 
-def pass_by(unread: Unread, builder: RecordBuilder, place: str, names: list[str], read: tuple[str, ...]) -> None:
-    """Count the files of a folder that end in none of `read`, RAW photographs apart, which only a camera's maker decodes."""
-    for name in names:
-        if not name.lower().endswith(read):
-            is_raw = builder.medium == "image" and name.lower().endswith(RAW_SUFFIXES)
-            path = os.path.relpath(os.path.join(place, name), builder.source.path)
-            unread.add("image_unknown_format" if is_raw else "not_read", path)
-
-
-def files_below(folder: str | Path, suffixes: tuple[str, ...], unread: Unread | None = None) -> Iterator[str]:
-    """Yield the files of these suffixes by their paths in the folder; see `walk`."""
-    for place, names in walk(str(folder), unread):
-        for name in names:
-            if name.lower().endswith(suffixes):
-                yield os.path.relpath(os.path.join(place, name), folder)
+def own_files(folder: str, suffixes: tuple[str, ...], allow_outside: bool, title: str, unread: Unread) -> list[str]:
+    """Return the files of these suffixes by their paths in the folder, sorted; ValueError if a link leads out of it."""
+    found = [os.path.join(place, name) for place, names in walk(folder, unread) for name in names]
+    found = sorted(os.path.relpath(path, folder) for path in found if path.lower().endswith(suffixes))
+    for name in found:
+        check_own_file(os.path.join(folder, name), folder, allow_outside, title)
+    return found

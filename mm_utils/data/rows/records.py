@@ -92,25 +92,11 @@ class UrlImage(ImageRef):
 
 
 @dataclass(frozen=True, slots=True)
-class ArrowImage(ImageRef):
-    """A cell of a memory-mapped Arrow file of `datasets`, read in constant time."""
+class CellImage(ImageRef):
+    """A cell of a Parquet file, or of an Arrow file of `datasets`.
 
-    path: str
-    row: int
-    column: str
-
-    def read(self, limits: Limits) -> bytes:
-        """Read the cell."""
-        cell = _mapped(self.path).fast_slice(self.row, 1).column(self.column)[0]
-        return checked_bytes(_bytes_of(cell.as_py()), self.name, limits)
-
-
-@dataclass(frozen=True, slots=True)
-class ParquetImage(ImageRef):
-    """A cell of a Parquet file.
-
-    Each process keeps its place in two columns, so rows read in order are decompressed once and memory does not grow with
-    the size of a row group.
+    Each process keeps its place in two Parquet columns, so that rows read in order are decompressed once and memory does not
+    grow with the size of a row group.
     """
 
     path: str
@@ -120,11 +106,18 @@ class ParquetImage(ImageRef):
     def read(self, limits: Limits) -> bytes:
         """Read the cell; raises read_error if the file is damaged there."""
         try:
-            cell = _cursor(self.path, self.column).cell(self.row)
+            if self.path.lower().endswith(".arrow"):
+                cell = _mapped(self.path).fast_slice(self.row, 1).column(self.column)[0].as_py()
+            else:
+                cell = _cursor(self.path, self.column).cell(self.row)
         except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
             _cursor.cache_clear()
             raise Fault("read_error", f"{self.name}: {one_line(error)}") from error
-        return checked_bytes(_bytes_of(cell), self.name, limits)
+        if isinstance(
+            cell, dict
+        ):  # raw pixels (see `mm_utils.data.images.pixels`) that were saved anew are no image file
+            cell = encode(open_image(cell), "png") if raw_size(cell) else cell["bytes"]
+        return checked_bytes(cell, self.name, limits)
 
 
 @dataclass(slots=True)
@@ -143,7 +136,7 @@ class Record:
         moments: unchecked spans with phrases.
         split: train, validation or test; None where the source does not say.
         notes: where the captions came from, keys of `NOTES`.
-        group: rows of one group come into one split; None for a row of none.
+        group: rows of one group come into one split.
         answers: of a labelled row, the names of its label, several where several people answered. It has at most one caption.
         classes: names of all classes in order, where the source has them.
     """
@@ -167,10 +160,8 @@ class Record:
     @property
     def beside(self) -> str:
         """Return what the record says about time, its group and its labels, for a hash of it; "" for an image of none."""
-        times, group = (
-            getattr(self.image, "times", None),
-            (self.group or "") + (repr(self.answers) if self.answers else ""),
-        )
+        times = getattr(self.image, "times", None)
+        group = (self.group or "") + (repr(self.answers) if self.answers else "")
         return group if self.medium == "image" else repr((self.medium, self.cut, self.moments, times)) + group
 
 
@@ -189,7 +180,7 @@ class RecordBuilder:
     """Makes the records of a source: resolves images, fills in values that hold for all rows.
 
     Args:
-        default_root: the folder of images if neither the source nor the flags give one.
+        default_root: the folder of images if neither the source nor the flags give one, by default the source's.
         id_root: the folder that ids made of paths are relative to; by default that of the images.
     """
 
@@ -197,12 +188,13 @@ class RecordBuilder:
         self,
         source: Source,
         safety: PathArguments,
-        default_root: str | os.PathLike[str],
-        id_root: str | os.PathLike[str] | None = None,
+        default_root: str | os.PathLike[str] = "",
+        id_root: str | None = None,
     ) -> None:
         self.source, self.safety = source, safety
         given = source.image_root or safety.image_root
-        root = given or os.fspath(default_root)
+        own = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or "."
+        root = given or os.fspath(default_root) or own
         if not os.path.isdir(root):
             raise ValueError(f"{source.title}; its image_root {root} is not a folder. Give the folder of the images.")
         self.jail = Jail(root, safety.allow_outside_root)
@@ -232,12 +224,11 @@ class RecordBuilder:
     def _frames(self, paths: list[Any], jail: Jail, times: Any) -> tuple[ImageRef, str | None]:
         frames = tuple(FileImage(image_path(each, jail)) for each in paths)
         shown = times if times is None else tuple(times) if isinstance(times, list) else (times,)
-        name = frames[0].name
-        key, own = path_id(name, self._id_root, paths[0]), hash((*(frame.name for frame in frames), repr(shown)))
+        key, own = path_id(frames[0].name, self._id_root, paths[0]), hash(repr((frames, shown)))
         if self._first_frames.setdefault(key, own) != own:  # another clip that begins with the same picture
             digest = hashlib.blake2b(repr((paths, shown)).encode("utf-8", "backslashreplace"), digest_size=4)
             key = f"{key}#{digest.hexdigest()}"
-        return FramesImage(name, frames, shown), key
+        return FramesImage(frames[0].name, frames, shown), key
 
     def record(
         self,
@@ -245,26 +236,18 @@ class RecordBuilder:
         image: tuple[ImageRef, str | None],
         captions: list[Any],
         *,
-        regions: Any = None,
-        negatives: Any = None,
         split: str | None = None,
-        cut: tuple[Any, Any] = (None, None),
-        moments: Any = None,
-        group: str | None = None,
-        answers: list[str] | None = None,
+        **beside: Any,
     ) -> Record:
-        """Return the record of an image with its id, to which a cut is added."""
+        """Return the record of an image with its id, to which a cut is added; `beside` are further fields of `Record`."""
         ref, key = image
-        split = self.source.split or split
-        captions = texts_of(captions)
-        found = Record(self.source.name, storable(where), key, ref, captions, regions, split, negatives)
-        found.group, found.answers = group, answers
-        if self.medium != "image":
-            found.medium, found.cut, found.moments = self.medium, cut, moments
-            if key is not None and cut != (None, None):
-                begin, end = ("" if each is None else each for each in cut)
-                found.id = storable(f"{key}#{begin}-{end}")
-        return found
+        if self.medium == "image":
+            beside = {name: value for name, value in beside.items() if name not in ("cut", "moments")}
+        elif key is not None and (cut := beside.get("cut", (None, None))) != (None, None):
+            begin, end = ("" if each is None else each for each in cut)
+            key = storable(f"{key}#{begin}-{end}")
+        beside |= {"split": self.source.split or split, "medium": self.medium}
+        return Record(self.source.name, storable(where), key, ref, texts_of(captions), **beside)
 
     def bad(self, where: str, fault: Fault, raw: str = "", split: Any = None) -> BadRow:
         """Return the bad row of a fault."""
@@ -328,14 +311,6 @@ def _cursor(path: str, column: str) -> _Cursor:
 @lru_cache(maxsize=8)
 def _mapped(path: str) -> MemoryMappedTable:
     return MemoryMappedTable.from_file(path)
-
-
-def _bytes_of(value: Any) -> bytes | None:
-    """Return a binary cell, or the bytes in a struct."""
-    if not isinstance(value, dict):
-        return value
-    # A raw store (see `mm_utils.data.images.pixels`) that was saved anew: its bytes are not an image file.
-    return encode(open_image(value), "png") if raw_size(value) else value["bytes"]
 
 
 def checked_bytes(data: bytes | None, name: str, limits: Limits) -> bytes:

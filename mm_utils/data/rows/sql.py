@@ -36,7 +36,7 @@ class SqliteImage(ImageRef):
 
 def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read the only table of a database, or the one that `config` names."""
-    builder, path = RecordBuilder(source, safety, Path(source.path).parent), os.path.abspath(source.path)
+    builder, path = RecordBuilder(source, safety), os.path.abspath(source.path)
     try:
         database = _open(path, os.getpid())
         found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,8 @@ from mm_utils.data.rows.columns import (
     is_null,
     split_of,
 )
-from mm_utils.data.rows.folders import Unread, files_below, split_of_path, walk
-from mm_utils.data.rows.records import (
-    NO_MEDIUM,
-    ArrowImage,
-    BadRow,
-    ImageRef,
-    ParquetImage,
-    Record,
-    RecordBuilder,
-)
+from mm_utils.data.rows.folders import Unread, own_files, split_of_path, walk
+from mm_utils.data.rows.records import NO_MEDIUM, BadRow, CellImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.text_files import BadLine, Rows, text_records
@@ -60,9 +53,8 @@ class Table:
 
 def read_text(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read a JSONL, JSON, CSV or TSV file."""
-    path = Path(source.path)
-    builder = RecordBuilder(source, safety, path.parent)
-    return records_of(_text_table(path, builder, f".{source.format}"), builder)
+    builder = RecordBuilder(source, safety)
+    return records_of(_text_table(Path(source.path), builder, f".{source.format}"), builder)
 
 
 def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> Iterator[Record | BadRow]:
@@ -93,15 +85,11 @@ def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> I
 
 def read_parquet(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read a Parquet file or a folder of them, whose names may begin with a split's."""
-    path = Path(source.path)
+    builder, path, unread = RecordBuilder(source, safety), Path(source.path), Unread()
     if not path.is_dir():
-        builder = RecordBuilder(source, safety, path.parent)
         yield from records_of(_parquet_table(path, builder), builder)
         return
-    builder = RecordBuilder(source, safety, path)
-    unread = Unread()
-    for name in sorted(files_below(path, (".parquet",), unread)):
-        check_own_file(path / name, path, safety.allow_outside_root, source.title)
+    for name in own_files(source.path, (".parquet",), safety.allow_outside_root, source.title, unread):
         table = _parquet_table(path / name, builder)
         yield from records_of(table, builder, f"{name}, ", split_of_path(name, by_words=True))
     yield from unread.rows(builder)
@@ -109,8 +97,7 @@ def read_parquet(source: Source, safety: PathArguments) -> Iterator[Record | Bad
 
 def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read all splits of a data set on the Hub or on disk."""
-    folder = Path(source.path)
-    builder = RecordBuilder(source, safety, folder if folder.is_dir() else ".")
+    builder = RecordBuilder(source, safety, "" if os.path.isdir(source.path) else ".")
     splits = load_splits(source.path, source.title, safety.allow_outside_root, source.config)
     jail = dataset_jail(source.path, source.image_root or safety.image_root, safety.allow_outside_root)
     if source.split is None and not any(str(name).lower() in SPLIT_NAMES for name in splits):
@@ -153,8 +140,7 @@ def _record(
         if column not in values and column not in columns.parts:  # of a template, any may be missing
             raise Fault("missing_column", f"there is no {column}")
     captions = captions_of(values, columns)
-    builder.medium = columns.medium
-    image, key = NO_MEDIUM, None
+    builder.medium, image, key = columns.medium, NO_MEDIUM, None
     if columns.image is not None:
         image, key = builder.image(values[columns.image], table.jail, values.get("times"))
     key = id_of(values, columns) or key
@@ -164,24 +150,19 @@ def _record(
         elif by_folder and not os.path.isabs(written := str(values[str(columns.image)])):
             split = split_of_path(written)
     beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
-    cut = (time_of(values.get("start")), time_of(values.get("end")))
-    group = values.get(columns.group) if columns.group else None
-    beside["group"] = None if is_null(group) else storable(str(group).strip())
+    beside["cut"] = (_time_of(values.get("start")), _time_of(values.get("end")))
+    if columns.group and not is_null(group := values.get(columns.group)):
+        beside["group"] = storable(str(group).strip())
     if columns.label is not None:
         beside["answers"] = answers_of(values[columns.label], columns.classes)
-    record = builder.record(where, (image, key), captions, split=split, cut=cut, **beside)
-    record.classes = columns.classes
-    return record
+    return builder.record(where, (image, key), captions, split=split, classes=columns.classes, **beside)
 
 
-def time_of(value: Any) -> Any:
+def _time_of(value: Any) -> Any:
     """Return a number that a CSV file has as text; anything else as it is, null as None."""
-    if is_null(value):
-        return None
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    with suppress(ValueError):
+        return None if is_null(value) else float(value) if isinstance(value, str) else value
+    return value
 
 
 def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> Table:
@@ -217,7 +198,7 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
         nulls = sum(part.statistics.null_count or 0 for part in parts if part.statistics)
         held = not pa.types.is_null(schema.field(image).type.field("bytes").type)
         embeds = held and _all_or_some(nulls, sum(part.num_values for part in parts))
-    refs = (ParquetImage(f"{path}, row {row}", str(path), row, image) for row in itertools.count())
+    refs = (CellImage(f"{path}, row {row}", str(path), row, image) for row in itertools.count())
     cells = opened.cells(read_columns(columns, schema.names, with_image=not embeds), _ROWS)
     return Table("row", columns, _rows(cells, image, embeds, refs), builder.jail)
 
@@ -250,9 +231,8 @@ def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool | None
     if columns.image is None:
         return False
     kind = schema.field(columns.image).type
-    text = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if columns.medium == "clip" and pa.types.is_list(kind):
-        text = kind.value_type
+    is_frames = columns.medium == "clip" and pa.types.is_list(kind)
+    text = kind.value_type if pa.types.is_dictionary(kind) or is_frames else kind
     if pa.types.is_string(text) or pa.types.is_large_string(text):
         return False
     if not _is_image(kind):
@@ -293,12 +273,12 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
     return Table("row", columns, _rows(cells, image, embeds, refs), jail)
 
 
-def _stored_cells(dataset: Dataset, column: str) -> Iterator[ArrowImage]:
+def _stored_cells(dataset: Dataset, column: str) -> Iterator[CellImage]:
     """Yield where each row's cell lies in the Arrow files of a data set, which was loaded from them."""
     for path in (file["filename"] for file in dataset.cache_files):
         with pa.memory_map(path) as file:
             rows = pa.ipc.open_stream(file).read_all().num_rows
-        yield from (ArrowImage(f"{path}, row {row}", path, row, column) for row in range(rows))
+        yield from (CellImage(f"{path}, row {row}", path, row, column) for row in range(rows))
     raise ValueError(f"the files of a data set hold fewer than its {len(dataset):,} rows. Save it anew.")
 
 

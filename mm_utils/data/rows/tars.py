@@ -15,7 +15,7 @@ from typing import Any
 
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media.medium import MEDIA
-from mm_utils.data.paths import Limits, check_own_file, is_url, read_file
+from mm_utils.data.paths import Limits, is_url, read_file
 from mm_utils.data.rows.class_folders import captions_of_class, class_names
 from mm_utils.data.rows.columns import (
     BESIDE,
@@ -26,7 +26,7 @@ from mm_utils.data.rows.columns import (
     answers_of,
     split_of,
 )
-from mm_utils.data.rows.folders import Unread, files_below, split_of_path
+from mm_utils.data.rows.folders import Unread, own_files, split_of_path
 from mm_utils.data.rows.records import (
     BadRow,
     BytesImage,
@@ -115,15 +115,13 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     """Read `source`'s shards, each by itself; an id is the shard's path in the folder, and the key."""
     names, is_folder, unread = class_names(source), os.path.isdir(source.path), Unread()
     if is_folder:
-        found = files_below(source.path, (".tar",), unread)
-        paths = sorted(os.path.join(source.path, name) for name in found)
+        found = own_files(source.path, (".tar",), safety.allow_outside_root, source.title, unread)
+        paths = [os.path.join(source.path, name) for name in found]
     else:
         paths = files_of_pattern(source.path)
     missing = next((path for path in paths if not os.path.isfile(path)), None)
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
-    for path in paths if is_folder else ():
-        check_own_file(path, source.path, safety.allow_outside_root, source.title)
     a_line = has_caption_a_line(source.path)
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
     builder = RecordBuilder(replace(source, medium=medium), safety, ".")

@@ -34,10 +34,10 @@ from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, replacement_rows
 from mm_utils.data.batches.tokens import tokenize_rows, tokenize_splits
 from mm_utils.data.batches.workers import worker_loader
-from mm_utils.data.paths import SHARDS, check_own_file, shard_kind
+from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out
-from mm_utils.data.rows.folders import Unread, files_below, split_of_path
+from mm_utils.data.rows.folders import Unread, own_files, split_of_path
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Slot
@@ -148,8 +148,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
     folder = Path(name)
     if folder.is_dir() and not (folder / "README.md").is_file():  # whose card may name the files
         found, unread = {}, Unread()
-        for file in sorted(files_below(folder, tuple(SHARDS), unread)):
-            check_own_file(folder / file, folder, data.allow_outside_root, title)
+        for file in own_files(name, tuple(SHARDS), data.allow_outside_root, title, unread):
             found.setdefault(split_of_path(file, by_words=True) or "train", []).append(str(folder / file))
         for fault in (*unread.faults, *map(unread.says, unread.passed)):
             logger.warning("%s; %s", title, fault)

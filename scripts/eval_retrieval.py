@@ -41,7 +41,7 @@ from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluato
 from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.objectives.grounding.moments import of_split
+from mm_utils.objectives.grounding.evaluation import of_split
 from mm_utils.run.results import record_retrieval, report_retrieval
 from mm_utils.run.start import make_accelerator, run_script
 

@@ -14,24 +14,20 @@ from mm_utils.arguments import arg, load_own
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.captioning import Captioning
-from mm_utils.objectives.contrastive import InfoNCE
-from mm_utils.objectives.distillation import Distillation
+from mm_utils.objectives.contrastive import Distillation, InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.masked_language import MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching
-from mm_utils.objectives.sigmoid import PairwiseSigmoid
 from mm_utils.objectives.terms import EmbeddingTerm, Term
 
 logger = logging.getLogger(__name__)
 
-TERMS: dict[str, type[Term]] = {
-    term.name: term
-    for term in (
-        *(InfoNCE, PairwiseSigmoid, Captioning, Matching, MaskedLanguageModelling, RegionPointing, MomentCovering),
-        Distillation,
-    )
-}
+_TERMS = (
+    *(InfoNCE, PairwiseSigmoid, Captioning, Matching, MaskedLanguageModelling),
+    *(RegionPointing, MomentCovering, Distillation),
+)
+TERMS: dict[str, type[Term]] = {term.name: term for term in _TERMS}
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
 
@@ -116,10 +112,7 @@ def build_objective(
 ) -> JointObjective:
     """Build the objective; add to the model what terms need, freeze what none trains.
 
-    Args:
-        model, args, seed: the model, and the run's arguments and seed.
-        tokenizer: of its texts.
-        rows: the tokenised training rows; None for a stream.
+    `rows` are the tokenised training rows; None for a stream.
 
     Raises:
         ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.

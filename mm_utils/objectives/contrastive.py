@@ -1,9 +1,27 @@
-"""The contrastive loss of all pairs of the global batch."""
+"""Terms that compare all images with all texts of the global batch; exact and in tiles as in `losses`, whose letters these are."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from mm_utils.objectives.losses import GlobalBatch, info_nce
-from mm_utils.objectives.terms import EmbeddingTerm, Encoded, Report
+from mm_utils import distributed
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.objectives.losses import (
+    AtEmbeddings,
+    Directions,
+    GlobalBatch,
+    Tile,
+    add_product,
+    full_precision,
+    info_nce,
+    logits_of,
+    same_pair,
+    slices,
+)
+from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Report
 
 
 class InfoNCE(EmbeddingTerm):
@@ -18,3 +36,99 @@ class InfoNCE(EmbeddingTerm):
     def metrics(self, value: Tensor, own: Encoded) -> Report:
         """Log the loss and the temperature."""
         return {"contrastive_loss": value, "temperature": 1 / own.scale.detach()}
+
+
+class PairwiseSigmoid(EmbeddingTerm):
+    """A binary loss for every pair (SigLIP, arXiv 2303.15343); see `sigmoid_loss`."""
+
+    name = "sigmoid"
+    has_bias = True
+
+    def prepare(self, model: FusionDualEncoderModel) -> None:
+        """Add the bias that this loss starts from, if the model has none."""
+        if model.logit_bias is None:
+            model.add_logit_bias()
+
+    def loss(self, own: Encoded, batch: GlobalBatch) -> Tensor:
+        """Compute the loss in tiles; each rank computes its own rows."""
+        assert own.bias is not None
+        return sigmoid_loss(own.embeds["image"], own.embeds["text"], own.scale, own.bias, batch)
+
+    def metrics(self, value: Tensor, own: Encoded) -> Report:
+        """Log the loss, the temperature and the bias."""
+        assert own.bias is not None
+        scalars = {"temperature": 1 / own.scale.detach(), "logit_bias": own.bias.detach()}
+        return {"contrastive_loss": value, **scalars}
+
+
+def sigmoid_loss(
+    image_nE: Tensor, text_nE: Tensor, scale: Tensor, bias: Tensor, batch: GlobalBatch, tile: Tile | None = None
+) -> Tensor:
+    """Return the pairwise sigmoid loss (SigLIP, arXiv 2303.15343), a scalar.
+
+    loss = 1/N sum_i [softplus(-z_ii) + sum_j softplus(z_ij)], z_ij = scale a_i b_j + bias, where j runs over the
+    negatives of i. Arguments are those of `info_nce`, and `bias`, the scalar added to every logit.
+    """
+    return AtEmbeddings.apply(_sigmoid, batch, tile, image_nE, text_nE, scale, bias)
+
+
+def _sigmoid(
+    directions: Directions, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: Tile
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
+    grads = []
+    for direction, (rows_nE, columns_NE) in enumerate(directions):
+        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        for part in slices(len(rows_nE), tile.rows):
+            for columns in slices(len(columns_NE), tile.columns):
+                logits_TC, diagonal = logits_of(scaled_nE, columns_NE, batch, part, columns)
+                logits_TC += bias
+                negated = -logits_TC[diagonal]
+                weight_TC = logits_TC.sigmoid()
+                weight_TC[diagonal] = -negated.sigmoid()
+                add_product(grad_nE[part], weight_TC, columns_NE, columns)
+                if direction == 0:
+                    logits_TC[diagonal] = negated
+                    loss = loss + softplus(logits_TC, threshold=40).sum()
+                    bias_grad = bias_grad + weight_TC.sum()
+        grads.append(grad_nE.div_(total))
+    scale_grad = (grads[0] * directions[0][0]).sum()
+    loss = distributed.sum_over_ranks(loss) / total
+    return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad, bias_grad / total)
+
+
+class Distillation(EmbeddingTerm):
+    """InfoNCE towards a teacher's soft targets (TinyCLIP, arXiv 2309.12314).
+
+    -1/2N sum_ij q_ij log softmax_j(scale a_i b_j), both ways, where q is the softmax of the teacher's similarities, at its own inverse
+    temperature `scale`, or the student's where that is None. A batch has the teacher's embeddings as `teacher_image` and
+    `teacher_text`, from `mm_utils.training.teacher`; every process computes all N x N similarities.
+    """
+
+    name = "distillation"
+    refuses: ClassVar[Mapping[str, str]] = {"streaming": "never has all rows at hand, over which a teacher runs"}
+    scale: float | None = None
+
+    def embed(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch) -> dict[str, Tensor]:
+        """Return the teacher's embeddings."""
+        return {f"distillation_{side}": batch[f"teacher_{side}"] for side in ("image", "text")}
+
+    def loss(self, own: Encoded, batch: GlobalBatch) -> Tensor:
+        """Gather the teacher's embeddings, for `of_batch`."""
+        teacher_n2E = torch.stack([own.embeds["distillation_image"], own.embeds["distillation_text"]], 1)
+        self._teacher_N2E = distributed.gather(teacher_n2E, batch.sizes)
+        return super().loss(own, batch)
+
+    def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
+        """Return the loss; pairs that share an image or a caption are no negatives of each other."""
+        with full_precision(scale.device):
+            student_NN = scale * image_NE @ text_NE.T
+            one_NE, other_NE = self._teacher_N2E.to(image_NE.dtype).unbind(1)
+            teacher_NN = (scale.detach() if self.scale is None else self.scale) * one_NE @ other_NE.T
+        shared_NN = same_pair(batch.ids_N2, batch.ids_N2).fill_diagonal_(False)
+        student_NN, teacher_NN = (logits.masked_fill(shared_NN, -torch.inf) for logits in (student_NN, teacher_NN))
+        losses = [
+            -(teacher.softmax(1) * student.log_softmax(1).masked_fill(shared_NN, 0)).sum(1)
+            for student, teacher in ((student_NN, teacher_NN), (student_NN.T, teacher_NN.T))
+        ]
+        return torch.cat(losses).mean()

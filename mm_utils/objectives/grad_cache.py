@@ -16,7 +16,7 @@ once. Pretrained ones are frozen by default (`FusionDualEncoderConfig.freeze_bat
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -38,11 +38,7 @@ Result = TypeVar("Result")
 
 
 class OutOfMemoryError(RuntimeError):
-    """Some rank ran out of memory; raised on all ranks, and no gradient counts.
-
-    Attributes:
-        here: True if it was this rank.
-    """
+    """Some rank ran out of memory; raised on all ranks, and no gradient counts. `here`: it was this rank."""
 
     def __init__(self, here: bool):
         super().__init__("out of memory " + ("on this process" if here else "on another process"))
@@ -57,11 +53,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether memory ran out: in torch's allocator, or in a library that allocates by itself."""
     libraries = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
     libraries += ("could not create a memory object", "could not create a primitive")  # oneDNN
-    return (
-        isinstance(error, torch.OutOfMemoryError)
-        or should_reduce_batch_size(error)
-        or any(sign in str(error) for sign in libraries)
-    )
+    is_known = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+    return is_known or any(sign in str(error) for sign in libraries)
 
 
 def backward_that_fits(
@@ -160,7 +153,9 @@ class _CachedStep:
             self.cuts = [distributed.share(rows, place, count) for place in range(count)]
         self.batch = self.objective.with_keys(batch, step)
         self.parts = [_take(self.batch, rows) for rows in self.cuts]
-        self.states: list[_RandomState] = []
+        devices = {accelerator.device, *(weight.device for weight in self.objective.parameters())}
+        self.gpus = [device for device in devices if device.type == "cuda"]
+        self.states: list[dict[Any, Tensor]] = []  # of random numbers, before each part but the last
 
     def run(self) -> Report:
         """Embed all parts, plan, and backpropagate part by part."""
@@ -179,10 +174,11 @@ class _CachedStep:
 
     def _embed(self) -> tuple[list[dict[str, Tensor]], Encoded]:
         """Return the embeddings of every part, and the last part as it was encoded, with gradient."""
-        devices = {self.accelerator.device, *(weight.device for weight in self.objective.parameters())}
         embeds = []
         for place in range(len(self.cuts) - 1):
-            self.states.append(_RandomState([device for device in devices if device.type == "cuda"]))
+            self.states.append(
+                {gpu: torch.cuda.get_rng_state(gpu) for gpu in self.gpus} | {"cpu": torch.get_rng_state()}
+            )
             with torch.no_grad(), _frozen_statistics(self.objective):
                 embeds.append(self._encode(place, for_backward=False).embeds)
         kept = self._encode(len(self.cuts) - 1)
@@ -194,7 +190,10 @@ class _CachedStep:
         for place in (last, *range(last)):
             encoded = kept
             if place < last:
-                with self.states[place].replayed():
+                with torch.random.fork_rng(devices=self.gpus):  # the same dropout again
+                    torch.set_rng_state(self.states[place]["cpu"])
+                    for gpu in self.gpus:
+                        torch.cuda.set_rng_state(self.states[place][gpu], gpu)
                     encoded = self._encode(place)
             with self.accelerator.autocast():
                 loss, sums = self.objective.part(
@@ -246,20 +245,3 @@ def _frozen_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.track_running_stats = True
-
-
-class _RandomState:
-    """The random state at its creation, to repeat the same dropout."""
-
-    def __init__(self, devices: Sequence[torch.device]):
-        self.cpu = torch.get_rng_state()
-        self.cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Draw the random numbers that followed the creation; restore the present state afterwards."""
-        with torch.random.fork_rng(devices=list(self.cuda)):
-            torch.set_rng_state(self.cpu)
-            for device, state in self.cuda.items():
-                torch.cuda.set_rng_state(state, device)
-            yield

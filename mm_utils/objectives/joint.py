@@ -1,12 +1,12 @@
 """An objective, and the weighted sum of terms: encode, plan once, backpropagate by part.
 
 The gradient of all embedding terms is taken at the embeddings of the whole batch (`plan`) and pushed through the towers
-afterwards, a part of the batch at a time (`part`), together with the rows that are computed there: see
-`mm_utils.objectives.grad_cache`. In one pass or in many, on one process or on many, it is the same gradient.
+afterwards, a part of the batch at a time (`part`): see `mm_utils.objectives.grad_cache`. In one pass or in many, on one process
+or on many, it is the same gradient.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,17 +22,13 @@ from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, 
 
 @dataclass
 class Plan:
-    """The decisions for one step, made without gradient from the embeddings of the whole batch.
+    """The decisions for one step, made without gradient from the embeddings of the whole batch."""
 
-    Attributes:
-        gradients: of the weighted embedding losses at `Encoded.leaves` of this rank's rows; None where they depend on no such value.
-        metrics: global values to log.
-        rows: the plan of each row term, by name.
-    """
-
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    metrics: Report = field(default_factory=dict)
-    rows: dict[str, RowPlan] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(
+        default_factory=dict
+    )  # of the embedding losses at this rank's `leaves`
+    metrics: Report = field(default_factory=dict)  # global values to log
+    rows: dict[str, RowPlan] = field(default_factory=dict)  # of each row term, by name
 
 
 class Objective(nn.Module):
@@ -51,6 +47,7 @@ class Objective(nn.Module):
             equally often, as with FSDP.
         row_ids: the name of the ids of a batch's rows, from which dropout by row draws.
         pairs_per_image: how many pairs the fusion head scores for each image.
+        embeds_taps: True if a term reads intermediate levels of the vision tower without the head.
         highest_scale: the bound of the inverse temperature; None for an objective without one.
     """
 
@@ -58,6 +55,7 @@ class Objective(nn.Module):
     groups_texts = True
     row_ids = "ids"
     pairs_per_image = 0
+    embeds_taps = False
 
     def __init__(self, model: FusionDualEncoderModel, seed: int = 0, added: frozenset[str] = frozenset()):
         super().__init__()
@@ -74,7 +72,7 @@ class Objective(nn.Module):
     @property
     def reads_taps(self) -> bool:
         """True if a term reads intermediate levels of the vision tower."""
-        return self.reads_pairs
+        return self.reads_pairs or self.embeds_taps
 
     def forward(self, batch: Batch, step: int) -> Report:
         """Return the report of one global batch, of which `batch` is this rank's share."""
@@ -97,10 +95,7 @@ class Objective(nn.Module):
         )
 
     def plan(self, encoded: Encoded, batch: Batch, step: int) -> Any:
-        """Share the embeddings, take the loss's gradient at them, decide what `part` computes.
-
-        `encoded` is as from `encode`, with the embeddings of all of this rank's rows; the step keys random draws.
-        """
+        """Share the embeddings of all this rank's rows, take the loss's gradient at them, decide what `part` computes."""
         raise NotImplementedError
 
     def part(
@@ -144,21 +139,13 @@ class JointObjective(Objective):
         evaluators = [evaluator for term in self.weights if (evaluator := term.evaluator(medium)) is not None]
         return list({type(evaluator): evaluator for evaluator in evaluators}.values())
 
-    @property
-    def reads_taps(self) -> bool:
-        """True if a term reads intermediate levels of the vision tower."""
-        return self.reads_pairs or self.embeds_taps
-
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step; call the roll."""
         longest = max(batch[name].shape[1] for name in ("input_ids", "negative_input_ids") if name in batch)
         return super().with_keys(batch, step) | {"roll_call": call_roll(batch["ids"], longest)}
 
     def encode(self, batch: Batch, for_backward: bool = True) -> Encoded:
-        """Run both towers on a part of a batch.
-
-        A frozen tower whose features are in the batch (`mm_utils.training.feature_cache`) does not run.
-        """
+        """Run both towers on a part of a batch, but for a frozen one whose features are there (`training.feature_cache`)."""
         is_blank = not len(batch["ids"])
         if is_blank:
             batch = blank_pair(batch)
@@ -176,9 +163,9 @@ class JointObjective(Objective):
         encoded = Encoded({"image": image_nE, "text": text[0]}, scale, bias, text[1], keys_values or (), taps)
         for term in self.weights:
             encoded.embeds |= term.embed(self.model, encoded, batch)
-        return (
-            replace(encoded, embeds={name: rows[:0] for name, rows in encoded.embeds.items()}) if is_blank else encoded
-        )
+        if is_blank:
+            encoded.embeds = {name: rows[:0] for name, rows in encoded.embeds.items()}
+        return encoded
 
     def plan(self, encoded: Encoded, batch: Batch, step: int) -> Plan:
         """Take the gradient of all embedding terms at the embeddings; let the row terms plan."""

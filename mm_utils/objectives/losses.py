@@ -40,34 +40,21 @@ class Tile(NamedTuple):
 
 @dataclass
 class GlobalBatch:
-    """The part of one step's batch that all ranks know, without gradient.
+    """The part of one step's batch that all ranks know, without gradient."""
 
-    Attributes:
-        image_NE, text_NE: the unit embeddings of the global batch.
-        ids_N2: the image id and caption id of every pair; pairs that share either are not negatives of each other.
-        sizes: the number of rows of each rank.
-        offset: the place of this rank's first row.
-        shared_ids: True if some pairs share an id; if not, no time is spent on masking them.
-        longest: tokens of the longest text of all ranks; 0 if not known.
-    """
-
-    image_NE: Tensor
+    image_NE: Tensor  # unit embeddings of the global batch
     text_NE: Tensor
-    ids_N2: Tensor
-    sizes: list[int]
-    offset: int
-    shared_ids: bool
-    longest: int = 0
+    ids_N2: Tensor  # image id and caption id of every pair; pairs that share either are not negatives of each other
+    sizes: list[int]  # rows of each rank
+    offset: int  # place of this rank's first row
+    shared_ids: bool  # whether some pairs share an id; if not, no time is spent on masking them
+    longest: int = 0  # tokens of the longest text of all ranks; 0 if not known
 
 
 def call_roll(ids_n2: Tensor, longest: int = 0) -> GlobalBatch:
-    """Return what all ranks' rows are, without embeddings yet; called on all ranks, before the towers run.
+    """Return what all ranks' rows are, without embeddings yet, from the ids and the longest text of each.
 
-    Hosts wait here for each other and for their devices, which have nothing to do at that moment.
-
-    Args:
-        ids_n2: the ids of this rank's rows.
-        longest: tokens of its longest text.
+    Called on all ranks before the towers run. Hosts wait here for each other and for their devices, which have nothing to do then.
     """
     sizes, widths = zip(*distributed.gather_on_hosts([len(ids_n2), longest], ids_n2.device), strict=True)
     ids_N2 = distributed.gather(ids_n2, list(sizes))

@@ -35,19 +35,12 @@ class Pairs(NamedTuple):
 
 @dataclass
 class MatchingPlan(RowPlan):
-    """The pairs that are scored.
+    """The pairs that are scored."""
 
-    Attributes:
-        pairs: this rank's: all matches, images with a wrong text, texts with a wrong image, images with negatives.
-        rows: this rank's rows among the N.
-        lengths: tokens of the N texts of the global batch, and of the N negatives of the data, 0 for none.
-        input_ids, attention_mask: tokens of these texts and, if the data has them, negatives.
-    """
-
-    pairs: Pairs
-    rows: range
-    lengths: np.ndarray
-    input_ids: Tensor
+    pairs: Pairs  # this rank's: all matches, images with a wrong text, texts with a wrong image, images with negatives
+    rows: range  # this rank's rows among the N
+    lengths: np.ndarray  # tokens of the N texts of the global batch, and of the N negatives of the data, 0 for none
+    input_ids: Tensor  # tokens of these texts and, if the data has them, negatives
     attention_mask: Tensor
 
 

@@ -33,22 +33,14 @@ class Encoded:
     """A batch, or a part of it, of n pairs after both towers.
 
     A rank without a readable pair has n = 0 embeddings, and the states of one blank pair.
-
-    Attributes:
-        embeds: unit embeddings `[n, E]`: `image`, `text`, and those that terms add (`Term.embed`).
-        scale: the inverse temperature, a scalar.
-        bias: the scalar added to the logits, for a model that has one.
-        text_states: the text tower's states that the fusion head reads, `[n, L, C]`.
-        keys_values: the image side of the fusion head; empty if no term needs it.
-        taps: the vision tower's pooled levels that the head reads; empty if no term needs them.
     """
 
-    embeds: dict[str, Tensor]
-    scale: Tensor = field(default_factory=lambda: torch.ones(()))
-    bias: Tensor | None = None
-    text_states: Tensor = field(default_factory=lambda: torch.zeros(0))
-    keys_values: KeysValues = ()
-    taps: tuple[Tensor, ...] = ()
+    embeds: dict[str, Tensor]  # unit embeddings `[n, E]`: `image`, `text`, and those that terms add (`Term.embed`)
+    scale: Tensor = field(default_factory=lambda: torch.ones(()))  # the inverse temperature
+    bias: Tensor | None = None  # the scalar added to the logits, for a model that has one
+    text_states: Tensor = field(default_factory=lambda: torch.zeros(0))  # that the fusion head reads, `[n, L, C]`
+    keys_values: KeysValues = ()  # the image side of the fusion head; empty if no term needs it
+    taps: tuple[Tensor, ...] = ()  # pooled levels of the vision tower; empty if no term needs them
 
     def __len__(self) -> int:
         return len(self.embeds["image"])
@@ -61,13 +53,9 @@ class Encoded:
 
 
 class Evaluator:
-    """Measures a model on batches of evaluation; all ranks get the same metrics.
+    """Measures a model on batches of evaluation; all ranks get the same metrics."""
 
-    Attributes:
-        readers: what it reads of rows besides media and captions.
-    """
-
-    readers: Sequence[ColumnReader] = ()
+    readers: Sequence[ColumnReader] = ()  # of what it reads of rows besides media and captions
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Return the metrics by name."""
@@ -75,27 +63,19 @@ class Evaluator:
 
 
 class Term:
-    """One term of the loss. It holds no parameters: those belong to the model, which is saved.
+    """One term of the loss. It holds no parameters: those belong to the model, which is saved."""
 
-    Attributes:
-        name: the name in `--objectives` and in the log.
-        heads: the optional parts of the model that this term trains.
-        pairs_per_image: how many pairs the fusion head scores for each image.
-        reads_taps: True if the term reads `Encoded.taps`.
-        readers: what the term reads of rows besides media and captions, and how that becomes part of a batch.
-        refuses: flags, or a flag and a value, that the term cannot be trained with, and why: the end of a sentence that begins
-            with the flag.
-        has_bias: True if the term reads the bias of the logits, which a model has for such a term alone.
-        seed: the run's random seed.
-    """
-
-    name: ClassVar[str] = ""
-    heads: ClassVar[tuple[str, ...]] = ()
-    pairs_per_image: ClassVar[int] = 0
-    reads_taps: ClassVar[bool] = False
-    readers: ClassVar[Sequence[ColumnReader]] = ()
-    refuses: ClassVar[Mapping[str, str]] = {}
-    has_bias: ClassVar[bool] = False
+    name: ClassVar[str] = ""  # in `--objectives` and in the log
+    heads: ClassVar[tuple[str, ...]] = ()  # the optional parts of the model that the term trains
+    pairs_per_image: ClassVar[int] = 0  # how many pairs the fusion head scores for each image
+    reads_taps: ClassVar[bool] = False  # whether it reads `Encoded.taps`
+    readers: ClassVar[Sequence[ColumnReader]] = ()  # of what it reads of rows besides media and captions
+    refuses: ClassVar[
+        Mapping[str, str]
+    ] = {}  # flags, or a flag and a value: the end of a sentence that begins with the flag
+    has_bias: ClassVar[bool] = (
+        False  # whether it reads the bias of the logits, which a model has for such a term alone
+    )
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -110,11 +90,7 @@ class Term:
         return None
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
-        """Add to the model the parts that the term needs, once, before training.
-
-        Raises:
-            ValueError: if the model cannot have them, with what to do.
-        """
+        """Add to the model the parts that the term needs, once, before training; raise ValueError if it cannot have them."""
 
     def read_captions(self, model: FusionDualEncoderModel, rows: datasets.Dataset) -> None:
         """Fit the parts that `prepare` added to the tokenised training rows; not called for a stream."""

@@ -20,7 +20,7 @@ from mm_utils.model.build import load_model
 from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import UnreadableError
-from mm_utils.objectives.distillation import Distillation
+from mm_utils.objectives.contrastive import Distillation
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.feature_cache import Block, Source, weights_digest

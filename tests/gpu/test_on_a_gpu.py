@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from mm_utils.objectives.contrastive import sigmoid_loss
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import gather_batch, info_nce
-from mm_utils.objectives.sigmoid import sigmoid_loss
 from tests.kit.objectives import (
     ALONE,
     KINDS,

@@ -20,7 +20,7 @@ from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from mm_utils.objectives.distillation import Distillation
+from mm_utils.objectives.contrastive import Distillation
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.losses import GlobalBatch

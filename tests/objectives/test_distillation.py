@@ -21,7 +21,7 @@ from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from mm_utils.objectives.distillation import Distillation
+from mm_utils.objectives.contrastive import Distillation
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.feature_cache import Source, cache_features
 from mm_utils.training.teacher import CacheTeacher

@@ -1,7 +1,5 @@
 """Cutting the batch into parts changes memory and time, never the gradient."""
 
-from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +7,10 @@ import torch
 from torch import nn
 
 from mm_utils import distributed
-from mm_utils.objectives.grad_cache import backward, backward_that_fits
+from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.objectives.joint import JointObjective
 from tests.kit.objectives import (
     ALONE,
-    KINDS,
     PAIRS,
     assert_same,
     global_batch,
@@ -23,53 +20,6 @@ from tests.kit.objectives import (
     tiny_objective,
 )
 from tests.kit.ranks import run_on_ranks
-
-SPLITS = [(5, 4), (8, 1), (9, 0)]
-
-
-@cache
-def whole(kind: str) -> dict[str, Any]:
-    return step_in_parts(tiny_objective(kind), global_batch(kind), None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "micro_batch_size"), [*((kind, 2) for kind in KINDS), *(("everything", size) for size in (1, 4, 5, 8))]
-)
-def test_parts_give_the_gradient_of_the_whole(kind, micro_batch_size):
-    assert_same(step_in_parts(tiny_objective(kind), global_batch(kind), micro_batch_size), whole(kind))
-    assert whole(kind)["gradients"]["model.logit_scale"].abs() > 1e-4
-
-
-def on_this_rank(micro_batch_size: int) -> list[dict[str, Any]]:
-    found, distributed.BUCKET_ELEMENTS = [], 300  # gradients are sent in many buckets
-    for number, kind in enumerate(KINDS):
-        sizes = SPLITS[number % len(SPLITS)]
-        low = sum(sizes[: distributed.rank()])
-        mine = share_of(global_batch(kind), low, low + sizes[distributed.rank()])
-        found.append({"kind": kind, **step_in_parts(tiny_objective(kind), mine, micro_batch_size)})
-    return found
-
-
-def test_parts_on_two_ranks_give_the_gradient_of_one_process():
-    """Gradients are averaged by `backward` itself; numbers of parts differ between the ranks."""
-    by_rank = run_on_ranks(2, on_this_rank, 2)
-    for cases in zip(*by_rank, strict=True):
-        for case in cases:
-            assert_same(case, whole(case["kind"]))
-
-
-def test_the_second_pass_drops_out_what_the_first_did():
-    objective = tiny_objective("contrastive")
-    seen: list[torch.Tensor] = []
-    objective.model.text_model.embeddings.dropout = nn.Dropout(0.5)
-    objective.model.text_model.embeddings.dropout.register_forward_hook(
-        lambda module, given, out: seen.append(out == 0)
-    )
-    objective.train()
-    step_in_parts(objective, global_batch(), 5)
-    first, kept, again = seen  # parts of 4 and 5 rows: the second is embedded once
-    assert not torch.equal(first[:4, :3], kept[:4, :3])
-    assert torch.equal(first, again)
 
 
 def test_no_activation_outlives_its_part():
@@ -178,25 +128,6 @@ def test_other_errors_stay_what_they_are():
     objective.encode = lambda *given: (_ for _ in ()).throw(RuntimeError("shapes do not fit"))
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         step_in_parts(objective, global_batch(), 4)
-
-
-def test_parts_under_autocast_equal_the_whole_under_autocast():
-    """Both passes run in bfloat16, and no weight cast in a pass without gradient is used in one with."""
-    mixed = SimpleNamespace(**vars(ALONE))
-    mixed.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
-
-    def gradients(micro_batch_size: int) -> dict[str, torch.Tensor]:
-        objective = tiny_objective("contrastive").float()
-        batch = global_batch()
-        batch["pixel_values"] = batch["pixel_values"].float()
-        backward(mixed, objective, batch, 0, micro_batch_size)
-        return {name: value.grad for name, value in objective.named_parameters() if value.grad is not None}
-
-    whole, parts = gradients(9), gradients(3)
-    for name, gradient in whole.items():
-        if "bias" not in name or gradient.norm() > 1e-3:
-            assert torch.nn.functional.cosine_similarity(parts[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
-            assert parts[name].norm() == pytest.approx(float(gradient.norm()), rel=0.1), name
 
 
 def test_every_part_drops_out_again_what_it_did() -> None:

@@ -20,7 +20,6 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, ViTImageProcessor
 
-from mm_utils import distributed
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
 from mm_utils.data.batches.column_cache import to_arrow, to_tensor
@@ -43,18 +42,6 @@ from mm_utils.training.frozen import FROZEN_DEFAULTS, MLP_RATE, CacheFeatures
 from scripts import pretrain
 from tests.kit.launches import losses, on_two_processes, weights
 from tests.kit.numbered_rows import new_tokenizer, png, rows_of
-from tests.kit.objectives import (
-    KINDS,
-    SPLITS,
-    TERMS,
-    assert_same,
-    global_batch,
-    share_of,
-    step,
-    step_in_parts,
-    tiny_objective,
-)
-from tests.kit.ranks import run_on_ranks
 
 SIZE = 16
 TOWERS = {"vision": ["--freeze_vision"], "text": ["--freeze_text"], "both": ["--freeze_vision", "--freeze_text"]}
@@ -341,71 +328,6 @@ def test_an_interrupted_computation_is_not_taken_for_a_store(
 
 
 # -- gradients ----------------------------------------------------------------------------------------------------------
-
-
-def frozen_objective(kind: str, towers: str) -> Objective:
-    objective = tiny_objective(kind)
-    for name in ("vision", "text") if towers == "both" else (towers,):
-        objective.model.freeze(name)
-    return objective.train()
-
-
-def with_features(objective: Objective, batch: dict[str, Any], towers: str) -> dict[str, Any]:
-    """The batch with the frozen towers' output, unrounded, in place of the images."""
-    model, batch = objective.model, dict(batch)
-    with torch.no_grad():
-        if towers != "text":
-            batch["vision_pooled"], taps = model.vision_features(batch.pop("pixel_values"), objective.reads_pairs)
-            batch |= {f"vision_taps_{place}": tap for place, tap in enumerate(taps)}
-        if towers != "vision":
-            batch["text_pooled"], states = model.text_features(batch["input_ids"], batch["attention_mask"])
-            batch |= {"text_states": states} if objective.reads_pairs else {}
-    return batch
-
-
-@pytest.mark.parametrize("towers", TOWERS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("regions", "moments")])
-def test_features_give_the_gradient_of_the_towers(kind: str, towers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    live = step(frozen_objective(kind, towers), global_batch(), 3)
-    objective = frozen_objective(kind, towers)
-    batch = with_features(objective, global_batch(), towers)
-    for name in ("vision", "text") if towers == "both" else (towers,):
-        reads_others = "masked_lm" in TERMS[kind]  # texts that were not stored
-        if name == "vision" or not reads_others:
-            monkeypatch.setattr(FusionDualEncoderModel, f"{name}_features", no_tower)
-    assert_same(step(objective, batch, 3), live)
-
-
-@pytest.mark.parametrize("towers", TOWERS)
-@pytest.mark.parametrize("kind", ["contrastive", "contrastive_matching"])
-@pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_in_parts(kind: str, towers: str, micro_batch_size: int) -> None:
-    live = step_in_parts(frozen_objective(kind, towers), global_batch(), None)
-    objective = frozen_objective(kind, towers)
-    assert_same(step_in_parts(objective, with_features(objective, global_batch(), towers), micro_batch_size), live)
-
-
-def on_this_rank(micro_batch_size: int | None) -> list[dict[str, Any]]:
-    found = []
-    for towers in TOWERS:
-        for sizes in SPLITS[2]:
-            objective = frozen_objective("contrastive_matching", towers)
-            low = sum(sizes[: distributed.rank()])
-            mine = share_of(with_features(objective, global_batch(), towers), low, low + sizes[distributed.rank()])
-            take = step_in_parts if micro_batch_size else step
-            found.append({"towers": towers, **take(objective, mine, micro_batch_size or 5)})
-    return found
-
-
-@pytest.mark.parametrize("micro_batch_size", [pytest.param(None, marks=pytest.mark.slow), 3])
-def test_on_two_ranks_one_of_which_may_be_empty(micro_batch_size: int | None) -> None:
-    by_rank = run_on_ranks(2, on_this_rank, micro_batch_size)
-    for one, other in zip(*by_rank, strict=True):
-        live = step_in_parts(frozen_objective("contrastive_matching", one["towers"]), global_batch(), None)
-        if not micro_batch_size:  # gradients are then averaged by DDP
-            pairs = {name: (values, other["gradients"][name]) for name, values in one["gradients"].items()}
-            one["gradients"] = {name: torch.stack(pair).double().mean(0) for name, pair in pairs.items()}
-        assert_same(one, live)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------------

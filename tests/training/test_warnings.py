@@ -10,8 +10,8 @@ from torch.nn.functional import normalize
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.distributed import RunError
+from mm_utils.objectives.contrastive import sigmoid_loss
 from mm_utils.objectives.losses import gather_batch, info_nce
-from mm_utils.objectives.sigmoid import sigmoid_loss
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.warnings import CollapseWarning, chance_loss

@@ -49,8 +49,8 @@ SLACK = 0.1
 """Seconds by which a moment may end after its medium, as codecs cut the ends of sounds; it is cut there, too."""
 
 _MEANING = {
-    "regions": "box (x, y, width, height in pixels) and phrase",
-    "moments": "span (start and end in seconds) and phrase",
+    "regions": "box (x, y, width, height in pixels) and a phrase",
+    "moments": "span (start and end in seconds) and a phrase",
 }
 _FEATURES = datasets.Features(
     {
@@ -88,7 +88,7 @@ class RegionReader(ColumnReader):
         if column not in rows.column_names:
             raise ValueError(
                 f"the {split} split has no column {column}; it has {', '.join(rows.column_names)}. Take {column} out of "
-                f"--objectives, or give every row a list of {_MEANING[column]}."
+                f"--objectives, or give every row a list, each a {_MEANING[column]}."
             )
         cache = Hasher.hash((column, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
         compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
@@ -130,12 +130,13 @@ class RegionReader(ColumnReader):
 def _tokenize(
     rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> Columns:
-    count, column = len(rows["id"]), "moments" if "moments" in rows else "regions"
-    is_wanted = [True] * count if wanted is None else wanted
-    seconds = rows.get("seconds", [None] * count)
-    regions = [
-        _checked(*row) if own else [] for *row, own in zip(rows["id"], rows[column], seconds, is_wanted, strict=True)
-    ]
+    column = "moments" if "moments" in rows else "regions"
+    seconds = rows.get("seconds", [None] * len(rows["id"]))
+    regions: list[list[tuple[list[float], str]]] = []
+    for place, (row_id, values, length) in enumerate(zip(rows["id"], rows[column], seconds, strict=True)):
+        listed = values if isinstance(values, list) or not values else [values]
+        is_wanted = wanted is None or wanted[place]
+        regions.append([_checked(row_id, value, length) for value in listed or () if is_wanted])
     phrases = [phrase for row in regions for _, phrase in row]
     tokens = iter(encode_captions(tokenizer, phrases, max_seq_length))
     return {
@@ -145,36 +146,32 @@ def _tokenize(
     }
 
 
-def _checked(row_id: str, values: Any, seconds: float | None) -> list[tuple[list[float], str]]:
-    """Return box and phrase of each region of an image, or of each moment of `seconds`, whose box is (start, 0, length, 1).
+def _checked(row_id: str, value: Any, seconds: float | None) -> tuple[list[float], str]:
+    """Return box and phrase of a region of an image, or of a moment of `seconds`, whose box is (start, 0, length, 1).
 
     Unprepared sources may hold anything.
     """
-    found = []
-    whose, name = (f"image {row_id}", "region") if seconds is None else (row_id, "moment")
-    for value in values or [] if isinstance(values, list) or not values else [values]:
-        problem = "a region is a box (x, y, width, height in pixels) and a phrase"
-        try:
-            phrase = value["phrase"]
-            if seconds is None:
-                x, y, width, height = map(float, value["box"])
-            else:
-                problem = "a moment is a span (start and end in seconds) and a phrase"
-                x, end = map(float, value["span"])
-                if 0 <= x < end and (end > seconds + SLACK or x >= seconds):
-                    problem = f"it ends after the medium, which lasts {seconds:g} seconds"
-                    end = x
-                y, width, height = 0.0, min(end, seconds) - x, 1.0
-            is_told = width > 0 and height > 0 and all(map(np.isfinite, (x, y, width, height))) and phrase.strip()
-            is_told = is_told and (seconds is None or x >= 0)
-        except (TypeError, ValueError, KeyError, AttributeError):
-            is_told = False
-        if not is_told:
-            raise ValueError(
-                f"{whose} has the {name} {value}; {problem}. Correct it, or let scripts/prepare_data.py set such rows aside."
-            )
-        found.append(([x, y, width, height], phrase))
-    return found
+    is_moment = seconds is not None
+    whose, name = (row_id, "moment") if is_moment else (f"image {row_id}", "region")
+    problem = f"a {name} is a {_MEANING[f'{name}s']}"
+    try:
+        phrase = value["phrase"]
+        if seconds is None:
+            x, y, width, height = map(float, value["box"])
+        else:
+            x, end = map(float, value["span"])
+            y, width, height = 0.0, min(end, seconds) - x, 1.0
+            if 0 <= x < end and (end > seconds + SLACK or x >= seconds):
+                problem, width = f"it ends after the medium, which lasts {seconds:g} seconds", 0.0
+        is_told = width > 0 and height > 0 and all(map(np.isfinite, (x, y, width, height))) and phrase.strip()
+        is_told = is_told and not (is_moment and x < 0)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        is_told = False
+    if not is_told:
+        raise ValueError(
+            f"{whose} has the {name} {value}; {problem}. Correct it, or let scripts/prepare_data.py set such rows aside."
+        )
+    return [x, y, width, height], phrase
 
 
 def visible_regions(

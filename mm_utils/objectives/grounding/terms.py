@@ -9,8 +9,7 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.model.fusion import rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.grounding.moments import MomentEvaluator
-from mm_utils.objectives.grounding.pointing import PointingEvaluator
+from mm_utils.objectives.grounding.evaluation import MomentEvaluator, PointingEvaluator
 from mm_utils.objectives.grounding.regions import RegionReader, regions_of
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, Encoded, Evaluator, RowPlan, RowTerm

@@ -41,7 +41,7 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media import Image
 from mm_utils.evaluation.metrics import mean_interval
 from mm_utils.model.build import load_model
-from mm_utils.training.starts.closed_form import FOLDS, Features, fit
+from mm_utils.training.closed_form import FOLDS, Features, fit
 from scripts import pretrain
 
 PROBE_STEPS = 8

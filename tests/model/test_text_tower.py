@@ -44,7 +44,7 @@ def pixels(folder: str) -> torch.Tensor:
 def test_training_leaves_the_embeddings_of_images_bit_for_bit(
     kind: str, images: int, words: str, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mm_utils.training.starts.callbacks.IMAGES", images)
+    monkeypatch.setattr("mm_utils.training.starts.IMAGES", images)
     start, out = write_stock(tmp_path / "start", kind), str(tmp_path / "out")
     towers = ["--model_name_or_path", start, "--text_model_name_or_path", words]
     rate = ["--learning_rate", "0.01", "--objectives", "contrastive,matching", "--max_steps", "2"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from mm_utils.training.starts.closed_form import FOLDS, Features, Fold, Moments, fit
+from mm_utils.training.closed_form import FOLDS, Features, Maps, fit
 
 
 def pairs(images: int = 60, captions: int = 1, noise: float = 0.3, seed: int = 0, names: bool = False) -> Features:
@@ -63,26 +63,27 @@ def scores(features: Features, maps: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_the_maps_are_those_of_a_plain_reference(shrinkage: float, width: int) -> None:
     features = pairs()
-    maps = Fold.of(features.unit()).maps(shrinkage, 0.0, width)
+    maps = Maps(features.unit().moments()).of(shrinkage, 0.0, width)
     torch.testing.assert_close(scores(features, maps), reference_scores(features, shrinkage, width), rtol=0, atol=1e-7)
     assert [tuple(side.shape) for side in maps] == [(12, width), (9, width)]
 
 
 @given(st.integers(0, 1000), st.integers(1, 59))
 def test_moments_without_a_part_are_those_of_the_rest(seed: int, cut: int) -> None:
-    features = pairs(captions=2, seed=seed).unit()
+    features = pairs(captions=2, seed=seed, names=True).unit()
     first = torch.arange(60) < cut
-    whole, one, other = (Moments.of(part) for part in (features, features.take(first), features.take(~first)))
-    torch.testing.assert_close(dataclasses.astuple(whole - one), dataclasses.astuple(other), rtol=0, atol=1e-10)
+    sums = [each.moments() for each in (features, features.take(first), features.take(~first))]
+    for whole, one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(whole - one, other, rtol=0, atol=1e-10)
 
 
 def test_an_image_counts_once_however_many_captions_it_has() -> None:
     features = pairs(captions=2).unit()
     repeated = torch.cat([torch.arange(len(features.text_TB)), torch.arange(10)])
     owner, order = features.owner_T[repeated].sort(stable=True)
-    more = Features(features.image_MA, features.text_TB[repeated[order]], owner)
-    torch.testing.assert_close(Moments.of(more).image_image, features.image_MA.T @ features.image_MA)
-    assert Moments.of(more).weight == pytest.approx(60)
+    weight, _, _, image_AA, *_ = Features(features.image_MA, features.text_TB[repeated[order]], owner).moments()
+    torch.testing.assert_close(image_AA, features.image_MA.T @ features.image_MA)
+    assert weight == pytest.approx(60)
 
 
 def test_pairs_left_out_tell_signal_from_noise() -> None:

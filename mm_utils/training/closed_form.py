@@ -12,8 +12,7 @@ Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with four changes:
 Shape letters: M images, T captions, A and B channels of image and text features, E embedding width.
 """
 
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,18 +28,12 @@ _ALIKE = 1e-10  # variance of unit features that differ by rounding alone
 
 @dataclass
 class Features:
-    """Pooled features of pairs, one row an image or a caption, in the order of the data.
-
-    Attributes:
-        image_MA, text_TB: outputs of the towers.
-        owner_T: place of each caption's image.
-        names_MB: text features of the class names that the vision tower sees in each image; None without names.
-    """
+    """Pooled features of pairs, one row an image or a caption, in the order of the data."""
 
     image_MA: Tensor
     text_TB: Tensor
-    owner_T: Tensor
-    names_MB: Tensor | None = None
+    owner_T: Tensor  # place of each caption's image
+    names_MB: Tensor | None = None  # text features of the class names seen in each image; None without names
 
     def unit(self) -> "Features":
         """Return the features at unit length, in double precision."""
@@ -53,83 +46,43 @@ class Features:
         names = None if self.names_MB is None else self.names_MB[chosen_M]
         return Features(self.image_MA[chosen_M], self.text_TB[chosen_T], place_M[self.owner_T[chosen_T]], names)
 
-
-@dataclass
-class Moments:
-    """Weighted sums over pairs of features; those of a part of the pairs can be subtracted."""
-
-    weight: Tensor  # scalar, the sum of the weights
-    image: Tensor  # [A]
-    text: Tensor  # [B]
-    image_image: Tensor  # [A, A]
-    text_text: Tensor  # [B, B]
-    image_text: Tensor  # [A, B]
-
-    @classmethod
-    def of(cls, features: Features) -> "Moments":
-        """Return the sums in which every image weighs 1, shared by its captions."""
-        owner_T, text_TB = features.owner_T, features.text_TB
-        weight_T1 = 1 / owner_T.bincount()[owner_T, None].to(text_TB)
-        image_TA = features.image_MA[owner_T]
-        weighed_TA, weighed_TB = weight_T1 * image_TA, weight_T1 * text_TB
-        return cls(
-            weight_T1.sum(),
-            weighed_TA.sum(0),
-            weighed_TB.sum(0),
-            weighed_TA.T @ image_TA,
-            weighed_TB.T @ text_TB,
-            weighed_TA.T @ text_TB,
-        )
-
-    def __sub__(self, other: "Moments") -> "Moments":
-        return Moments(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
+    def moments(self) -> list[Tensor]:
+        """Return sums over pairs, which can be subtracted: those of captions, and those of names where there are any."""
+        sums = _moments(self.image_MA, self.text_TB, self.owner_T)
+        if self.names_MB is not None:
+            sums += _moments(self.image_MA, self.names_MB, torch.arange(len(self.image_MA)))
+        return sums
 
 
-@dataclass
-class Fold:
-    """Moments of captions and of class names, for some images."""
+def _moments(image_MA: Tensor, text_TB: Tensor, owner_T: Tensor) -> list[Tensor]:
+    """Return sums in which every image weighs 1, shared by its captions: `[]`, `[A]`, `[B]`, `[A, A]`, `[B, B]`, `[A, B]`."""
+    weight_T1 = 1 / owner_T.bincount()[owner_T, None].to(text_TB)
+    image_TA = image_MA[owner_T]
+    weighed_TA, weighed_TB = weight_T1 * image_TA, weight_T1 * text_TB
+    firsts = [weight_T1.sum(), weighed_TA.sum(0), weighed_TB.sum(0)]
+    return [*firsts, weighed_TA.T @ image_TA, weighed_TB.T @ text_TB, weighed_TA.T @ text_TB]
 
-    captions: Moments
-    names: Moments | None = None
 
-    @classmethod
-    def of(cls, features: Features) -> "Fold":
-        """Return the moments of unit features."""
-        if features.names_MB is None:
-            return cls(Moments.of(features))
-        every_M = torch.arange(len(features.image_MA))
-        return cls(Moments.of(features), Moments.of(replace(features, text_TB=features.names_MB, owner_T=every_M)))
+class Maps:
+    """The maps that fit some pairs, given as `Features.moments`."""
 
-    def without(self, other: "Fold") -> "Fold":
-        """Return the moments of the images that are not in `other`."""
-        names = None if self.names is None or other.names is None else self.names - other.names
-        return Fold(self.captions - other.captions, names)
+    def __init__(self, moments: list[Tensor]):
+        weight, image_A, text_B, image_AA, text_BB, image_AB = moments[:6]
+        self.image, self.text = _principal_axes(image_A, image_AA / weight), _principal_axes(text_B, text_BB / weight)
+        crosses = [image_AB / weight]  # covariances with captions and, centred, with names
+        if moments[6:]:
+            weight, image_A, text_B, _, _, image_AB = moments[6:]
+            crosses.append((image_AB - torch.outer(image_A, text_B) / weight) / weight)
+        self.crosses = [self.image[1].T @ cross_AB @ self.text[1] for cross_AB in crosses]
 
-    @cached_property
-    def _image(self) -> tuple[Tensor, Tensor]:
-        return _principal_axes(self.captions.image, self.captions.image_image / self.captions.weight)
-
-    @cached_property
-    def _text(self) -> tuple[Tensor, Tensor]:
-        return _principal_axes(self.captions.text, self.captions.text_text / self.captions.weight)
-
-    @cached_property
-    def _crosses(self) -> list[Tensor]:
-        """Covariances `[A, B]` of images with captions and, centred, with class names."""
-        found = [self.captions.image_text / self.captions.weight]
-        if self.names is not None:
-            names = self.names
-            found.append((names.image_text - torch.outer(names.image, names.text) / names.weight) / names.weight)
-        return [self._image[1].T @ cross_AB @ self._text[1] for cross_AB in found]
-
-    def maps(self, shrinkage: float, name_weight: float, width: int) -> tuple[Tensor, Tensor]:
+    def of(self, shrinkage: float, name_weight: float, width: int) -> tuple[Tensor, Tensor]:
         """Return maps `[A, E]` and `[B, E]` to the most correlated directions, strongest first.
 
         Directions beyond the rank of the data are zero.
         """
-        (image_A, image_AA), (text_B, text_BB) = self._image, self._text
+        (image_A, image_AA), (text_B, text_BB) = self.image, self.text
         whiten_A, whiten_B = (_whitening(values, shrinkage) for values in (image_A, text_B))
-        cross_AB = sum(weight * cross for weight, cross in zip((1, name_weight), self._crosses, strict=False))
+        cross_AB = sum(weight * cross for weight, cross in zip((1, name_weight), self.crosses, strict=False))
         left_AE, correlation_E, right_BE = _singular_vectors(whiten_A[:, None] * cross_AB * whiten_B, width)
         # The sign of a direction is arbitrary: the largest entry of the text's is positive.
         sign_E = right_BE.gather(0, right_BE.abs().argmax(0, keepdim=True))[0].sign()
@@ -142,25 +95,16 @@ class Fold:
 
 @dataclass
 class ClosedForm:
-    """A fit of both projections.
+    """A fit of both projections."""
 
-    Attributes:
-        image_AE, text_BE: the maps.
-        image_mean_A, text_mean_B: the means of the unit features.
-        scale: inverse temperature.
-        shrinkage, name_weight: the chosen settings.
-        recalls: recall@1 text to image and image to text of pairs that the maps were not fitted to.
-        candidates: images that these were found among.
-    """
-
-    image_AE: Tensor
+    image_AE: Tensor  # the maps
     text_BE: Tensor
-    scale: float
-    shrinkage: float
+    scale: float  # inverse temperature
+    shrinkage: float  # the chosen settings
     name_weight: float
-    recalls: tuple[float, float]
-    candidates: int
-    image_mean_A: Tensor
+    recalls: tuple[float, float]  # recall@1 text to image and image to text of pairs that the maps were not fitted to
+    candidates: int  # images that these were found among
+    image_mean_A: Tensor  # of the unit features
     text_mean_B: Tensor
 
 
@@ -181,15 +125,13 @@ def fit(features: Features, width: int) -> ClosedForm:
     if images < 2 * FOLDS:
         raise ValueError(f"{images} images are too few to fit projections to; at least {2 * FOLDS} are needed.")
     fold_M = torch.arange(images) % FOLDS
-    held_out = [features.take(fold_M == fold) for fold in range(FOLDS)]
-    everything = Fold.of(features)
-    others = [everything.without(Fold.of(part)) for part in held_out]
+    held_out, total = [features.take(fold_M == fold) for fold in range(FOLDS)], features.moments()
+    others = [Maps([whole - part for whole, part in zip(total, fold.moments(), strict=True)]) for fold in held_out]
 
     def judge(shrinkage: float, name_weight: float) -> tuple[float, float, float, float]:
         """Return the lowest loss, the scale that has it, and both recalls."""
         found = [
-            _judge(part, *rest.maps(shrinkage, name_weight, width))
-            for part, rest in zip(held_out, others, strict=True)
+            _judge(part, *rest.of(shrinkage, name_weight, width)) for part, rest in zip(held_out, others, strict=True)
         ]
         losses, recalls = (torch.stack(column) for column in zip(*found, strict=True))
         best = int(losses.mean(0).argmin())
@@ -206,8 +148,7 @@ def fit(features: Features, width: int) -> ClosedForm:
         judged |= {(shrinkage, weight): judge(shrinkage, weight) for weight in NAME_WEIGHTS[1:]}
     shrinkage, name_weight = min(judged, key=judged.__getitem__)
     _, scale, *recalls = judged[shrinkage, name_weight]
-    maps = everything.maps(shrinkage, name_weight, width)
-    means = (total / everything.captions.weight for total in (everything.captions.image, everything.captions.text))
+    maps, means = Maps(total).of(shrinkage, name_weight, width), (total[1] / total[0], total[2] / total[0])
     return ClosedForm(*maps, scale, shrinkage, name_weight, (recalls[0], recalls[1]), images // FOLDS, *means)
 
 

@@ -1,31 +1,46 @@
-"""Runs that start from a closed form: what is written, on any number of processes, and that nothing ends below it."""
+"""Runs that start from a closed form, or that are interpolated with their start: on any number of processes, nothing ends below it."""
 
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
-from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, AutoTokenizer, ViTImageProcessor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    VisionTextDualEncoderModel,
+    ViTImageProcessor,
+)
 
+from mm_utils.arguments import parse_args
 from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
-from mm_utils.training.starts import closed_form
-from mm_utils.training.starts.closed_form import Features
-from mm_utils.training.starts.projection_start import paired_features, start_projections
+from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.run.callbacks import attach, flags_of_callbacks
+from mm_utils.run.flags import PRETRAINING
+from mm_utils.training import closed_form
+from mm_utils.training.closed_form import Features
+from mm_utils.training.starts import interpolate, paired_features, start_projections, weights_of_start
 from scripts import pretrain
 from tests.kit.corpora import COLOURS, SHAPES
-from tests.kit.numbered_rows import rows_of
+from tests.kit.launches import rows_of as logged_rows
+from tests.kit.launches import weights as saved_weights
+from tests.kit.numbered_rows import new_tokenizer, rows_of
 from tests.kit.ranks import run_on_ranks
 
 TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -55,11 +70,7 @@ def joined(towers: dict[str, str], **changes: Any) -> FusionDualEncoderModel:
 
 def training_data(towers: dict[str, str], batch_size: int = 4) -> TrainingData:
     """12 images of which two cannot be decoded, each with 1 to 4 captions."""
-
-    processor: Any = Accelerator  # stands for an object with attributes
-    processor = type(
-        "Processor", (), {"tokenizer": AutoTokenizer.from_pretrained(towers["text_model_name_or_path"])}
-    )()
+    processor: Any = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(towers["text_model_name_or_path"]))
     rows: Dataset = tokenize_captions(rows_of(12, broken=[2, 7]), processor.tokenizer, 16)
     arguments = LoaderArguments(16, dataloader_num_workers="0")
     loaders = Loaders(arguments, Accelerator().device, 0, media.Image(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
@@ -205,3 +216,101 @@ def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: li
     again = pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
     assert again == metrics
     assert list(evaluations(tmp_path / "run")) == [0, 1, 2, 3, 4]
+
+
+# -- weights between the start and the end --------------------------------------------------------------------------------
+START = {"vision.weight": torch.zeros(2), "steps": torch.tensor(3)}
+END = {"vision.weight": torch.ones(2), "steps": torch.tensor(9), "classifier.weight": torch.full((2,), 5.0)}
+
+
+def test_weights_are_interpolated_where_there_are_two() -> None:
+    found = interpolate(START, {**END, "new.weight": torch.full((1,), 4.0)}, 0.25)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "vision.weight": [0.25, 0.25],
+        "steps": 9,
+        "classifier.weight": [5.0, 5.0],
+        "new.weight": [4.0],
+    }
+    assert torch.equal(interpolate(START, END, 1.0)["vision.weight"], END["vision.weight"])
+
+
+def tiny(**fields: Any) -> FusionDualEncoderModel:
+    return build_model(ModelArguments(image_size=16, **fields), new_tokenizer())
+
+
+def test_a_head_that_was_never_trained_is_not_interpolated() -> None:
+    new, objectives = tiny(fusion_layers=1), ObjectiveArguments("contrastive:1,captioning:1")
+    towers = {*("vision_model", "text_model", "visual_projection", "text_projection", "logit_scale")}
+    assert {name.split(".")[0] for name in weights_of_start(new)} == towers
+    added = build_objective(new, objectives, 0).added
+    assert {name.split(".")[0] for name in weights_of_start(new, added)} == towers
+    assert {name.split(".")[0] for name in weights_of_start(new)} >= {"fusion", "caption_adapter"}
+    again = build_objective(new, objectives, 0).added  # a model whose head was trained
+    assert weights_of_start(new, again).keys() == weights_of_start(new).keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("", True),
+        ("--vision_model_name_or_path a", True),
+        ("--vision_model_name_or_path a --text_model_name_or_path b --streaming", True),
+        ("--vision_model_name_or_path a --text_model_name_or_path b", False),
+        ("--model_name_or_path a", False),
+    ],
+)
+def test_a_run_that_starts_from_no_model_is_refused(flags: str, refused: bool) -> None:
+    given = parse_args(*PRETRAINING, *flags_of_callbacks("pretrain"), argv=[*flags.split(), "--wise_ft"])
+    if not refused:
+        attach("pretrain", given)
+        return
+    with pytest.raises(
+        ValueError, match=r"--wise_ft is set; the run does not start from a model.*Give --model_name_or_path"
+    ):
+        attach("pretrain", given)
+
+
+@pytest.fixture(scope="module")
+def begun(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start") / "out"
+    pretrain.main([*tiny_flags, "--learning_rate", "3e-3", "--output_dir", str(folder)])
+    return folder
+
+
+def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
+    begun: Path, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    model = ["--model_name_or_path", str(begun), "--learning_rate", "1e-2", "--save_steps", "2"]
+    run = [*tiny_flags[:2], *tiny_flags[4:], *model]
+    pretrain.main([*run, "--eval_steps", "0", "--output_dir", str(tmp_path / "plain")])
+    flags = [*run, "--wise_ft", "--eval_steps", "0"]
+    metrics = pretrain.main([*flags, "--output_dir", str(tmp_path / "wise")])
+    start, end, found = (saved_weights(folder) for folder in (begun, tmp_path / "plain", tmp_path / "wise"))
+    report = json.loads((tmp_path / "wise/wise_ft.json").read_text())
+    for name, value in interpolate(start, end, report["saved_alpha"]).items():
+        torch.testing.assert_close(found[name], value, msg=name)
+    assert [row["alpha"] for row in report["measured"]] == [0, 0.25, 0.5, 0.75, 1]
+    recalls = [row["mean_recall"] for row in report["measured"]]
+    assert recalls[0] == logged_rows(begun)[-1]["eval_mean_recall"]
+    assert recalls[-1] == logged_rows(tmp_path / "plain")[-1]["eval_mean_recall"]
+    assert metrics["eval_mean_recall"] == recalls[int(4 * report["saved_alpha"])] == max(recalls)
+    stock = VisionTextDualEncoderModel.from_pretrained(tmp_path / "wise/dual_encoder").state_dict()
+    assert torch.equal(stock["visual_projection.weight"], found["visual_projection.weight"])
+    resume = ["--resume_from_checkpoint", str(tmp_path / "wise/checkpoint-2")]
+    assert pretrain.main([*flags, *resume, "--output_dir", str(tmp_path / "again")]) == metrics
+
+
+def test_the_start_is_measured_once_and_the_end_is_of_a_later_step(
+    begun: Path, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ["--model_name_or_path", str(begun), "--learning_rate", "1e-2", "--wise_ft"]
+    flags = [*tiny_flags[:2], *tiny_flags[4:], *model]
+    forecast = pretrain.main([*flags, "--dry_run", "--output_dir", str(tmp_path)])
+    assert forecast["dry_run_evaluations"] == 4 + 1 + 5 + 1  # the best, five alphas, and the chosen one again
+    real, calls = RetrievalEvaluator.__call__, list[int]()
+    monkeypatch.setattr(RetrievalEvaluator, "__call__", lambda *given: calls.append(1) or real(*given))
+    pretrain.main([*flags, "--output_dir", str(tmp_path)])
+    [chosen] = [row for row in logged_rows(tmp_path) if "saved_step" in row]
+    assert len(calls) == 11 - (chosen["saved_step"] == 4 and "saved_projections_step" not in chosen)
+    evaluated = [row["step"] for row in logged_rows(tmp_path) if "eval_mean_recall" in row]
+    assert evaluated == [1, 2, 3, 4]

@@ -1,0 +1,304 @@
+"""What stands at the start of a run: projections in closed form, and weights that are interpolated with those of the end.
+
+The towers run once over a sample of the training images, on all processes; the main process fits the maps to the gathered
+features (`mm_utils.training.closed_form`). The rows, their order and the fit do not depend on the number of processes.
+At 10,000 images and widths of 1,280 and 384 the features take 70 MB, and the fit 5 seconds of a core; the time is that of one
+evaluation of as many images. A width of 4,096 takes minutes. More images than about ten times the larger width change little,
+so the sample need not grow with the data.
+
+WiSE-FT (arXiv 2109.01903): training on few data often loses what a pretrained model knew; weights between the start and the end
+keep some of both, at no cost when the model is used. Weights that are new have no values before, so they are never interpolated.
+
+Shape letters are those of `mm_utils.training.closed_form`.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from mm_utils import distributed
+from mm_utils.arguments import Parsed, arg
+from mm_utils.checkpointing.state import write_model
+from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.training_data import TrainingData
+from mm_utils.files import write_atomic
+from mm_utils.model.adapt import merged
+from mm_utils.model.encoding import vision_features
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    FusionDualEncoderModel,
+    ResidualProjection,
+    is_trained,
+    pool_output,
+)
+from mm_utils.training.callbacks import RunCallback
+from mm_utils.training.class_names import read_classes
+from mm_utils.training.closed_form import ClosedForm, Features, fit
+
+logger = logging.getLogger(__name__)
+
+IMAGES = 10_000  # of training, from which the closed form is computed
+FEWEST_IMAGES = 8  # of the closed form's cross-validation in four parts
+ALPHAS = {"pretrain": (0.0, 0.25, 0.5, 0.75, 1.0), "finetune": tuple(step / 10 for step in range(11))}
+
+
+class ClosedFormStart(RunCallback):
+    """Start new projections between two pretrained towers from closed form, before the first step."""
+
+    scripts = ("pretrain",)
+    flag = "text_model_name_or_path"
+
+    def __init__(self, vision_name: str | None):
+        self.vision_name = vision_name
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "ClosedFormStart | None":
+        """Return the callback where new projections join two pretrained towers."""
+        vision, text = (given[f"{tower}_model_name_or_path"] for tower in ("vision", "text"))
+        return cls(vision) if text and (vision or given["model_name_or_path"]) else None
+
+    def has_baseline(self, data: TrainingData) -> bool:
+        """Return whether there are rows enough; a stream has none at hand."""
+        rows = len(data.splits["train"]) if "train" in data.splits else 0
+        return min(rows, IMAGES) >= FEWEST_IMAGES
+
+    def on_start(self, run: Any) -> None:
+        """Fit the projections, unless a checkpoint holds them and nothing is compared with the start."""
+        if (run.resume_from is not None and not run.given["wise_ft"]) or not self.has_baseline(run.data):
+            return
+        rows = min(len(run.data.splits["train"]), IMAGES)
+        work = partial(start_projections, IMAGES, self.vision_name, run.data, run.model, run.run.accelerator)
+        run.timed_pass("the closed form", rows, IMAGES, work)
+
+
+def start_projections(
+    images: int, vision_name: str | None, data: TrainingData, model: FusionDualEncoderModel, accelerator: Accelerator
+) -> None:
+    """Set both projections and the temperature to their closed form, of at most N training images.
+
+    Without `vision_name` the images' projection stays, and the texts' is fitted to its embeddings; the other way round where the
+    texts' is frozen. Called on all ranks, before the model is prepared.
+
+    Raises:
+        ValueError: on all ranks, if fewer images than are needed can be read, or a tower's output is not finite.
+    """
+    begin = time.monotonic()
+    features = paired_features(model, images, data, accelerator, vision_name)
+
+    def fitted() -> ClosedForm:
+        try:
+            return fit(features, model.config.projection_dim)
+        except (ValueError, torch.linalg.LinAlgError) as error:
+            raise ValueError(
+                f"the closed-form start cannot be computed; {str(error).rstrip('.')}. Give more images that can be read."
+            ) from error
+
+    found = distributed.on_first(fitted)
+    if not found.image_AE.any():
+        logger.warning("Images or captions are embedded all alike, so the projections start from random values")
+        return
+    if not is_trained(model.text_projection):  # scores of the fit, of texts as they are
+        found = replace(found, image_AE=found.image_AE @ found.text_BE.T, text_BE=torch.zeros(0))
+    elif vision_name is None:  # scores of the fit, of images as they are
+        found = replace(found, text_BE=found.text_BE @ found.image_AE.T, image_AE=torch.zeros(0))
+    write_projections(model, found)
+    logger.info(
+        "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, %.0f s): recall@1 of pairs "
+        "left out of the fit %.3f text to image and %.3f image to text, among %d",
+        *(f"{len(features.image_MA):,}", found.shrinkage, found.name_weight, time.monotonic() - begin),
+        *(*found.recalls, found.candidates),
+    )
+
+
+@torch.no_grad()
+def paired_features(
+    model: FusionDualEncoderModel, images: int, data: TrainingData, accelerator: Accelerator, vision_name: str | None
+) -> Features:
+    """Run both towers over at most N training rows, shared by ranks; return all features in the rows' order.
+
+    Where a frozen tower has run over the rows already, its stored output is read.
+
+    Raises:
+        ValueError: if no image can be decoded.
+    """
+    was_training, home, device = model.training, model.logit_scale.device, accelerator.device
+    model.eval().to(device)  # type: ignore[arg-type]
+    config, keeps_text = model.config, not is_trained(model.text_projection)
+    widths = (
+        config.vision_pooled_width if vision_name else config.projection_dim,
+        (config.projection_dim if keeps_text else config.text_width),
+    )
+    pooled, texts = ([torch.empty(0, width, device=device)] for width in widths)
+    seen, number = [torch.empty(0, widths[1], device=device)], 0
+    owners = [torch.empty(0, dtype=torch.long, device=device)]
+
+    def text_features(batch: Mapping[str, Any]) -> Tensor:
+        """Return the pooled output of the text tower, `[t, B]`; of a frozen projection, its output."""
+        if "text_pooled" in batch:
+            found = batch["text_pooled"].to(model.dtype)
+        else:
+            found, _ = model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)
+        return (model.project_text(found)[0] if keeps_text else found).float()
+
+    def embed(names: list[str]) -> Tensor:
+        """Return the unit text features of the names of classes, `[classes, B]`."""
+        ids, found = encode_captions(data.processor.tokenizer, names, data.max_seq_length), []
+        for start in range(0, len(ids), data.eval_batch_size):
+            padded = pad_captions(ids[start : start + data.eval_batch_size], data.loaders.pad_token_id)
+            found.append(
+                text_features(
+                    dict(zip(("input_ids", "attention_mask"), (part.to(device) for part in padded), strict=True))
+                )
+            )
+        return F.normalize(torch.cat(found), dim=-1)
+
+    pool = partial(pool_output, pooling=config.vision_pooling)
+    with read_classes(vision_name, model.vision_model, pool) as classes, accelerator.autocast():
+        rows = data.rows("train") if classes is None or classes.reads_pooled else data.splits["train"]
+        if images < len(rows):
+            rows = rows.select([place * len(rows) // images for place in range(images)])  # at equal distances
+        name_NB = None if classes is None else embed(classes.names)
+        loader = data.loaders.evaluation(rows, data.eval_batch_size)
+        for batch in tqdm(loader, desc="Closed form", leave=False, disable=not accelerator.is_main_process, delay=2):
+            if not len(batch["rows"]):
+                continue
+            seen_BC, _ = vision_features(model, batch, with_taps=False)
+            pooled.append((seen_BC if vision_name else model.project_image(seen_BC, ())[0]).float())
+            if classes is not None and name_NB is not None:
+                seen.append(classes.probabilities(pooled[-1] if "vision_pooled" in batch else None) @ name_NB)
+            texts.append(text_features(batch))
+            owners.append(batch["caption_image"] + number)
+            number += len(batch["rows"])
+    model.to(home)  # type: ignore[arg-type]
+    model.train(was_training)
+    sizes, caption_sizes = (distributed.gather_sizes(sum(map(len, each)), device) for each in (pooled, texts))
+    if not sum(sizes):
+        raise ValueError(
+            "no training image of the sample for the closed form could be decoded. Give images that can be read."
+        )
+    owners = [owner + sum(sizes[: distributed.rank()]) for owner in owners]
+    return Features(
+        distributed.gather(torch.cat(pooled), sizes),
+        distributed.gather(torch.cat(texts), caption_sizes),
+        distributed.gather(torch.cat(owners), caption_sizes),
+        None if classes is None else distributed.gather(torch.cat(seen), sizes),
+    )
+
+
+@torch.no_grad()
+def write_projections(model: FusionDualEncoderModel, found: ClosedForm) -> None:
+    """Put maps into projections, at the norm of old weights; set the temperature.
+
+    A model with a bias, for the sigmoid loss, keeps its temperature: the fitted one is that of a softmax.
+    """
+    for projection, map_CE, mean_C in (
+        (model.visual_projection, found.image_AE, found.image_mean_A),
+        (model.text_projection, found.text_BE, found.text_mean_B),
+    ):
+        if not len(map_CE):
+            continue
+        assert isinstance(projection, nn.Linear)
+        projection.weight.copy_(map_CE.T * (projection.weight.norm() / map_CE.norm()))
+        if isinstance(projection, ResidualProjection):
+            projection.center.copy_(mean_C)
+    if model.logit_bias is None:
+        model.logit_scale.fill_(math.log(found.scale))
+
+
+@dataclass
+class InterpolationArguments:
+    """Interpolation between the weights before and after training."""
+
+    wise_ft: bool = arg(
+        False,
+        "Measure weights between the start (alpha 0) and the end (alpha 1) on the validation split, and save the best.",
+    )
+
+
+class WiseFT(RunCallback):
+    """Keep the weights of the start, and save the best between them and those of the end."""
+
+    flag = "wise_ft"
+    arguments = InterpolationArguments
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "WiseFT":
+        """Return the callback, where a run starts from a model."""
+        joins = given["vision_model_name_or_path"] and given["text_model_name_or_path"]
+        if not (given["model_name_or_path"] or (joins and not given["streaming"])):
+            raise ValueError(
+                "--wise_ft is set; the run does not start from a model that could be forgotten. Give --model_name_or_path, or "
+                "--vision_model_name_or_path and --text_model_name_or_path without --streaming, or drop --wise_ft."
+            )
+        return cls()
+
+    def on_start(self, run: Any) -> None:
+        """Copy the weights; they are measured as alpha 0 at the end."""
+        self.start, self.alphas = weights_of_start(run.model, run.objective.added), ALPHAS[run.run.name]
+        run.final_evaluations += len(self.alphas) + 1  # the last, of the chosen weights, leaves their predictions
+        run.evaluates_start = False
+
+    def on_finish(self, run: Any) -> None:
+        """Measure weights between those of the start and the end; save the best, and `wise_ft.json`.
+
+        The run's metric chooses, after re-ranking where that is measured; among equals, the highest alpha wins.
+        """
+        folder, args = run.run.output_dir, run.run.args
+        run.model = model = type(run.model).from_pretrained(folder).to(run.run.accelerator.device).eval()
+        end = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        loader, measured = run.data.evaluation("validation"), dict[float, dict[str, float]]()
+
+        def measure(alpha: float) -> dict[str, float]:
+            model.load_state_dict(interpolate(self.start, end, alpha))
+            return run.evaluate(model, loader, run.run.accelerator)
+
+        metric = args.metric_for_best_model
+        for alpha in self.alphas:
+            measured[alpha] = measure(alpha)
+            metric = f"rerank_{metric}" if f"rerank_{metric}" in measured[alpha] else metric
+            logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
+        sign = 1 if args.greater_is_better else -1
+        chosen = max(self.alphas, key=lambda alpha: (sign * measured[alpha][metric], alpha))
+        measure(chosen)  # so that the evaluator holds the predictions of the chosen weights
+        rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
+        report = {"metric": metric, "saved_alpha": chosen, "measured": rows}
+
+        def write() -> None:
+            retrieves = run.run.name == "pretrain"
+            write_model(folder, model, run.data.processor) if retrieves else model.save_pretrained(folder)
+            write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
+
+        distributed.on_first(write)
+        run.metrics = {f"eval_{name}": value for name, value in measured[chosen].items()} | {
+            "eval_wise_ft_alpha": chosen
+        }
+
+
+def weights_of_start(model: FusionDualEncoderModel, added: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return a copy of the weights to interpolate, with adapters merged.
+
+    They are all but a classifier's, a head's that never was trained, and those that terms have added for this run.
+    """
+    new = ("classifier.", *added) if model.voices else ("classifier.", "fusion.", *added)
+    weights = merged(model.state_dict())
+    return {name: value.detach().clone() for name, value in weights.items() if not name.startswith(new)}
+
+
+def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """Return start + alpha (end - start); integers and weights of `end` alone stay."""
+    return {
+        name: torch.lerp(start[name].to(value), value, alpha)
+        if name in start and value.is_floating_point()
+        else value.clone()
+        for name, value in end.items()
+    }

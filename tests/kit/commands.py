@@ -51,7 +51,8 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("mm_utils.run.recipes._check_reachable", lambda *_: None)  # the tests have no network
-        for place in (module, flags, frozen, teacher):
+        patch.setattr(frozen, "has_no_head", lambda _: False)
+        for place in (module, flags, teacher):
             if hasattr(place, "check_model"):
                 patch.setattr(place, "check_model", lambda *_: None)
         if hasattr(module, "start_run"):

@@ -29,7 +29,7 @@ from mm_utils.model.checks import check_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.search.index import SKIPPED
-from mm_utils.search.listing import folder_listing, list_folder, pair_listing
+from mm_utils.search.listing import folder_listing, pair_listing
 from mm_utils.search.updating import Embedder, update_index
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
     if args.images:
         kind = data_args.allow_outside_root, medium.kind
-        names, skipped = distributed.on_first(lambda: list_folder(str(args.images), *kind, args.with_clips))
-        listing = folder_listing(args.images, names, skipped, medium.kind)
+        listing = distributed.on_first(lambda: folder_listing(str(args.images), *kind, args.with_clips))
     else:
         with distributed.first_then_others():
             pairs = load_pairs(data_args, need_train=False)

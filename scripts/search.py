@@ -27,8 +27,8 @@ from typing import Any
 
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.run.script import run_script, set_up_logging
-from mm_utils.search.narrowed import Filter, table_of_copies, table_of_hits
-from mm_utils.search.searcher import Searcher
+from mm_utils.search.searcher import Filter, Hit, Searcher
+from mm_utils.text import printable, shortened
 
 
 @dataclass
@@ -67,6 +67,27 @@ class SearchArguments:
             )
 
 
+def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:
+    """Return a head, and a line for each hit."""
+    lines = [f"rank   score{'  re-ranked' if reranks else ''}  {medium}"]
+    for hit in hits:
+        again = "" if not reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.3f}':>11}"
+        words = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
+        words += f"  +{len(hit.copies)} near copies" if hit.copies else ""
+        lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{words}"))
+    return lines
+
+
+def table_of_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
+    """Return a line for each image, groups apart, and how many there are."""
+    lines = [line for group in groups for line in (*(printable(each["path"] or each["id"]) for each in group), "")]
+    return (
+        [*lines, f"{len(groups):,} pictures occur {sum(map(len, groups)):,} times"]
+        if groups
+        else ["No picture occurs twice"]
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the script; `argv` lets tests and notebooks call it."""
     # 1. Arguments.
@@ -100,11 +121,12 @@ def main(argv: list[str] | None = None) -> None:
         serve(searcher, args.port)
         return
     searcher = searcher.within(within)
+    medium = searcher.info.medium
     if not searcher.searched:
-        raise ValueError(f"{within} lets no {searcher.info.medium} of {args.index_dir} through. Widen it.")
+        raise ValueError(f"{within} lets no {medium} of {args.index_dir} through. Widen it.")
     found: Any
     if args.copies:
-        found = searcher.copies(within)
+        found = searcher.copies()
     elif args.image:
         found = searcher.search_file(args.image, args.top_k)
     else:
@@ -114,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         lines = [json.dumps(each if args.copies else vars(each)) for each in found]
     else:
-        lines = table_of_copies(found) if args.copies else table_of_hits(found, searcher.reranks, searcher.info.medium)
+        lines = table_of_copies(found) if args.copies else table_of_hits(found, searcher.reranks, medium)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

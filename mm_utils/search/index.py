@@ -1,6 +1,6 @@
 """The folder of an index: embeddings of media, and what is needed to show them.
 
-It is one Arrow data set, which `datasets.load_from_disk` opens:
+It is one Arrow file, `rows-*.arrow`, which `datasets.Dataset.from_file` opens:
 
 ================  =====================================================================================================
 column            meaning
@@ -8,30 +8,27 @@ column            meaning
 ``id``            the image's path in its folder, or its split and id
 ``path``          absolute path of the file; "" if the bytes were stored in a data set
 ``captions``      known captions, perhaps none
-``size``          bytes of the image
 ``mtime_ns``      time of the file's last change in nanoseconds; 0 for stored bytes
-``content_hash``  BLAKE2b-128 of the bytes, hexadecimal
+``stamp``         bytes of the file; for stored bytes their BLAKE2b-128, hexadecimal
 ``embedding``     unit vector of the image tower, float16 `[E]`
+``print``         200 bytes by which near copies are found (`mm_utils.data.prepare.perceptual_hash`)
 ``thumbnail``     a JPEG of the image, decoded and encoded anew; of a clip, frames of it; of a sound, its spectrogram
 ``content``       of clips and sounds alone: the stored file, AVI or WAV, which the page plays and the head reads
 ================  =====================================================================================================
 
-Beside it lie `index.json` (`IndexInfo`), `skipped.jsonl` (images that could not be read, with reasons), FAISS indexes of the
-rows, where a search has asked for one, and during a run the folder `parts`: what has been embedded so far.
-
-Every file is written under another name and renamed. New rows replace the old ones when `state.json` is replaced, which
-names their files and has a checksum of all columns but `_UNCHECKED`.
+Beside it lie `index.json` (`IndexInfo`), which names that file and has its checksum, `skipped.jsonl` (images that could not be read,
+with reasons), FAISS indexes of the rows, where a search has asked for one, and during a run a folder `parts-*`: what has been
+embedded so far with this model. An update writes a new Arrow file, and its end is that `index.json` is replaced.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
-import os
+import shutil
 import uuid
 import zlib
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +37,20 @@ import pyarrow as pa
 import torch
 
 from mm_utils.data.batches.column_cache import add_weights, to_arrow
+from mm_utils.data.batches.tokens import tokenizer_content
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.files import retry, write_atomic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
-SKIPPED = "skipped.jsonl"
-FAISS = "faiss-"  # begins the names of FAISS indexes of the rows
-STAMPS = pa.schema(
-    {
-        "id": pa.string(),
-        "path": pa.string(),
-        "captions": pa.list_(pa.string()),
-        "size": pa.int64(),
-        "mtime_ns": pa.int64(),
-        "content_hash": pa.string(),
-    }
-)
-PARTS = "parts"
-_INFO, _STATE = "index.json", "state.json"
-_SHARD_BYTES = 500 << 20
-_CHECKSUM = "tandem_crc32"  # in state.json
+VERSION = 3
+SKIPPED, FAISS, PARTS = "skipped.jsonl", "faiss-", "parts-"
+KEY = ["id", "mtime_ns", "stamp"]  # an image is unchanged where these are equal
+_INFO = "index.json"
 _UNCHECKED = ("thumbnail", "content")  # too large to be read at every start
 _PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # seconds, in which an update exchanges the rows again and again
 
@@ -78,33 +64,36 @@ class IndexInfo:
         fingerprint: `model_fingerprint` of the model.
         width: numbers of an embedding.
         medium: `image`, `clip` or `sound`.
-        images: rows of the index; 0 until the first run has ended.
+        words: `text_fingerprint` of the model.
+        images: rows of the index.
         skipped: lines of `skipped.jsonl`.
+        rows: name of the Arrow file.
+        crc32: of all its columns but `_UNCHECKED`.
     """
 
     model: str
     fingerprint: str
     width: int
     medium: str = "image"
+    words: str = ""
     images: int = 0
     skipped: int = 0
+    rows: str = ""
+    crc32: int = 0
 
     @property
     def columns(self) -> pa.Schema:
         """The columns of the index."""
-        content = [] if self.medium == "image" else [pa.field("content", pa.binary())]
-        vector = pa.field("embedding", pa.list_(pa.float16(), self.width))
-        return pa.schema([*STAMPS, vector, pa.field("thumbnail", pa.binary()), *content])
-
-    def save(self, folder: Path) -> None:
-        """Write `index.json`."""
-        content = {"format": "tandem-index", "version": VERSION, **vars(self)}
-        write_atomic(folder / _INFO, json.dumps(content, indent=2) + "\n")
+        texts = {name: pa.string() for name in ("id", "path", "stamp")}
+        listed = {"captions": pa.list_(pa.string()), "mtime_ns": pa.int64()}
+        shown = {"embedding": pa.list_(pa.float16(), self.width), "print": pa.binary(), "thumbnail": pa.binary()}
+        return pa.schema(texts | listed | shown | ({} if self.medium == "image" else {"content": pa.binary()}))
 
 
 def model_fingerprint(model: FusionDualEncoderModel, medium: Medium) -> str:
-    """Return 32 hexadecimal digits of what embeds media: the vision tower, its projection, and how media are read."""
-    digest = hashlib.blake2b(repr(list(medium.key.values())).encode(), digest_size=16)
+    """Return 32 hexadecimal digits of what embeds media: the vision tower, its pooling and projection, and how media are read."""
+    read = [*medium.key.values(), model.config.vision_pooling]
+    digest = hashlib.blake2b(repr(read).encode(), digest_size=16)
     weights = {f"vision_model.{name}": value for name, value in model.vision_model.state_dict().items()}
     projection = model.visual_projection.state_dict()  # of SigLIP's tower, which embeds by itself, empty
     weights["visual_projection.weight"] = projection.get("weight", torch.eye(model.config.projection_dim))
@@ -112,100 +101,82 @@ def model_fingerprint(model: FusionDualEncoderModel, medium: Medium) -> str:
     return digest.hexdigest()
 
 
+def text_fingerprint(model: FusionDualEncoderModel, tokenizer: Any) -> str:
+    """Return 32 hexadecimal digits of what embeds texts: the tokenizer, the text tower, its pooling and its projection."""
+    words = tokenizer_content(tokenizer)[-1]  # without its name, which is its place
+    read = [words, model.most_tokens(tokenizer), model.config.text_pooling, model.config.text_padding]
+    digest = hashlib.blake2b(repr(read).encode(), digest_size=16)
+    for part in (model.text_model, model.text_projection):
+        add_weights(digest, part.state_dict())
+    return digest.hexdigest()
+
+
 def check_same_model(
     info: IndexInfo, loaded: FusionDualEncoderModel, medium: Medium, model: str, folder: Path
 ) -> None:
-    """Raise RunError unless the index was made with this model, or with one of the same image side."""
-    if info.fingerprint != model_fingerprint(loaded, medium):
+    """Raise RunError unless the index was made with this model, or, under another name, with one of the same image side."""
+    is_same = info.fingerprint == model_fingerprint(loaded, medium)
+    if is_same and model == info.model:
+        is_same = info.words == text_fingerprint(loaded, load_processor_of(model).tokenizer)  # type: ignore[attr-defined]
+    if not is_same:
         raise RunError(
-            f"--model_name_or_path is {model}; the index {folder} was made with other weights (of {info.model}), whose "
-            "embeddings do not compare. Embed into a new --index_dir, or delete this one first."
+            f"--model_name_or_path is {model}; the index {folder} was made with other weights or another tokenizer (of {info.model}), "
+            "whose embeddings do not compare. Embed into a new --index_dir, or delete this one first."
         )
 
 
-def read_info(folder: Path) -> IndexInfo | None:
-    """Return what `index.json` says; None in a folder that is empty or does not exist.
+def check_folder(folder: Path) -> None:
+    """Raise ValueError if the folder holds something else than an index."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--index_dir is {folder}; that is a file. Give a folder.")
+    others = (path.name for path in folder.iterdir()) if folder.is_dir() and not (folder / _INFO).is_file() else ()
+    if any(not name.startswith((".", PARTS, "rows-", SKIPPED)) for name in others):
+        raise ValueError(f"--index_dir is {folder}; this folder holds something else. Give a new folder.")
+
+
+def read_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset] | None:
+    """Return what `index.json` says, and the rows, memory-mapped and checked; None before the first run has ended.
 
     Raises:
-        ValueError: if the folder holds something else, or an index of another version.
+        ValueError: if they are damaged, or of another version, or the folder holds something else.
     """
-    path = folder / _INFO
-    if not path.is_file():
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--index_dir is {folder}; that is a file. Give a folder.")
-        if folder.is_dir() and any(name for name in os.listdir(folder) if not name.startswith(".")):
-            raise ValueError(f"--index_dir is {folder}; this folder holds something else. Give a new folder.")
+    check_folder(folder)
+    if not (folder / _INFO).is_file():
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if (content.pop("format"), content.pop("version")) != ("tandem-index", VERSION):
-            raise ValueError("it is of another version")
-        info = IndexInfo(**content)
-        for field in dataclasses.fields(info):
-            if not isinstance(getattr(info, field.name), field.type):  # type: ignore[arg-type]
-                raise ValueError(f"{field.name} is {getattr(info, field.name)}")
-        return info
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    try:  # where an update ends meanwhile, the file that index.json named a moment ago is gone, and there is a new one
+        return retry(lambda: _read(folder), lambda error: isinstance(error, FileNotFoundError), _PAUSES)
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not an index of this version ({one_line(error)}). Delete the folder, and run scripts/embed.py again."
-        ) from error
-
-
-def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
-    """Open an index for reading.
-
-    Raises:
-        ValueError: if there is none, its first run has not ended, or it is damaged.
-    """
-    info = read_info(folder)
-    if info is None:
-        raise ValueError(f"--index_dir is {folder}; there is no index. Make one with scripts/embed.py.")
-    rows = read_rows(folder, info.columns)
-    if rows is None:
-        raise ValueError(
-            f"--index_dir is {folder}; its images are not all embedded. Run the command of scripts/embed.py again."
-        )
-    return info, rows
-
-
-def read_rows(folder: Path, columns: pa.Schema) -> datasets.Dataset | None:
-    """Return the rows, memory-mapped and checked; None before the first run has ended.
-
-    Raises:
-        ValueError: if they are damaged.
-    """
-    if not (folder / _STATE).is_file():
-        return None
-    # While an update ends, the files that state.json named a moment ago are gone: then there is a new one.
-    try:
-        return retry(
-            lambda: _checked_rows(folder, columns), lambda error: isinstance(error, FileNotFoundError), _PAUSES
-        )
-    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"--index_dir is {folder}; the index is damaged ({one_line(error)}). Delete the folder, and run "
+            f"--index_dir is {folder}; the index is damaged, or of another version ({one_line(error)}). Delete the folder, and run "
             "scripts/embed.py again."
         ) from error
 
 
-def _checked_rows(folder: Path, columns: pa.Schema) -> datasets.Dataset:
-    state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    rows = datasets.load_from_disk(str(folder))
+def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
+    """Open an index for reading; as `read_index`, but ValueError before the first run has ended."""
+    found = read_index(folder)
+    if found is None:
+        has_parts = any(folder.glob(f"{PARTS}*"))
+        what = "its images are not all embedded. Run" if has_parts else "there is no index. Make one with"
+        raise ValueError(f"--index_dir is {folder}; {what} scripts/embed.py{' again' * has_parts}.")
+    return found
+
+
+def _read(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
+    content = json.loads((folder / _INFO).read_text(encoding="utf-8"))
+    if content.pop("format") != "tandem-index" or content.pop("version") != VERSION:
+        raise ValueError("it is of another version")
+    info = IndexInfo(**content)
+    rows = datasets.Dataset.from_file(str(folder / Path(info.rows).name))
     table = rows.data.table
-    if not table.schema.equals(columns):
-        raise ValueError(f"its columns are {', '.join(table.column_names)}, and not those of index.json")
-    if {Path(each["filename"]).name for each in rows.cache_files} != {
-        each["filename"] for each in state["_data_files"]
-    }:
-        raise FileNotFoundError(folder / _STATE)  # exchanged between the two readings
-    if state[_CHECKSUM] != _checksum(table):
+    if not table.schema.equals(info.columns) or _checksum(table) != info.crc32 or not isinstance(info.model, str):
         raise ValueError("its rows are not those that were written")
-    return rows
+    return info, rows
 
 
 def _checksum(table: pa.Table) -> int:
     """Return the CRC-32 of all columns but `_UNCHECKED`, as they lie in their files."""
-    found = 0
+    found = len(table)
     for name in table.column_names:
         for chunk in () if name in _UNCHECKED else table[name].chunks:
             for buffer in chunk.buffers():
@@ -213,73 +184,57 @@ def _checksum(table: pa.Table) -> int:
     return found
 
 
-def replace_rows(folder: Path, tables: Iterable[pa.Table], columns: pa.Schema) -> None:
-    """Exchange the rows for those of tables of these columns.
+def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None, skipped: list[dict]) -> None:
+    """Exchange the rows for those of tables, or let them be; write `skipped.jsonl`, and `index.json` last.
 
     A process that has the old rows open can still read them.
     """
-    # Those of a killed run are among the old ones.
-    old = [*folder.glob("data-*.arrow"), *folder.glob(f"{FAISS}*")]
-    run, waiting = uuid.uuid4().hex[:8], iter(tables)
-    names: list[str] = []
-    features = datasets.Features.from_arrow_schema(columns)
-    schema = features.arrow_schema
+    new = None
     try:
-        table = next(waiting, None)
-        while table is not None:
-            names.append(f"data-{run}-{len(names):05d}.arrow")
-            size = 0
-            with pa.OSFile(str(folder / names[-1]), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-                while table is not None and size < _SHARD_BYTES:
-                    writer.write_table(table.cast(schema))
-                    size += table.nbytes
-                    table = next(waiting, None)
-        written = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": name} for name in names],
-            "_fingerprint": run,
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": None,
-            _CHECKSUM: _checksum(pa.concat_tables(written)),
-        }
-        description = dataclasses.asdict(datasets.DatasetInfo(features=features))
-        write_atomic(folder / "dataset_info.json", json.dumps(description))
-        write_atomic(folder / _STATE, json.dumps(state, indent=2))
+        if tables is not None:
+            new = folder / f"rows-{uuid.uuid4().hex[:8]}.arrow"
+            with pa.OSFile(str(new), "wb") as file, pa.ipc.new_stream(file, info.columns) as writer:
+                for table in tables:
+                    writer.write_table(table.select(info.columns.names).cast(info.columns))
+            written = pa.ipc.open_stream(pa.memory_map(str(new))).read_all()
+            info = replace(info, rows=new.name, images=len(written), crc32=_checksum(written))
+        write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in skipped))
+        content = {"format": "tandem-index", "version": VERSION, **vars(replace(info, skipped=len(skipped)))}
+        write_atomic(folder / _INFO, json.dumps(content, indent=2) + "\n")
     except BaseException:  # a full disk, which needs the room
-        for path in folder.glob(f"data-{run}-*.arrow"):
-            path.unlink(missing_ok=True)
+        if new is not None:
+            new.unlink(missing_ok=True)
         raise
-    for path in old:
-        path.unlink(missing_ok=True)
+    for path in [*folder.glob("rows-*.arrow"), *folder.glob(f"{FAISS}*")]:
+        if new is not None and path != new:
+            path.unlink(missing_ok=True)
+    for parts in folder.glob(f"{PARTS}*"):
+        shutil.rmtree(parts, ignore_errors=True)
 
 
-def write_part(folder: Path, rows: list[dict[str, Any]], columns: pa.Schema) -> None:
+def write_part(folder: Path, rows: list[dict[str, Any]], info: IndexInfo) -> None:
     """Write embedded rows, with embeddings as float16 tensors, so that a run that is killed later need not embed them again."""
-    (folder / PARTS).mkdir(exist_ok=True)
-    sink = pa.BufferOutputStream()
+    place = folder / f"{PARTS}{info.fingerprint}"
+    place.mkdir(exist_ok=True)
     arrays = {
         name: to_arrow(torch.stack([row[name] for row in rows]))
         if name == "embedding"
-        else pa.array([row[name] for row in rows], columns.field(name).type)
-        for name in columns.names
+        else [row[name] for row in rows]
+        for name in info.columns.names
     }
-    with pa.ipc.new_stream(sink, columns) as writer:
-        writer.write_table(pa.table(arrays).cast(columns))
-    write_atomic(folder / PARTS / f"{uuid.uuid4().hex}.arrow", sink.getvalue().to_pybytes())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, info.columns) as writer:
+        writer.write_table(pa.table(arrays, info.columns))
+    write_atomic(place / f"{uuid.uuid4().hex}.arrow", sink.getvalue().to_pybytes())
 
 
-def read_parts(folder: Path, columns: pa.Schema, without: Collection[str] = ()) -> dict[str, pa.Table]:
-    """Return unended runs' parts by name, mapped, but `without`; damaged ones are left out."""
+def read_parts(folder: Path, info: IndexInfo) -> dict[str, pa.Table]:
+    """Return what unended runs with this model have embedded, by file and mapped; damaged files are left out."""
     parts = {}
-    for path in sorted((folder / PARTS).glob("*.arrow")):
-        if path.name in without:
-            continue
+    for path in sorted((folder / f"{PARTS}{info.fingerprint}").glob("*.arrow")):
         try:
             table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-            if table.schema != columns:
+            if table.schema != info.columns:
                 raise pa.ArrowInvalid("it has other columns")
             parts[path.name] = table
         except (pa.ArrowException, OSError) as error:

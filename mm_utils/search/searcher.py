@@ -1,39 +1,43 @@
 """Answer queries from an index: by cosine, then re-ranked where the model gains by it.
 
-Scores are products in fp32 of the query and the stored embeddings: of all of them, or of those that a first pass has found
-(`mm_utils.search.first_pass`). For a text, the fusion head then reorders the first `rerank_top_k` images if
-`config.rerank_weights` of the model has a weight above 0, which training sets only where it helped on the validation split.
-The head reads the image, from its file, or from its thumbnail if the file has changed, is gone, or was never there; a clip
-or a sound from the index.
+For a text, the fusion head reorders the first `rerank_top_k` images if `config.rerank_weights` of the model has a weight above 0,
+which training sets only where it helped on the validation split. The head reads the image, from its file, or from its thumbnail if the
+file has changed, is gone, or was never there; a clip or a sound from the index. Near copies of a hit are folded into it.
 
-Shape letters: E embedding width, K images of an answer, or those that are re-ranked.
+Shape letters: N images of the index, E embedding width, K images of an answer, or those that are re-ranked.
 """
 
 import copy
+import datetime
 import io
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute
+import datasets
+import numpy as np
+import pyarrow.compute as pc
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
+from mm_utils.data.paths import Limits, read_file
+from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, groups, near_pairs
 from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.reading import UnreadableError, center_square, open_picture, read_sound
-from mm_utils.search.first_pass import StoredVectors, among, open_find
-from mm_utils.search.index import STAMPS, check_same_model, open_index
-from mm_utils.search.narrowed import Filter, copies
+from mm_utils.model.reading import UnreadableError, center_square, open_picture
+from mm_utils.search.first_pass import Hits, StoredVectors, best, open_faiss
+from mm_utils.search.index import check_same_model, open_index
+from mm_utils.search.listing import stock_file
 
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
 _RANDOM_TEXTS, _RANDOM_TOKENS, _FLOOR = 100, 4, 0.5
@@ -49,6 +53,7 @@ class Hit:
         score: cosine of the query and the image.
         reranked: cosine + what the fusion head adds, divided by the logit scale; None if the head has not seen it.
         id, path, captions: as the index has them.
+        copies: ids of images of lower rank that show the same picture.
     """
 
     row: int
@@ -58,6 +63,46 @@ class Hit:
     id: str
     path: str
     captions: list[str]
+    copies: list[str]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which rows of an index are searched.
+
+    Attributes:
+        folder: those whose id lies below it, such as `2024/italy`; an id is the path in the folder that was embedded.
+        since, until: those whose file was last changed from then to then, both included, in local time: a day
+            (2024-05-31), a month (2024-05) or a year. A row without a file has no date.
+    """
+
+    folder: str = ""
+    since: str = ""
+    until: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(f"--{name} {value}" for name, value in vars(self).items() if value)
+
+    def mask(self, rows: datasets.Dataset) -> np.ndarray:
+        """Return which rows fit, bool `[N]`; raise ValueError for a date of another form."""
+        fits = pc.starts_with(rows.data.column("id"), f"{self.folder.strip('/')}/".lstrip("/"))
+        if self.since or self.until:
+            first = _span("since", self.since or "1970")[0]
+            last = _span("until", self.until or "2200")[1]
+            changed = rows.data.column("mtime_ns")
+            fits = pc.and_(fits, pc.and_(pc.greater_equal(changed, max(1, first)), pc.less(changed, last)))
+        return fits.to_numpy()
+
+
+def _span(name: str, text: str) -> tuple[int, int]:
+    """Return when a day, month or year begins and ends, in nanoseconds."""
+    try:
+        begin = datetime.datetime.strptime(f"{text}-01-01"[: max(10, len(text))], "%Y-%m-%d")
+        end = begin + datetime.timedelta(days={4: 366, 7: 31}.get(len(text), 1))
+        end = end.replace(day=end.day if len(text) == 10 else 1, month=1 if len(text) == 4 else end.month)
+        return int(begin.timestamp()) * 10**9, int(end.timestamp()) * 10**9
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year.") from error
 
 
 class Searcher:
@@ -74,7 +119,7 @@ class Searcher:
 
     Raises:
         ValueError: if there is no index, no model, or FAISS cannot make the first pass.
-        RunError: if the model's weights have changed since the index was made, or FAISS is needed and missing.
+        RunError: if the model has changed since the index was made, or FAISS is needed and missing.
     """
 
     def __init__(
@@ -85,47 +130,40 @@ class Searcher:
         device: str | None = None,
         index_factory: str | None = None,
     ):
-        self.info, rows = open_index(Path(index_dir))
-        self._lock, self._vectors = threading.Lock(), StoredVectors(rows)
-        self._find = self._find_everywhere = open_find(index_factory, Path(index_dir), rows)
-        # Without the vectors: a row of them would become thousands of Python numbers.
-        self._rows = rows.select_columns([*STAMPS.names, "thumbnail"])
-        self._texts = rows.select_columns(["id", "path", "captions"])
-        self._contents = None if self.info.medium == "image" else rows.select_columns(["content"])
-        self.searched = len(rows)
+        folder = Path(index_dir)
+        self.info, self._rows = open_index(folder)
+        self._texts = self._rows.select_columns(["id", "path", "captions"])
+        self._lock, self._vectors = threading.Lock(), StoredVectors(self._rows)
+        self._first_pass: Callable[[Tensor, int], Hits] | None = None
+        if index_factory is not None:
+            self._first_pass = open_faiss(index_factory, folder, self.info.rows, self._vectors)
+        self._mask_N = np.ones(len(self._rows), dtype=bool)
         name = model or self.info.model
-        processor = load_processor_of(name)
-        self._tokenizer = processor.tokenizer
+        processor: Any = load_processor_of(name)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._medium: Any = read_by(processor)
         self._model = load_model(name, fusion_layers=0).eval()
         self._model.processor = processor
-        check_same_model(self.info, self._model, self._medium, name, Path(index_dir))
+        check_same_model(self.info, self._model, self._medium, name, folder)
         self._model.to(self._device)
         weights = self._model.config.rerank_weights or {}
         helps = self._model.fusion is not None and any(weights.values())
         self.rerank_top_k = rerank_top_k if helps else 0
 
-    def within(self, given: Filter) -> "Searcher":
-        """Return a searcher that finds the rows of a filter alone, `searched` of them, exactly; this one without a filter.
-
-        Rows keep their numbers, and the floor is that of the whole index.
-        """
-        if not given:
-            return self
-        new, mask_N = copy.copy(self), given.mask(self._rows)
-        new._find, new.searched = among(self._vectors, mask_N), int(mask_N.sum())
-        return new
-
-    def copies(self, given: Filter) -> list[list[dict[str, Any]]]:
-        """Return groups of images that show the same picture, of those that a filter lets through: row, id and path."""
-        rows = given.mask(self._rows).nonzero()[0].tolist()
-        return [
-            [{"row": rows[at], **self._texts[rows[at]]} for at in group] for group in copies(self._rows.select(rows))
-        ]
-
     def __len__(self) -> int:
         return len(self._rows)
+
+    def within(self, part: Filter) -> "Searcher":
+        """Return a searcher that finds the rows of a filter alone, `searched` of them, exactly; rows keep their numbers."""
+        new = copy.copy(self)
+        new._mask_N = part.mask(self._rows)
+        new._first_pass = None if str(part) else self._first_pass
+        return new
+
+    @property
+    def searched(self) -> int:
+        """Images that the filter lets through."""
+        return int(self._mask_N.sum())
 
     @property
     def reranks(self) -> bool:
@@ -141,25 +179,23 @@ class Searcher:
         with self._lock, torch.no_grad():
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
-            found = self._best(query_1E[0], max(top_k, self.rerank_top_k))
-            reranked: dict[int, float] = {}
-            if rerank and self.reranks and found:
-                first = found[: self.rerank_top_k]
-                reranked = self._head(first, states, mask, ids)
-                found[: self.rerank_top_k] = sorted(first, key=lambda hit: -reranked[hit[0]])
-        return self._hits(found[:top_k], reranked)
+            hits, copies = self._best(query_1E[0], max(top_k, self.rerank_top_k))
+            head = self._head(hits[: self.rerank_top_k], states, mask, ids) if rerank and self.reranks and hits else {}
+        hits = sorted(hits[: len(head)], key=lambda hit: -head[hit[0]]) + hits[len(head) :]
+        return self._hits(hits[:top_k], copies, head)
 
     @cached_property
     def floor(self) -> float:
         """The cosine that a text's hits have to exceed: half of 100 random sequences of four tokens find nothing above it."""
-        draw, size = torch.Generator().manual_seed(0), len(self._tokenizer)
-        drawn = torch.randint(size, (_RANDOM_TEXTS, _RANDOM_TOKENS), generator=draw).tolist()
-        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
+        assert self._model.processor is not None
+        tokenizer = self._model.processor.tokenizer  # type: ignore[attr-defined]
+        draw = torch.Generator().manual_seed(0)
+        drawn = torch.randint(len(tokenizer), (_RANDOM_TEXTS, _RANDOM_TOKENS), generator=draw).tolist()
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
         with self._lock, torch.no_grad():
             query_QE, _ = self._model.encode_text(*self._model.text_inputs(texts), with_states=False)
             parts = normalize(query_QE.float().cpu(), dim=1).split(10)  # 40 MB of scores for a million images
-            found = [hits for part in parts for hits in self._find_everywhere(part, 1)]
-        return float(torch.tensor([hits[0][1] for hits in found]).quantile(_FLOOR))
+            return float(torch.cat([self._vectors.cosines(part).amax(1) for part in parts]).quantile(_FLOOR))
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
@@ -174,19 +210,21 @@ class Searcher:
         return self._search(read_query(file, self._medium), top_k)
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
-        """Return the images that are most similar to an image of the index, without itself.
-
-        Raises:
-            IndexError: if the index has no such row.
-        """
+        """Return the images that are most similar to an image of the index, without itself; IndexError without such a row."""
         self._check(row)
-        found = self._best(self._vectors.take([row])[0], top_k + 1)
-        return self._hits([hit for hit in found if hit[0] != row][:top_k])
+        return self._hits(*self._best(self._vectors.take([row])[0], top_k, row))
+
+    def copies(self) -> list[list[dict[str, Any]]]:
+        """Return groups of images that show the same picture: row, id and path."""
+        rows, found = np.flatnonzero(self._mask_N), dict[int, list[dict[str, Any]]]()
+        for at, group in enumerate(groups(len(rows), near_pairs(self._prints(rows.tolist())))):
+            found.setdefault(group, []).append({"row": int(rows[at]), **self._texts[int(rows[at])]})
+        return [group for group in found.values() if len(group) > 1]
 
     def row_of(self, name: str, row: int) -> int:
         """Return the row of an id, which was `row` when it was last seen; raise IndexError if the index has no such id."""
         if not 0 <= row < len(self) or self._texts[row]["id"] != name:
-            row = pyarrow.compute.index(self._texts.data.column("id"), name).as_py()
+            row = pc.index(self._texts.data.column("id"), name).as_py()
         if row < 0:
             raise IndexError(f"the {self.info.medium} is no longer in the index. Search again")
         return row
@@ -198,41 +236,61 @@ class Searcher:
 
     def large(self, row: int) -> bytes:
         """Return a JPEG of an image of the index, of its file if that is unchanged; raise IndexError without such a row."""
-        self._check(row)
         image, stream = self._image(row, _LARGE), io.BytesIO()
         image.thumbnail((_LARGE, _LARGE))
         image.save(stream, "JPEG", quality=88)
         return stream.getvalue()
 
-    def thumbnail(self, row: int) -> bytes:
-        """Return the JPEG of an image of the index; raise IndexError if there is no such row."""
+    def stored(self, row: int, column: str) -> bytes:
+        """Return the `thumbnail` or the `content` of a row; raise IndexError if there is none."""
         self._check(row)
-        return self._rows[row]["thumbnail"]
-
-    def content(self, row: int) -> bytes:
-        """Return the file of an index's clip or sound; raise IndexError if there is no such row."""
-        self._check(row)
-        if self._contents is None:
-            raise IndexError("an index of images has thumbnails alone")
-        return self._contents[row]["content"]
-
-    def _search(self, example: Tensor, top_k: int) -> list[Hit]:
-        with self._lock, torch.no_grad():
-            query_1E = self._model.encode_image(self._input([example]), with_keys_values=False)[0]
-            return self._hits(self._best(query_1E[0], top_k))
-
-    def _input(self, examples: Sequence[Tensor]) -> Tensor:
-        return self._medium.features(torch.stack(list(examples)).to(self._device))
+        if column not in self._rows.column_names:
+            raise IndexError(f"an index of {self.info.medium}s has no {column}")
+        return self._rows.select_columns([column])[row][column]
 
     def _check(self, row: int) -> None:
         if not 0 <= row < len(self):
             raise IndexError(f"there is no row {row}; the index has {len(self)} {self.info.medium}s")
 
-    def _best(self, query_E: Tensor, count: int) -> list[tuple[int, float]]:
-        """Return rows and cosines of the best images for a query, best first."""
-        return self._find(normalize(query_E.float().cpu(), dim=0)[None], count)[0]
+    def _search(self, example: Tensor, top_k: int) -> list[Hit]:
+        with self._lock, torch.no_grad():
+            query_1E = self._model.encode_image(self._input([example]), with_keys_values=False)[0]
+            return self._hits(*self._best(query_1E[0], top_k))
 
-    def _head(self, hits: list[tuple[int, float]], states: Tensor, mask: Tensor, ids: Tensor) -> dict[int, float]:
+    def _input(self, examples: Sequence[Tensor]) -> Tensor:
+        return self._medium.features(torch.stack(list(examples)).to(self._device))
+
+    def _best(self, query_E: Tensor, count: int, without: int = -1) -> tuple[Hits, dict[int, list[int]]]:
+        """Return the best images for a query, best first, without a row; and the rows of their copies by row."""
+        query_E, wide = normalize(query_E.float().cpu(), dim=0), 2 * count + 1
+        while True:
+            if self._first_pass is not None:
+                found = self._first_pass(query_E, wide)
+            else:
+                rows = np.flatnonzero(self._mask_N)
+                found = best(rows, self._vectors.cosines(query_E[None])[0][rows], wide)
+            hits = [hit for hit in found if hit[0] != without]
+            pairs = (
+                near_pairs(self._prints([row for row, _ in hits]), run=_all_pairs) if hits else np.empty((0, 2), int)
+            )
+            # A copy goes to the first hit that it is near to; so longer answers begin as shorter ones do.
+            copy_of: dict[int, int] = {}
+            for first, second in pairs.tolist():
+                if first not in copy_of:
+                    copy_of.setdefault(second, first)
+            folded = [hit for at, hit in enumerate(hits) if at not in copy_of]
+            if len(folded) >= count or len(found) < wide:
+                copies: dict[int, list[int]] = {}
+                for second, first in copy_of.items():
+                    copies.setdefault(hits[first][0], []).append(hits[second][0])
+                return folded[:count], copies
+            wide *= 2
+
+    def _prints(self, rows: list[int]) -> np.ndarray:
+        prints = self._rows.select_columns(["print"])[rows]["print"]
+        return np.frombuffer(b"".join(prints), FINGERPRINT)
+
+    def _head(self, hits: Hits, states: Tensor, mask: Tensor, ids: Tensor) -> dict[int, float]:
         """Return the scores of images after re-ranking, by row."""
         _, taps = self._model.vision_features(self._input([self._example(row) for row, _ in hits]))
         assert self._model.fusion is not None
@@ -242,17 +300,18 @@ class Searcher:
         return {row: cosine + added / scale for (row, cosine), added in zip(hits, added_K, strict=True)}
 
     def _example(self, row: int) -> Tensor:
-        """Return what evaluations take of an index's clip, sound or (by `_image`) image."""
+        """Return what evaluations take of an index's clip, sound or image."""
         if self._medium.lasts:
-            return self._medium.read({"bytes": self.content(row), "path": None})[0]
+            return self._medium.read({"bytes": self.stored(row, "content"), "path": None})[0]
         return center_square(self._image(row, self._medium.image_size), self._medium.image_size)
 
     def _image(self, row: int, side: int) -> Image.Image:
         """Return an image of the index, of about `side` pixels or more: its file if it is unchanged, else its thumbnail."""
-        known = self._rows[row]
+        self._check(row)
+        known = self._rows.select_columns(["id", "path", "mtime_ns", "stamp", "thumbnail"])[row]
         try:
             status = os.stat(known["path"])
-            if (status.st_size, changed_ns(status)) == (known["size"], known["mtime_ns"]):
+            if (str(status.st_size), changed_ns(status)) == (known["stamp"], known["mtime_ns"]):
                 return open_image({"bytes": None, "path": known["path"]}, side)
         except (OSError, UnreadableError):
             pass
@@ -263,13 +322,18 @@ class Searcher:
                 f"The thumbnail of {known['id']} is damaged. Delete the index, and run scripts/embed.py again."
             ) from error
 
-    def _hits(self, hits: list[tuple[int, float]], reranked: Mapping[int, float] | None = None) -> list[Hit]:
-        found = self._texts[[row for row, _ in hits]] if hits else {"id": [], "path": [], "captions": []}
-        columns = zip(hits, found["id"], found["path"], found["captions"], strict=True)
-        return [
-            Hit(row, rank, cosine, (reranked or {}).get(row), name, path, captions)
-            for rank, ((row, cosine), name, path, captions) in enumerate(columns, 1)
-        ]
+    def _hits(self, hits: Hits, copies: dict[int, list[int]], head: dict[int, float] | None = None) -> list[Hit]:
+        head, found = head or {}, []
+        for rank, (row, score) in enumerate(hits, 1):
+            names = [self._texts[each]["id"] for each in copies.get(row, ())]
+            found.append(Hit(row, rank, score, head.get(row), **self._texts[row], copies=names))
+        return found
+
+
+def _all_pairs(hash_N: np.ndarray, radius: int, confirmed: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
+    """Return the confirmed pairs of a few hashes."""
+    apart = np.bitwise_count(hash_N[:, None] ^ hash_N[None])
+    return [confirmed(np.argwhere(np.triu(apart <= radius, 1)))]
 
 
 def read_query(file: str | bytes, medium: Any) -> Tensor:
@@ -280,18 +344,14 @@ def read_query(file: str | bytes, medium: Any) -> Tensor:
     """
     if medium.kind == "clip":
         raise UnreadableError("clips are found by texts and by clips of the index; write what the clip shows")
-    value = {"bytes": None, "path": file} if isinstance(file, str) else {"bytes": file, "path": None}
-    if medium.kind == "sound":
-        from mm_utils.data.faults import Fault
-        from mm_utils.data.media.riff import write_wav
-        from mm_utils.data.paths import Limits, read_file
-
+    if medium.kind == "image":
+        return medium.read({"bytes": None, "path": file} if isinstance(file, str) else {"bytes": file, "path": None})[
+            0
+        ]
+    try:
+        content = read_file(file, Limits()) if isinstance(file, str) else file
+        stored = stock_file(content, medium, codecs=False)  # strangers' files meet no codec
+    except (Fault, UnreadableError) as error:
         name = file if isinstance(file, str) else "the file"
-        try:
-            content = read_file(file, Limits()) if isinstance(file, str) else file
-            rate = medium.log_mel.rate
-            stored = write_wav(read_sound(content, rate, codecs=False), rate)  # strangers' files meet no codec
-        except (Fault, UnreadableError) as error:
-            raise UnreadableError(f"{name}: {error.detail if isinstance(error, Fault) else error}") from error
-        return medium.read({"bytes": stored, "path": None})[0]
-    return medium.read(value)[0]
+        raise UnreadableError(f"{name}: {error.detail if isinstance(error, Fault) else error}") from error
+    return medium.read({"bytes": stored, "path": None})[0]

@@ -9,13 +9,11 @@ GET /similar/ROW      hits of an image of the index: k, offset, and the filter
 GET /image/ROW        its thumbnail
 GET /large/ROW        the image in at most 1,600 pixels: its file if that is unchanged, decoded and encoded anew, else the thumbnail
 GET /content/ROW      a sound as a WAV file, or a clip as an animated WebP
-GET /icon.svg         the page's icon
 ====================  =================================================================================================
 
-An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. A hit has the fields of `searcher.Hit`, `before`: its rank
-without re-ranking, null where the head has not seen it, and `weak`: whether neither it nor what follows is above `Searcher.floor`. Addresses
-with a ROW take `id`, too: then the row is wherever that id is by now, or the answer is 404. No request names a file.
-An update of the index is seen after a new start.
+An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. A hit has the fields of `searcher.Hit`, and `weak`: whether
+neither it nor what follows is above `Searcher.floor`. Addresses with a ROW take `id`, too: then the row is wherever that id is by now, or
+the answer is 404. No request names a file. An update of the index is seen after a new start.
 
 Other web pages, open in the same browser, may send requests here. They are refused by the names in Host (DNS rebinding),
 Origin and Sec-Fetch-Site. For another machine, forward the port with ssh.
@@ -23,7 +21,6 @@ Origin and Sec-Fetch-Site. For another machine, forward the port with ssh.
 
 import asyncio
 import base64
-import functools
 import hashlib
 import logging
 import re
@@ -40,8 +37,7 @@ from mm_utils.data.media.pictures import animation
 from mm_utils.distributed import RunError
 from mm_utils.files import allow_open_files
 from mm_utils.model.reading import UnreadableError
-from mm_utils.search.narrowed import Filter
-from mm_utils.search.searcher import Hit, Searcher
+from mm_utils.search.searcher import Filter, Hit, Searcher
 
 try:
     import uvicorn
@@ -66,16 +62,10 @@ MOST_LETTERS = 1000  # of a text
 _UPLOADS = 4  # files that are received and decoded at a time
 _SECONDS = 30  # for a file to arrive
 _PATIENCE = 5  # seconds for what runs when the server is ended
-_ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g fill="none" stroke="#3b82d6" stroke-width="2">\
-<circle cx="6.5" cy="6.5" r="4.5"/><path d="m10 10 5 5" stroke-linecap="round"/></g></svg>"""
 
 
 def serve(searcher: Searcher, port: int) -> None:
-    """Serve this machine until interrupted.
-
-    Raises:
-        RunError: if the port cannot be taken.
-    """
+    """Serve this machine until interrupted; RunError if the port cannot be taken."""
     try:
         listener = socket.create_server(("127.0.0.1", port))
     except (OSError, OverflowError) as error:
@@ -87,38 +77,20 @@ def serve(searcher: Searcher, port: int) -> None:
 
 
 def make_config(searcher: Searcher) -> uvicorn.Config:
-    """Return the settings of the server of `make_app`."""
-    return uvicorn.Config(
-        make_app(searcher),
-        http="h11",
-        ws="none",
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=_PATIENCE,
-    )
-
-
-def make_app(searcher: Searcher) -> Starlette:
-    """Return the application, for requests to this machine's own names."""
+    """Return the settings of the server: of requests to this machine's own names."""
     medium = searcher.info.medium
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     page = page.replace('data-medium="image"', f'data-medium="{medium}"')
     api = _Api(searcher)
-
-    routes = [
-        Route("/", lambda request: HTMLResponse(page)),
-        Route("/icon.svg", lambda request: Response(_ICON, media_type="image/svg+xml")),
-        Route("/search", api.text),
-        Route("/search", api.file, methods=["POST"]),
-        Route("/start", api.start),
-        Route("/similar/{row}", api.similar),
-        Route("/image/{row}", api.thumbnail),
-        Route("/large/{row}", api.large),
-        Route("/content/{row}", api.content),
-    ]
+    answers = {"start": api.start, "similar/{row}": api.similar, "search": api.text, "image/{row}": api.thumbnail}
+    answers |= {"large/{row}": api.large, "content/{row}": api.content}
+    routes = [Route("/", lambda request: HTMLResponse(page)), Route("/search", api.file, methods=["POST"])]
+    routes += [Route(f"/{path}", answer) for path, answer in answers.items()]
     mistakes: dict[Any, Any] = dict.fromkeys((HTTPException, IndexError, ValueError), _as_json)
     guard = Middleware(_Guard, headers=_headers(page, plays=medium == "sound"))
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=mistakes)
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=mistakes)
+    said = {"log_level": "warning", "server_header": False}
+    return uvicorn.Config(app, http="h11", ws="none", timeout_graceful_shutdown=_PATIENCE, **said)  # type: ignore[arg-type]
 
 
 class _Api:
@@ -128,30 +100,25 @@ class _Api:
         self.searcher, self.uploads = searcher, asyncio.Semaphore(_UPLOADS)
         # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
         self.decoder = ThreadPoolExecutor(1)
-        self.texts = functools.lru_cache(maxsize=32)(
-            lambda searcher, text, rerank, count: searcher.search_text(text, count, rerank)
-        )
-        self.narrowed = functools.lru_cache(maxsize=8)(searcher.within)
 
     def within(self, request: Request) -> Searcher:
         """Return a searcher of what the request's filter lets through."""
-        given = {name: request.query_params.get(name, "").strip() for name in ("folder", "since", "until")}
+        part = {name: request.query_params.get(name, "").strip() for name in ("folder", "since", "until")}
         try:
-            return self.narrowed(Filter(**given))
+            return self.searcher.within(Filter(**part))
         except ValueError as error:
             raise HTTPException(400, str(error).removeprefix("--")) from error
 
     def start(self, request: Request) -> Response:
-        return JSONResponse(
-            {"total": len(self.searcher), "hits": self.searcher.some(_number(request, "k", 12, 1, 100))}
-        )
+        hits = self.searcher.some(_number(request, "k", 12, 1, 100))
+        return JSONResponse({"total": len(self.searcher), "hits": hits})
 
     def text(self, request: Request) -> Response:
-        searcher, rerank = self.within(request), request.query_params.get("rerank", "1") != "0"
-        query = request.query_params.get("q", "").strip()
+        searcher, query = self.within(request), request.query_params.get("q", "").strip()
         if not 0 < len(query) <= MOST_LETTERS:
             raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
-        return _page(request, searcher, self.texts(searcher, query, rerank, _wanted(request)), self.searcher.floor)
+        hits = searcher.search_text(query, _wanted(request), request.query_params.get("rerank", "1") != "0")
+        return _page(request, searcher, hits, self.searcher.floor)
 
     async def file(self, request: Request) -> Response:
         async with self.uploads:
@@ -166,54 +133,43 @@ class _Api:
         try:
             return _page(request, searcher, searcher.search_file(content, _wanted(request)))
         except UnreadableError as error:
+            reason = re.sub("^(embedded image|the file): ", "", str(error))
             if isinstance(error.__cause__, UnidentifiedImageError):
                 reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
-            else:
-                reason = re.sub("^(embedded image|the file): ", "", str(error))
             raise HTTPException(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
 
     def similar(self, request: Request) -> Response:
         searcher = self.within(request)
-        return _page(request, searcher, searcher.similar(_row(request, searcher), _wanted(request)))
+        return _page(request, searcher, searcher.similar(self._row(request), _wanted(request)))
 
     def thumbnail(self, request: Request) -> Response:
-        return Response(self.searcher.thumbnail(_row(request, self.searcher)), media_type="image/jpeg")
+        return Response(self.searcher.stored(self._row(request), "thumbnail"), media_type="image/jpeg")
 
     async def large(self, request: Request) -> Response:
-        return await asyncio.get_running_loop().run_in_executor(self.decoder, self._large, request)
-
-    def _large(self, request: Request) -> Response:
-        if self.searcher.info.medium != "image":
-            raise HTTPException(404, f"A {self.searcher.info.medium} has no large picture. Ask for /content.")
-        return Response(self.searcher.large(_row(request, self.searcher)), media_type="image/jpeg")
+        loop, row = asyncio.get_running_loop(), self._row(request)
+        return Response(await loop.run_in_executor(self.decoder, self.searcher.large, row), media_type="image/jpeg")
 
     def content(self, request: Request) -> Response:
-        content = self.searcher.content(_row(request, self.searcher))
+        content = self.searcher.stored(self._row(request), "content")
         if self.searcher.info.medium == "sound":
             return Response(content, media_type="audio/wav")
-        try:
-            return Response(animation(content), media_type="image/webp")
-        except UnreadableError as error:
-            raise HTTPException(404, f"{error}.") from error
+        return Response(animation(content), media_type="image/webp")
+
+    def _row(self, request: Request) -> int:
+        """Return the row that an address names, with `id` wherever that is by now; an IndexError if it is none."""
+        row, name = request.path_params["row"], request.query_params.get("id")
+        if not (row.isascii() and row.isdecimal() and len(row) < 12):
+            raise IndexError("there is no such row")
+        return int(row) if name is None else self.searcher.row_of(name, int(row))
 
 
 def _page(request: Request, searcher: Searcher, hits: list[Hit], floor: float = -1.0) -> Response:
     """Return a page of hits; those are weak behind which none has a cosine above the floor."""
-    count, offset = _number(request, "k", 24, 1, 100), _number(request, "offset", 0, 0, MOST_HITS)
-    reranked = sorted((hit for hit in hits if hit.reranked is not None), key=lambda hit: -hit.score)
-    before = {hit.row: place for place, hit in enumerate(reranked, 1)}
-    answers = max((place for place, hit in enumerate(hits, 1) if hit.score > floor), default=0)
-    shown = [
-        {**asdict(hit), "before": before.get(hit.row), "weak": place > answers} for place, hit in enumerate(hits, 1)
-    ]
-    return JSONResponse(
-        {
-            "total": searcher.searched,
-            "reranks": searcher.reranks,
-            "more": offset + count < len(hits),
-            "hits": shown[offset : offset + count],
-        }
-    )
+    end = _wanted(request) - 1
+    answers = max((hit.rank for hit in hits if hit.score > floor), default=0)
+    shown = [asdict(hit) | {"weak": hit.rank > answers} for hit in hits[_offset(request) : end]]
+    more = end < min(len(hits), MOST_HITS)
+    return JSONResponse({"total": searcher.searched, "reranks": searcher.reranks, "more": more, "hits": shown})
 
 
 class _Guard:
@@ -241,10 +197,9 @@ class _Guard:
         hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
         if len(hosts) != 1 or _hostname(hosts[0]) not in LOOPBACK:
             return _error(403, "This name is not served. Open http://127.0.0.1 with the port.")
-        if any(origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}") for origin in origins):
-            return _error(403, "Requests of other pages are not answered.")
         is_visit = request.url.path == "/" and request.method == "GET"
-        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_visit:
+        is_own = is_visit or request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+        if not is_own or any(origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}") for origin in origins):
             return _error(403, "Requests of other pages are not answered.")
         return None
 
@@ -265,14 +220,6 @@ async def _body(request: Request) -> bytes:
     return bytes(content)
 
 
-def _row(request: Request, searcher: Searcher) -> int:
-    """Return the row that an address names, with `id` wherever that is by now; an IndexError if it is none."""
-    given, name = request.path_params["row"], request.query_params.get("id")
-    if not (given.isascii() and given.isdecimal() and len(given) < 12):
-        raise IndexError("there is no such row")
-    return int(given) if name is None else searcher.row_of(name, int(given))
-
-
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
     value = request.query_params.get(name, str(default))
     if not (value.isascii() and value.isdecimal() and len(value) < 10 and least <= int(value) <= most):
@@ -280,10 +227,13 @@ def _number(request: Request, name: str, default: int, least: int, most: int) ->
     return int(value)
 
 
+def _offset(request: Request) -> int:
+    return _number(request, "offset", 0, 0, MOST_HITS)
+
+
 def _wanted(request: Request) -> int:
-    """Return how many hits are looked for: those of the page and one more, rounded up so that the next pages have them too."""
-    last = _number(request, "k", 24, 1, 100) + _number(request, "offset", 0, 0, MOST_HITS)
-    return min(MOST_HITS, 1 << last.bit_length())
+    """Return how many hits are looked for: those of the page and of the pages before it, and one more."""
+    return _offset(request) + _number(request, "k", 24, 1, 100) + 1
 
 
 def _hostname(host: str) -> str | None:
@@ -319,7 +269,7 @@ def _headers(page: str, plays: bool) -> dict[str, str]:
     sound = "media-src 'self'; " if plays else ""
     return {
         "Content-Security-Policy": f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
-        f"img-src 'self' blob:; {sound}connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        f"img-src 'self' blob: data:; {sound}connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Resource-Policy": "same-origin",

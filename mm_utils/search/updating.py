@@ -1,23 +1,20 @@
 """Bring an index up to date: embed what was added or changed, on any number of processes.
 
-A row of the index, or of a part that a killed run left, is kept if its image is unchanged: same size and time, or else the
-same bytes. The main process decides, and writes the index; every process embeds its share and writes parts.
+A row of the index, or of a part that a killed run left, is kept if its image has the same time and size, or else the same stored
+bytes. The main process decides, and writes the index; every process embeds its share and writes parts.
 """
 
-import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -27,34 +24,30 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.data.batches.workers import worker_loader
-from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import Medium
-from mm_utils.data.paths import MEDIA_LIMITS, read_file
-from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.distributed import RunError
-from mm_utils.files import is_about, write_atomic
+from mm_utils.files import is_about
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor_of
 from mm_utils.search.index import (
-    PARTS,
-    SKIPPED,
-    STAMPS,
+    KEY,
     IndexInfo,
+    check_folder,
     check_same_model,
     model_fingerprint,
-    read_info,
+    read_index,
     read_parts,
-    read_rows,
-    replace_rows,
+    text_fingerprint,
+    write_index,
     write_part,
 )
-from mm_utils.search.listing import Listing, Reader, Skip, stamps
+from mm_utils.search.listing import Listing, Reader, Skip
 
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 20.0  # of work that a killed run loses at most, and a batch
 FLUSH_BYTES = 64 << 20  # of clips and sounds that wait to be written
 _ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the index is written anew
-_SHOWN = STAMPS.names[:-1]  # all but the hash, which a listing of files does not know
 _PASSING = ("permission_denied", "read_error")  # reasons that say nothing of an image that was embedded before
 
 
@@ -65,27 +58,6 @@ class Embedder(NamedTuple):
     medium: Medium
     batch_size: int
     workers: int
-
-
-@dataclass
-class Plan:
-    """What a run has to do.
-
-    Attributes:
-        table: `stamps` of all images of the listing, and then of those of the index that cannot be looked at now.
-        known: rows of the index and, after them, of parts.
-        indexed: how many of them are of the index.
-        parts: names of these parts.
-        kept: for each image of the table, the row of `known` that holds it; None if it must be embedded.
-        removed: rows of the index whose image is not listed any more.
-    """
-
-    table: pa.Table
-    known: pa.Table
-    indexed: int
-    parts: set[str]
-    kept: list[int | None]
-    removed: int
 
 
 @dataclass(frozen=True)
@@ -113,108 +85,92 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
         RunError: if the index was made with another model, another run writes to it, or no image can be read.
         ValueError: if the folder holds something else.
     """
-    held: list[tuple[IndexInfo, Plan]] = []  # on the main process
+    plans: list[_Plan] = []  # on the main process
     with ExitStack() as locked, _explained(folder):
 
         def begin() -> tuple[IndexInfo, list[int]]:
-            read_info(folder)
+            check_folder(folder)
             locked.enter_context(_lock(folder))
-            info = read_info(folder)  # again: another run may have made the index meanwhile
-            if info is None:
-                name = os.path.abspath(model) if Path(model).is_dir() else model
+            name = os.path.abspath(model) if Path(model).is_dir() else model
+            old = read_index(folder)
+            if old is None:
                 fingerprint = model_fingerprint(embedder.model, embedder.medium)
-                info = IndexInfo(name, fingerprint, embedder.model.config.projection_dim, embedder.medium.kind)
-                info.save(folder)
-            check_same_model(info, embedder.model, embedder.medium, model, folder)
-            plan = make_plan(folder, listing, info.columns)
-            held.append((info, plan))
-            todo = [place for place, row in enumerate(plan.kept) if row is None]
-            counts = tuple(f"{count:,}" for count in (len(todo), len(plan.kept) - len(todo), plan.removed))
-            logger.info("%d %ss: %s to embed, %s unchanged; %s removed", len(plan.kept), info.medium, *counts)
-            return info, todo
+                words = text_fingerprint(embedder.model, load_processor_of(name).tokenizer)  # type: ignore[attr-defined]
+                width = embedder.model.config.projection_dim
+                old = IndexInfo(name, fingerprint, width, embedder.medium.kind, words), None
+            info, rows = old
+            check_same_model(info, embedder.model, embedder.medium, name, folder)
+            plans.append(_Plan(folder, info, rows, listing))
+            return info, plans[0].todo
 
         info, todo = distributed.on_first(begin)
         mine = todo[accelerator.process_index :: accelerator.num_processes]
         skipped = gather_object(embed_share(folder, info, listing, mine, len(todo), embedder, accelerator))
-        return distributed.on_first(lambda: _finish(folder, *held[0], listing, skipped))
+        return distributed.on_first(lambda: plans[0].finish(skipped))
 
 
-def make_plan(folder: Path, listing: Listing, columns: pa.Schema) -> Plan:
-    """Compare a listing with the index and with what killed runs have left."""
-    table = stamps(listing)
-    rows = read_rows(folder, columns)
-    indexed = columns.empty_table() if rows is None else rows.data.table.cast(columns)
-    parts = read_parts(folder, columns)
-    known = pa.concat_tables([indexed, *parts.values()])
-    place_of = {name: place for place, name in enumerate(listing.ids)}
-    kept: list[int | None] = [None] * len(listing.ids)
-    out_of_reach = {each["id"] for each in listing.skipped if each["reason"] in _PASSING}
-    unseen: list[int] = []
-    listed, removed = table.drop(["captions"]).to_pylist(), 0
-    for row, old in enumerate(known.select(["id", "size", "mtime_ns", "content_hash"]).to_pylist()):
-        place = place_of.get(old["id"])
-        if place is not None and _unchanged(old, listed[place]):
-            kept[place] = row
-        if place is None and row < len(indexed):
-            around = [folder.as_posix() for folder in PurePosixPath(old["id"]).parents]
-            is_unseen = not out_of_reach.isdisjoint([old["id"], *around])
-            unseen += [row] if is_unseen else []
-            removed += not is_unseen
-    if unseen:
-        table = pa.concat_tables([table, known.select(table.column_names).take(pa.array(unseen))])
-    return Plan(table, known, len(indexed), set(parts), [*kept, *unseen], removed)
+class _Plan:
+    """What a run has to do; on the main process.
 
+    Attributes:
+        todo: places of the listing that have to be embedded.
+    """
 
-def _unchanged(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Return whether the image is still that of the row `old`; a file of another date is read."""
-    if new["content_hash"]:
-        return old["content_hash"] == new["content_hash"]
-    if old["size"] != new["size"]:
-        return False
-    if old["mtime_ns"] == new["mtime_ns"]:
-        return True
-    try:
-        return stored_hash(read_file(new["path"], MEDIA_LIMITS)) == old["content_hash"]
-    except Fault as fault:
-        return fault.reason in _PASSING
+    def __init__(self, folder: Path, info: IndexInfo, rows: datasets.Dataset | None, listing: Listing):
+        self.folder, self.info, self.listing = folder, info, listing
+        self.old = info.columns.empty_table() if rows is None else rows.data.table
+        self.parts = read_parts(folder, info)
+        known = pa.concat_tables([self.old, *self.parts.values()])
+        self.before = len(known)
+        row_of = {tuple(key.values()): row for row, key in enumerate(known.select(KEY).to_pylist())}
+        captions = listing.rows.select_columns(["captions"])["captions"]
+        self.listed, self.rows = {}, dict[str, int | None]()  # path and captions by id, and the row of what is known
+        for name, stamp, texts in zip(listing.ids, listing.stamps(), captions, strict=True):
+            self.listed[name] = stamp["path"], texts
+            self.rows[name] = row_of.get((name, stamp["mtime_ns"], stamp["stamp"]))
+        self.todo = [place for place, row in enumerate(self.rows.values()) if row is None]
+        # What lies below a folder that cannot be read at the moment, or is such a file, stays.
+        passing, self.removed = {line["id"] for line in listing.skipped if line["reason"] in _PASSING}, 0
+        for row, name in enumerate(self.old["id"].to_pylist()):
+            if name not in self.listed and passing.isdisjoint([name, *map(str, PurePosixPath(name).parents)]):
+                self.removed += 1
+            elif name not in self.listed:
+                self.rows[name] = row
+        self.kept = len(self.rows) - len(self.todo)
+        counts = tuple(f"{count:,}" for count in (len(self.todo), self.kept, self.removed))
+        logger.info("%d %ss: %s to embed, %s unchanged; %s removed", len(self.rows), info.medium, *counts)
 
-
-def _finish(folder: Path, info: IndexInfo, plan: Plan, listing: Listing, skipped: list[Skip]) -> Outcome:
-    """Write the index anew from what was known and what the parts hold now."""
-    new = read_parts(folder, info.columns, without=plan.parts)
-    known = pa.concat_tables([plan.known, *new.values()])
-    row_of = {name: len(plan.known) + row for row, name in enumerate(known["id"].slice(len(plan.known)).to_pylist())}
-    ids = plan.table["id"].to_pylist()
-    chosen = [row_of.get(name) if row is None else row for name, row in zip(ids, plan.kept, strict=True)]
-    order = sorted(range(len(ids)), key=ids.__getitem__) if len(ids) > len(listing.ids) else range(len(ids))
-    wanted = [(place, row) for place in order if (row := chosen[place]) is not None]
-    lines = [*listing.skipped, *sorted(skipped, key=lambda line: line["id"])]
-    if not wanted:
-        raise RunError(
-            f"No {info.medium} can be read; the first reasons are: {'; '.join(each['detail'] for each in lines[:3])}"
+    def finish(self, skipped: list[Skip]) -> Outcome:
+        """Write the index anew from what was known and what the parts hold now."""
+        parts = self.parts | read_parts(self.folder, self.info)  # those that were known come first
+        known = pa.concat_tables([self.old, *parts.values()])
+        lines = [*self.listing.skipped, *sorted(skipped, key=lambda line: line["id"])]
+        old = known.select(["id", "path", "captions"]).to_pylist()
+        new = {row["id"]: place for place, row in enumerate(old) if place >= self.before}
+        order = list(self.rows) if len(self.rows) == len(self.listed) else sorted(self.rows)
+        places = {name: new.get(name) if self.rows[name] is None else self.rows[name] for name in order}
+        chosen = [(name, place) for name, place in places.items() if place is not None]
+        if not chosen:
+            reasons = "; ".join(line["detail"] for line in lines[:3])
+            raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
+        # A folder may have moved, and a caption been added.
+        listed = [self.listed.get(name, (old[place]["path"], old[place]["captions"])) for name, place in chosen]
+        wanted = [(name, *listed[at]) for at, (name, _) in enumerate(chosen)]
+        is_new = wanted != [tuple(row.values()) for row in old[: len(self.old)]] or any(
+            at != place for at, (_, place) in enumerate(chosen)
         )
-    places = pa.array([place for place, _ in wanted])
-    is_new = [row for _, row in wanted] != list(range(plan.indexed))
-    if is_new or not known.slice(0, plan.indexed).select(_SHOWN).equals(plan.table.select(_SHOWN).take(places)):
-        replace_rows(folder, _merged(plan, known, wanted, _ROWS[info.medium]), info.columns)
-    write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in lines))
-    replace(info, images=len(wanted), skipped=len(lines)).save(folder)
-    shutil.rmtree(folder / PARTS, ignore_errors=True)
-    todo = plan.kept.count(None)
-    return Outcome(todo - len(skipped), len(plan.kept) - todo, plan.removed, len(lines), len(wanted))
+        tables = self._blocks(known, [place for _, place in chosen], listed) if is_new else None
+        write_index(self.folder, self.info, tables, lines)
+        return Outcome(len(self.todo) - len(skipped), self.kept, self.removed, len(lines), len(chosen))
 
-
-def _merged(plan: Plan, known: pa.Table, wanted: list[tuple[int, int]], count: int) -> Iterator[pa.Table]:
-    """Yield the new index's rows in blocks; kept ones with the listing's paths and captions."""
-    rows_of_known = datasets.Dataset(known).with_format("arrow")
-    for low in tqdm(range(0, len(wanted), count), desc="Writing", leave=False, delay=2):
-        places, rows = zip(*wanted[low : low + count], strict=True)
-        table = rows_of_known[list(rows)]
-        is_new = pa.array([row >= len(plan.known) for row in rows])
-        listed = plan.table.take(pa.array(places))
-        for at, name in enumerate(_SHOWN):
-            table = table.set_column(at, name, pc.if_else(is_new, table[name], listed[name]))
-        yield table
+    def _blocks(self, known: pa.Table, places: list[int], listed: list[tuple[str, list[str]]]) -> Iterator[pa.Table]:
+        rows, count = datasets.Dataset(known).with_format("arrow"), _ROWS[self.info.medium]
+        for low in tqdm(range(0, len(places), count), desc="Writing", leave=False, delay=2):
+            table = rows[places[low : low + count]]
+            for name, values in zip(("path", "captions"), zip(*listed[low : low + count], strict=True), strict=True):
+                at = table.column_names.index(name)
+                table = table.set_column(at, name, pa.array(values, self.info.columns.field(name).type))
+            yield table
 
 
 @contextmanager
@@ -267,19 +223,17 @@ def embed_share(
     skipped: list[Skip] = []
     held: list[dict[str, Any]] = []
     flushed = time.monotonic()
-    with tqdm(
-        total=total, desc="Embedding", unit=f" {info.medium}s", disable=not (accelerator.is_main_process and total)
-    ) as bar:
-        for batch in loader:
+    is_quiet = not (accelerator.is_main_process and total)
+    with tqdm(total=total, desc="Embedding", unit=f" {info.medium}s", disable=is_quiet) as bar:
+        for number, batch in enumerate(loader, 1):
             skipped += [each for each in batch if "reason" in each]
             held += embed_batch([each for each in batch if "square" in each], embedder, accelerator)
             bar.update(min(len(batch) * accelerator.num_processes, total - bar.n))
             waiting = sum(len(row.get("content", b"")) for row in held)
-            if held and (time.monotonic() - flushed > FLUSH_SECONDS or waiting > FLUSH_BYTES):
-                write_part(folder, held, info.columns)
+            is_time = time.monotonic() - flushed > FLUSH_SECONDS or waiting > FLUSH_BYTES
+            if held and (is_time or number == len(loader)):
+                write_part(folder, held, info)
                 held, flushed = [], time.monotonic()
-    if held:
-        write_part(folder, held, info.columns)
     return skipped
 
 
@@ -292,11 +246,9 @@ def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator:
     parts = [each if each.dim() > len(embedder.medium.shape) else each[None] for each in shown]
     pixels_b = embedder.medium.features(torch.cat(parts).to(embedder.model.device))
     with accelerator.autocast():
-        pooled, _ = embedder.model.vision_features(pixels_b, with_taps=False)
-        embeds_bE, _ = embedder.model.project_image(pooled, ())
+        embeds_bE, _ = embedder.model.encode_image(pixels_b, with_keys_values=False)
     units = normalize(embeds_bE.float(), dim=-1).split(list(map(len, parts)))
-    means = [part[0] if len(part) == 1 else normalize(part.mean(0), dim=0) for part in units]
-    rounded = torch.stack(means).half().cpu()
+    rounded = torch.stack([normalize(part.mean(0), dim=0) for part in units]).half().cpu()
     if not rounded.isfinite().all():
         raise RunError(
             "The model's embeddings are not finite in float16. Try another checkpoint, or leave --mixed_precision out."

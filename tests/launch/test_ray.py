@@ -16,7 +16,7 @@ import torch
 from mm_utils.distributed import available_cores
 from mm_utils.launch.arguments import LaunchArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.search.index import read_info, read_rows
+from mm_utils.search.index import open_index
 from scripts import embed
 from tests.kit.numbered_rows import png
 
@@ -182,9 +182,9 @@ def test_an_index_of_several_workers_is_that_of_one_process(workers: int, plain:
     said = run(tmp_path, [str(ROOT / "scripts/launch_ray.py"), *own])
     assert said.endswith("exit status 0"), said
     assert (tmp_path / "killed").exists() == (workers > 1)
-    infos = [read_info(tmp_path / name) for name in ("alone", "index")]
-    assert infos[0] == infos[1]
-    one, other = (read_rows(tmp_path / name, infos[0].columns).with_format("arrow")[:] for name in ("alone", "index"))
+    indexes = [open_index(tmp_path / name) for name in ("alone", "index")]
+    assert indexes[0][0].fingerprint == indexes[1][0].fingerprint
+    one, other = (rows.with_format("arrow")[:] for _, rows in indexes)
     assert one.drop(["embedding"]).equals(other.drop(["embedding"]))
     assert len(one) == 40
     both = [np.stack(table["embedding"].to_numpy()).astype(np.float32) for table in (one, other)]

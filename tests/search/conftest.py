@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from accelerate import Accelerator
 from PIL import Image
@@ -11,19 +12,18 @@ from PIL import Image
 from mm_utils.data.media.medium import read_by
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.search.listing import folder_listing, list_folder
+from mm_utils.search.listing import folder_listing
 from mm_utils.search.updating import Embedder, Outcome, update_index
 from scripts import pretrain
 
 
 def write_photos(folder: Path, numbers: range, seed: int = 0) -> None:
-    """Write pictures that all differ, in two folders."""
+    """Write pictures of random cells, none a near copy of another, in two folders."""
     for number in numbers:
         place = folder / f"{number % 2}"
         place.mkdir(parents=True, exist_ok=True)
-        colour = tuple((37 * number + 101 * seed + 60 * channel) % 256 for channel in range(3))
-        image = Image.new("RGB", (40 + number % 7, 36), colour)
-        image.paste((255 - colour[0], colour[2], 90), (number % 20, 4, number % 20 + 12, 30))
+        cells = np.random.default_rng((number, seed)).integers(0, 256, (4, 4, 3), np.uint8)
+        image = Image.fromarray(cells).resize((40 + number % 7, 36), Image.Resampling.NEAREST)
         image.save(place / f"{number:03d}.png")
 
 
@@ -32,7 +32,7 @@ def make_embedder(model: Path, batch_size: int = 8) -> Embedder:
 
 
 def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> Outcome:
-    listing = folder_listing(str(photos), *list_folder(str(photos)))
+    listing = folder_listing(str(photos))
     return update_index(index, str(model), listing, make_embedder(model, batch_size), Accelerator(cpu=True))
 
 

@@ -39,10 +39,8 @@ class Served(NamedTuple):
         """Send a request whose path is not normalised; `host` is a header like others."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-        sent = {"host": f"127.0.0.1:{self.port}", **headers}
-        if body is not None:
-            sent.setdefault("content-length", str(len(body)))
-        for name, value in sent.items():
+        length = {} if body is None else {"content-length": str(len(body))}
+        for name, value in ({"host": f"127.0.0.1:{self.port}"} | length | headers).items():
             connection.putheader(name.replace("_", "-"), value)
         connection.endheaders(body)
         answer = connection.getresponse()
@@ -71,10 +69,5 @@ def bomb(side: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
-    header = side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(1000)))
-        + chunk(b"IEND", b"")
-    )
+    header = chunk(b"IHDR", side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0]))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")

@@ -1,23 +1,37 @@
 """The page and the API answer their user, and nobody else: names, origins, paths, sizes and texts that an attacker would send."""
 
+import functools
 import io
+import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import datasets
+import psutil
 import pytest
 import uvicorn
 from accelerate import Accelerator
 from PIL import Image
 
 from mm_utils.search import server
-from mm_utils.search.listing import Listing, folder_listing, list_folder
+from mm_utils.search.listing import Listing, folder_listing, pair_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import search
+from tests.kit.fault_images import save
+from tests.kit.media_files import clip, damaged, media_rows, tone
+from tests.kit.models import save_model
 from tests.search.conftest import make_embedder, write_photos
 from tests.search.serving import EVIL_CAPTION, EVIL_NAME, Served, bomb, served
 
@@ -27,9 +41,9 @@ def searcher(reranking_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """An index of 40 pictures, whose captions, and one of whose names, would run a script on a careless page."""
     folder = tmp_path_factory.mktemp("served")
     write_photos(folder / "photos", range(39))
-    (folder / "photos/0/000.png").rename(folder / "photos" / EVIL_NAME)
-    write_photos(folder / "photos", range(1))
-    listing = folder_listing(str(folder / "photos"), *list_folder(str(folder / "photos")))
+    write_photos(folder / "more", range(39, 40))
+    (folder / "more/1/039.png").rename(folder / "photos" / EVIL_NAME)
+    listing = folder_listing(str(folder / "photos"))
     rows = {"image": listing.rows["image"][:], "captions": [[EVIL_CAPTION]] * len(listing.ids)}
     listing = Listing(listing.ids, datasets.Dataset.from_dict(rows, listing.rows.features))
     update_index(
@@ -62,13 +76,14 @@ def test_pages_of_an_answer_join_to_the_whole(page: Served) -> None:
 def test_an_image_and_its_neighbours(page: Served) -> None:
     own = page.searcher.search_text("x", 1)[0]
     content = Path(own.path).read_bytes()
-    found = page.ask("/search?k=3", "POST", content, origin=f"http://127.0.0.1:{page.port}")
-    assert found.hits[0]["row"] == own.row
-    near = page.ask(f"/similar/{own.row}?k=3&id={own.id}").hits
+    assert page.ask("/search?k=3", "POST", content, origin=f"http://127.0.0.1:{page.port}").hits[0]["row"] == own.row
+    near = page.ask(f"/similar/{own.row}?k=3&id={quote(own.id)}").hits
     assert [hit["row"] for hit in near] == [hit.row for hit in page.searcher.similar(own.row, 3)]
-    thumbnail = page.ask(f"/image/{own.row}")
-    assert thumbnail.headers["content-type"] == "image/jpeg"
-    assert Image.open(io.BytesIO(thumbnail.body)).format == "JPEG"
+    for path in (f"/image/{own.row}", f"/large/{own.row}"):
+        assert Image.open(io.BytesIO(page.ask(path).body)).format == "JPEG"
+    assert {hit["id"][0] for hit in page.ask("/search?folder=1", "POST", content).hits} == {"1"}
+    assert {hit["id"][0] for hit in page.ask("/similar/4?folder=1").hits} == {"1"}
+    assert len(page.ask("/start?k=5").hits) == 5
 
 
 def test_hits_are_weak_from_the_last_above_the_floor_on(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,15 +96,37 @@ def test_hits_are_weak_from_the_last_above_the_floor_on(page: Served, monkeypatc
     assert not any(hit["weak"] for hit in page.ask("/similar/3").hits)
 
 
+@pytest.mark.parametrize("medium", ["sound", "clip"])
+def test_sounds_and_clips_are_played(medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path / "model", medium)
+    media = [tone(pitch, 0) for pitch in (200, 900)] if medium == "sound" else [clip(["red", "lime"]), clip(["blue"])]
+    listing, embedder = pair_listing({"train": media_rows(medium, media)}), make_embedder(folder)
+    update_index(tmp_path / "index", str(folder), listing, embedder, Accelerator(cpu=True))
+    searcher = Searcher(tmp_path / "index", device="cpu")
+    running = served(searcher)
+    site, found = (opened := next(running)), opened.ask("/content/0")
+    start = site.ask("/")
+    assert f'data-medium="{medium}"' in start.body.decode()
+    assert ("media-src 'self'" in start.headers["content-security-policy"]) == (medium == "sound")
+    if medium == "sound":
+        assert (found.headers["content-type"], found.body) == ("audio/wav", media[0])
+        assert site.ask("/search?k=3", "POST", media[1]).hits[0]["row"] == 1
+    else:
+        assert Image.open(io.BytesIO(found.body)).n_frames > 1
+        monkeypatch.setattr(searcher, "stored", lambda *_: damaged(media[0], 2))
+        assert "none of its frames" in site.ask("/content/1").json["error"]
+    wrong = site.ask("/search", "POST", b"<script>")
+    assert (wrong.status, f"The {medium} cannot be read" in wrong.json["error"]) == (400, True)
+    assert next(running, None) is None
+
+
 def test_the_page_loads_nothing_from_elsewhere(page: Served) -> None:
     answer = page.ask("/")
     text = answer.body.decode()
-    assert answer.status == 200
     assert len(answer.body) <= 60_000
-    assert not re.search(r"https?:|//|url\(|@import", text)
+    assert not re.search(r"https?:|//|url\(|@import| on\w+=", text)
     assert "innerHTML" not in text
     assert " style=" not in text
-    assert not re.search(r" on\w+=", text)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -97,75 +134,46 @@ def test_the_page_loads_nothing_from_elsewhere(page: Served) -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
-        ("/search", 400),
-        ("/search?q=", 400),
-        ("/search?q=" + "x" * 1001, 400),
-        ("/search?q=x&k=0", 400),
-        ("/search?q=x&k=101", 400),
-        ("/search?q=x&offset=-1", 400),
-        ("/search?q=x&offset=99999999999999999999", 400),
-        ("/search?q=x&k=%D9%A3", 400),
-        ("/similar/40", 404),
-        ("/similar/3?id=another", 404),
-        ("/image/99999999999999999999", 404),
-        ("/image/" + "9" * 5000, 404),
-        ("/similar/-1", 404),
-        ("/content/%D9%A3", 404),
-        ("/nothing", 404),
-    ],
-)
-def test_mistakes_are_answered_in_json(page: Served, path: str, status: int) -> None:
-    answer = page.ask(path)
-    assert answer.status == status
-    assert answer.json["error"]
+MISTAKES = {
+    400: ("", "?q=", f"?q={'x' * 1001}", "?q=x&k=0", "?q=x&k=101", "?q=x&offset=-1", f"?q=x&offset={'9' * 20}", "?q=x&k=%D9%A3",
+          "?q=x&until=2024-13"),
+    404: ("similar/40", "similar/3?id=another", f"image/{'9' * 20}", f"image/{'9' * 5000}", "similar/-1", "content/%D9%A3",
+          "content/1", "nothing", "image/../../../../etc/passwd", "image/..%2f..%2f..%2fetc%2fpasswd", "image//etc/passwd",
+          "image/0/../../index.json", "image/0%00.jpg", "image/%2e%2e/%2e%2e/etc/hostname", "etc/passwd", "/etc/passwd",
+          "index.json", "page.html", "static/../mm_utils/search/server.py"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("status", MISTAKES)
+def test_mistakes_are_answered_in_json_and_no_path_leads_to_a_file(page: Served, status: int) -> None:
+    for path in MISTAKES[status]:
+        answer = page.ask(f"/search{path}" if status == 400 else f"/{path}")
+        assert (answer.status, bool(answer.json["error"])) == (status, True), path
+        assert b"root:" not in answer.body
+        assert len(answer.body) < 200
 
 
 # -- attacks ------------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/image/../../../../etc/passwd",
-        "/image/..%2f..%2f..%2fetc%2fpasswd",
-        "/image//etc/passwd",
-        "/image/0/../../index.json",
-        "/image/-1",
-        "/image/0%00.jpg",
-        "/image/%2e%2e/%2e%2e/etc/hostname",
-        "/etc/passwd",
-        "//etc/passwd",
-        "/index.json",
-        "/page.html",
-        "/static/../mm_utils/search/server.py",
-    ],
-)
-def test_no_path_leads_to_a_file(page: Served, path: str) -> None:
-    answer = page.ask(path)
-    assert answer.status == 404
-    assert b"root:" not in answer.body
-    assert len(answer.body) < 200
+HOSTS = [
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "evil.example@127.0.0.1",
+]
+HOSTS += ["127.0.0.1@evil.example", "192.168.0.1", "0.0.0.0", "", "[::1", "localhost#.evil.example"]
+ORIGINS = [
+    "http://evil.example",
+    "null",
+    "",
+    "http://127.0.0.1",
+    "http://localhost:1",
+    "http://127.0.0.1.evil.example",
+]
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "evil.example",
-        "evil.example:8000",
-        "127.0.0.1.evil.example",
-        "localhost.evil.example",
-        "evil.example@127.0.0.1",
-        "127.0.0.1@evil.example",
-        "192.168.0.1",
-        "0.0.0.0",
-        "",
-        "[::1",
-        "localhost#.evil.example",
-    ],
-)
+@pytest.mark.parametrize("host", HOSTS)
 def test_another_name_is_refused(page: Served, host: str) -> None:
     """A page of evil.example whose name was made to lead here (DNS rebinding) sends its own name."""
     for path in ("/", "/search?q=x", "/image/0"):
@@ -174,18 +182,7 @@ def test_another_name_is_refused(page: Served, host: str) -> None:
         assert b"hits" not in answer.body
 
 
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "http://evil.example",
-        "null",
-        "",
-        "http://127.0.0.1",
-        "http://localhost:1",
-        "http://127.0.0.1.evil.example",
-        "file://",
-    ],
-)
+@pytest.mark.parametrize("origin", [*ORIGINS, "file://"])
 def test_other_pages_are_refused(page: Served, origin: str) -> None:
     for path, method in (("/search?q=x", "GET"), ("/search", "POST"), ("/image/0", "GET")):
         assert page.ask(path, method, b"x" if method == "POST" else None, origin=origin).status == 403
@@ -263,7 +260,7 @@ def test_texts_stay_data(page: Served) -> None:
 def test_the_script_serves_this_machine_alone(
     index: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    addresses = []
+    addresses: list[Any] = []
 
     def run(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
         addresses.extend(each.getsockname() for each in sockets)
@@ -274,3 +271,112 @@ def test_the_script_serves_this_machine_alone(
     [(host, port)] = addresses
     assert host == "127.0.0.1"
     assert f"30 images at http://127.0.0.1:{port}/" in caplog.text
+
+
+# -- load: it answers afterwards, and its memory does not grow ---------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+MB = 1 << 20
+
+
+class Process:
+    """`search.py --serve` on a free port, and the memory that it takes."""
+
+    def __init__(self, index: Path):
+        command = [sys.executable, "scripts/search.py", "--index_dir", str(index), "--serve", "--port", "0"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        assert self.running.stderr is not None
+        said = next(line for line in self.running.stderr if "http://" in line)
+        self.url = re.search(r"http://\S+:\d+", said)[0]  # type: ignore[index]
+        self.port = int(self.url.rpartition(":")[2])
+
+    @property
+    def megabytes(self) -> int:
+        return psutil.Process(self.running.pid).memory_info().rss // MB
+
+    def ask(self, path: str, body: bytes | None = None) -> int | str:
+        """Return the status of the answer, or the name of the error."""
+        try:
+            with urllib.request.urlopen(self.url + path, body, timeout=300) as answer:
+                json.load(answer)
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError as error:
+            return type(error.reason if isinstance(error, urllib.error.URLError) else error).__name__
+
+
+@pytest.fixture(scope="module")
+def process(index: Path) -> Iterator[Process]:
+    process = Process(index)
+    for _ in range(3):  # what is loaded at the first use
+        assert process.ask("/search", save(Image.new("RGB", (64, 64), "red"), "PNG")) == 200
+        assert process.ask("/search?q=warm") == 200
+    yield process
+    process.running.terminate()
+    process.running.wait(20)
+
+
+def query(process: Process, number: int) -> int | str:
+    return process.ask(f"/search?k=100&q={quote(f'a red circle, number {number}')}")
+
+
+def upload(process: Process, number: int) -> int | str:
+    """Send 100 MB of no image, every second time of unknown length; return the status, or what became of the connection."""
+    chunked = bool(number % 2)
+    with socket.create_connection(("127.0.0.1", process.port), timeout=120) as connection:
+        length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {100 * MB}"
+        try:
+            connection.sendall(f"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\n{length}\r\n\r\n".encode())
+            for _ in range(100):
+                connection.sendall((b"100000\r\n" if chunked else b"") + bytes(MB) + (b"\r\n" if chunked else b""))
+        except OSError:
+            pass
+        try:
+            return int(connection.recv(100).split(b" ")[1])
+        except OSError:
+            return "closed"
+
+
+def picture(content: Callable[[], bytes]) -> Callable[[Process, int], int | str]:
+    body = functools.cache(content)
+    return lambda process, _: process.ask("/search", body())
+
+
+INF = float("inf")
+ATTACKS = {  # what is asked, how often, by how many threads; what may be answered; MB at most meanwhile, and that stay
+    "1,000 queries at once": (query, 1000, 1000, {200}, INF, INF),
+    "1,000 queries at once, again": (query, 1000, 1000, {200}, INF, 50),
+    "8 uploads of 100 MB at once": (upload, 8, 8, {413, "closed"}, 250, 100),
+    "50 uploads of 20 MB at once": (picture(lambda: bytes(20 * MB)), 50, 50, {400}, 400, 150),
+    "10 PNGs of the most pixels that are decoded": (
+        picture(lambda: save(Image.new("RGB", (6300, 6300), "white"), "PNG")), 10, 10, {200}, 400, INF),
+    "100 PNGs of 3.6 billion pixels at once": (picture(lambda: bomb(60_000)), 100, 50, {400}, INF, 100),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTACKS)
+def test_it_answers_and_its_memory_does_not_grow(name: str, process: Process) -> None:
+    ask, count, threads, statuses, peak, growth = ATTACKS[name]
+    before = most = process.megabytes
+    with ThreadPoolExecutor(1 + threads) as pool:
+        running = [pool.submit(ask, process, number) for number in range(count)]
+        while not all(each.done() for each in running):
+            most = max(most, process.megabytes)
+            time.sleep(0.02)
+    assert {each.result() for each in running} <= statuses
+    assert process.ask("/search?q=afterwards") == 200
+    assert most - before < peak
+    assert process.megabytes - before < growth
+
+
+@pytest.mark.slow
+def test_connections_that_say_nothing_keep_nobody_out(process: Process) -> None:
+    held = [socket.create_connection(("127.0.0.1", process.port), timeout=60) for _ in range(500)]
+    for each in held:
+        each.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+    assert process.ask("/search?q=meanwhile") == 200
+    for each in held:
+        each.close()

@@ -1,0 +1,363 @@
+"""Answers equal a plain product over all images; the head reorders only where it helps; copies are folded; parts are searched alone."""
+
+import datetime
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+
+from mm_utils.data.batches.column_cache import to_arrow
+from mm_utils.data.images import open_image
+from mm_utils.data.media.pictures import picture
+from mm_utils.model.build import load_model
+from mm_utils.model.reading import UnreadableError
+from mm_utils.search.first_pass import StoredVectors, best, open_faiss
+from mm_utils.search.index import open_index
+from mm_utils.search.listing import pair_listing
+from mm_utils.search.searcher import Filter, Searcher
+from mm_utils.search.updating import update_index
+from scripts import embed, eval_retrieval, search
+from tests.kit.media_files import clip, media_rows, tone
+from tests.kit.models import save_model
+from tests.kit.stock_folders import KINDS, write_stock
+from tests.search.conftest import make_embedder, update, write_photos
+
+QUERY = "a red circle, number 1"
+
+
+@pytest.fixture(scope="module")
+def searcher(index: Path) -> Searcher:
+    return Searcher(index, device="cpu")
+
+
+def plain(model: Path, photos: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Return by id the cosine of every picture with the query, and its score after re-ranking, by the model's own methods."""
+    loaded = load_model(str(model)).eval()
+    files = sorted(photos.rglob("*.png"))
+    names = [path.relative_to(photos).as_posix() for path in files]
+    images, texts = loaded.encode(images=files, texts=[QUERY])
+    cosine = dict(zip(names, (images @ texts[0]).tolist(), strict=True))
+    return cosine, {names[place]: score for place, score in loaded.rerank(QUERY, files)}
+
+
+def test_text_is_scored_as_by_the_model(searcher: Searcher, model: Path, photos: Path) -> None:
+    hits = searcher.search_text(QUERY, 30)
+    assert {hit.id: hit.score for hit in hits} == pytest.approx(plain(model, photos)[0], abs=2e-3)
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    assert [hit.rank for hit in hits] == list(range(1, 31))
+    assert all(hit.reranked is None for hit in hits)
+    assert not searcher.reranks
+    assert searcher.search_text(QUERY, 7) == hits[:7]
+
+
+def test_an_image_finds_itself_first(searcher: Searcher) -> None:
+    for row in (0, 13, 29):
+        own = searcher.search_text(QUERY, 30)[row]
+        hits = searcher.search_image(open_image({"bytes": None, "path": own.path}), 3)
+        assert (hits[0].row, hits[0].score) == (own.row, pytest.approx(1, abs=1e-3))
+        near = searcher.similar(row, 29)
+        assert row not in [hit.row for hit in near]
+        assert len(near) == 29
+    for use in (searcher.similar, searcher.large, lambda row: searcher.stored(row, "thumbnail")):
+        for row in (30, -1):
+            with pytest.raises(IndexError, match="no row"):
+                use(row)
+
+
+def test_the_head_reorders_the_first_hits(index: Path, reranking_model: Path, photos: Path) -> None:
+    reranking = Searcher(index, str(reranking_model), rerank_top_k=8, device="cpu")
+    _, combined = plain(reranking_model, photos)
+    before, hits = reranking.search_text(QUERY, 30, rerank=False), reranking.search_text(QUERY, 30)
+    assert reranking.reranks
+    assert [hit.id for hit in hits[8:]] == [hit.id for hit in before[8:]]
+    assert [hit.id for hit in hits[:8]] == sorted((hit.id for hit in before[:8]), key=lambda name: -combined[name])
+    assert [hit.reranked for hit in hits[:8]] == pytest.approx([combined[hit.id] for hit in hits[:8]], abs=4e-3)
+    assert [hit.id for hit in hits] != [hit.id for hit in before]
+    assert reranking.search_text(QUERY, 3) == hits[:3]
+
+
+def test_a_file_that_is_gone_is_reranked_by_its_thumbnail(reranking_model: Path, tmp_path: Path) -> None:
+    write_photos(tmp_path / "photos", range(6))
+    update(tmp_path / "index", reranking_model, tmp_path / "photos")
+    found = Searcher(tmp_path / "index", device="cpu")
+    before = {hit.id: hit.reranked for hit in found.search_text(QUERY)}
+    (tmp_path / "photos/0/000.png").unlink()
+    os.replace(tmp_path / "photos/1/001.png", tmp_path / "photos/0/002.png")  # another picture in its place
+    after = {hit.id: hit.reranked for hit in found.search_text(QUERY)}
+    assert after == pytest.approx(before, abs=0.5)
+    assert after["0/000.png"] != before["0/000.png"]
+    assert after["0/004.png"] == before["0/004.png"]
+
+
+def test_recall_is_that_of_the_evaluation(model: Path, corpus: Path, own_cache: Path, tmp_path: Path) -> None:
+    data = ["--model_name_or_path", str(model), "--train_file", str(corpus), "--dataloader_num_workers", "0"]
+    expected = eval_retrieval.main([*data, "--rerank_top_k", "0"])
+    embed.main([*data, "--index_dir", str(tmp_path / "index"), "--split", "validation"])
+    found = Searcher(tmp_path / "index", device="cpu")
+    queries = [(row["id"], caption) for row in found.some(99) for caption in row["captions"]]
+    ranks = [
+        next(hit.rank for hit in found.search_text(text, 99) if name in (hit.id, *hit.copies))
+        for name, text in queries
+    ]
+    for k in (1, 5):
+        # the tiny model's scores are close; rounding to float16 may swap one pair
+        recall = expected[f"text_to_image_recall@{k}"]
+        assert (np.array(ranks) <= k).mean() == pytest.approx(recall, abs=1.5 / len(ranks))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stock_model_searches_as_it_came(kind: str, photos: Path, tmp_path: Path) -> None:
+    start = Path(write_stock(tmp_path / "start", kind))
+    update(tmp_path / "index", start, photos)
+    found = Searcher(tmp_path / "index", device="cpu")
+    assert not found.reranks
+    own = found.search_text("a " * 200, 1)[0]
+    assert found.search_image(open_image({"bytes": None, "path": own.path}), 1)[0].score == pytest.approx(1, abs=2e-3)
+
+
+# -- exact search, and FAISS before it ---------------------------------------------------------------------------------
+
+WIDTH, ROWS = 48, 3000
+
+
+def unit(rows: int, seed: int = 0) -> torch.Tensor:
+    """Unit vectors whose first dimensions vary most, as a closed form's do."""
+    drawn = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(drawn / torch.arange(1, WIDTH + 1), dim=1)
+
+
+def vectors(embeds_NE: torch.Tensor) -> StoredVectors:
+    """The vectors of an index with blocks of several sizes."""
+    parts = embeds_NE.half().split([1, 699, *[700] * 3, 200])
+    return StoredVectors(
+        datasets.Dataset(pa.concat_tables([pa.table({"embedding": to_arrow(part)}) for part in parts]))
+    )
+
+
+@pytest.mark.parametrize("kind", ["Flat", "IVF8,Flat;nprobe=8", "HNSW16;efSearch=200"])
+def test_a_first_pass_finds_what_exact_search_finds_with_its_scores(kind: str, tmp_path: Path) -> None:
+    stored, shares = vectors(unit(ROWS)), []
+    find = open_faiss(kind, tmp_path, "rows-1.arrow", stored)
+    for query_E in unit(20, seed=1):
+        score_N = unit(ROWS).half().float() @ query_E
+        exact = best(np.arange(ROWS), stored.cosines(query_E[None])[0], 10)
+        assert [row for row, _ in exact] == score_N.argsort(descending=True)[:10].tolist()
+        found = find(query_E, 10)
+        assert [score for _, score in found] == pytest.approx(score_N[[row for row, _ in found]].tolist())
+        shares.append(len(dict(found).keys() & dict(exact).keys()) / 10)
+    assert np.mean(shares) > 0.99
+
+
+def test_equal_scores_keep_the_order_of_the_index() -> None:
+    scores, rows = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5]), np.arange(5)
+    for k in (1, 2, 3, 4, 5, 50):
+        assert [row for row, _ in best(rows, scores, k)] == [1, 3, 0, 2, 4][:k]
+
+
+def test_a_faiss_index_is_made_once_and_answers_for_its_own_rows_alone(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO", "mm_utils")
+    stored, others = vectors(unit(ROWS)), vectors(unit(ROWS, seed=5))
+    for setting in ("", ";nprobe=1", ";nprobe=4"):
+        open_faiss(f"IVF4,Flat{setting}", tmp_path, "rows-1.arrow", stored)
+    [file] = tmp_path.glob("faiss-*")
+    assert caplog.text.count("Making a FAISS index") == 1
+    find = open_faiss("IVF4,Flat", tmp_path, "rows-2.arrow", others)
+    assert [find(query_E, 1)[0][0] for query_E in others.take(range(20))] == list(range(20))
+    file.write_bytes(file.read_bytes()[:-500])
+    with pytest.raises(ValueError, match=f"delete {file} if it is damaged"):
+        open_faiss("IVF4,Flat", tmp_path, "rows-1.arrow", stored)
+
+
+@pytest.mark.parametrize("kind", ["int8", "IVF4096,Flat", "nonsense", "IVF4,Flat;nonsense=3"])
+def test_what_cannot_search_is_refused_when_it_is_opened(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"--index_factory is {kind}; FAISS cannot search 3,000 images .*Give a string"
+    ):
+        open_faiss(kind, tmp_path, "rows-1.arrow", vectors(unit(ROWS)))
+
+
+# -- a part of an index, copies, and the script ------------------------------------------------------------------------
+
+FILTERS = [  # a filter, and which of 30 pictures it lets through: picture n lies in folder n % 2, changed on day n of May
+    (Filter("1"), lambda n: n % 2 == 1),
+    (Filter("/0/"), lambda n: n % 2 == 0),
+    (Filter(since="2024-05-10"), lambda n: n >= 9),
+    (Filter(until="2024-05-10"), lambda n: n <= 9),
+    (Filter(since="2024-05-03", until="2024-05-03"), lambda n: n == 2),
+    (Filter("1", "2024-05", "2024-05-20"), lambda n: n % 2 == 1 and n <= 19),
+    (Filter(since="2024", until="2024-05"), lambda n: True),
+    (Filter(until="2023"), lambda n: False),
+    (Filter("00"), lambda n: False),
+]
+
+
+@pytest.fixture(scope="module")
+def dated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The index of 30 pictures with dates, of which the last is one of the first, larger."""
+    folder = tmp_path_factory.mktemp("dated")
+    write_photos(folder / "photos", range(29))
+    with Image.open(folder / "photos/0/008.png") as image:
+        image.resize((image.width * 3, image.height * 3)).save(folder / "photos/1/029.png")
+    for path in folder.glob("photos/*/*.png"):
+        when = datetime.datetime(2024, 5, 1 + int(path.stem), 23, 59).timestamp()
+        os.utime(path, (when, when))
+    update(folder / "index", model, folder / "photos")
+    return folder / "index"
+
+
+@pytest.mark.parametrize(("part", "fits"), FILTERS, ids=[str(part) for part, _ in FILTERS])
+def test_a_part_is_searched_as_the_whole_is(part: Filter, fits, dated: Path, capsys: pytest.CaptureFixture) -> None:
+    searcher = Searcher(dated, device="cpu")
+    every = {hit.id: hit for hit in searcher.search_text(QUERY, 30)}
+    cosine = plain(searcher.info.model, dated.parent / "photos")[0]
+    right = sorted((name for name in cosine if fits(int(name[2:5]))), key=lambda name: -cosine[name])
+    found = searcher.within(part)
+    hits = found.search_text(QUERY, 30)
+    assert found.searched == len(right)
+    assert sorted(name for hit in hits for name in (hit.id, *hit.copies)) == sorted(right)
+    assert [hit.score for hit in hits if hit.id in every] == [every[hit.id].score for hit in hits if hit.id in every]
+    assert found.search_text(QUERY, 2) == hits[:2]
+    assert {hit.id for hit in found.similar(3, 30)} <= set(right)
+    assert found.floor == searcher.floor
+    words = [word for name, value in vars(part).items() if value for word in (f"--{name}", value)]
+    if right:
+        search.main(["--index_dir", str(dated), QUERY, "--json", "--top_k", "30", *words])
+        assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == [hit.id for hit in hits]
+    else:
+        with pytest.raises(ValueError, match=r"lets no image of .* through"):
+            search.main(["--index_dir", str(dated), QUERY, *words])
+
+
+@pytest.mark.parametrize("wrong", ["yesterday", "2024-13", "2024-02-30", "24-01-01", "0000", "9999-12-31"])
+def test_a_date_of_another_form_is_named(wrong: str, dated: Path) -> None:
+    with pytest.raises(ValueError, match=f"--since is {wrong}; .* Give a day such as 2024-05-31"):
+        search.main(["--index_dir", str(dated), QUERY, "--since", wrong])
+
+
+def test_near_copies_are_one_hit_and_are_listed(dated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy is folded into the first hit that it resembles, and longer answers begin as shorter ones do."""
+    searcher, pair = Searcher(dated, device="cpu"), {"0/008.png", "1/029.png"}
+    hits = searcher.search_text(QUERY, 30)
+    assert [{hit.id, *hit.copies} for hit in hits if hit.copies] == [pair]
+    assert (len(hits), [hit.rank for hit in hits]) == (29, list(range(1, 30)))
+    for count in (1, 5, 28):
+        assert [hit.id for hit in searcher.search_text(QUERY, count)] == [hit.id for hit in hits[:count]]
+    search.main(["--index_dir", str(dated), "--copies", "--json"])
+    [line] = capsys.readouterr().out.splitlines()
+    assert {each["id"] for each in json.loads(line)} == pair
+    search.main(["--index_dir", str(dated), "--copies"])
+    shown = capsys.readouterr().out
+    assert "1 pictures occur 2 times" in shown
+    assert str(dated.parent / "photos/1/029.png") in shown
+    search.main(["--index_dir", str(dated), "--copies", "--folder", "1"])
+    assert capsys.readouterr().out == "No picture occurs twice\n"
+    for words, said in (
+        (["--copies", "--top_k", "3"], "--top_k is 3"),
+        (["--serve", "--folder", "1"], "--folder is 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            search.main(["--index_dir", str(dated), *words])
+
+
+def test_the_script_prints_a_table_and_json(index: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search.main(["--index_dir", str(index), QUERY, "--top_k", "3"])
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["rank", "score", "image"]
+    assert [line.split()[0] for line in table[1:]] == ["1", "2", "3"]
+    search.main(["--index_dir", str(index), "--query", QUERY, "--top_k", "3", "--json"])
+    hits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [hit["path"] for hit in hits] == [line.split()[2] for line in table[1:]]
+    search.main(["--index_dir", str(index), "--image", str(photos / "0/004.png"), "--json"])
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["id"] == "0/004.png"
+
+
+# -- sounds, clips, and clips beside images ----------------------------------------------------------------------------
+
+TURNS = [("red", "lime"), ("lime", "red"), ("blue", "white"), ("white", "blue")]
+CONTENTS = {
+    "sound": [tone(pitch, 0) for pitch in (200, 400, 800, 1600, 3200)],
+    "clip": [clip([a, a, b, b]) for a, b in TURNS],
+}
+
+
+@pytest.mark.parametrize("medium", CONTENTS)
+def test_an_index_of_sounds_or_clips(medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are those of the model with the stored files, which the index keeps and shows; a file finds its like."""
+    folder, media = save_model(tmp_path / "model", medium), CONTENTS[medium]
+    embedder, listing = make_embedder(folder, 4), pair_listing({"train": media_rows(medium, media)})
+    update_index(tmp_path / "index", str(folder), listing, embedder, Accelerator(cpu=True))
+    found = Searcher(tmp_path / "index", device="cpu")
+    assert found.info.medium == medium
+    assert open_index(tmp_path / "index")[1]["content"] == media
+    for row, content in enumerate(media):
+        with Image.open(io.BytesIO(found.stored(row, "thumbnail"))) as thumbnail:
+            assert thumbnail.size == picture({"bytes": content}, medium).size
+    shown = [embedder.medium.read({"bytes": content, "path": None}, None)[0] for content in media]
+    with torch.no_grad():
+        embeds, keys_values = found._model.encode_image(embedder.medium.features(torch.stack(shown)))
+        ids, mask = found._model.text_inputs(["a low tone"])
+        text, states = found._model.encode_text(ids, mask)
+        head = found._model.head_scores(keys_values, states, mask, ids)
+    cosine, scale = (embeds @ text[0]).tolist(), found._model.logit_scale.exp().item()
+    for hit in found.search_text("a low tone", 5):
+        assert hit.score == pytest.approx(cosine[hit.row], abs=2e-3)
+        assert hit.reranked == pytest.approx(cosine[hit.row] + head[hit.row].item() / scale, abs=4e-3)
+    assert 2 not in [hit.row for hit in found.similar(2)]
+    if medium == "clip":
+        with pytest.raises(UnreadableError, match="found by texts"):
+            found.search_file(media[0])
+        return
+    (tmp_path / "query.wav").write_bytes(media[3])
+    for file in (media[3], str(tmp_path / "query.wav")):
+        first = found.search_file(file, 1)[0]
+        assert (first.row, first.score) == (3, pytest.approx(1, abs=2e-3))
+    monkeypatch.setitem(
+        sys.modules, "av", None
+    )  # no codec opens a stranger's file: a WAV file may hold MP3 and much else
+    compressed = bytearray(media[0])
+    compressed[20:22] = (0x55).to_bytes(2, "little")
+    for wrong in (bytes(compressed), b"OggS" + bytes(99), media[3][:99], b"", tone(0), str(tmp_path / "nowhere.wav")):
+        with pytest.raises(UnreadableError):
+            found.search_file(wrong)
+
+
+def test_a_clip_among_images_is_the_mean_of_its_moments(model: Path, tmp_path: Path) -> None:
+    """With a model of images: found by text, by image and by what is similar; shown by its middle; kept by an update."""
+    (tmp_path / "library").mkdir()
+    colours = ["red", "red", "lime", "lime", "blue", "blue", "white", "white"]
+    (tmp_path / "library/one.mp4").write_bytes(clip(colours, (64, 48)))  # AVI inside: files are read by content
+    (tmp_path / "library/two.AVI").write_bytes(clip(["red"] * 300, (64, 48)))  # 75 s
+    (tmp_path / "library/bad.mov").write_bytes(b"no video")
+    for colour in colours[::2]:
+        Image.new("RGB", (64, 48), colour).save(tmp_path / f"library/{colour}.png")
+    flags = ["--model_name_or_path", str(model), "--images", str(tmp_path / "library")]
+    embed.main([*flags, "--index_dir", str(tmp_path / "images")])
+    done = embed.main([*flags, "--index_dir", str(tmp_path / "all"), "--with_clips"])
+    assert (done["images"], done["skipped"]) == (6, 1)
+
+    def embeddings(name: str) -> dict[str, Any]:
+        rows = open_index(tmp_path / name)[1].with_format("torch")
+        return dict(zip(rows["id"][:], rows["embedding"][:].float(), strict=True))
+
+    rows, images = embeddings("all"), embeddings("images")
+    assert rows.keys() - images.keys() == {"one.mp4", "two.AVI"}
+    assert all(torch.equal(rows[name], value) for name, value in images.items())
+    mean = torch.nn.functional.normalize(sum(images.values()), dim=0)
+    torch.testing.assert_close(rows["one.mp4"], mean, rtol=0, atol=0.02)  # frames are stored as JPEG
+    torch.testing.assert_close(rows["two.AVI"], images["red.png"], rtol=0, atol=0.02)
+    again = embed.main([*flags, "--index_dir", str(tmp_path / "all"), "--with_clips"])
+    assert (again["embedded"], again["kept"]) == (0, 6)
+    searcher = Searcher(tmp_path / "all", device="cpu")
+    assert "two.AVI" in [hit.id for hit in searcher.search_image(Image.new("RGB", (64, 48), "red"), 2)]
+    shown = Image.open(io.BytesIO(searcher.large(list(rows).index("one.mp4")))).convert("RGB")
+    assert shown.getpixel((32, 24))[2] > 200 > 60 > shown.getpixel((32, 24))[1]  # blue

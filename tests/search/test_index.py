@@ -1,0 +1,383 @@
+"""An index follows its media: only what changed is embedded, and a killed run leaves nothing that a later one cannot use."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from accelerate import Accelerator
+from filelock import FileLock
+from PIL import Image
+
+from mm_utils.data.media.riff import read_avi, read_wav
+from mm_utils.distributed import RunError
+from mm_utils.search import index as index_folder
+from mm_utils.search import updating
+from mm_utils.search.index import open_index, read_parts, write_index
+from mm_utils.search.listing import Listing, folder_listing
+from mm_utils.search.searcher import Searcher
+from mm_utils.search.updating import update_index
+from scripts import embed
+from tests.kit.fault_images import save
+from tests.kit.media_files import tone
+from tests.kit.models import save_model
+from tests.kit.tiny_run import alone
+from tests.search.conftest import make_embedder, update, write_photos
+
+
+def contents(index: Path) -> dict[str, dict]:
+    return {row["id"]: row for row in open_index(index)[1]}
+
+
+def assert_same(index: Path, other: Path) -> None:
+    """The same rows in the same order; embeddings up to the rounding of other batches."""
+    found, expected = contents(index), contents(other)
+    assert list(found) == list(expected)
+    for name, row in expected.items():
+        assert found[name].pop("embedding") == pytest.approx(row.pop("embedding"), abs=2e-3)
+        assert found[name] == row
+
+
+def test_an_index_is_a_data_set_of_unit_vectors(index: Path, photos: Path) -> None:
+    [file] = index.glob("rows-*.arrow")
+    rows = datasets.Dataset.from_file(str(file))
+    assert rows["id"] == sorted(path.relative_to(photos).as_posix() for path in photos.rglob("*.png"))
+    assert np.linalg.norm(np.array(rows["embedding"], np.float32), axis=1) == pytest.approx(1, abs=2e-3)
+    assert all(thumbnail.startswith(b"\xff\xd8\xff") for thumbnail in rows["thumbnail"])
+    info = json.loads((index / "index.json").read_text())
+    assert (info["images"], info["skipped"]) == (30, 0)
+    assert not list(index.glob("parts-*"))
+
+
+def test_only_added_and_changed_files_are_embedded(model: Path, tmp_path: Path) -> None:
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(100))
+    assert update(index, model, photos).embedded == 100
+    write_photos(photos, range(100, 110))
+    write_photos(photos, range(5), seed=1)
+    for number in (50, 51, 52):
+        (photos / f"{number % 2}/{number:03d}.png").unlink()
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.images) == (15, 92, 3, 107)
+    update(tmp_path / "fresh", model, photos)
+    assert_same(index, tmp_path / "fresh")
+    [rows] = index.glob("rows-*.arrow")
+    assert update(index, model, photos).embedded == 0
+    assert list(index.glob("rows-*.arrow")) == [rows], "nothing changed, so nothing is written"
+    photos.rename(tmp_path / "moved")
+    assert update(index, model, tmp_path / "moved").embedded == 0
+    assert contents(index)["0/054.png"]["path"] == str(tmp_path / "moved/0/054.png")
+
+
+def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) -> None:
+    photos, index = tmp_path / "photos", tmp_path / "index"
+    write_photos(photos, range(4))
+    whole = (photos / "0/000.png").read_bytes()
+    (photos / "0/000.png").write_bytes(whole[:-20])
+    (photos / "page.jpg").write_text("<html>")
+    (photos / "away.jpg").symlink_to("/etc/hostname")
+    for name in ("notes.txt", "a.NEF", ".c.nef"):
+        (photos / name).write_text("no image")
+    done = update(index, model, photos)
+    assert (done.embedded, done.skipped, done.images) == (3, 4, 3)
+    lines = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
+    assert {line["id"]: line["reason"] for line in lines} == {
+        "0/000.png": "image_truncated",
+        "page.jpg": "image_unknown_format",
+        "a.NEF": "image_unknown_format",
+        "away.jpg": "outside_root",
+    }
+    (photos / "0/000.png").write_bytes(whole)
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.images) == (1, 3, 4)
+
+
+def test_rows_stay_whose_folder_cannot_be_read_for_a_moment(model: Path, tmp_path: Path, monkeypatch) -> None:
+    photos, index, listed = tmp_path / "photos", tmp_path / "index", os.scandir
+    write_photos(photos, range(8))
+    update(index, model, photos)
+    (photos / "1/001.png").unlink()
+
+    def scan(path: Any) -> Any:
+        if str(path).endswith("photos/0"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scan)
+        done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.skipped, done.images) == (0, 7, 1, 1, 7)
+    done = update(index, model, photos)
+    assert (done.embedded, done.kept, done.removed, done.images) == (0, 7, 0, 7)
+
+
+def killed_everywhere(model: Path, folder: Path) -> tuple[int, int]:
+    """Kill an update before the 1st, the 2nd ... file that it opens to write, renames or removes, until one has ended."""
+    photos, index = folder / "photos", folder / "index"
+    torch.set_num_threads(1)
+    write_photos(photos, range(4))
+    updating.FLUSH_SECONDS = 0.0
+    update(index, model, photos)
+    old = list(contents(index))
+    write_photos(photos, range(4, 12))
+    update(folder / "whole", model, photos)
+    task = str(model), folder_listing(str(photos)), make_embedder(model, 4)
+    kills = parts = 0
+    while kills < 99:
+        shutil.copytree(index, folder / f"{kills}")
+        pid = os.fork()
+        if pid == 0:
+            _kill_at_write(kills)
+            try:
+                update_index(folder / f"{kills}", *task, Accelerator(cpu=True))
+            finally:
+                os._exit(0)
+        if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+            break
+        info, rows = open_index(folder / f"{kills}")
+        assert rows["id"][:] in (old, list(contents(folder / "whole")))
+        parts = max(parts, len(read_parts(folder / f"{kills}", info)))
+        update_index(folder / f"{kills}", *task, Accelerator(cpu=True))
+        assert_same(folder / f"{kills}", folder / "whole")
+        assert len(list((folder / f"{kills}").glob("rows-*.arrow"))) == 1
+        kills += 1
+    return kills, parts
+
+
+def test_killed_at_any_write_an_index_has_its_old_rows_or_the_new(model: Path, tmp_path: Path) -> None:
+    status, (kills, parts) = alone(killed_everywhere, model, tmp_path)
+    assert (status, parts) == (0, 2)
+    assert kills > 10
+
+
+def _kill_at_write(countdown: int) -> None:
+    def hook(event: str, args: tuple) -> None:
+        nonlocal countdown
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
+            if countdown == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            countdown -= 1
+
+    sys.addaudithook(hook)
+
+
+def test_a_reader_beside_updates_sees_whole_rows(index: Path, tmp_path: Path) -> None:
+    shutil.copytree(index, tmp_path / "index")
+    info, rows = open_index(tmp_path / "index")
+    table, ended = rows.data.table, threading.Event()
+
+    def write() -> None:
+        while not ended.wait(0.02):
+            write_index(tmp_path / "index", info, [table], [])
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(write)
+        try:
+            for _ in range(150):
+                assert len(open_index(tmp_path / "index")[1]) == 30
+        finally:
+            ended.set()
+        running.result()
+
+
+def _cut(path: Path, left: int) -> None:
+    path.write_bytes(path.read_bytes()[:left])
+
+
+def _flip(folder: Path) -> None:
+    """Flip a bit of an embedding."""
+    vector = open_index(folder)[1].data.column("embedding").chunks[0].flatten().to_numpy().tobytes()[64:128]
+    content = bytearray(_rows(folder).read_bytes())
+    content[content.index(vector) + 9] ^= 2
+    _rows(folder).write_bytes(content)
+
+
+def _set(folder: Path, **values: Any) -> None:
+    path = folder / "index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def _rows(folder: Path) -> Path:
+    return next(folder.glob("rows-*.arrow"))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "rows cut": lambda folder: _cut(_rows(folder), 9999),
+    "rows gone": lambda folder: _rows(folder).unlink(),
+    "a bit of a row": _flip,
+    "info cut": lambda folder: _cut(folder / "index.json", 40),
+    "info deep": lambda folder: (folder / "index.json").write_text("[" * 100_000),
+    "a file outside": lambda folder: _set(folder, rows="/etc/passwd"),
+    "another width": lambda folder: _set(folder, width=7),
+    "another medium": lambda folder: _set(folder, medium="sound"),
+    "another version": lambda folder: _set(folder, version=2),
+    "a field more": lambda folder: _set(folder, more=1),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_index_is_named_with_the_remedy(name: str, index: Path, model: Path, photos: Path, tmp_path: Path):
+    folder = tmp_path / "index"
+    shutil.copytree(index, folder)
+    DAMAGES[name](folder)
+    for use in (lambda: Searcher(folder, device="cpu"), lambda: update(folder, model, photos)):
+        with pytest.raises((ValueError, RunError), match=rf"{folder}.*Delete the folder, and run"):
+            use()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_disk_is_a_line_and_the_old_rows_stay(
+    number: int, index: Path, model: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(index, tmp_path / "index")
+    shutil.copytree(photos, tmp_path / "photos")
+    write_photos(tmp_path / "photos", range(30, 32))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for module, name in ((updating, "write_part"), (pa, "OSFile"), (index_folder, "write_atomic")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, refuse)
+            with pytest.raises(RunError, match=rf"{tmp_path}/index.*{os.strerror(number)}"):
+                update(tmp_path / "index", model, tmp_path / "photos")
+        assert len(contents(tmp_path / "index")) == 30
+    assert update(tmp_path / "index", model, tmp_path / "photos").images == 32
+
+
+def test_parts_that_are_damaged_or_of_another_model_are_not_read(model: Path, tmp_path: Path, caplog) -> None:
+    write_photos(tmp_path / "photos", range(6))
+    update(tmp_path / "whole", model, tmp_path / "photos")
+    info, _ = open_index(tmp_path / "whole")
+    for name, left in ((info.fingerprint, -4000), ("0" * 32, None)):
+        place = tmp_path / f"index/parts-{name}"
+        place.mkdir(parents=True)
+        (place / "a.arrow").write_bytes(_rows(tmp_path / "whole").read_bytes()[:left])
+    with pytest.raises(ValueError, match=r"not all embedded. Run scripts/embed.py again"):
+        open_index(tmp_path / "index")
+    assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 6
+    assert "is damaged" in caplog.text
+    assert_same(tmp_path / "index", tmp_path / "whole")
+    assert not list((tmp_path / "index").glob("parts-*"))
+
+
+def test_a_second_run_and_a_folder_of_something_else_are_refused(model: Path, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir()
+    with FileLock(tmp_path / "index/.lock"), pytest.raises(RunError, match="another run writes"):
+        update(tmp_path / "index", model, photos)
+    (tmp_path / "index/mine.txt").touch()
+    with pytest.raises(ValueError, match="holds something else"):
+        update(tmp_path / "index", model, photos)
+
+
+def test_pairs_are_embedded_with_their_captions(model: Path, corpus: Path, own_cache: Path, tmp_path: Path) -> None:
+    flags = ["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "index"), "--train_file", str(corpus)]
+    assert embed.main([*flags, "--dataloader_num_workers", "0"])["images"] == 24
+    rows = contents(tmp_path / "index")
+    assert {name.split("/")[0] for name in rows} == {"train", "validation"}
+    assert all(len(row["captions"]) == 2 for row in rows.values())
+    assert embed.main([*flags, "--split", "validation"])["removed"] == 16
+
+
+def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(model: Path, tmp_path: Path) -> None:
+    def listing(count: int, seed: int, caption: str) -> Listing:
+        write_photos(tmp_path / "photos", range(count))
+        write_photos(tmp_path / "photos", range(1), seed)
+        files = [tmp_path / f"photos/{number % 2}/{number:03d}.png" for number in range(count)]
+        images = [{"bytes": file.read_bytes(), "path": None} for file in files]
+        features = folder_listing(str(tmp_path)).rows.features
+        rows = datasets.Dataset.from_dict({"image": images, "captions": [[caption]] * count}, features)
+        return Listing([f"test/{number}" for number in range(count)], rows)
+
+    args, tools = (tmp_path / "index", str(model)), (make_embedder(model), Accelerator(cpu=True))
+    assert update_index(*args, listing(5, 0, "x"), *tools).embedded == 5
+    assert update_index(*args, listing(6, 1, "x"), *tools).embedded == 2
+    assert update_index(*args, listing(6, 1, "y"), *tools).embedded == 0
+    assert {tuple(row["captions"]) for row in contents(tmp_path / "index").values()} == {("y",)}
+
+
+def moving(*colours: str) -> bytes:
+    """A GIF, four frames a second, which no codec is needed for."""
+    frames = [Image.new("RGB", (32, 24), colour) for colour in colours]
+    return save(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=250)
+
+
+FILES = {
+    "sound": ("wav", [tone(pitch, rate=8000) for pitch in (200, 400, 800)], tone(5000)),
+    "clip": (
+        "gif",
+        [moving(*turn) for turn in [("red", "lime"), ("lime", "red"), ("blue", "white")]],
+        moving("red", "black"),
+    ),
+}
+
+
+@pytest.mark.parametrize("medium", FILES)
+def test_a_folder_of_sounds_or_of_moving_pictures(medium: str, tmp_path: Path) -> None:
+    suffix, media, other = FILES[medium]
+    folder, index, model = tmp_path / "media", tmp_path / "index", save_model(tmp_path / "model", medium)
+    folder.mkdir()
+    for number, content in enumerate(media):
+        (folder / f"{number}.{suffix}").write_bytes(content)
+    (folder / "picture.png").touch()
+    (folder / f"broken.{suffix}").write_bytes(b"RIFF")
+
+    def run() -> Any:
+        listing = folder_listing(str(folder), medium=medium)
+        return update_index(index, str(model), listing, make_embedder(model, 4), Accelerator(cpu=True))
+
+    assert (run().embedded, run().kept) == (3, 3)
+    (folder / f"0.{suffix}").write_bytes(other)
+    assert run().embedded == 1
+    rows = contents(index)
+    assert list(rows) == [f"{at}.{suffix}" for at in range(3)]
+    if medium == "sound":
+        samples, rate = read_wav(rows["1.wav"]["content"])
+        assert (rate, len(samples)) == (16000, 8000)
+        assert Searcher(index, device="cpu").search_file(str(folder / "0.wav"), 1)[0].id == "0.wav"
+    else:
+        frames, rate = read_avi(rows["1.gif"]["content"])
+        assert (rate, len(frames)) == (4.0, 2)  # each shown for a quarter of a second, as prepared sets keep them
+    skipped = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["reason"][:7]) for line in skipped] == [(f"broken.{suffix}", "medium_")]
+
+
+def test_a_model_whose_weights_tokenizer_or_pooling_have_changed_is_refused(index: Path, model: Path, tmp_path: Path):
+    folder = tmp_path / "index"
+    shutil.copytree(index, folder)
+    info, _ = open_index(folder)
+
+    def changed(name: str, file: str, old: str, new: str) -> Path:
+        copy = tmp_path / name
+        shutil.copytree(model, copy)
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new))
+        return copy
+
+    texts = changed("texts", "config.json", '"text_pooling": "mean"', '"text_pooling": "cls"')
+    words = changed("words", "tokenizer.json", '"lowercase": true', '"lowercase": false')
+    weights = changed("weights", "config.json", '"vision_pooling": "pooler"', '"vision_pooling": "mean"')
+    for copy in (texts, words, weights):
+        write_index(folder, replace(info, model=str(copy)), None, [])  # as if it had been changed where it lies
+        with pytest.raises(RunError, match="made with other weights or another tokenizer"):
+            Searcher(folder, device="cpu")
+    write_index(folder, info, None, [])
+    for copy in (texts, words):  # another text side under another name searches the same images
+        assert Searcher(folder, str(copy), device="cpu").search_text("red", 1)
+    with pytest.raises(RunError, match="made with other weights"):
+        Searcher(folder, str(weights), device="cpu")

@@ -58,7 +58,7 @@ class StoredVectors:
 
     def cosines(self, query_QE: Tensor) -> Tensor:
         """Return the products of unit queries with all rows, `[Q, N]`; a block of the file stays in a core's cache."""
-        return torch.cat([query_QE @ torch.from_numpy(block.astype(np.float32)).T for block in self.blocks], 1)
+        return torch.cat([torch.from_numpy(block.astype(np.float32)) @ query_QE.T for block in self.blocks]).T.contiguous()
 
 
 def best(rows: np.ndarray, score_n: Tensor, count: int) -> Hits:

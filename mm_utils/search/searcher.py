@@ -271,7 +271,7 @@ class Searcher:
                 found = best(rows, self._vectors.cosines(query_E[None])[0][rows], wide)
             hits = [hit for hit in found if hit[0] != without]
             pairs = (
-                near_pairs(self._prints([row for row, _ in hits]), run=_all_pairs) if hits else np.empty((0, 2), int)
+                near_pairs(self._prints([row for row, _ in hits])) if hits else np.empty((0, 2), int)
             )
             # A copy goes to the first hit that it is near to; so longer answers begin as shorter ones do.
             copy_of: dict[int, int] = {}
@@ -328,12 +328,6 @@ class Searcher:
             names = [self._texts[each]["id"] for each in copies.get(row, ())]
             found.append(Hit(row, rank, score, head.get(row), **self._texts[row], copies=names))
         return found
-
-
-def _all_pairs(hash_N: np.ndarray, radius: int, confirmed: Callable[[np.ndarray], np.ndarray]) -> list[np.ndarray]:
-    """Return the confirmed pairs of a few hashes."""
-    apart = np.bitwise_count(hash_N[:, None] ^ hash_N[None])
-    return [confirmed(np.argwhere(np.triu(apart <= radius, 1)))]
 
 
 def read_query(file: str | bytes, medium: Any) -> Tensor:

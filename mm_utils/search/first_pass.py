@@ -9,6 +9,7 @@ Shape letters: N images of the index, Q queries, E embedding width.
 import hashlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ class StoredVectors:
 
     def __init__(self, rows: datasets.Dataset):
         chunks = [chunk for chunk in rows.data.column("embedding").chunks if len(chunk)]
-        self.blocks = [chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1) for chunk in chunks]
+        arrays = [chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1) for chunk in chunks]
+        with warnings.catch_warnings():  # torch would rather write to them
+            warnings.simplefilter("ignore")
+            self.blocks = [torch.from_numpy(array) for array in arrays]
         self._ends = np.cumsum([len(block) for block in self.blocks])
 
     def __len__(self) -> int:
@@ -54,11 +58,14 @@ class StoredVectors:
         blocks = np.searchsorted(self._ends, rows, side="right").tolist()
         places = (np.asarray(rows) - self._ends[blocks]).tolist()  # from the end of the block
         found = [self.blocks[block][place] for block, place in zip(blocks, places, strict=True)]
-        return torch.from_numpy(np.stack(found)).float() if found else torch.empty(0, self.width)
+        return torch.stack(found).float() if found else torch.empty(0, self.width)
 
-    def cosines(self, query_QE: Tensor) -> Tensor:
-        """Return the products of unit queries with all rows, `[Q, N]`; a block of the file stays in a core's cache."""
-        return torch.cat([torch.from_numpy(block.astype(np.float32)) @ query_QE.T for block in self.blocks]).T.contiguous()
+    def cosines(self, query: Tensor) -> Tensor:
+        """Return the products of all rows with a unit query `[E]` or `[E, Q]`: `[N]` or `[N, Q]`.
+
+        A block of the file stays in a core's cache.
+        """
+        return torch.cat([block.float() @ query for block in self.blocks])
 
 
 def best(rows: np.ndarray, score_n: Tensor, count: int) -> Hits:
@@ -105,7 +112,7 @@ def open_faiss(text: str, folder: Path, name: str, vectors: StoredVectors) -> Ca
             index.train(vectors.take(np.sort(drawn)).numpy())
         if not file.is_file():
             for block in vectors.blocks:
-                index.add(block.astype(np.float32))
+                index.add(block.float().numpy())
             temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
             faiss.write_index(index, str(temporary))
             temporary.replace(file)

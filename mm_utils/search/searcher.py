@@ -195,7 +195,7 @@ class Searcher:
         with self._lock, torch.no_grad():
             query_QE, _ = self._model.encode_text(*self._model.text_inputs(texts), with_states=False)
             parts = normalize(query_QE.float().cpu(), dim=1).split(10)  # 40 MB of scores for a million images
-            return float(torch.cat([self._vectors.cosines(part).amax(1) for part in parts]).quantile(_FLOOR))
+            return float(torch.cat([self._vectors.cosines(part.T).amax(0) for part in parts]).quantile(_FLOOR))
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
@@ -268,11 +268,9 @@ class Searcher:
                 found = self._first_pass(query_E, wide)
             else:
                 rows = np.flatnonzero(self._mask_N)
-                found = best(rows, self._vectors.cosines(query_E[None])[0][rows], wide)
+                found = best(rows, self._vectors.cosines(query_E)[rows], wide)
             hits = [hit for hit in found if hit[0] != without]
-            pairs = (
-                near_pairs(self._prints([row for row, _ in hits])) if hits else np.empty((0, 2), int)
-            )
+            pairs = near_pairs(self._prints([row for row, _ in hits])) if hits else np.empty((0, 2), int)
             # A copy goes to the first hit that it is near to; so longer answers begin as shorter ones do.
             copy_of: dict[int, int] = {}
             for first, second in pairs.tolist():

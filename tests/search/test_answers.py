@@ -150,7 +150,7 @@ def test_a_first_pass_finds_what_exact_search_finds_with_its_scores(kind: str, t
     find = open_faiss(kind, tmp_path, "rows-1.arrow", stored)
     for query_E in unit(20, seed=1):
         score_N = unit(ROWS).half().float() @ query_E
-        exact = best(np.arange(ROWS), stored.cosines(query_E[None])[0], 10)
+        exact = best(np.arange(ROWS), stored.cosines(query_E), 10)
         assert [row for row, _ in exact] == score_N.argsort(descending=True)[:10].tolist()
         found = find(query_E, 10)
         assert [score for _, score in found] == pytest.approx(score_N[[row for row, _ in found]].tolist())

@@ -37,12 +37,10 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.open_clip import opened
-from mm_utils.model.pretrained import OwnCodeError, check_words, explained, is_dual_encoder, load_config, load_tower
+from mm_utils.model.pretrained import OwnCodeError, check_words, explained, load_config, load_tower
 from mm_utils.model.stock import identity_projection, load_stock
 
 logger = logging.getLogger(__name__)
-
-# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def build_model(
@@ -192,7 +190,7 @@ def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
 
 
 def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
-    """Load a model: a run's folder, a checkpoint, a stock model (`is_dual_encoder`), a Hub id.
+    """Load a model: a run's folder, a checkpoint, a stock model of `DUAL_ENCODERS`, a Hub id.
 
     Args:
         head: fields of `FusionDualEncoderConfig` for the new fusion head of a stock model; others have theirs.
@@ -203,13 +201,13 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     title, name = f"{name} holds no model", opened(name)
     try:
         config = load_config(title, name)
-        if is_dual_encoder(config):
+        if config.model_type in DUAL_ENCODERS:
             return load_stock(name, config, **head)
         if config.model_type != FusionDualEncoderConfig.model_type:
             raise ValueError(
                 f"{title} that can be taken as a whole; its type is {config.model_type}, and those that can are "
-                f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}, and others that embed images and texts. Choose "
-                "one of these, or give it as --vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
+                f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}. Choose one of these, or give it as "
+                "--vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
             )
         with explained(title, name):
             model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
@@ -224,8 +222,10 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
 
 
 def freeze_unreached(model: FusionDualEncoderModel) -> int:
-    """Freeze parameters of the towers that no output depends on; return their total size."""
-    # Whether the heads and the bias are trained depends on the objectives.
+    """Freeze parameters of the towers that no output depends on; return their total size.
+
+    Whether the heads and the bias are trained depends on the objectives.
+    """
     towers = (parameter for tower in (model.vision_model, model.text_model) for parameter in tower.parameters())
 
     def output(images: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

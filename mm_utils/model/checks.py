@@ -3,9 +3,14 @@
 import shlex
 from pathlib import Path
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel, text_positions
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    DUAL_ENCODERS,
+    FusionDualEncoderConfig,
+    FusionDualEncoderModel,
+    text_positions,
+)
 from mm_utils.model.open_clip import opened
-from mm_utils.model.pretrained import is_dual_encoder, load_config
+from mm_utils.model.pretrained import load_config
 from mm_utils.places import missing
 
 
@@ -36,7 +41,7 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
             )
         )
     config = load_config(title, name)
-    if config.model_type == FusionDualEncoderConfig.model_type or is_dual_encoder(config):
+    if config.model_type in (FusionDualEncoderConfig.model_type, *DUAL_ENCODERS):
         return
     towers = [tower for tower, sign in (("vision", "num_channels"), ("text", "vocab_size")) if hasattr(config, sign)]
     towers = ["vision", "text"] if hasattr(config, "vision_config") else towers or ["vision", "text"]

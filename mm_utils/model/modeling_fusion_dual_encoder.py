@@ -75,8 +75,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
     """Two backbone configs, pooling and projection, and the shape of the fusion head.
 
     Args:
-        medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
         vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries.
+        medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
         projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
         projection: one of `PROJECTIONS`, of new models between backbones: `mlp` is `ResidualProjection`.
         logit_scale_init_value: initial log inverse temperature; 2.6592 is log(1 / 0.07).
@@ -97,8 +97,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
             cosine, as fitted on the validation split; 0 for one that does not help, None if nothing was fitted.
         freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
-        dual_encoder_type: the model type of the stock class that it can be saved as, one of `DUAL_ENCODERS` or a further one
-            of transformers that has the parts of a CLIP.
+        dual_encoder_type: the model type of the stock class that it can be saved as, one of `DUAL_ENCODERS`.
         text_padding: `length`, `side` and `pad_token_id`, if the text tower reads padding like words, as SigLIP's was trained
             to; None if padding is masked.
         classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
@@ -172,22 +171,15 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             if value != getattr(self, name):  # the class has the usual ones, which files do not name
                 setattr(self, name, value)
         self.projection_dim = projection_dim or min(256, 3 * text_width // 4)
-        self.logit_scale_init_value = logit_scale_init_value
-        self.logit_bias_init_value = logit_bias_init_value
+        self.logit_scale_init_value, self.logit_bias_init_value = logit_scale_init_value, logit_bias_init_value
         self.vision_pooling, self.text_pooling = vision_pooling, text_pooling
-        self.vision_widths = list(vision_widths)
-        self.vision_pooled_width = vision_pooled_width
+        self.vision_widths, self.vision_pooled_width = list(vision_widths), vision_pooled_width
         self.text_width = text_width
-        self.fusion_layers = fusion_layers
-        self.fusion_dim = fusion_dim
-        self.fusion_heads = fusion_heads
-        self.fusion_mlp_ratio = fusion_mlp_ratio
-        self.fusion_vision_taps = list(fusion_vision_taps)
-        self.fusion_text_taps = list(fusion_text_taps)
-        self.fusion_tokens_per_tap = fusion_tokens_per_tap
+        self.fusion_layers, self.fusion_dim, self.fusion_heads = fusion_layers, fusion_dim, fusion_heads
+        self.fusion_mlp_ratio, self.fusion_tokens_per_tap = fusion_mlp_ratio, fusion_tokens_per_tap
+        self.fusion_vision_taps, self.fusion_text_taps = list(fusion_vision_taps), list(fusion_text_taps)
         self.token_head, self.caption_head, self.region_head = token_head, caption_head, region_head
-        self.rerank_weights = rerank_weights
-        self.freeze_batch_norm = freeze_batch_norm
+        self.rerank_weights, self.freeze_batch_norm = rerank_weights, freeze_batch_norm
         self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
@@ -200,15 +192,14 @@ def _refuse_old_entries(entries: dict[str, Any], medium: str, dual_encoder_type:
             f"media in config.json is {', '.join(media)}; a model reads one medium, and this one was trained on several. Take "
             f"media/{next(iter(media))} in its folder, which is a whole model, or for {medium}s delete media from config.json."
         )
-    entries |= {"dual_encoder_type": dual_encoder_type, "projection": projection}
-    left = {
-        "fusion_direction": "both",
-        "fusion_hierarchy": False,
-        "dual_encoder_type": "xclip",
-        "projection": "classes",
-    }
-    for name, value in left.items():
-        if entries.pop(name, None) == value:
+    had = {"fusion_direction": None, "fusion_hierarchy": None, **entries}
+    had |= {"dual_encoder_type": dual_encoder_type, "projection": projection}
+    for name, value in (
+        *(("fusion_direction", "both"), ("fusion_hierarchy", False)),
+        *(("dual_encoder_type", "xclip"), ("projection", "classes")),
+    ):
+        entries.pop(name, None)
+        if had[name] == value:
             raise ValueError(
                 f"{name} in config.json is {value}, which this version does not read. Load the folder with AutoModel and "
                 "trust_remote_code=True: it holds the code that it was saved with."
@@ -254,9 +245,8 @@ def input_shape(backbone: Any) -> tuple[int, ...]:
         return config.max_length, config.num_mel_bins
     if hasattr(config, "spec_size"):
         return 1, config.spec_size**2 // config.num_mel_bins, config.num_mel_bins
-    of_timm = getattr(config, "pretrained_cfg", None) or {}
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
-    size = size or of_timm.get("input_size", (64,))[-1]
+    size = size or (getattr(config, "pretrained_cfg", None) or {}).get("input_size", (64,))[-1]  # of timm
     if isinstance(backbone, Siglip2VisionModel):
         size = math.isqrt(config.num_patches) * config.patch_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -280,32 +270,27 @@ def vision_tower(config: Any) -> Any:
     return made.get_encoder() if config.model_type == "whisper" else made
 
 
-def class_of_tower(config: Any) -> Any:
-    """Return the class that is named after a config of transformers, None if there is none."""
-    name = type(config).__module__
-    module = importlib.import_module(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
-    return getattr(module, f"{type(config).__name__.removesuffix('Config')}Model", None)
-
-
 def _made(config: Any) -> Any:
     """Make a tower; `AutoModel` does not know some that are parts of stock models."""
     if config.model_type == "chinese_clip_text_model":
         return ChineseCLIPTextModel(config, add_pooling_layer=False)
-    is_part = config.__module__.startswith("transformers.") and type(config) not in MODEL_MAPPING
-    return class_of_tower(config)(config) if is_part else AutoModel.from_config(config)
+    name = type(config).__module__
+    if name.startswith("transformers.") and type(config) not in MODEL_MAPPING:
+        module = importlib.import_module(name.replace("configuration_", "modeling_"))
+        return getattr(module, f"{type(config).__name__.removesuffix('Config')}Model")(config)
+    return AutoModel.from_config(config)
 
 
 def take_images(vision_model: PreTrainedModel) -> None:
-    """Let a Siglip2 tower, which reads patches, take images `[B, 3, H, W]` as other towers do."""
+    """Let a Siglip2 tower, which reads patches `[B, N, p * p * 3]`, take images `[B, 3, H, W]` as other towers do."""
     if not isinstance(vision_model, Siglip2VisionModel) or vision_model._forward_pre_hooks:
         return
 
     def cut(embeddings: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Cut images into patches `[B, N, p * p * 3]`, row by row, the colours last."""
         side = embeddings.patch_size
         if given[0].dim() == 3:
             return given
-        patches = given[0].unflatten(3, (-1, side)).unflatten(2, (-1, side))  # B, 3, h, p, w, p
+        patches = given[0].unflatten(3, (-1, side)).unflatten(2, (-1, side))  # B, 3, h, p, w, p; the colours come last
         grid = torch.tensor([patches.shape[2:5:2]]).expand(patches.shape[0], -1)
         return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2), grid
 
@@ -552,8 +537,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         Raises:
             ValueError: if weights are missing, in whose place transformers would put random ones.
         """
-        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        model, info = loaded
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         # A classifier may start from a model without one.
         new = () if cls.__name__ in (model.config.architectures or ()) else "classifier."
         for kind in ("unexpected", "missing"):
@@ -640,8 +624,7 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the pooled output `[B, C]` of the vision backbone, and the pooled taps."""
-        head = self.fusion if with_taps else None
-        tower, config = self.vision_model, self.config
+        head, tower, config = self.fusion if with_taps else None, self.vision_model, self.config
         name, medium = input_name(tower), config.medium
         if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance
             pixel_values = (pixel_values + 35) / 33
@@ -670,15 +653,10 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.config.text_padding is not None:
             input_ids, columns = _pad_unmasked(input_ids, attention_mask, **self.config.text_padding)
             mask = None
-        output = self.text_model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            output_hidden_states=any(tap != -1 for tap in taps),
-            return_dict=True,
-        )
+        wanted = {"output_hidden_states": any(tap != -1 for tap in taps), "return_dict": True}
+        output = self.text_model(input_ids=input_ids, attention_mask=mask, **wanted)
         # Some towers normalise their output once more, so that it is not the last of the hidden states.
-        found = [output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps]
-        states = torch.cat(found, -1)
+        states = torch.cat([output.last_hidden_state if tap == -1 else output.hidden_states[tap] for tap in taps], -1)
         if columns is not None:
             states = states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
         return pool_output(output, self.config.text_pooling, mask), states
@@ -707,25 +685,17 @@ class FusionDualEncoderModel(PreTrainedModel):
     @property
     def voices(self) -> list[str]:
         """Name the scores that the head can give a pair: those of its parts that were trained."""
-        has = {
-            "match": self.fusion is not None and bool(self.fusion.match.weight.any()),
-            "caption": self.caption_adapter is not None,
-        }
-        return [name for name, given in has.items() if given]
+        matches = self.fusion is not None and bool(self.fusion.match.weight.any())
+        return ["match"] * matches + ["caption"] * (self.caption_adapter is not None)
 
     def voice_scores(
-        self,
-        voices: Sequence[str],
-        keys_values: KeysValues,
-        text_states: Tensor,
-        attention_mask: Tensor,
-        input_ids: Tensor,
+        self, voices: Sequence[str], keys_values: KeysValues, text_states: Tensor, mask: Tensor, input_ids: Tensor
     ) -> Tensor:
         """Return the scores `[P, voices]` of P pairs; only `caption` reads `input_ids`."""
         columns = [
-            self.match_pairs(keys_values, text_states, attention_mask)
+            self.match_pairs(keys_values, text_states, mask)
             if name == "match"
-            else self.caption_scores(keys_values, input_ids, attention_mask)
+            else self.caption_scores(keys_values, input_ids, mask)
             for name in voices
         ]
         return torch.stack([column.float() for column in columns], 1)
@@ -805,9 +775,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             output.match_logits = self.match_pairs(output.keys_values, output.text_states, attention_mask)
         if return_loss:
             target = torch.arange(len(output.logits_per_text), device=output.logits_per_text.device)
-            output.loss = (
-                F.cross_entropy(output.logits_per_text, target) + F.cross_entropy(output.logits_per_image, target)
-            ) / 2
+            both = output.logits_per_text, output.logits_per_image
+            output.loss = sum(F.cross_entropy(logits, target) for logits in both) / 2
         return FusionDualEncoderOutput(**output, logit_scale=self.logit_scale)  # in the order of the fields
 
     # -- for people: pictures and sentences in, numbers out ---------------------------------------------------------

@@ -15,15 +15,13 @@ from torch import Tensor
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig
 
 from mm_utils.model.join import probe_input
-from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderConfig
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SOUND_PARTS = {"whisper": "encoder", "clap": "audio_model"}  # what a model has besides its sound tower is left out
-_SHOWN = 3  # names of weights in a message
 
 
 def load_tower(
@@ -36,10 +34,9 @@ def load_tower(
     Args:
         name: a folder or a Hub id.
         tower: `vision` or `text`.
-        frozen: whether the tower will not be trained.
 
     Raises:
-        ValueError: if there is no such backbone, or weights are missing that nothing would train.
+        ValueError: if there is no such backbone, or weights are missing that nothing would train, as the tower is `frozen`.
     """
     flag = f"--{tower}_model_name_or_path is {name}"
     config = load_config(flag, name, trust_remote_code)
@@ -71,8 +68,7 @@ def load_tower(
         )
     in_tokens, in_pooler = _split_missing(model, tower, missing)
     if in_tokens:
-        names = f"{', '.join(in_tokens[:_SHOWN])}{', ...' if len(in_tokens) > _SHOWN else ''}"
-        lacks = f"{flag}; it lacks {len(in_tokens)} weights of a {config.model_type} ({names})"
+        lacks = f"{flag}; it lacks {len(in_tokens)} weights of a {config.model_type}, such as {in_tokens[0]}"
         if frozen:
             raise ValueError(
                 f"{lacks}, and frozen they would stay random. Drop --freeze_{tower}, or choose another checkpoint."
@@ -123,14 +119,10 @@ class OwnCodeError(ValueError):
 
 @contextmanager
 def explained(what: str, name: str) -> Iterator[None]:
-    """Turn any error of `from_pretrained(name)` into a ValueError that says what to do.
-
-    Args:
-        what: beginning of the message.
+    """Turn any error of `from_pretrained(name)` into a ValueError that begins with `what` and says what to do.
 
     Raises:
         OwnCodeError: if the model needs Python code of its own.
-        ValueError: if it has only pickled weights, or cannot be read.
     """
     if not Path(name).is_dir():
         if problem := missing(name):
@@ -138,34 +130,20 @@ def explained(what: str, name: str) -> Iterator[None]:
         use_cache_without_network()
     try:
         yield
-    except (
-        Exception
-    ) as error:  # of any kind: odd values in a config.json raise AttributeError, KeyError, ImportError ...
+    except Exception as error:  # odd values in a config.json raise AttributeError, KeyError, ImportError ...
         if "trust_remote_code" in str(error):
             raise OwnCodeError(
                 f"{what}; it needs Python code of its own, and no code of others is run unasked. Read that code, then "
                 "give --trust_remote_code, or choose another model."
             ) from error
-        folder = Path(name)
-        pickles = (
-            [path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))] if folder.is_dir() else []
-        )
-        if "safetensors" in str(error) and (pickles or not folder.is_dir()):
+        pickles = [path.name for path in sorted(Path(name).glob("*")) if path.suffix in _PICKLES]
+        if "safetensors" in str(error) and (pickles or not Path(name).is_dir()):
             raise ValueError(
                 f"{what}; it has no model.safetensors{f', but {pickles[0]}' if pickles else ''}, and pickles, which can "
                 "run any code, are not read. Convert it where nothing can be lost: "
                 "AutoModel.from_pretrained(...).save_pretrained(...)."
             ) from error
         raise ValueError(f"{what}; it cannot be loaded: {one_line(error)}") from error
-
-
-def is_dual_encoder(config: Any) -> bool:
-    """Return whether a configuration is that of a model of `transformers` that embeds images and texts."""
-    if config.model_type == FusionDualEncoderConfig.model_type:
-        return False
-    found = MODEL_MAPPING.get(type(config), None)
-    embeds = all(hasattr(found, f"get_{side}_features") for side in ("text", "image"))
-    return config.model_type in DUAL_ENCODERS or embeds
 
 
 def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTrainedConfig:

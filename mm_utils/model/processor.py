@@ -68,7 +68,7 @@ def load_processor(
         seconds: how much of a sound is read; default: 10 s, or what the pretrained tower reads.
 
     Raises:
-        ValueError: if a part is missing or damaged, is of other media, or the sound tower cannot read as much.
+        ValueError: if a part is missing or damaged, or is of other media.
     """
     if args.image_size and medium == "sound" and args.model_name_or_path:
         raise ValueError(
@@ -135,8 +135,7 @@ def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImagePr
     size = args.image_size or vision_preset(args, medium).get("image_size")
     if isinstance(size, list):
         raise ValueError(
-            f"--vision_config is {args.vision_config}, whose image_size is {size}; here {medium}s are squares. Give tiny, or a "
-            "config with one number."
+            f"--vision_config is {args.vision_config}, whose image_size is {size}; here {medium}s are squares. Give one number."
         )
     return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
 
@@ -151,8 +150,7 @@ def _center_square_processor(
         what: beginning of a message.
 
     Raises:
-        ValueError: if no mean and standard deviation express what `own` does, for instance if it swaps red and blue, or if its
-            images are not squares.
+        ValueError: if no mean and standard deviation express what `own` does, or its images are not squares.
     """
     size = size or _own_side(own, what)
     if size < 1:
@@ -182,8 +180,7 @@ def _own_side(own: Any, what: str) -> int:
 def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
     """Return mean and std of each colour with the values of `own`: (c / 255 - mean) / std.
 
-    The values are measured, because classes differ in what they do: rescaling or not, by 1/255 or to [-1, 1], normalisation
-    or not, or twice, other orders of the colours.
+    They are measured: classes rescale or not, by 1/255 or to [-1, 1], normalise or not, or twice, or reorder the colours.
     """
     for name, lowest in (("image_mean", -math.inf), ("image_std", 0)):
         values = getattr(own, name, None)
@@ -197,15 +194,12 @@ def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
     measured = [0.0 - low / gain for low, gain in zip(black, scale, strict=True)], [1 / gain for gain in scale]
     given = getattr(own, "image_mean", None) or [0.5] * 3, getattr(own, "image_std", None) or [0.5] * 3
     for mean, std in (given, measured):  # the given ones have no rounding
-        expected = [
-            [(share / 255 - m) / s for share, m, s in zip(colour, mean, std, strict=True)] for colour in _COLOURS
-        ]
+        expected = (np.array(_COLOURS) / 255 - mean) / std
         if np.allclose(expected, [black, white, *colours], atol=1e-3):
             return list(mean), list(std)
-    swaps = "swaps red and blue" if getattr(own, "do_flip_channel_order", False) else "mixes colours"
     raise ValueError(
-        f"{what}; its {type(own).__name__} {swaps}, and here images are RGB, normalised by mean and standard deviation. "
-        "Choose another backbone."
+        f"{what}; its {type(own).__name__} swaps or mixes colours, and here images are RGB, normalised by mean and standard "
+        "deviation. Choose another backbone."
     )
 
 
@@ -219,14 +213,12 @@ def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
         pixels = pixels[:, 0] if pixels.ndim == 5 else pixels  # the first frame
         if "spatial_shapes" in found:  # patches, their colours last
             pixels = pixels.reshape(1, -1, own.patch_size**2, 3).transpose(0, 3, 1, 2)
+        if pixels.ndim != 4 or pixels.shape[1] != 3:
+            raise ValueError("it returns no image of three colours, but parts or patches")
     except Exception as error:  # of any kind: these classes ask for other inputs, packages or settings
         raise ValueError(
             f"{what}; its {type(own).__name__} cannot read one image alone: {one_line(error)}. Choose another backbone."
         ) from error
-    if pixels.ndim != 4 or pixels.shape[1] != 3:
-        raise ValueError(
-            f"{what}; its {type(own).__name__} returns no image of three colours, but parts or patches. Choose another backbone."
-        )
     return [float(value) for value in pixels[0, :, pixels.shape[2] // 2, pixels.shape[3] // 2]]
 
 

@@ -1,31 +1,53 @@
-"""What every family of models keeps: saved, stock, padding, gradient, frozen. Sizes: tests/model/test_image_size.py."""
+"""What every family of models keeps: saved, equal to its stock class, padding, gradient, frozen, another size."""
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, BertConfig, BertModel
+from transformers import AutoConfig, AutoModel, AutoProcessor, BertConfig, BertModel, Siglip2ImageProcessor
 
+from mm_utils.checkpointing.state import write_model
+from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.adapt import switch_off_dropout
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.build import build_model, freeze_unreached
+from mm_utils.model.build import build_model, freeze_unreached, load_model
 from mm_utils.model.dual_encoder import to_dual_encoder
+from mm_utils.model.encoding import encode_in_groups
+from mm_utils.model.image_size import resize
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import (
     FusionDualEncoderModel,
+    _pad_unmasked,
     image_backbone,
     input_shape,
     vision_tower,
 )
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.processor import load_processor, load_processor_of
+from mm_utils.model.stock import stock_processor
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from tests.kit.models import LAYERS, TEXT, TOWERS, VISION, Batch, batch_for, build
-from tests.kit.stock_folders import KINDS, TEXTS, noise, write_clap, write_stock
+from tests.kit.stock_folders import (
+    KINDS,
+    TEXTS,
+    TOWER,
+    close,
+    noise,
+    our_logits,
+    siglip_tokenizer,
+    stock_logits,
+    write_clap,
+    write_stock,
+)
 
 PAIRS = [
     *(f"{vision} bert" for vision in VISION),
@@ -43,13 +65,13 @@ REASONS = {  # why `VisionTextDualEncoderModel` cannot be written
 }  # fmt: skip
 EMBEDS = ("image_embeds", "text_embeds")
 OUTPUTS = (*EMBEDS, "match_logits")
+NO_TOKENIZER: Any = None
 Made = Callable[[str], tuple[FusionDualEncoderModel, Batch]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(start: Callable[[str], str]) -> Made:
     """Return a small model of a family in evaluation mode, whose head counts, and a padded batch of four pairs."""
-    root = tmp_path_factory.mktemp("whole")
 
     def make(family: str) -> tuple[FusionDualEncoderModel, Batch]:
         first, _, second = family.partition(" ")
@@ -64,11 +86,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             model = join_backbones(tower, BertModel(BertConfig(**LAYERS, vocab_size=50)), medium=first[:-1])
             batch = batch_for(model)
         else:
-            folder = root / family
-            if not folder.is_dir():
-                write_clap(folder, fused=family == "clap-fused") if "clap" in family else write_stock(folder, family)
-            args = ModelArguments(model_name_or_path=str(folder), gradient_checkpointing=True)
-            processor: Any = load_processor_of(str(folder))
+            args = ModelArguments(model_name_or_path=start(family), gradient_checkpointing=True)
+            processor: Any = load_processor_of(start(family))
             model = build_model(args, processor.tokenizer, medium="sound" if "clap" in family else "image")
             batch = dict(processor.tokenizer(TEXTS, padding=True, return_tensors="pt"))
             batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -91,6 +110,20 @@ def outputs(model: nn.Module, batch: Batch, names: tuple[str, ...] = OUTPUTS) ->
 def loaded(model: FusionDualEncoderModel, folder: Path) -> Any:
     model.save_pretrained(folder)
     return AutoModel.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return the folder of a stock model of a kind, as its authors save it."""
+    root = tmp_path_factory.mktemp("stock")
+
+    def written(kind: str) -> str:
+        folder = root / kind
+        if not folder.is_dir():
+            write_clap(folder, fused=kind == "clap-fused") if "clap" in kind else write_stock(folder, kind)
+        return str(folder)
+
+    return written
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,7 +172,6 @@ def test_other_rows_and_their_padding_change_nothing(family: str, made: Made, tm
 
 @pytest.mark.parametrize("family", [*PAIRS, *MEDIA])
 def test_the_stock_class_computes_the_same_or_there_is_a_reason(family: str, made: Made, tmp_path: Path) -> None:
-    """Of whole models: tests/model/test_stock.py and test_stock_media.py."""
     model, batch = made(family)
     if reason := next((REASONS[word] for word in family.split() if word in REASONS), None):
         with pytest.raises(ValueError, match=reason):
@@ -197,3 +229,179 @@ def test_a_frozen_tower_rests_and_all_else_is_trained(family: str, frozen: str, 
         assert not [*part.parameters()] or any(
             parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in part.parameters()
         )
+
+
+# -- whole models of transformers ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_computes_what_its_class_does_and_is_written_as_that_class(
+    kind: str, start: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Alone, padded, in groups of a length as training embeds captions; trained, saved, and as a start again."""
+    folder, right = start(kind), stock_logits(start(kind))
+    processor: Any = load_processor_of(folder)
+    model = build_model(ModelArguments(model_name_or_path=folder, fusion_layers=1), processor.tokenizer).eval()
+    assert model.logit_scale.item() == pytest.approx(2.0)
+    assert (model.logit_bias is None) == ("siglip" not in kind)
+    mean = [0.5] * 3 if "siglip" in kind else [0.48145466, 0.4578275, 0.40821073]
+    assert image_geometry(processor)[:2] == (32, pytest.approx(mean))
+    close(our_logits(model, folder), right)
+    for place, text in enumerate(TEXTS):  # alone, without padding
+        close(our_logits(model, folder, [text]), right[:, place : place + 1])
+    texts = sorted(TEXTS * 5, key=len, reverse=True)
+    captions = encode_captions(processor.tokenizer, texts, 64)
+    ids, mask = pad_captions(captions, processor.tokenizer.pad_token_id)
+    with torch.no_grad():
+        image, _ = model.encode_image(processor(images=noise(), return_tensors="pt").pixel_values)
+        text, _ = encode_in_groups(model, ids, mask, [len(caption) for caption in captions])
+        logits = model.logit_scale.exp() * image @ text.T + (0 if model.logit_bias is None else model.logit_bias)
+        close(logits, stock_logits(folder, texts))
+        for parameter in model.parameters():  # as if trained
+            parameter.mul_(1.01)
+    model.save_pretrained(tmp_path / "run")
+    processor.save_pretrained(tmp_path / "run")
+    again, trained = load_model(str(tmp_path / "run")), our_logits(model, folder)
+    close(our_logits(again, tmp_path / "run"), trained)
+    stock = to_dual_encoder(again)
+    stock.save_pretrained(tmp_path / "stock")
+    stock_processor(processor, stock.config).save_pretrained(tmp_path / "stock")
+    paths = tmp_path / "stock", Path(folder)
+    assert len({tuple(AutoConfig.from_pretrained(path).architectures) for path in paths}) == 1
+    assert len({type(AutoProcessor.from_pretrained(path)) for path in paths}) == 1
+    assert len({tuple(sorted(load_file(path / "model.safetensors"))) for path in paths}) == 1
+    close(stock_logits(tmp_path / "stock"), trained)
+    close(our_logits(load_model(str(tmp_path / "stock")), tmp_path / "stock"), trained)
+
+
+RATE = 16000
+SOUNDS = [  # noise of a third of CLAP's window, of most of it, and of all
+    (3000 * np.random.default_rng(0).standard_normal(int(RATE * seconds))).astype(np.int16) / 32768
+    for seconds in (0.3, 0.7, 1.0)
+]
+
+
+@torch.no_grad()
+def stock_embeds(folder: str) -> tuple[Tensor, Tensor]:
+    """The unit embeddings of sounds and texts by the stock class, with the folder's own processor."""
+    stock, processor = AutoModel.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    words = processor.tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
+    heard = [processor.feature_extractor(each, sampling_rate=RATE, return_tensors="pt") for each in SOUNDS]
+    features = torch.cat([each["input_features"] for each in heard])
+    found = stock.get_audio_features(features, is_longer=torch.zeros(len(features), 1, dtype=torch.bool))
+    texts = stock.get_text_features(words.input_ids, words.attention_mask)
+    return F.normalize(found.pooler_output, dim=-1), F.normalize(texts.pooler_output, dim=-1)
+
+
+@pytest.mark.parametrize("kind", ["clap", "clap-fused"])
+def test_a_clap_computes_what_its_class_does_and_is_written_as_that_class(
+    kind: str, start: Callable[[str], str], tmp_path: Path
+) -> None:
+    folder, given = start(kind), {"sounds": [(each, RATE) for each in SOUNDS], "texts": TEXTS}
+    processor: Any = load_processor_of(folder)
+    model = build_model(ModelArguments(model_name_or_path=folder), processor.tokenizer, medium="sound").eval()
+    model.processor, right = processor, stock_embeds(folder)
+    assert model.logit_scale.item() == pytest.approx(2.5)  # the mean of two
+    assert min(each.std(0).mean() for each in right) > 0.01
+    torch.testing.assert_close(model.encode(**given), right, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    write_model(tmp_path, model, processor)
+    trained = AutoModel.from_pretrained(tmp_path, trust_remote_code=True).encode(**given)
+    assert not torch.allclose(trained[0], right[0], atol=1e-4)
+    torch.testing.assert_close(load_model(str(tmp_path)).encode(**given), trained)
+    stock = tmp_path / "dual_encoder"
+    assert stock.is_dir() == (kind == "clap")  # a fused extractor does more
+    if kind == "clap":
+        torch.testing.assert_close(stock_embeds(str(stock)), trained, rtol=0, atol=1e-5)
+        own: Any = AutoModel.from_pretrained(stock)
+        assert own.logit_scale_a.item() == own.logit_scale_t.item() == model.logit_scale.item()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_siglip_reads_padding_on_the_side_of_its_tokenizer(
+    side: str, start: Callable[[str], str], tmp_path: Path
+) -> None:
+    """The tokens of a text, wherever they stand, together at one side, and the rest padding."""
+    AutoModel.from_pretrained(start("siglip")).save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(start("siglip")).save_pretrained(tmp_path)
+    siglip_tokenizer(side).save_pretrained(tmp_path)
+    close(our_logits(load_model(str(tmp_path)), tmp_path), stock_logits(tmp_path))
+    assert torch.allclose(stock_logits(start("siglip")), stock_logits(tmp_path)) == (side == "right")
+    ids = torch.arange(1, 36).view(5, 7) + 100
+    mask = torch.tensor(
+        [[int(bit) for bit in bits] for bits in ("1111111", "1110000", "0001111", "0101001", "0000000")]
+    )
+    padded, columns = _pad_unmasked(ids, mask, 9, side, 9)
+    for row, found, column, bits in zip(ids.tolist(), padded.tolist(), columns, mask.tolist(), strict=True):
+        kept = [token for token, bit in zip(row, bits, strict=True) if bit]
+        rest = [9] * (9 - len(kept))
+        assert found == (rest + kept if side == "left" else kept + rest)
+        assert [found[place] for place, bit in zip(column, bits, strict=True) if bit] == kept
+
+
+def test_sigmoid_keeps_a_trained_bias_and_temperature(start: Callable[[str], str]) -> None:
+    model = build_model(ModelArguments(model_name_or_path=start("siglip")), NO_TOKENIZER)
+    build_objective(model, ObjectiveArguments("sigmoid"), 0)
+    assert (model.logit_scale.item(), model.logit_bias.item()) == (pytest.approx(2.0), -3.5)  # type: ignore[union-attr]
+    model.logit_scale.data.fill_(4.77)  # that of published checkpoints, above the usual bound
+    assert build_objective(model, ObjectiveArguments("contrastive"), 0).highest_scale == pytest.approx(math.exp(4.77))
+    stock: Any = to_dual_encoder(model)
+    assert stock.logit_bias.item() == 0
+
+
+# -- another size -------------------------------------------------------------------------------------------------------
+SIZE = 56
+SIZED: dict[str, dict[str, Any]] = {
+    **{
+        kind: {**TOWER, "patch_size": 8}
+        for kind in ("vit", "deit", "dinov2", "ijepa", "siglip_vision_model", "dinov3_vit")
+    },
+    "convnext": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2},
+    "swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 4},
+}
+
+
+@pytest.mark.parametrize("kind", SIZED)
+def test_a_tower_reads_another_size_as_its_own_class_interpolates(kind: str) -> None:
+    torch.manual_seed(0)
+    tower: Any = AutoModel.from_config(AutoConfig.for_model(kind, **SIZED[kind], image_size=32)).eval()
+    pixels = torch.randn(2, 3, SIZE, SIZE)
+    own = {"interpolate_pos_encoding": True} if kind in ("vit", "deit", "ijepa", "siglip_vision_model") else {}
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        made = resize(tower, SIZE)
+        right = tower(pixels, **own)["last_hidden_state"]
+        torch.testing.assert_close(made(pixels)["last_hidden_state"], right, rtol=0, atol=1e-5)
+    assert getattr(made.config, "image_size", SIZE) == SIZE
+    assert not made.training
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_model_at_another_size_opens_with_stock_tools(
+    kind: str, start: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Against the stock class at that size, which interpolates in every forward."""
+    args = ModelArguments(model_name_or_path=start(kind), image_size=SIZE, fusion_layers=1)
+    processor: Any = load_processor(args, [])
+    model, before = build_model(args, processor.tokenizer).eval(), AutoModel.from_pretrained(start(kind)).eval()
+    shown = [Image.fromarray(each) for each in np.random.default_rng(0).integers(0, 256, (3, SIZE, SIZE, 3), np.uint8)]
+    given: Any = {**processor(images=shown, return_tensors="pt"), "interpolate_pos_encoding": True}
+    if kind == "siglip2":
+        given = Siglip2ImageProcessor(patch_size=8, max_num_patches=(SIZE // 8) ** 2)(shown, return_tensors="pt")
+    inputs = processor(text=TEXTS, images=shown, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        right = F.normalize(before.get_image_features(**given).pooler_output, dim=-1)
+        torch.testing.assert_close(model.encode_image(inputs["pixel_values"])[0], right, rtol=0, atol=1e-5)
+        model.save_pretrained(tmp_path / "run")
+        processor.save_pretrained(tmp_path / "run")
+        again, its = load_model(str(tmp_path / "run")).eval(), load_processor_of(str(tmp_path / "run"))
+        assert image_geometry(its)[0] == SIZE
+        stock = to_dual_encoder(again)
+        stock.save_pretrained(tmp_path / "stock")
+        stock_processor(its, stock.config).save_pretrained(tmp_path / "stock")
+        stock, whole = AutoModel.from_pretrained(tmp_path / "stock"), AutoProcessor.from_pretrained(tmp_path / "stock")
+        padding: Any = {"padding": "max_length", "max_length": 64} if "siglip" in kind else {"padding": True}
+        words = whole.tokenizer(TEXTS, return_tensors="pt", **padding)
+        theirs = stock.eval()(**words, **whole.image_processor(shown, return_tensors="pt")).logits_per_image
+        close(theirs, model(**inputs).logits_per_image)

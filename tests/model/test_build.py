@@ -1,41 +1,74 @@
-"""Models and processors from presets, pretrained backbones and saved models."""
+"""Models and processors from presets, pretrained backbones and saved models, and what is refused in one line."""
 
-import copy
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
+    AutoProcessor,
     AutoTokenizer,
     BertConfig,
-    CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
+    EfficientNetImageProcessor,
+    LevitImageProcessor,
+    MobileViTImageProcessor,
     PreTrainedTokenizerFast,
     SiglipConfig,
     SiglipModel,
     TimmWrapperConfig,
     TimmWrapperModel,
-    VisionTextDualEncoderProcessor,
+    VideoMAEImageProcessor,
+    ViTConfig,
     ViTImageProcessor,
+    ViTMAEConfig,
+    ViTMAEForPreTraining,
+    ViTModel,
+    VJEPA2VideoProcessor,
 )
 
-from mm_utils.data.media.medium import image_geometry
+from mm_utils.data.media.medium import image_geometry, read_by, settle_window
+from mm_utils.data.media.riff import write_wav
+from mm_utils.distributed import RunError
+from mm_utils.model import join
 from mm_utils.model import processor as processors
+from mm_utils.model.adapt import load_weights, multiply_patches, use_channels_last
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
+from mm_utils.model.checks import check_positions
 from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.join import join_backbones
-from mm_utils.model.processor import load_processor, load_processor_of, train_tokenizer
+from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
+from mm_utils.model.pretrained import load_tower
+from mm_utils.model.processor import (
+    SPECIAL_TOKENS,
+    cached_tokenizer,
+    load_processor,
+    load_processor_of,
+    train_tokenizer,
+)
 from mm_utils.model.reading import center_square
-from tests.kit.models import CAPTIONS, TOWER
+from mm_utils.search.index import IndexInfo, check_same_model, model_fingerprint
+from scripts import pretrain
+from tests.kit.made_media import animation
+from tests.kit.models import CAPTIONS, IMAGE, TOWER, TOWERS
+from tests.kit.stock_folders import chinese_tokenizer, noise, write_clap, write_stock
 
-VIT = {"model_type": "vit", **TOWER, "image_size": 32, "patch_size": 8}
 MEAN, STD = [0.1, 0.2, 0.3], [0.9, 0.8, 0.7]
+NO_TOKENIZER: Any = None
 
 
 @pytest.fixture(scope="module")
@@ -43,34 +76,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(CAPTIONS, 200)
 
 
-@pytest.fixture(scope="module")
-def folders(tokenizer, tmp_path_factory) -> dict[str, str]:
-    """Folders as a user may have them: `vision`, `text`, `clip` and a `stock` dual encoder."""
-    root = tmp_path_factory.mktemp("pretrained")
-    torch.manual_seed(0)
-    AutoModel.from_config(AutoConfig.for_model(**VIT)).save_pretrained(root / "vision")
-    processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD)
-    processor.save_pretrained(root / "vision")
-    bert = BertConfig(**TOWER, vocab_size=len(tokenizer))
-    AutoModel.from_config(bert).half().save_pretrained(root / "text")
-    tokenizer.save_pretrained(root / "text")
-    tower = {**TOWER, "projection_dim": 16}
-    clip = CLIPConfig(
-        text_config={**tower, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.sep_token_id},
-        vision_config={**tower, "image_size": 32, "patch_size": 8},
-    )
-    CLIPModel(clip).save_pretrained(root / "clip")
-    CLIPImageProcessor(size={"shortest_edge": 36}, crop_size=32).save_pretrained(root / "clip")
-    tokenizer.save_pretrained(root / "clip")
-    towers = (AutoModel.from_pretrained(root / name, dtype="float32") for name in ("vision", "text"))
-    to_dual_encoder(join_backbones(*towers)).save_pretrained(root / "stock")
-    VisionTextDualEncoderProcessor(processor, tokenizer).save_pretrained(root / "stock")
-    return {folder.name: str(folder) for folder in root.iterdir()}
-
-
-@pytest.fixture
-def _cache(tmp_path, monkeypatch) -> None:
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / "tandem_tokenizers"
+
+
+def build(medium: str = "image", seconds: float | None = None, **fields: Any) -> tuple[FusionDualEncoderModel, Any]:
+    args = ModelArguments(**fields)
+    processor: Any = load_processor(args, CAPTIONS, medium, seconds)
+    settle_window(processor, medium, seconds, None)
+    model = build_model(args, processor.tokenizer, medium=medium).eval()
+    model.processor = processor
+    return model, processor
+
+
+def bert(vocabulary: int) -> Any:
+    return AutoModel.from_config(BertConfig(**TOWER, vocab_size=vocabulary))
 
 
 def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -79,150 +101,440 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
     assert all(torch.equal(value, theirs[name].to(value.dtype)) for name, value in ours.items())
 
 
-# Presets and backbones
-@pytest.mark.usefixtures("_cache")
-def test_tiny_preset_is_the_default_and_takes_a_training_step():
-    args = ModelArguments()
-    processor = load_processor(args, CAPTIONS)
-    model = build_model(args, processor.tokenizer).train()
-    assert not args.pretrained
+# -- backbones ----------------------------------------------------------------------------------------------------------
+def test_the_default_is_small_and_fits_its_tokenizer() -> None:
+    model, processor = build()
     assert model.config.vision_config.model_type == "convnext"
     assert model.config.text_config.vocab_size == len(processor.tokenizer)
-    assert model.config.text_config.pad_token_id == processor.tokenizer.pad_token_id
     assert image_geometry(processor) == (64, [0.5] * 3, [0.5] * 3)
-    image = Image.new("RGB", (80, 60), "red")
-    inputs = processor(text=CAPTIONS[:2], images=[image, image], padding=True, return_tensors="pt")
-    output = model(**inputs, return_loss=True)
-    (output.loss + output.match_logits.sum()).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     assert sum(parameter.numel() for parameter in model.parameters()) < 5e6
 
 
-def test_pretrained_backbones_keep_their_weights_and_their_normalisation(folders):
-    args = ModelArguments(vision_model_name_or_path=folders["vision"], text_model_name_or_path=folders["text"])
-    assert args.pretrained
-    processor = load_processor(args, [])
-    model = build_model(args, processor.tokenizer)
-    assert_same_weights(model.vision_model, AutoModel.from_pretrained(folders["vision"]))
-    assert_same_weights(model.text_model, AutoModel.from_pretrained(folders["text"]))
+def test_pretrained_backbones_keep_their_weights_and_their_normalisation(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    vision, text = str(tmp_path / "vision"), str(tmp_path / "text")
+    ViTModel(ViTConfig(**TOWER, **IMAGE)).save_pretrained(vision)
+    ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD).save_pretrained(vision)
+    bert(len(tokenizer)).half().save_pretrained(text)
+    tokenizer.save_pretrained(text)
+    model, processor = build(vision_model_name_or_path=vision, text_model_name_or_path=text)
+    assert_same_weights(model.vision_model, AutoModel.from_pretrained(vision))
+    assert_same_weights(model.text_model, AutoModel.from_pretrained(text))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.config.freeze_batch_norm
-    side, mean, std = image_geometry(processor)
-    assert side == 32
-    assert mean == pytest.approx(MEAN)
-    assert std == pytest.approx(STD)
-    assert processor.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folders["text"]).get_vocab()
+    assert image_geometry(processor) == (32, pytest.approx(MEAN), pytest.approx(STD))
+    assert processor.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(text).get_vocab()
 
 
-def test_one_tower_of_a_two_tower_checkpoint_is_loaded(folders):
-    whole = CLIPModel.from_pretrained(folders["clip"])
-    args = ModelArguments(vision_model_name_or_path=folders["clip"], text_model_name_or_path=folders["clip"])
-    processor = load_processor(args, [])
-    model = build_model(args, processor.tokenizer)
+def test_towers_of_two_tower_checkpoints_are_loaded(tmp_path: Path) -> None:
+    clip, siglip = write_stock(tmp_path / "clip", "clip"), str(tmp_path / "siglip")
+    AutoImageProcessor.from_pretrained(clip).save_pretrained(clip)
+    whole = CLIPModel.from_pretrained(clip)
+    model, processor = build(vision_model_name_or_path=clip, text_model_name_or_path=clip)
     for ours, theirs in ((model.vision_model, whole.vision_model), (model.text_model, whole.text_model)):
-        theirs = dict(theirs.named_parameters())
-        assert len(theirs) == len(list(ours.parameters()))
-        for name, value in ours.named_parameters():
-            assert torch.equal(value, theirs[name.removeprefix("vision_model.").removeprefix("text_model.")]), name
+        named = {name.partition("_model.")[2] or name: value for name, value in ours.state_dict().items()}
+        assert all(torch.equal(value, named[name]) for name, value in theirs.state_dict().items() if name in named)
+        assert len(named) == len(theirs.state_dict())
     assert (model.config.vision_pooling, model.config.text_pooling) == ("pooler", "pooler")
     assert image_geometry(processor)[0] == 32
-
-
-def test_only_siglips_image_tower_is_loaded(tokenizer, tmp_path):
-    """Its text tower is not an AutoModel and pools the last position, padding included."""
-    tower = {**TOWER, "vocab_size": 100, "projection_size": 32}
-    config = SiglipConfig(text_config=tower, vision_config={**TOWER, "image_size": 32, "patch_size": 8})
-    SiglipModel(config).save_pretrained(tmp_path)
-    model = build_model(ModelArguments(vision_model_name_or_path=str(tmp_path)), tokenizer)
-    assert_same_weights(model.vision_model, SiglipModel.from_pretrained(tmp_path).vision_model)
+    larger, processor = build(vision_model_name_or_path=clip, image_size=48)
+    assert (image_geometry(processor)[0], larger.vision_model.config.image_size) == (48, 48)
+    text = {**TOWER, "vocab_size": 100, "projection_size": 32}
+    SiglipModel(SiglipConfig(text_config=text, vision_config={**TOWER, **IMAGE})).save_pretrained(siglip)
     with pytest.raises(ValueError, match=r"--text_model_name_or_path is .*; AutoModel knows no siglip_text_model"):
-        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), tokenizer)
+        build_model(ModelArguments(text_model_name_or_path=siglip), NO_TOKENIZER)  # pools its last position, padding
 
 
-def test_a_checkpoint_without_weights_of_the_backbone_is_refused(folders, tokenizer):
-    """transformers would only warn and use random weights."""
-    with pytest.raises(ValueError, match=r"--vision_model_name_or_path is .*; it holds no weights of a vit"):
-        build_model(ModelArguments(vision_model_name_or_path=folders["stock"]), tokenizer)
+def test_a_masked_autoencoder_is_loaded_as_a_vit_that_sees_all_patches(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    decoder = {f"decoder_{name}": value for name, value in TOWER.items()}
+    whole = ViTMAEForPreTraining(ViTMAEConfig(**TOWER, **IMAGE, **decoder)).eval()
+    whole.save_pretrained(tmp_path)
+    model = build_model(ModelArguments(vision_model_name_or_path=str(tmp_path)), tokenizer).eval()
+    whole.config.mask_ratio = 0.0
+    images = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        expected = whole.vit(images, noise=torch.arange(16.0).expand(3, -1)).last_hidden_state
+        torch.testing.assert_close(model.vision_model(images).last_hidden_state, expected)
+    assert model.config.vision_pooling == "mean"
 
 
-# Images
-SIZES = [(64, 64), (65, 64), (100, 75), (75, 100), (640, 480), (333, 500), (31, 47), (300, 70), (64, 256), (129, 131)]
-
-
-def test_saved_processor_does_what_center_square_does(tokenizer):
-    generator = np.random.default_rng(0)
-    args = ModelArguments(image_size=64)
-    processor = VisionTextDualEncoderProcessor(processors._image_processor(args), tokenizer)
-    side, mean, std = image_geometry(processor)
-    mean, std = (torch.tensor(value)[:, None, None] for value in (mean, std))
-    differences = {}
-    for size in SIZES:
-        coarse = Image.fromarray(generator.integers(0, 256, (5, 5, 3), dtype=np.uint8))
-        image = coarse.resize(size, Image.Resampling.BICUBIC)
-        ours = (center_square(image, side) / 255 - mean) / std
-        theirs = processor.image_processor(images=image, return_tensors="pt")["pixel_values"][0]
-        differences[size] = ((ours - theirs) * std * 255).abs().max().item()
-    assert max(differences.values()) <= 2.01, differences
-
-
-def test_other_processors_become_center_squares(folders):
-    """A stock model's own processor may stretch images; training and evaluation do not."""
-    for processor in (
-        load_processor_of(folders["stock"]),
-        load_processor(ModelArguments(model_name_or_path=folders["stock"]), []),
+def test_backbones_that_draw_or_mix_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ViT-MAE hides patches; Pixtral returns all images as one row; FNet mixes the tokens of padding into the text."""
+    vit, mae, pixtral = (
+        AutoModel.from_config(AutoConfig.for_model(kind, **TOWER, **IMAGE)) for kind in ("vit", "vit_mae", "pixtral")
+    )
+    fnet, drawing = AutoModel.from_config(AutoConfig.for_model("fnet", **TOWER, vocab_size=50)), bert(50)
+    drawing.get_input_embeddings().register_forward_hook(lambda *given: given[2] * torch.rand_like(given[2]))
+    for vision, text, message in (
+        (mae, bert(50), r"ViTMAEModel returns other outputs for the same input each time.*as a ViTModel"),
+        (vit, drawing, "BertModel returns other outputs.*draws random numbers"),
+        (pixtral, bert(50), "does not keep the rows of a batch apart: .* depends on .*other images"),
+        (vit, fnet, "does not keep the rows of a batch apart: .* depends on .*padding"),
     ):
-        side, mean, std = image_geometry(processor)
-        assert side == 32
-        assert (mean, std) == (pytest.approx(MEAN), pytest.approx(STD))
-        wide = Image.new("RGB", (96, 32))
-        wide.paste("white", (32, 0, 64, 32))
-        pixels = processor(images=wide, return_tensors="pt")["pixel_values"][0]
-        white = (1 - torch.tensor(MEAN)) / torch.tensor(STD)
-        torch.testing.assert_close(pixels.mean((1, 2)), white, rtol=0, atol=1e-3)
+        with pytest.raises(ValueError, match=message):
+            join_backbones(vision, text)
+    with monkeypatch.context() as patched:
+        patched.setattr(join, "_close", lambda one, other: True)
+        join_backbones(mae, bert(50), fusion_layers=0).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="ViTMAEModel returns other outputs"):
+        load_model(str(tmp_path))
 
 
-# The tokenizer
-def test_tokenizer_without_padding_pads_with_its_end(tokenizer, tmp_path):
-    bare = copy.deepcopy(tokenizer)
-    bare.pad_token = None
-    bare.eos_token = "[SEP]"
-    bare.save_pretrained(tmp_path)
-    assert processors._tokenizer(ModelArguments(text_model_name_or_path=str(tmp_path)), []).pad_token == "[SEP]"
+def test_a_pooler_without_weights_is_not_used_and_other_missing_weights_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ALBERT's pooler is not of BERT's kind, which would be passed over with or without weights."""
+    vit, bare, full = (str(tmp_path / name) for name in ("vit", "bare", "full"))
+    ViTModel(ViTConfig(**TOWER, **IMAGE), add_pooling_layer=False).save_pretrained(vit)
+    for frozen in (False, True):
+        args = ModelArguments(vision_model_name_or_path=vit, freeze_vision=frozen)
+        with caplog.at_level(logging.INFO):
+            model = build_model(args, tokenizer)
+        assert model.config.vision_pooling == "mean"
+        assert not any(parameter.requires_grad for parameter in model.vision_model.pooler.parameters())
+    assert "it holds no weights of a pooler, so its outputs are pooled by their mean" in caplog.text
+    sizes = {**TOWER, "embedding_size": 16, "vocab_size": len(tokenizer)}
+    AlbertForMaskedLM(AlbertConfig(**sizes)).save_pretrained(bare)
+    AutoModel.from_config(AlbertConfig(**sizes)).save_pretrained(full)
+    assert [load_tower(name, "text", frozen=True)[1] for name in (full, bare)] == ["auto", "mean"]
+    ViTModel(ViTConfig(**TOWER, **IMAGE)).save_pretrained(vit)
+    ViTConfig(**{**TOWER, "num_hidden_layers": 3}, **IMAGE).save_pretrained(vit)
+    caplog.clear()
+    load_tower(vit, "vision")
+    assert "it lacks 16 weights of a vit, such as layers.2." in caplog.text
+    with pytest.raises(ValueError, match=r"frozen they would stay random. Drop --freeze_vision"):
+        load_tower(vit, "vision", frozen=True)
+    save_file({"odd.weight": torch.ones(2)}, f"{full}/model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"--text_model_name_or_path is .*; it holds no weights of a albert"):
+        load_tower(full, "text")
 
 
-# Whole models
-def test_a_bfloat16_model_is_trained_in_float32(folders, tokenizer, tmp_path):
-    load_model(folders["stock"]).bfloat16().save_pretrained(tmp_path)
-    assert load_model(str(tmp_path)).dtype == torch.bfloat16
-    model = build_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-def test_the_head_of_a_whole_model_stays(tokenizer, tmp_path):
-    build_model(ModelArguments(image_size=32, fusion_layers=1), tokenizer).save_pretrained(tmp_path)
-    for same in ({}, {"fusion_layers": 1}):
-        assert build_model(ModelArguments(str(tmp_path), **same), tokenizer).config.fusion_layers == 1
-    with pytest.raises(ValueError, match=r"--fusion_layers is 3; the head of .* and stays as it is"):
-        build_model(ModelArguments(str(tmp_path), fusion_layers=3), tokenizer)
-
-
-@pytest.mark.parametrize("architecture", ["test_vit", "test_convnext", "vit_pe_core_tiny_patch16_384"])
-@pytest.mark.usefixtures("_cache")
-def test_timm_backbones_keep_their_size_and_normalisation(architecture, tmp_path):
+@pytest.mark.parametrize("architecture", ["test_vit", "test_convnext"])
+def test_timm_backbones_keep_their_size_and_normalisation(architecture: str, tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     own = timm.get_pretrained_cfg(architecture).to_dict() | {"mean": MEAN, "std": STD}
-    config = TimmWrapperConfig(architecture=architecture, pretrained_cfg=own)
-    backbone = TimmWrapperModel(config).eval()
+    backbone = TimmWrapperModel(TimmWrapperConfig(architecture=architecture, pretrained_cfg=own)).eval()
     backbone.save_pretrained(tmp_path / "timm")
-    args = ModelArguments(vision_model_name_or_path=str(tmp_path / "timm"))
-    processor = load_processor(args, CAPTIONS)
-    side, mean, std = image_geometry(processor)
-    assert side == own["input_size"][-1]
-    assert (mean, std) == (pytest.approx(MEAN, abs=1e-5), pytest.approx(STD, abs=1e-5))
-    model = build_model(args, processor.tokenizer).eval()
+    model, processor = build(vision_model_name_or_path=str(tmp_path / "timm"))
+    assert image_geometry(processor) == (160, pytest.approx(MEAN, abs=1e-5), pytest.approx(STD, abs=1e-5))
     model.save_pretrained(tmp_path / "run")
-    pixels = torch.randn(2, 3, side, side)
+    pixels = torch.randn(2, 3, 160, 160)
     with torch.no_grad():
         right = backbone(pixels).pooler_output
         for each in (model, load_model(str(tmp_path / "run")).eval()):
             torch.testing.assert_close(each.vision_features(pixels)[0], right, rtol=0, atol=1e-5)
+
+
+# -- images -------------------------------------------------------------------------------------------------------------
+SIZES = [(64, 64), (65, 64), (100, 75), (75, 100), (333, 500), (31, 47), (300, 70), (64, 256), (129, 131)]
+PROCESSORS = {
+    "given": CLIPImageProcessor(image_mean=MEAN, image_std=STD),
+    "without normalisation": ViTImageProcessor(do_normalize=False),
+    "without rescaling": ViTImageProcessor(do_rescale=False, image_mean=[100.0] * 3, image_std=[50.0] * 3),
+    "to 127.5": ViTImageProcessor(rescale_factor=1 / 127.5, image_mean=[1.0] * 3, image_std=[1.0] * 3),
+    "normalised twice": EfficientNetImageProcessor(image_mean=MEAN, image_std=STD),
+    "in order": MobileViTImageProcessor(do_flip_channel_order=False),
+    "larger than its square": LevitImageProcessor(),
+}
+
+
+def test_the_saved_processor_does_what_center_square_does() -> None:
+    generator, images = np.random.default_rng(0), processors._image_processor(ModelArguments(image_size=64))
+    for size in SIZES:
+        coarse = Image.fromarray(generator.integers(0, 256, (5, 5, 3), dtype=np.uint8))
+        image = coarse.resize(size, Image.Resampling.BICUBIC)
+        theirs = images(images=image, return_tensors="pt")["pixel_values"][0]
+        assert (center_square(image, 64) - (theirs * 0.5 + 0.5) * 255).abs().max() <= 2.01, size
+
+
+@pytest.mark.parametrize("own", PROCESSORS.values(), ids=PROCESSORS)
+def test_colours_get_the_values_that_the_backbone_wants(own: Any) -> None:
+    ours = processors._center_square_processor(own)
+    for colour in ((200, 100, 50), (0, 255, 7)):
+        image = Image.new("RGB", (300, 300), colour)
+        expected, found = (
+            each(image, return_tensors="pt")["pixel_values"][0, :, 100, 100].float() for each in (own, ours)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# -- the tokenizer ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("vocab_size", [30, 90, 1000])
+def test_training_a_tokenizer_is_deterministic(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer numbers letters in the order of a hash map that differs each time, and breaks ties by number."""
+    others = ["Ça, c'est 一只红色的猫!", "Синий круг-над «квадратом» №7", "नीला घेरा", "e\u0301te\u0301 \U0001f600x"]
+    captions = [*CAPTIONS, *others]
+    assert len({train_tokenizer(iter(captions), vocab_size).backend_tokenizer.to_str() for _ in range(5)}) == 1
+    tokenizer = train_tokenizer(captions, vocab_size)
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+    assert tokenizer.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS.values())
+    monkeypatch.setattr(processors, "ALPHABET", 10)
+    vocabulary = set(train_tokenizer(CAPTIONS, 30).get_vocab()) - {*SPECIAL_TOKENS.values()}
+    assert len({token.removeprefix("##") for token in vocabulary if len(token.removeprefix("##")) == 1}) == 10
+
+
+def test_a_tokenizer_is_trained_once_per_captions_and_size_of_an_even_sample(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        processors, "train_tokenizer", lambda captions, size: sizes.append(size) or train_tokenizer(captions, size)
+    )
+    many = [f"{caption} {number}" for number in range(4) for caption in CAPTIONS]
+    monkeypatch.setattr(processors, "SAMPLE", len(CAPTIONS))
+    found = {cached_tokenizer(iter(many), 150).backend_tokenizer.to_str() for _ in range(2)}
+    assert found == {train_tokenizer(many[::4], 150).backend_tokenizer.to_str()}
+    cached_tokenizer(many[1:], 150)
+    cached_tokenizer(many, 120)
+    assert sizes == [150, 150, 120]
+    assert len(list(cache.rglob("tokenizer.json"))) == 3
+
+
+# -- whole models -------------------------------------------------------------------------------------------------------
+def test_a_whole_model_is_trained_in_float32_with_its_own_head(tmp_path: Path) -> None:
+    small = str(tmp_path)
+    model, processor = build(image_size=32, fusion_layers=1)
+    model.bfloat16().save_pretrained(small)
+    assert load_model(small).dtype == torch.bfloat16
+    for same in ({}, {"fusion_layers": 1}):
+        again = build_model(ModelArguments(small, **same), processor.tokenizer)
+        assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
+        assert again.config.fusion_layers == 1
+    with pytest.raises(ValueError, match=r"--fusion_layers is 3; the head of .* and stays as it is"):
+        build_model(ModelArguments(small, fusion_layers=3), processor.tokenizer)
+    with pytest.raises(ValueError, match=r"--max_seq_length is 513; the text backbone has positions for 512 tokens"):
+        check_positions(model, 513)
+
+
+def edited(folder: Path, name: str, **entries: Any) -> None:
+    content = json.loads((folder / name).read_text())
+    for place, value in entries.items():
+        part, _, key = place.rpartition("__")
+        (content[part] if part else content)[key] = value
+    (folder / name).write_text(json.dumps(content))
+
+
+def without(start: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        kept = {name: value for name, value in weights.items() if not name.startswith(start)}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+    return remove
+
+
+def words_beyond(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {"far": 100_000}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "text_projection": (without("text_projection"), "lacks 1 weights .*text_projection.weight"),
+    "text tower": (without("text_model.encoder"), r"lacks \d+ weights .*text_model.encoder"),
+    "head": (without("fusion."), r"lacks \d+ weights .*fusion"),
+    "words": (words_beyond, r"its tokenizer has ids up to 100,000, and its text encoder has \d+ words"),
+    "no text": (lambda folder: edited(folder, "tokenizer_config.json", model_max_length=0), "reads texts of 0 tokens"),
+    "std": (
+        lambda folder: edited(folder, "processor_config.json", image_processor__image_std=[0, 0, 0]),
+        r"its image_std is .0, 0, 0., by which no image is normalised",
+    ),
+    "side": (
+        lambda folder: edited(folder, "processor_config.json", image_processor__crop_size={"height": -3, "width": -3}),
+        "its images are -3 pixels a side",
+    ),
+    "weight": (
+        lambda folder: edited(folder, "config.json", rerank_weights={"match": "2"}),
+        "rerank_weights has match",
+    ),
+    "medium": (lambda folder: edited(folder, "config.json", medium="smell"), "medium is 'smell'; choose one of"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_model_that_cannot_be_is_refused_in_one_line(wrong: str, tmp_path: Path) -> None:
+    """By every way in: without its own weights, transformers would go on with random ones."""
+    model, _ = build(image_size=32)
+    model.save_pretrained(tmp_path)
+    damage, message = WRONG[wrong]
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_processor_of(str(tmp_path)), load_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    for load in (AutoModel.from_pretrained, lambda folder: load_weights(model, folder)) if "lacks" in message else ():
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+
+
+def test_weights_that_are_too_many_are_named_and_words_beyond_the_encoder_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(image_size=32)[0].save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "odd.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    load_model(str(tmp_path))
+    assert "has 1 weights that are not of its model: odd.weight" in caplog.text
+    bert(30).save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"its tokenizer has ids up to \d+, and its text encoder has 30 words"):
+        build_model(ModelArguments(text_model_name_or_path=str(tmp_path / "small")), tokenizer)
+
+
+# -- another text tower for a whole model -------------------------------------------------------------------------------
+@pytest.fixture
+def words(tmp_path: Path) -> str:
+    """A random BERT, 40 channels wide, with its tokenizer; it pads with its end."""
+    torch.manual_seed(1)
+    tokenizer = chinese_tokenizer()
+    shape = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    AutoModel.from_config(BertConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path / "words")
+    tokenizer.save_pretrained(tmp_path / "words")
+    return str(tmp_path / "words")
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
+def test_training_leaves_the_embeddings_of_images_bit_for_bit(
+    kind: str, words: str, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    start, out = write_stock(tmp_path / "start", kind), str(tmp_path / "out")
+    towers = ["--model_name_or_path", start, "--text_model_name_or_path", words]
+    rate = ["--learning_rate", "0.01", "--objectives", "contrastive,matching", "--max_steps", "2"]
+    rate += ["--load_best_model_at_end", "false"]  # the start in closed form may be the best
+    pretrain.main([*tiny_flags[:2], *tiny_flags[4:], *towers, *rate, "--output_dir", out])
+    before, after = load_model(start).eval(), load_model(out).eval()
+    own: Any = load_processor_of(start)
+    pixels = own(images=noise(), return_tensors="pt").pixel_values
+    with torch.no_grad():
+        found, right = (model.encode_image(pixels, with_keys_values=False)[0] for model in (after, before))
+        assert torch.equal(found, right)
+        if kind != "siglip2":  # whose tower the stock class cannot feed
+            stock = AutoModel.from_pretrained(f"{out}/dual_encoder").eval()
+            image = stock.get_image_features(pixel_values=pixels).pooler_output
+            torch.testing.assert_close(torch.nn.functional.normalize(image, dim=-1), right, rtol=0, atol=1e-5)
+            assert AutoProcessor.from_pretrained(f"{out}/dual_encoder")(text="red").input_ids
+    learnt = AutoModel.from_pretrained(words).state_dict()["embeddings.word_embeddings.weight"]
+    assert not torch.equal(after.text_model.state_dict()["embeddings.word_embeddings.weight"], learnt)
+
+
+def test_an_index_of_the_whole_model_is_searched_with_the_new_text_tower(words: str, tmp_path: Path) -> None:
+    start, other = write_stock(tmp_path / "start", "clip"), write_stock(tmp_path / "other", "clip", hidden_act="relu")
+    model, processor = build(model_name_or_path=start, text_model_name_or_path=words)
+    own, medium = load_model(start, fusion_layers=0), read_by(processor)
+    info = IndexInfo(start, model_fingerprint(own, read_by(load_processor_of(start))), 24)
+    check_same_model(info, model, medium, "new", tmp_path)
+    changed = IndexInfo(other, model_fingerprint(model, medium), 24)
+    with torch.no_grad():
+        model.get_parameter("visual_projection.weight").mul_(1.01)
+    for wrong in (info, changed):
+        with pytest.raises(RunError, match="was made with other weights"):
+            check_same_model(wrong, model, medium, "new", tmp_path)
+
+
+@pytest.mark.parametrize("medium", ["sound", "clip"])
+def test_sounds_and_clips_get_another_text_tower_too(medium: str, words: str, tmp_path: Path) -> None:
+    name = write_clap(tmp_path / medium) if medium == "sound" else write_stock(tmp_path / medium, "clip")
+    model, _ = build(medium, model_name_or_path=name, text_model_name_or_path=words, fusion_layers=1)
+    media = torch.randn((2, 1, 101, 16) if medium == "sound" else (2, 4, 3, 32, 32))
+    model.save_pretrained(tmp_path / "run")
+    alone, trained = (load_model(name, medium=medium).eval() for _ in range(2))
+    use_channels_last(trained.vision_model)
+    multiply_patches(trained.vision_model)  # as in training, where sums have another order than by convolutions
+    with torch.no_grad():
+        for each, right in ((model, trained), (load_model(str(tmp_path / "run")).eval(), alone)):
+            assert torch.equal(each.encode_image(media)[0], right.encode_image(media)[0])
+            assert each.encode_text(*2 * [torch.ones(1, 3, dtype=torch.long)])[0].shape == (1, 24)
+    if medium == "sound":
+        with pytest.raises(ValueError, match="CLAP's own text tower, and this model another"):
+            to_dual_encoder(model)
+
+
+# -- clips and sounds ---------------------------------------------------------------------------------------------------
+def sound(seconds: float, rate: int = 16000) -> bytes:
+    time = np.arange(int(seconds * rate)) / rate
+    samples = 6000 * np.sin(2 * np.pi * (300 + 200 * time) * time) + 500 * np.random.default_rng(0).normal(
+        size=len(time)
+    )
+    return write_wav(samples.astype(np.int16), rate)
+
+
+def test_sound_tiny_encodes_as_evaluation_does_and_is_saved_whole(tmp_path: Path) -> None:
+    model, processor = build("sound", 2.3, fusion_layers=1)
+    extractor = processor.feature_extractor
+    assert (extractor.max_length_s, extractor.window_seconds, extractor.sampling_rate) == (3, 3.0, 16000)
+    for seconds, rate in ((1.2, 16000), (4.0, 16000), (3.0, 22050)):
+        content = sound(seconds, rate)
+        (tmp_path / "a.wav").write_bytes(content)
+        timed: Any = read_by(processor, 1.0)
+        example = timed.read({"bytes": content, "path": None}, None)[0]
+        expected = model.encode_image(timed.features(example[None]), with_keys_values=False)[0]
+        torch.testing.assert_close(model.encode(sounds=str(tmp_path / "a.wav")), expected, atol=1e-3, rtol=0)
+        given = [(np.frombuffer(content[44:], np.int16) / 32768, rate)]
+        torch.testing.assert_close(model.encode(sounds=given), expected, atol=1e-3, rtol=0)
+        assert sorted(place for place, _ in model.rerank("a dog", [*given, str(tmp_path / "a.wav")])) == [0, 1]
+    model.save_pretrained(tmp_path)
+    assert load_processor_of(str(tmp_path)).feature_extractor.window_seconds == 3.0  # type: ignore[attr-defined]
+    for again in (
+        FusionDualEncoderModel.from_pretrained(tmp_path),
+        build("sound", 9.0, model_name_or_path=str(tmp_path))[0],
+    ):
+        torch.testing.assert_close(again.encode(sounds=given), model.encode(sounds=given))
+    with pytest.raises(ValueError, match="it reads sounds, and the data are images"):
+        build_model(ModelArguments(model_name_or_path=str(tmp_path)), processor.tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["audio-spectrogram-transformer", "whisper", "wav2vec2", "clap_audio_model"])
+def test_sound_towers_have_their_own_extractor(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{kind}.json"
+    path.write_text(json.dumps({"model_type": kind, **TOWERS[kind]}))
+    model, processor = build("sound", 0.9, vision_config=str(path))
+    processor.save_pretrained(tmp_path)
+    extractor = AutoProcessor.from_pretrained(tmp_path).feature_extractor
+    assert type(extractor) is type(processor.feature_extractor)
+    window = {"audio-spectrogram-transformer": 0.96, "wav2vec2": 0.9}.get(kind, 1.0)
+    assert extractor.window_seconds == pytest.approx(window)
+    assert model.encode(sounds=[(np.random.default_rng(0).normal(size=9000) / 9, 16000)]).shape[0] == 1
+
+
+@pytest.mark.parametrize("kind", ["whisper", "clap", "clap-fused"])
+def test_the_sound_tower_is_taken_from_a_whole_model(kind: str, tmp_path: Path) -> None:
+    if kind == "whisper":
+        AutoModel.from_config(AutoConfig.for_model(kind, **TOWERS[kind])).save_pretrained(tmp_path)
+        processors.WhisperFeatureExtractor(16, chunk_length=1).save_pretrained(tmp_path)
+    else:
+        write_clap(tmp_path, fused=kind == "clap-fused")
+        AutoProcessor.from_pretrained(tmp_path).feature_extractor.save_pretrained(tmp_path)
+    model, _ = build("sound", vision_model_name_or_path=str(tmp_path))
+    whole = AutoModel.from_pretrained(tmp_path)
+    found = model.vision_model.state_dict()
+    for name, value in (whole.encoder if kind == "whisper" else whole.audio_model).state_dict().items():
+        if name in found:
+            torch.testing.assert_close(found[name], value)
+
+
+def test_clip_tiny_encodes_frames(tmp_path: Path) -> None:
+    model, _ = build("clip", image_size=32)
+    assert isinstance(model.vision_model, FramesTower)
+    frames = [Image.new("RGB", (48, 32), (10 * at, 0, 255 - 10 * at)) for at in range(20)]
+    (tmp_path / "a.gif").write_bytes(animation(20))
+    assert model.encode(clips=[frames, str(tmp_path / "a.gif")]).shape == (2, model.config.projection_dim)
+    torch.testing.assert_close(model.encode(clips=frames), model.encode(clips=[frames]))
+    model.save_pretrained(tmp_path)
+    again = load_processor_of(str(tmp_path)).image_processor  # type: ignore[attr-defined]
+    assert (again.clip_frames, again.window_seconds) == (16, None)
+    with pytest.raises(ValueError, match="reads clips, and it was given images"):
+        model.encode(images=frames[0])
+
+
+@pytest.mark.parametrize(("kind", "own"), [("videomae", VideoMAEImageProcessor), ("vjepa2", VJEPA2VideoProcessor)])
+def test_video_towers_have_their_own_colours(kind: str, own: Any, tmp_path: Path) -> None:
+    vision_tower(AutoConfig.for_model(kind, **TOWERS[kind])).save_pretrained(tmp_path)
+    size = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    own(image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.3, 0.4], **size).save_pretrained(tmp_path)
+    model, processor = build("clip", vision_model_name_or_path=str(tmp_path))
+    images = processor.image_processor
+    assert images.clip_frames == 8
+    assert (tuple(images.image_mean), images.crop_size["height"]) == ((0.4, 0.5, 0.6), 16)
+    assert model.encode(clips=[[Image.new("RGB", (20, 16))] * 9]).shape[0] == 1

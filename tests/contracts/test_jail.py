@@ -1,0 +1,524 @@
+"""Whatever a data set names, no file outside of its folder is opened, and no server of a private network is asked."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, disable_progress_bars
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mm_utils.data.batches.tokens import tokenize_splits
+from mm_utils.data.faults import Fault
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.paths import Jail, Limits, is_url, read_file
+from mm_utils.data.rows import downloads
+from mm_utils.data.rows.downloads import download
+from mm_utils.data.rows.records import RecordBuilder, UrlImage
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.streams.stream import _find_urls
+from scripts import prepare_data
+from tests.kit.fault_images import draw, png
+from tests.kit.finetuning import labelled_of, task_of
+from tests.kit.numbered_rows import loaders, new_tokenizer
+from tests.kit.reading import lines, read, write, write_tar
+from tests.kit.recording_server import RecordingServer, recording
+
+disable_progress_bars()
+FEATURES = Features({"image": Image(), "caption": Value("string"), "label": ClassLabel(names=["a", "b"])})
+
+
+@pytest.fixture(autouse=True)
+def offline_and_own_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+
+# -- paths --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """`root/inside.png` and `root/sub/deep.png`; beside it `secret.png`, and links that lead in and out."""
+    root = tmp_path / "root"
+    (root / "sub").mkdir(parents=True)
+    (tmp_path / "rooted").mkdir()
+    for path in (root / "inside.png", root / "sub/deep.png", tmp_path / "secret.png", tmp_path / "rooted/a.png"):
+        path.write_bytes(path.name.encode())
+    for name, target in {
+        "link_in.png": "sub/deep.png", "link_out.png": "../secret.png", "folder_out": "..", "folder_in": "sub",
+        "loop.png": "loop.png", "dangling.png": "nowhere.png",
+    }.items():  # fmt: skip
+        (root / name).symlink_to(target)
+    (tmp_path / "alias").symlink_to(root)
+    os.mkfifo(root / "pipe.png")
+    return root
+
+
+def reason_of(action: Callable[[], Any]) -> str:
+    with pytest.raises(Fault) as fault:
+        action()
+    return fault.value.reason
+
+
+def test_files_below_the_root_are_found_and_others_if_that_is_allowed(root: Path) -> None:
+    (root / os.fsdecode(b"caf\xe9.png")).write_bytes(b"x")
+    names = ("inside.png", "./sub/../inside.png", "link_in.png", "folder_in/deep.png", os.fsdecode(b"caf\xe9.png"))
+    for jail in (Jail(str(root)), Jail(str(root.parent / "alias"))):
+        for name in (*names, *(str(root / name) for name in names)):
+            path = jail.resolve(name)
+            assert os.path.isabs(path)
+            assert Path(path).read_bytes() == Path(root / name).read_bytes()
+    for name in ("../secret.png", "link_out.png", "folder_out/secret.png", f"{root.parent}/secret.png"):
+        assert reason_of(lambda name=name: Jail(str(root)).resolve(name)) == "outside_root"
+        assert Path(Jail(str(root), allow_outside=True).resolve(name)).read_bytes() == b"secret.png"
+    assert reason_of(lambda: Jail(str(root)).resolve("../rooted/a.png")) == "outside_root"
+
+
+NAMES = ["..", ".", "sub", "inside.png", "deep.png", "secret.png", "folder_out", "folder_in", "root", "link_out.png"]
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=st.lists(st.sampled_from(NAMES), min_size=1, max_size=7), absolute=st.booleans())
+def test_a_resolved_path_lies_below_the_root(root: Path, parts: list[str], absolute: bool) -> None:
+    name, refused, path = "/".join(parts), "", ""
+    try:
+        path = Jail(str(root)).resolve(f"{root.parent}/{name}" if absolute else name)
+    except Fault as fault:
+        refused = fault.reason
+    assert refused in ("", "outside_root", "image_missing", "not_a_file")
+    assert refused or os.path.realpath(path).startswith(os.path.realpath(root) + os.sep)
+    assert refused or os.path.isfile(path)
+
+
+def test_addresses_are_no_paths() -> None:
+    assert all(map(is_url, ("http://a.b/c.png", "file:///etc/passwd", "s3://b/k", "zip://a.png::b.zip", "pipe:cat a")))
+    assert not any(map(is_url, ("a.png", "a:b.png", "C:/x.png", "dir/http://x", "n0:1.png")))
+
+
+def test_a_file_is_read_within_limits_and_again_after_errors_that_pass(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "empty.png").touch()
+    assert read_file(str(root / "inside.png"), Limits(), 2, 4) == b"side"
+    for name, limits, part, reason in [
+        ("empty.png", Limits(), (), "image_empty"), ("absent.png", Limits(), (), "image_missing"),
+        ("pipe.png", Limits(), (), "not_a_file"), ("sub", Limits(), (), "not_a_file"),
+        ("inside.png", Limits(max_bytes=9), (), "too_many_bytes"), ("inside.png", Limits(), (5, 10), "read_error"),
+    ]:  # fmt: skip
+        assert reason_of(lambda: read_file(str(root / name), limits, *part)) == reason, name  # noqa: B023
+    real, calls = os.open, []
+
+    def flaky(path: str, *args: int) -> int:
+        calls.append(path)
+        if len(calls) < 3:
+            raise OSError(116, "Stale file handle")
+        return real(path, *args)
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("os.open", flaky)
+    assert read_file(str(root / "inside.png"), Limits(attempts=3)) == b"inside.png"
+    calls.clear()
+    assert reason_of(lambda: read_file(str(root / "inside.png"), Limits(attempts=2))) == "read_error"
+
+
+# -- data sets that anyone may publish -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """Pictures and a table that are none of the data set's business."""
+    folder = tmp_path / "private"
+    rows = [f"{at}.png,my password is {at},{at % 2}\n" for at in range(30)]
+    write(folder / "notes.csv", "image,caption,label\n" + "".join(rows))
+    for at in range(30):
+        (folder / f"{at}.png").write_bytes(png(draw(at)))
+    table(["x.png"] * 30, [png(draw(0))] * 30).save_to_disk(folder / "saved")
+    return folder
+
+
+def table(paths: list[str], contents: list[bytes] | None = None) -> Dataset:
+    cells = [{"bytes": contents and contents[at], "path": path} for at, path in enumerate(paths)]
+    rows = {"image": cells, "caption": [f"word {at}" for at in range(30)], "label": [at % 2 for at in range(30)]}
+    return Dataset.from_dict(rows, FEATURES)
+
+
+def write_card(folder: Path, private: Path, key: str = "data_files", value: Any = "../private/notes.csv") -> None:
+    write(folder / "x.csv", "image,caption,label\na,b,0\n")
+    named = json.loads(json.dumps(value).replace("PRIVATE", str(private)))
+    config = {"config_name": "default", "data_files": "*.csv", key: named}
+    write(folder / "README.md", f"---\nconfigs: {json.dumps([config])}\n---\n")
+
+
+def write_state(folder: Path, private: Path, name: str) -> None:
+    table(["x.png"] * 30, [png(draw(0))] * 30).save_to_disk(folder)
+    state = json.loads((folder / "state.json").read_text())
+    state["_data_files"] = [{"filename": name.replace("PRIVATE", str(private / "saved/data-00000-of-00001.arrow"))}]
+    write(folder / "state.json", json.dumps(state))
+
+
+def write_parquet(folder: Path, private: Path) -> None:
+    pq.write_table(table([str(private / f"{at}.png") for at in range(30)]).data.table, folder / "train.parquet")
+
+
+def write_yaml(folder: Path, private: Path) -> None:
+    write(folder / "x.csv", "image,caption,label\na,b,0\n")
+    write(folder / ".huggingface.yaml", "configs:\n- config_name: default\n  data_files: ../private/notes.csv\n")
+
+
+UP = [{"split": "train", "path": ["*.csv", "sub/../../private/*.csv"]}]
+BY_CARD = [
+    *(("data_files", name) for name in ("../private/notes.csv", "PRIVATE/notes.csv", UP, "file:PRIVATE/notes.csv")),
+    *(("data_files", "zip://notes.csv::../private/a.zip"), ("data_dir", "PRIVATE"), ("data_dir", "../private")),
+]
+WAYS: dict[str, tuple[Callable[[Path, Path], object], str]] = {  # what is written, and what the message says
+    "Parquet": (write_parquet, "outside"),
+    **{
+        f"{key}: {value} in the card": (
+            lambda folder, private, key=key, value=value: write_card(folder, private, key, value),
+            "README.md names the data_",
+        )
+        for key, value in BY_CARD
+    },
+    ".huggingface.yaml": (write_yaml, "huggingface.yaml names the data_files"),
+    "a link": (lambda folder, private: (folder / "train.csv").symlink_to(private / "notes.csv"), "outside"),
+    **{
+        f"state.json: {name}": (
+            lambda folder, private, name=name: write_state(folder, private, name),
+            "state.json names",
+        )
+        for name in ("../private/saved/data-00000-of-00001.arrow", "PRIVATE", "/dev/zero")
+    },
+    "a split elsewhere": (
+        lambda folder, _: write(folder / "dataset_dict.json", json.dumps({"splits": ["../private/saved"]})),
+        "dataset_dict.json names",
+    ),
+    "HDF5, which links to other files": (
+        lambda folder, _: (folder / "train.h5").write_bytes(b"\x89HDF\r\n\x1a\n"),
+        "hdf5|could not be loaded|not recognised",
+    ),
+}
+
+
+def read_all(name: str) -> None:
+    """Raise the first fault if all rows are bad, as `prepare_data` does."""
+    good, bad = read(name, format="datasets")
+    if not good:
+        raise ValueError(f"{name}; {bad[0].fault}")
+
+
+DOORS: dict[str, Callable[[str], Any]] = {
+    "pretrain": lambda name: load_pairs(DataArguments(dataset_name=name)),
+    "finetune": lambda name: task_of(dataset_name=name),
+    "eval_zero_shot": lambda name: labelled_of(dataset_name=name),
+    "prepare_data": read_all,
+    "a stream": lambda name: _find_urls(DataArguments(dataset_name=name)),
+}
+CASES = [(way, "pretrain") for way in WAYS] + [(way, door) for way in [*WAYS][:2] for door in [*DOORS][1:-1]]
+
+
+@pytest.mark.parametrize(("way", "door"), CASES)
+def test_a_data_set_reads_no_file_outside_of_its_folder(way: str, door: str, private: Path, tmp_path: Path) -> None:
+    folder, (make, message) = tmp_path / "published", WAYS[way]
+    folder.mkdir()
+    make(folder, private)
+    with pytest.raises(ValueError, match=rf"^[^\n]*({message})[^\n]*$") as caught:
+        DOORS[door](str(folder))
+    assert str(folder) in str(caught.value)
+
+
+@pytest.fixture
+def server() -> Iterator[RecordingServer]:
+    with recording(png(draw(0))) as server:
+        yield server
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_data_set_asks_no_server(
+    door: str, server: RecordingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    address = f"http://127.0.0.1:{server.server_address[1]}/latest/meta-data/x.csv"
+    write_card(tmp_path / "published", tmp_path, value=address)
+    name = str(tmp_path / "published")
+    with pytest.raises(ValueError, match=r"README\.md names the data_files http.*an address\. Download the file"):
+        DOORS[door](name)
+    with pytest.raises(ValueError, match="an address"):
+        load_pairs(DataArguments(dataset_name=name, allow_outside_root=True))
+    assert server.asked == []
+
+
+def test_files_of_the_folder_are_read_and_others_when_that_is_asked_for(private: Path, tmp_path: Path) -> None:
+    """By relative and absolute paths, by its card, in Parquet without bytes, and with bytes beside paths elsewhere."""
+
+    def count(folder: Path, **flags: Any) -> int:
+        return sum(map(len, load_pairs(DataArguments(dataset_name=str(folder), **flags)).values()))
+
+    (tmp_path / "published").mkdir()
+    write_card(tmp_path / "published", private)
+    assert count(tmp_path / "published", image_root=str(private), allow_outside_root=True) == 30
+    (data := tmp_path / "private/data").mkdir()
+    for root in ("", f"{private}/"):
+        pq.write_table(table([f"{root}{at}.png" for at in range(30)]).data.table, data / "train.parquet")
+        assert count(data, image_root=str(private)) == 30
+    contents = [png(draw(at)) for at in range(30)]
+    pq.write_table(table(["/elsewhere/x.png"] * 30, contents).data.table, data / "train.parquet")
+    assert count(data) == len(labelled_of(dataset_name=str(data)).rows) == 30
+
+
+def test_images_of_labelled_rows_lie_below_the_root(private: Path, tmp_path: Path) -> None:
+    """In a table of both kinds, rows without bytes are resolved, and refused outside."""
+    contents: list[Any] = [png(draw(at)) if at % 3 else None for at in range(30)]
+    (folder := tmp_path / "mixed").mkdir()
+    (folder / "0.png").write_bytes(png(draw(0)))
+    paths = ["0.png", *(f"{private}/{at}.png" if at % 3 == 0 else f"/gone/{at}.png" for at in range(1, 30))]
+    pq.write_table(table(paths, contents).data.table, folder / "a.parquet")
+    rows = [row["image"] for split in task_of(train_file=str(folder / "a.parquet")).splits.values() for row in split]
+    assert len(rows) == 21
+    assert [row["path"] for row in rows if row["bytes"] is None] == [str(folder / "0.png")]
+    everything = task_of(train_file=str(folder / "a.parquet"), allow_outside_root=True)
+    assert sum(map(len, everything.splits.values())) == 30
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_a_look_alike_of_a_prepared_set_reads_no_file_elsewhere(decoded: bool, private: Path, tmp_path: Path) -> None:
+    cells = [{"bytes": None, "path": str(private / f"{at}.png")} for at in range(30)]
+    rows = {"id": list(map(str, range(30))), "image": cells, "captions": [["a"]] * 30, "content_id": ["x"] * 30}
+    texts = {"id": Value("string"), "captions": [Value("string")], "content_id": Value("string")}
+    features = Features({**texts, "image": Image(decode=decoded)})
+    held = Dataset.from_dict(rows, features).data.table
+    rows["image"] = [{"bytes": b"x", "path": None}] * 30
+    DatasetDict(train=Dataset.from_dict(rows, features)).save_to_disk(tmp_path / "copy")
+    [file] = (tmp_path / "copy").rglob("*.arrow")
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, held.schema) as writer:
+        writer.write_table(held)
+    write(tmp_path / "copy" / "report.json", '{"format": "tandem-pairs"}')
+    with pytest.raises(ValueError, match="none of it" if decoded else "outside"):
+        load_pairs(DataArguments(dataset_name=str(tmp_path / "copy")))
+
+
+def test_links_in_a_folder_that_lead_out_are_refused(tmp_path: Path) -> None:
+    """Captions, lists and archives as of images; a pipe is not waited for."""
+    secret, inside = write(tmp_path / "secret", "my password\n"), tmp_path / "images"
+    write(inside / "c.txt", "a dog")
+    for name in "abc":
+        (inside / f"{name}.jpg").write_bytes(b"x")
+    (inside / "a.txt").symlink_to(secret)
+    os.mkfifo(inside / "b.txt")
+    good, bad = read(inside)
+    assert [record.captions for record in good] == [["a dog"]]
+    assert sorted(row.fault.reason for row in bad) == ["not_a_file", "outside_root"]
+    assert len(read(inside, PathArguments(allow_outside_root=True))[0]) == 2
+    metadata = write(tmp_path / "metadata.jsonl", lines({"file_name": "a.jpg", "caption": "a"}))
+    archive = write_tar(tmp_path / "b.tar", [("a.jpg", b"x"), ("a.txt", b"a")])
+    for place, name, target in (("listed", "metadata.jsonl", metadata), ("shards", "a.tar", archive)):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / name).symlink_to(target)
+        with pytest.raises(ValueError, match=r"leads to .*, outside"):
+            read(tmp_path / place)
+
+
+# -- the network --------------------------------------------------------------------------------------------------------
+
+
+def write_rows(folder: Path, images: list[str]) -> str:
+    rows = ({"image": image, "caption": f"picture {number}"} for number, image in enumerate(images))
+    return str(write(folder / "pairs.jsonl", lines(*rows)))
+
+
+@pytest.mark.parametrize("allowed", [False, True], ids=["by default", "with downloads"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "127.1"])
+def test_no_row_makes_this_machine_ask_its_own_network(
+    host: str, allowed: bool, server: RecordingServer, tmp_path: Path
+) -> None:
+    address = f"http://{host}:{server.server_address[1]}/metadata"
+    flags = ["--output_dir", str(tmp_path / "out"), "--num_proc", "1", *(["--allow_download"] if allowed else [])]
+    with pytest.raises(ValueError, match="private_address" if allowed else "url_not_allowed"):
+        prepare_data.main(["--sources", write_rows(tmp_path, [address]), *flags])
+    assert server.asked == []
+
+
+def test_training_asks_no_server(server: RecordingServer, tmp_path: Path) -> None:
+    good, address = [f"{at}.png" for at in range(4)], f"http://127.0.0.1:{server.server_address[1]}/a.png"
+    for number, name in enumerate(good):
+        (tmp_path / name).write_bytes(png(draw(number)))
+    pairs = load_pairs(DataArguments(train_file=write_rows(tmp_path, [*good, address])))
+    splits = tokenize_splits(pairs, new_tokenizer(), 16).values()
+    keys = [key for rows in splits for batch in loaders().evaluation(rows, 4) for key in batch["image_ids"]]
+    assert sorted(keys) == good
+    cells = [{"bytes": None, "path": name} for name in [*good, address]]
+    Dataset.from_dict({"image": cells, "caption": list("abcde")}).to_parquet(tmp_path / "pairs.parquet")
+    assert sum(map(len, load_pairs(DataArguments(train_file=str(tmp_path / "pairs.parquet"))).values())) == 4
+    assert server.asked == []
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "it is gone": lambda path: None,
+    "it is a pipe": os.mkfifo,
+    "it is a folder": os.mkdir,
+    "it is an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "it is empty": lambda path: path.write_bytes(b""),
+    "it is cut in half": lambda path: path.write_bytes(png(draw(3))[:300]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_while_training_is_named_and_the_run_goes_on(change: str, tmp_path: Path) -> None:
+    names = [f"{number}.png" for number in range(6)]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(png(draw(number)))
+    file = write_rows(tmp_path, names)
+    rows = tokenize_splits(load_pairs(DataArguments(train_file=file, validation_file=file)), new_tokenizer(), 16)
+    (tmp_path / "3.png").unlink()
+    CHANGES[change](tmp_path / "3.png")
+    [batch] = loaders().evaluation(rows["train"], 6)
+    assert batch["image_ids"] == [name for name in names if name != "3.png"]
+    assert ["3.png" in str(reason) for reason in batch["skipped"]] == [True]
+
+
+# -- downloads ----------------------------------------------------------------------------------------------------------
+BODY = b"an image" * 100
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by the first part of the path; counts the requests."""
+
+    requests: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.requests.append(self.path)
+        _, kind, *rest = self.path.partition("?")[0].split("/", 2)
+        if kind in ("to", "loop"):
+            self.answer(302, b"", Location=rest[0] if rest else "/loop")
+        elif kind == "cut":
+            self.answer(200, BODY[:-5], **{"Content-Length": str(len(BODY))})
+        elif kind == "slow":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"x")
+                    self.wfile.flush()
+                    time.sleep(0.05)
+        else:
+            status = (200 if len(self.requests) > 2 else 503) if kind == "busy" else 200 if kind == "ok.jpg" else 404
+            self.answer(status, BODY)
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def public(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server on this machine, whose address alone counts as public."""
+    monkeypatch.setattr(Handler, "requests", [])
+    monkeypatch.setattr(downloads, "_PAUSE", 0.0)
+    strict = downloads._is_public
+    monkeypatch.setattr(downloads, "_is_public", lambda address: address == "127.0.0.1" or strict(address))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.daemon_threads = True
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_address[1]}"
+        running.shutdown()
+
+
+def failure(url: str, **limits: Any) -> str:
+    with pytest.raises(Fault) as fault:
+        download(url, Limits(**limits))
+    return f"{fault.value.reason}: {fault.value.detail}"
+
+
+def test_a_download_is_limited_and_what_may_pass_is_tried_again(public: str) -> None:
+    assert download(f"{public}/ok.jpg?size=2", Limits()) == BODY
+    assert UrlImage(f"{public}/to//ok.jpg").read(Limits()) == BODY
+    assert "more than 99 bytes" in failure(f"{public}/ok.jpg", max_bytes=99)
+    for url, limits, message, count in [
+        ("loop", {}, "more than 3 redirects", 4),
+        ("slow", {"seconds": 0.3}, "download_failed", 1),
+        ("busy", {"attempts": 2}, "503", 2),
+        ("absent", {}, "404", 1),
+        ("cut", {}, "missing at the end", 3),
+    ]:
+        Handler.requests.clear()
+        assert message in failure(f"{public}/{url}", **limits)
+        assert len(Handler.requests) == count
+    Handler.requests.clear()
+    assert download(f"{public}/busy", Limits(attempts=3)) == BODY
+
+
+def answering(*addresses: str) -> Callable[..., list[Any]]:
+    """A stand-in for the look-up of names."""
+    return lambda _, port, *__, **___: [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses
+    ]
+
+
+@pytest.mark.parametrize("target", ["http://169.254.169.254/meta", "http://10.0.0.1/", "//[::1]/"])
+def test_a_redirect_into_a_private_network_is_not_followed(public: str, target: str) -> None:
+    assert failure(f"{public}/to/{target}").startswith("private_address")
+
+
+PRIVATE = [
+    *("127.0.0.1", "127.255.0.3", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
+    *("100.64.0.1", "192.0.2.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
+    *("::1", "::", "fe80::1", "fc00::1", "fec0::1", "feff::1", "fd12::1", "ff02::1", "2001:db8::1"),
+    *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "2001:0:1::1"),
+]
+
+
+def test_private_addresses_are_refused_before_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("2130706433", "0x7f.1", "localhost"):
+        assert failure(f"http://{host}/a.jpg").startswith(("private_address", "download_failed"))
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("connected"))
+    for found in (*((address,) for address in PRIVATE), ("8.8.8.8", "10.0.0.1")):
+        monkeypatch.setattr(socket, "getaddrinfo", answering(*found))
+        assert failure("http://a.example/b.jpg").startswith("private_address"), found
+    assert all(map(downloads._is_public, ("8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8")))
+
+
+def test_the_name_is_looked_up_once_and_the_checked_address_is_used(
+    public: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, asked = iter(["127.0.0.1", "10.0.0.1"]), []
+
+    def rebinding(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        if host != "a.example":
+            return answering(host)(host, port)
+        asked.append(host)
+        return answering(next(answers))(host, port)
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebinding)
+    assert download(f"http://a.example:{public.rpartition(':')[2]}/ok.jpg", Limits()) == BODY
+    assert asked == ["a.example"]
+
+
+def test_what_is_no_public_address_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: pytest.fail("looked up"))
+    for url in ("file:///etc/passwd", "ftp://a.b/c", "gopher://a.b", "//a.b/c", "http:///x"):
+        assert failure(url).startswith("url_not_allowed")
+    for url in ("http://[::1", "http://a.b:99999/", "http://a.b/c d", "http://a.b/\r\nX: y"):
+        assert failure(url).startswith("download_failed")
+
+
+def test_an_id_has_no_signature_of_its_address() -> None:
+    builder = RecordBuilder(Source("."), PathArguments(allow_download=True), ".")
+    image, key = builder.image("https://b.example/k.jpg?X-Amz-Signature=SECRET&w=1")
+    assert "SECRET" in image.name
+    assert str(key).startswith("https://b.example/k.jpg?")
+    assert "SECRET" not in str(key)

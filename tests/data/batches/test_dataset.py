@@ -1,6 +1,7 @@
-"""Rows become examples, and examples batches: caption, crop, mirroring, padding, unreadable images."""
+"""Rows become examples, and examples batches: caption, crop, mirroring, padding, unreadable images, workers; pairs: tests/contracts."""
 
 import io
+import multiprocessing
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,16 +12,21 @@ from datasets import Dataset, disable_progress_bars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils import distributed
+from mm_utils.arguments import parse_args
 from mm_utils.data import media
 from mm_utils.data.batches.column_cache import SKIPPED
 from mm_utils.data.batches.dataset import MOST_CAPTIONS, Collator, TrainingTransform
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.batches.workers import end_workers, worker_loader
 from mm_utils.data.images import encode
 from tests.kit.numbered_rows import (
+    CPU,
     FEATURES,
     SIZE,
     WORDS,
@@ -86,36 +92,6 @@ def test_raw_pixels_make_the_same_examples(mixed: bool, tokenizer: PreTrainedTok
     for make in (partial(training_pairs, min_crop_area=0.4), training_pairs, evaluation_pairs):
         for row in range(12):
             assert equal(make(raw)[(row, 1)], make(rows)[(row, 1)])
-
-
-# -- pairing ------------------------------------------------------------------------------------------------------------
-def test_an_image_keeps_its_captions_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenize_captions(rows_of().shuffle(seed=4), tokenizer, 16)
-    order = GlobalOrder(12, BatchSizes((0,), (5,)), seed=3)
-    for step, batch in enumerate(loaders().train(rows, order, 0, 24)):
-        said = [number_said(ids, tokenizer) for ids in batch["input_ids"]]
-        assert [number_shown(pixels) for pixels in batch["pixel_values"]] == said
-        drawn = rows.select(batch["rows"].tolist())
-        assert list(drawn["id"]) == [f"id-{number}" for number in said]
-        assert sorted(batch["rows"].tolist()) == sorted(row for row, _ in order.batch(step))
-        assert batch["caption_image"].tolist() == list(range(5))
-        assert batch["ids"][:, 0].tolist() == list(drawn["image_key"])
-        assert all(key in keys for key, keys in zip(batch["ids"][:, 1].tolist(), drawn["caption_keys"], strict=True))
-
-
-def test_evaluation_has_every_caption_once(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = tokenize_captions(rows_of(), tokenizer, 16)
-    seen: list[str] = []
-    images: list[int] = []
-    for batch in loaders().evaluation(rows, 5):
-        assert len(batch["pixel_values"]) == len(batch["rows"])
-        assert len(batch["ids"]) == len(batch["input_ids"]) == len(batch["caption_image"])
-        images += batch["rows"].tolist()
-        for ids, image in zip(batch["input_ids"], batch["caption_image"], strict=True):
-            assert number_said(ids, tokenizer) == number_shown(batch["pixel_values"][image]) == batch["rows"][image]
-            seen.append(tokenizer.decode(ids, skip_special_tokens=True))
-    assert images == list(range(12))
-    assert seen == [caption for captions in rows["captions"] for caption in captions]
 
 
 # -- broken images ------------------------------------------------------------------------------------------------------
@@ -206,23 +182,6 @@ def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
     }
 
 
-def test_collator_pads_to_the_longest() -> None:
-    longest = 9
-    batch = Collator(77, media.Image(SIZE))([example([1, longest], 4), {"skipped": "why"}, example([1], 9)])
-    assert batch["input_ids"].shape == (3, longest)
-    assert batch["input_ids"][1].tolist() == list(range(1, longest + 1))
-    assert batch["input_ids"][0].tolist() == [1] + [77] * (longest - 1)
-    assert batch["attention_mask"].sum(1).tolist() == batch["lengths"] == [1, longest, 1]
-    assert batch["attention_mask"][0].tolist() == [1] + [0] * (longest - 1)
-    assert batch["ids"].tolist() == [[104, 4001], [104, 4000 + longest], [109, 9001]]
-    assert batch["caption_image"].tolist() == [0, 0, 1]
-    assert batch["rows"].tolist() == [4, 9]
-    assert batch["image_ids"] == ["id-4", "id-9"]
-    assert batch["skipped"] == ["why"]
-    assert batch["pixel_values"].dtype == torch.uint8
-    assert batch["pixel_values"][:, 0, 0, 0].tolist() == [4, 9]
-
-
 def test_collator_puts_the_longest_caption_first() -> None:
     lengths = [3, 9, 1, 9, 4]
     rows = [example([length], row) for row, length in enumerate(lengths)]
@@ -280,3 +239,57 @@ def test_half_of_the_images_are_mirrored_where_no_caption_has_sides(
     )
     mirrored = sum(bool(pairs[(row, 0)]["pixel_values"][0][:, 0].float().mean() < 100) for row in range(40))
     assert mirrored == 0 if caption in SIDES else 10 < mirrored < 30
+
+
+# -- loaders ------------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_batches_stay_as_they_are_while_workers_go_on(workers: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Also when an iteration is broken off and another begins; with any number of workers."""
+    rows = tokenize_captions(rows_of(broken=[3]), tokenizer, 16)
+    order = GlobalOrder(12, BatchSizes((0,), (5,)), seed=3)
+    loader = loaders(workers).train(rows, order, 0, 20)
+    first = [batch for batch, _ in zip(loader, range(3), strict=False)]
+    again = list(loader)
+    assert len(again) == len(loader) == 20
+    assert all(equal(*both) for both in zip(first, again, strict=False))
+    assert all(equal(*both) for both in zip(again, loaders(0).train(rows, order, 0, 20), strict=True))
+
+
+def test_images_are_normalised_on_the_device() -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    loader = DeviceLoader(
+        DataLoader([{"pixel_values": pixels, "skipped": []}], batch_size=None), CPU, media.Image(4, mean, std)
+    )
+    [batch] = loader
+    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    torch.testing.assert_close(batch["pixel_values"], expected, rtol=1e-5, atol=1e-5)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert len(loader) == 1
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------------
+def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 8)
+    assert LoaderArguments(dataloader_num_workers="3").num_workers == 3
+    parsed = parse_args(LoaderArguments, argv=["--dataloader_num_workers", "5"])[LoaderArguments]
+    assert parsed.num_workers == 5
+    for local_ranks, expected in (("1", 7), ("2", 3), ("8", 0), ("64", 0)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+        assert LoaderArguments().num_workers == expected
+    monkeypatch.setattr("mm_utils.distributed.available_cores", lambda: 400)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert LoaderArguments().num_workers == 16
+
+
+def test_workers_end_by_themselves_where_a_cycle_keeps_the_loader() -> None:
+    """Torch's own end, of what is garbage, waits 5 seconds for each and then kills it. Killed workers: `tests/faults/test_loading.py`."""
+    before = {*multiprocessing.active_children()}
+    loader = worker_loader(list(range(4)), 2)
+    loader.itself = loader  # type: ignore[attr-defined]
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    workers = [*{*multiprocessing.active_children()} - before]
+    assert len(workers) == 2
+    end_workers()
+    assert [worker.exitcode for worker in workers] == [0, 0]

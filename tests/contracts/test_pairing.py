@@ -1,0 +1,176 @@
+"""In every batch each image has its own captions: from memory, from a prepared set, from a stream; on ranks, by workers, resumed.
+
+A picture of one colour and its captions say the same number; a colour survives compression, resizing, crops and flips.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mm_utils.data import media
+from mm_utils.data.batches.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.ingest import stored_hash
+from mm_utils.data.prepare.on_disk import content_id
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.streams.stream import open_stream, train_stream
+from mm_utils.model.processor import train_tokenizer
+from scripts import prepare_data
+
+COUNT, SIZE, LEVELS, GAP = 90, 24, 6, 51
+BATCH, STEPS = 7, 28  # two epochs
+TOKENIZER = train_tokenizer([f"number {' '.join(f'{number:03d}')} again again" for number in range(COUNT)], 100)
+
+
+def colour(number: int) -> tuple[int, int, int]:
+    """Six levels a channel, which are too far apart for JPEG to mix up."""
+    return (GAP * (number % 6), GAP * (number // 6 % 6), GAP * (number // 36))
+
+
+def number_shown(pixels: torch.Tensor) -> int:
+    levels = (pixels.float().mean((1, 2)) / GAP).round().long().tolist()
+    return sum(level * LEVELS**place for place, level in enumerate(levels))
+
+
+def caption_of(number: int, place: int) -> str:
+    return f"number {' '.join(f'{number:03d}')}" + " again" * place
+
+
+def number_said(text: str) -> int:
+    return int("".join(letter for letter in text if letter.isdecimal()))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A file of all captions of an image in a row, and a set prepared of half of it and a file of a caption a row, by store."""
+    root = tmp_path_factory.mktemp("pairing")
+    for number in range(COUNT):
+        Image.new("RGB", (60 + number % 7, 40 + number % 5), colour(number)).save(root / f"{number}.png")
+    captions = {number: [caption_of(number, at) for at in range(number % 3 + 1)] for number in range(COUNT)}
+    rows = [{"image": f"{number}.png", "captions": texts} for number, texts in captions.items()]
+    for name, part in (("all.jsonl", rows), ("some.jsonl", rows[: COUNT // 2])):
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    rest = [(at, number) for number in range(COUNT // 2, COUNT) for at in range(number % 3 + 1)]
+    lines = [f"{number}.png,{caption_of(number, at)}" for at, number in sorted(rest)]
+    (root / "others.csv").write_text("\n".join(["image,caption", *lines]) + "\n")
+    found = {"memory": str(root / "all.jsonl")}
+    for store in ("jpeg", "png", "raw"):
+        flags = ["--output_dir", str(root / store), "--image_size", str(SIZE), "--store", store, "--num_proc", "2"]
+        given = ["--sources", str(root / "some.jsonl"), str(root / "others.csv")]
+        prepare_data.main([*given, *flags, "--validation_fraction", "0.1"])
+        found[store] = str(root / store)
+    return found
+
+
+def rows_of(source: str) -> Dataset:
+    return load_pairs(DataArguments(**{"train_file" if source.endswith("jsonl") else "dataset_name": source}))["train"]
+
+
+def check(batch: dict[str, Any]) -> list[int]:
+    """Return the numbers of a batch, after comparing those of captions and images."""
+    assert not batch["skipped"]
+    shown = [number_shown(pixels) for pixels in batch["pixel_values"]]
+    texts = [TOKENIZER.decode(ids, skip_special_tokens=True) for ids in batch["input_ids"]]
+    assert [shown[place] for place in batch["caption_image"]] == [number_said(text) for text in texts]
+    return shown
+
+
+def loaders(image_size: int = SIZE, workers: int = 0, min_crop_area: float = 0.8) -> Loaders:
+    args = LoaderArguments(16, str(workers), min_crop_area=min_crop_area)
+    medium = media.Image(image_size, (0.0,) * 3, (1 / 255,) * 3, min_crop_area)
+    return Loaders(args, torch.device("cpu"), 0, medium)
+
+
+def on_each_rank(world: int, batches: Callable[[int, int], Any], start: int, stop: int) -> Iterator[list[Any]]:
+    """Yield the batches of each rank."""
+    for rank in range(world):
+        with patch.multiple("mm_utils.distributed", rank=lambda: rank, world_size=lambda: world):  # noqa: B023
+            yield list(batches(start, stop))
+
+
+HOW = {"whole": (1, 0, 0), "on ranks": (3, 0, 0), "by workers": (1, 2, 0), "resumed": (2, 0, 11)}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("source", ["memory", "jpeg", "png", "raw", "stream of jpeg", "stream of raw"])
+def test_each_image_has_its_captions_in_the_same_steps(source: str, how: str, sources: dict[str, str]) -> None:
+    if source.startswith("stream"):
+        args = DataArguments(dataset_name=sources[source.split()[-1]])
+        stream = open_stream(args, BatchSizes((0,), (BATCH,)), 1, 3, 4)
+        count = sum(shard.rows for shard in stream.shards)
+        make = lambda workers, start, stop: train_stream(loaders(SIZE, workers), stream, TOKENIZER, start, stop)  # noqa: E731
+    else:
+        rows = tokenize_captions(rows_of(sources[source]), TOKENIZER, 16)
+        order, count = GlobalOrder(len(rows), BatchSizes((0,), (BATCH,)), 1), len(rows)
+        make = lambda workers, start, stop: loaders(SIZE, workers).train(rows, order, start, stop)  # noqa: E731
+    world, workers, stop_at = HOW[how]
+    steps: list[list[int]] = [[] for _ in range(STEPS)]
+    for start, stop in ((0, stop_at), (stop_at, STEPS)):
+        for batches in on_each_rank(world, partial(make, workers), start, stop):
+            for step, batch in enumerate(batches, start):
+                steps[step] += check(batch)
+    whole = [check(batch) for batch in make(0, 0, STEPS)]
+    assert list(map(sorted, steps)) == list(map(sorted, whole))
+    assert all(len(set(numbers)) == BATCH for numbers in steps)
+    first = [number for numbers in steps for number in numbers][: count - BATCH]
+    assert len(set(first)) == len(first)
+
+
+def test_prepared_rows_pair_images_with_their_captions(sources: dict[str, str]) -> None:
+    for store in ("jpeg", "png", "raw"):
+        numbers = []
+        for rows in load_pairs(DataArguments(dataset_name=sources[store])).values():
+            for row in rows:
+                numbers.append(number_said(row["captions"][0]))
+                assert row["captions"] == [caption_of(numbers[-1], at) for at in range(numbers[-1] % 3 + 1)]
+                assert row["content_id"] == content_id(stored_hash(row["image"]["bytes"]), row["captions"])
+        assert sorted(numbers) == list(range(COUNT))
+
+
+CHANGES: dict[str, Callable[[Dataset], Dataset]] = {
+    "shuffle": lambda rows: rows.shuffle(seed=7),
+    "filter": lambda rows: rows.filter(lambda row: row["width"] % 2 == 0),
+    "shard": lambda rows: rows.shard(2, 1, contiguous=False),
+    "slice": lambda rows: rows.select(range(3, len(rows))),
+    "join": lambda rows: concatenate_datasets([rows.select(range(len(rows) // 2, len(rows))), rows.select(range(5))]),
+    "sort": lambda rows: rows.sort("image_hash"),
+}
+
+
+@given(
+    store=st.sampled_from(["jpeg", "png", "raw"]),
+    changes=st.lists(st.sampled_from(sorted(CHANGES)), max_size=3),
+    world=st.integers(1, 3),
+    image_size=st.sampled_from([16, SIZE, 40]),
+    min_crop_area=st.sampled_from([0.5, 1.0]),
+)
+@settings(max_examples=12)
+def test_pairs_survive_what_is_done_to_a_data_set(
+    store: str, changes: list[str], world: int, image_size: int, min_crop_area: float, sources: dict[str, str]
+) -> None:
+    rows = rows_of(sources[store])
+    for change in changes:
+        rows = CHANGES[change](rows)
+    expected = Counter(number_said(captions[0]) for captions in rows["captions"])
+    rows = tokenize_captions(rows, TOKENIZER, 16)
+    order = GlobalOrder(len(rows), BatchSizes((0,), (min(BATCH, len(rows)),)), 2)
+    made, steps = loaders(image_size, 0, min_crop_area), -(-len(rows) // order.sizes.at(0))
+    for evaluates, batches in ((False, partial(made.train, rows, order)), (True, lambda *_: made.evaluation(rows, 4))):
+        found = [batch for of_rank in on_each_rank(world, batches, 0, steps) for batch in of_rank]
+        seen = Counter(number for batch in found for number in check(batch))
+        assert seen == expected if evaluates else not expected - seen
+        if evaluates:
+            assert sum(len(batch["input_ids"]) for batch in found) == sum(map(len, rows["captions"]))

@@ -12,9 +12,10 @@ it, as none may keep its ranks waiting for another's; the first that ends wins.
 
 import hashlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,17 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
+from mm_utils.arguments import Parsed, arg
 from mm_utils.data.batches.column_cache import SKIPPED, add_weights, image_digest, to_arrow
-from mm_utils.data.batches.loaders import Loaders
 from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
+from mm_utils.model.checks import has_no_head
 from mm_utils.model.encoding import length_groups
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
+from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.joint import Objective
 from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
+from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,77 @@ Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
 
 DTYPES = (torch.float16, torch.float32)
 ROUNDING = 1e-3  # largest error of a stored value, as a share of its row's largest; float16's own is 5e-4
+
+
+_AUGMENTS = "min_crop_area horizontal_flip"
+_OF_HEAD = "head_share rerank_top_k"
+_OTHERS = "streaming batch_size_schedule lora_rank teacher_name_or_path"
+
+FROZEN_DEFAULTS = {
+    "cache_features": True,
+    "objectives": "contrastive:1",
+    "fusion_layers": 0,
+    "global_batch_size": 512,
+    "backbone_learning_rate": 3e-4,
+    "num_train_epochs": 40.0,
+}
+"""Defaults of a run that trains only the projections between two pretrained towers (docs/training.md has what they earn)."""
+MLP_RATE = 3e-3  # in place of that of linear projections
+
+
+@dataclass
+class FeatureCacheArguments:
+    """Feature cache of frozen towers."""
+
+    cache_features: bool = arg(
+        False,
+        "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
+        "then seen as their centre square, without crops. Between two pretrained towers that are both frozen it is the default, "
+        "with contrastive:1 and no fusion head, a batch of 512, a rate of 3e-4 for the projections, and 40 epochs.",
+    )
+
+
+class CacheFeatures(RunCallback):
+    """Run frozen towers once over the training data, and train from their stored output."""
+
+    scripts = ("pretrain",)
+    flag = "cache_features freeze_vision"
+    arguments = FeatureCacheArguments
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "CacheFeatures | None":
+        """Return the callback, unless the data are a stream."""
+        cls._settle(given)
+        if not given["cache_features"]:
+            return None
+        if given["streaming"]:
+            raise ValueError("--cache_features is set; a stream may be larger than the disk. Drop it, or --streaming.")
+        if given["freeze_vision"]:
+            given.refuse(_AUGMENTS, "--cache_features keeps what the vision tower makes of centre squares")
+        return cls()
+
+    @staticmethod
+    def _settle(given: Parsed) -> None:
+        """Change what is not given, where only projections between two pretrained towers are trained (docs/training.md)."""
+        whole, *towers = (given[f"{part}model_name_or_path"] for part in ("", "vision_", "text_"))
+        if headless := whole is not None and not any(towers) and has_no_head(whole):
+            given.default(objectives="contrastive:1", fusion_layers=0)
+        if not (given["freeze_vision"] and given["freeze_text"] and (headless or (whole is None and all(towers)))):
+            return
+        of_head = [name for name in given.settings if name.startswith("fusion_")]
+        if given.is_given("objectives", *of_head, *_OF_HEAD.split(), *_OTHERS.split(), *_AUGMENTS.split()):
+            return
+        if not given.is_given("cache_features") or given["cache_features"]:
+            given.default(**FROZEN_DEFAULTS)
+            if given["projection"] == "mlp":
+                given.default(backbone_learning_rate=MLP_RATE)
+
+    def on_start(self, run: Any) -> None:
+        """Compute the features, or open those that are stored."""
+        from_features = all(getattr(each, "reads_features", False) for each in run.evaluators)
+        splits = [split for split in ("train", *["validation"] * from_features) if split in run.data.splits]
+        rows, work = run.data.num_rows, partial(cache_features, run.data, run.objective)
+        run.timed_pass("features", rows, rows, partial(work, run.run.accelerator, splits))
 
 
 def cache_features(
@@ -79,43 +153,32 @@ def cache_features(
     vars(data).pop("eval_loader", None)  # it may have been made of the rows before
 
 
-class Source(ABC):
+class Source:
     """A model that computes features, and the rows that it runs over.
 
     Attributes:
         name: what the store is of.
         flag: the flag that asks for it.
         dtypes: features are stored in the first of these types that holds all of them.
+        model, tower: the model, and the part of it that runs.
     """
 
     name: str
     flag = "--cache_features"
     dtypes: Sequence[torch.dtype] = DTYPES
 
-    def __init__(
-        self,
-        rows: datasets.Dataset,
-        loaders: Loaders,
-        batch_size: int,
-        model: FusionDualEncoderModel,
-        accelerator: Accelerator,
-    ):
-        self.rows, self.loaders, self.batch_size = rows, loaders, batch_size
-        self.model, self.accelerator = model, accelerator
-        self.batches = EvaluationBatches(len(rows), batch_size)
+    def __init__(self, data: TrainingData, split: str, model: Any, tower: Any, accelerator: Accelerator):
+        self.rows, self.loaders, self.batch_size = data.splits[split], data.loaders, data.eval_batch_size
+        self.model, self.tower, self.accelerator = model, tower, accelerator
+        self.batches = EvaluationBatches(len(self.rows), self.batch_size)
 
-    @property
-    @abstractmethod
-    def tower(self) -> nn.Module:
-        """Return the part of the model that runs."""
-
-    @abstractmethod
     def depends_on(self) -> tuple:
         """Return everything that the features depend on besides tower and precision."""
+        raise NotImplementedError
 
-    @abstractmethod
     def blocks(self) -> Iterator[Block]:
         """Yield the features of this rank's rows, one block for each of `batches`."""
+        raise NotImplementedError
 
     def open_or_compute(self) -> datasets.Dataset:
         """Return the stored features, one row per training row; compute them if there is no store."""
@@ -159,17 +222,11 @@ class Source(ABC):
 
     def _write(self, folder: Path, dtype: torch.dtype) -> bool:
         """Write this rank's shard; False on all ranks at once, if `dtype` cannot hold any's."""
-        progress = tqdm(
-            zip(self.batches, self.blocks(), strict=True),
-            total=len(self.batches),
-            desc=f"Caching {self.name} features",
-            leave=False,
-            disable=not self.accelerator.is_main_process,
-            delay=2,
-        )
-        writer = None
-        try:
-            for draws, (features, others) in progress:
+        title, others = f"Caching {self.name} features", not self.accelerator.is_main_process
+        progress = tqdm(self.blocks(), total=len(self.batches), desc=title, leave=False, disable=others, delay=2)
+        with ExitStack() as stack:
+            writer = None
+            for draws, (features, more) in zip(self.batches, progress, strict=True):
                 fits = all(_fits(values, dtype) for values, *_ in features.values())
                 if not fits:
                     text = "%s cannot hold the %s features of training rows %d to %d; a wider type is tried"
@@ -177,13 +234,11 @@ class Source(ABC):
                 if distributed.any_rank(not fits, self.accelerator.device):
                     return False
                 columns = {name: to_arrow(values.to(dtype), *counts) for name, (values, *counts) in features.items()}
-                table = pa.table({**columns, **others})
+                table = pa.table({**columns, **more})
                 if writer is None:
                     writer = ArrowWriter(path=str(folder / f"{distributed.rank():05d}.arrow"), schema=table.schema)
+                    stack.callback(writer.finalize)
                 writer.write_table(table)
-        finally:
-            if writer is not None:
-                writer.finalize()
         return True
 
 
@@ -195,7 +250,8 @@ class _Tower(Source):
     """
 
     def __init__(self, split: str, data: TrainingData, objective: Objective, accelerator: Accelerator):
-        super().__init__(data.splits[split], data.loaders, data.eval_batch_size, objective.model, accelerator)
+        tower = objective.model.get_submodule(f"{self.name}_model")
+        super().__init__(data, split, objective.model, tower, accelerator)
         trains = split == "train"
         self.reads_pairs = objective.reads_pairs and trains
         self.reads_taps = objective.reads_taps or (not trains and bool(self.model.voices))
@@ -206,10 +262,6 @@ class _Vision(_Tower):
     """The vision tower, run on the centre square of every image."""
 
     name = "vision"
-
-    @property
-    def tower(self) -> nn.Module:
-        return self.model.vision_model
 
     def depends_on(self) -> tuple:
         loaders, config = self.loaders, self.model.config
@@ -244,10 +296,6 @@ class _Text(_Tower):
     """The text tower, run on all captions of every image."""
 
     name = "text"
-
-    @property
-    def tower(self) -> nn.Module:
-        return self.model.text_model
 
     def depends_on(self) -> tuple:
         config = self.model.config

@@ -83,11 +83,6 @@ class _Embeddings(Source):
     """The teacher, run on every medium and on all its captions."""
 
     name, flag = "teacher", FLAG
-    model: Any
-
-    @property
-    def tower(self) -> nn.Module:
-        return self.model
 
     def depends_on(self) -> tuple:
         return image_digest(self.rows), column_digest(self.rows, "captions"), fingerprint(self.rows)
@@ -133,8 +128,7 @@ class CacheTeacher(RunCallback):
             raise ValueError(
                 f"{FLAG} is {self.name}; it embeds {kind}s, and the data are {data.medium}s. Give another."
             )
-        embedder: Any = teacher
-        source = _Embeddings(data.splits["train"], data.loaders, data.eval_batch_size, embedder, run.run.accelerator)
+        source = _Embeddings(data, "train", teacher, teacher, run.run.accelerator)
         data.features["train"] = datasets.concatenate_datasets([data.rows("train"), source.open_or_compute()], axis=1)
         data.identity["teacher"] = weights_digest(teacher)
         for term in run.objective.weights:

@@ -41,10 +41,3 @@ def launch(arguments: list[str], cwd: Path, **environment: str) -> subprocess.Co
 def logged(folder: Path, name: str) -> dict[int, float]:
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row[name] for row in rows if name in row}
-
-
-def on_two_processes(flags: list[str], cache: Path) -> None:
-    config, script = str(ROOT / "accelerate_configs/two_processes.yaml"), str(ROOT / "scripts/pretrain.py")
-    variables = {"ACCELERATE_USE_CPU": "true", "HF_DATASETS_CACHE": str(cache)}
-    two = launch(["--config_file", config, script, *flags], cache, **variables)
-    assert two.returncode == 0, two.stderr

@@ -1,9 +1,7 @@
 """Frozen towers run once, and training from what they returned is training with them."""
 
 import json
-import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,14 +35,13 @@ from mm_utils.objectives.joint import Objective
 from mm_utils.run.callbacks import flags_of_callbacks
 from mm_utils.run.flags import PRETRAINING
 from mm_utils.training import feature_cache
-from mm_utils.training.feature_cache import cache_features
-from mm_utils.training.frozen import FROZEN_DEFAULTS, MLP_RATE, CacheFeatures
+from mm_utils.training.feature_cache import FROZEN_DEFAULTS, MLP_RATE, CacheFeatures, cache_features
 from scripts import pretrain
-from tests.kit.launches import losses, on_two_processes, weights
-from tests.kit.numbered_rows import new_tokenizer, png, rows_of
+from tests.kit.launches import losses, weights
+from tests.kit.numbered_rows import new_tokenizer, rows_of
+from tests.kit.ranks import run_on_ranks
 
 SIZE = 16
-TOWERS = {"vision": ["--freeze_vision"], "text": ["--freeze_text"], "both": ["--freeze_vision", "--freeze_text"]}
 datasets.disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -98,10 +95,9 @@ def no_tower(*_: Any, **__: Any) -> None:
 # -- in and out of Arrow ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(3,), (2, 5), (4, 3, 2)])
-def test_what_goes_into_arrow_comes_out(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    values = torch.randn(7, *shape).to(dtype)
+@pytest.mark.parametrize("shape", [(3,), (4, 3, 2)])
+def test_what_goes_into_arrow_comes_out(shape: tuple[int, ...]) -> None:
+    values = torch.randn(7, *shape).half()
     flat = to_arrow(values.transpose(0, -1).contiguous().transpose(0, -1))
     ragged = to_arrow(values, [1, 0, 2, 3, 1], [2, 3])
     pages = pa.chunked_array([flat.slice(1, 3), flat.slice(4)])
@@ -113,52 +109,31 @@ def test_what_goes_into_arrow_comes_out(shape: tuple[int, ...], dtype: torch.dty
     assert torch.equal(to_tensor(second.values[2]), values[6:])
 
 
-# -- what is stored -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("objectives", ["contrastive", "contrastive,matching"])
-def test_a_batch_holds_what_the_towers_give(
-    objectives: str, workers: int, rows: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_holds_what_the_towers_give(objectives: str, rows: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     objective, matches = frozen(objectives=objectives), "matching" in objectives
-    model = objective.model.eval()
-    found = cached(rows, objective, workers=workers)
-    assert "image" not in found.column_names
+    model, found = objective.model.eval(), cached(rows, objective)
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
-    seen, skipped = [], []
-    with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.data.media.medium.read_pixels", lambda *_: pytest.fail("an image was opened"))
-        for batch in loaders(workers).train(found, order, 0, 6):
-            assert "pixel_values" not in batch
-            seen.append(batch)
-            skipped += batch["skipped"]
-    live = {name: [] for name in ("rows", "skipped", "lengths")}
-    arguments = LoaderArguments(16, min_crop_area=1.0, dataloader_num_workers="0")
-    again = Loaders(arguments, Accelerator().device, 0, media.Image(SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
-    for batch, expected in zip(seen, again.train(rows, order, 0, 6), strict=True):
-        for name in (*live, "image_ids"):
+    live = list(loaders().train(rows, order, 0, 6))
+    monkeypatch.setattr("mm_utils.data.media.medium.read_pixels", lambda *_: pytest.fail("an image was opened"))
+    for batch, expected in zip(loaders().train(found, order, 0, 6), live, strict=True):
+        assert "pixel_values" not in batch
+        for name in ("rows", "skipped", "lengths", "image_ids"):
             assert list(batch[name]) == list(expected[name])
         for name in ("ids", "input_ids", "attention_mask"):
             assert torch.equal(batch[name], expected[name])
         with torch.no_grad():
             pooled, taps = model.vision_features(expected["pixel_values"], matches)
             text, states = model.text_features(expected["input_ids"], expected["attention_mask"])
-        assert len(taps) == matches
-        close(batch["vision_pooled"], pooled)
-        close(batch["text_pooled"], text)
-        for place, tap in enumerate(taps):
-            close(batch[f"vision_taps_{place}"], tap)
-        if matches:
-            close(batch["text_states"], states * expected["attention_mask"][..., None])
-        assert (f"vision_taps_{len(taps)}" in batch, "text_states" in batch) == (False, matches)
-    assert sorted({reason.split(":")[0] for reason in skipped}) == ["image id-2", "image id-7"]
-    assert len(skipped) == 4  # in each of two epochs
-
-
-def close(stored: Tensor, exact: Tensor) -> None:
-    torch.testing.assert_close(stored.float(), exact, rtol=1e-3, atol=1e-3)
+        right = {"vision_pooled": pooled, "text_pooled": text} | {
+            f"vision_taps_{n}": tap for n, tap in enumerate(taps)
+        }
+        right |= {"text_states": states * expected["attention_mask"][..., None]} if matches else {}
+        assert {name for name in batch if name.startswith(("vision_", "text_"))} == right.keys()
+        for name, value in right.items():
+            torch.testing.assert_close(batch[name].float(), value, rtol=1e-3, atol=1e-3)
+    reasons = [reason.split(":")[0] for batch in live for reason in batch["skipped"]]
+    assert sorted(reasons) == ["image id-2"] * 2 + ["image id-7"] * 2  # in each of two epochs
 
 
 def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
@@ -197,9 +172,6 @@ def test_a_tower_that_gives_no_numbers_is_refused(
         cached(rows, frozen(text=False))
     assert not stores(own_cache)
     assert not leftovers(own_cache)
-
-
-# -- computed once ------------------------------------------------------------------------------------------------------
 
 
 def test_a_second_run_does_not_run_the_towers(rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
@@ -277,88 +249,58 @@ def test_a_store_is_for_one_model_one_preprocessing_one_data_set_and_one_precisi
     check("stored precision", 2, frozen())
 
 
-def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, own_cache: Path) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(png(3))
-    features = rows_of(1).features
-    row = {"id": "a", "image": {"bytes": None, "path": str(path)}, "captions": ["one"]}
-    rows = tokenize_captions(Dataset.from_list([row, {**row, "id": "b"}], features=features), new_tokenizer(), 16)
-    for count in (1, 1):
-        cached(rows, frozen(text=False))
-        assert len(stores(own_cache)) == count
-    os.utime(path, ns=(0, 0))
-    cached(rows, frozen(text=False))
-    assert len(stores(own_cache)) == 2
-    path.unlink()
-    cached(rows, frozen(text=False))
-    assert len(stores(own_cache)) == 3
-
-
-@pytest.mark.parametrize("killed", [False, True])
 def test_an_interrupted_computation_is_not_taken_for_a_store(
-    killed: bool, rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+    rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    """A killed process does not even clean up."""
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(FusionDualEncoderModel, "vision_features", interrupted_at(3))
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a killed process does not even clean up
+        cached(rows, frozen(text=False))
+    assert (stores(own_cache), len(leftovers(own_cache))) == (set(), 1)
+    assert len(cached(rows, frozen(text=False))) == 12
+    assert (len(stores(own_cache)), leftovers(own_cache)) == (1, [])
+
+
+def interrupted_at(most: int) -> Callable[..., Any]:
     run, calls = FusionDualEncoderModel.vision_features, []
 
     def interrupted(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool) -> Any:
         calls.append(len(pixels))
-        if len(calls) == 3:
+        if len(calls) == most:
             raise KeyboardInterrupt
         return run(self, pixels, with_taps)
 
-    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr(FusionDualEncoderModel, "vision_features", interrupted)
-        if killed:
-            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
-        cached(rows, frozen(text=False))
-    assert len(calls) == 3
-    assert not stores(own_cache)
-    assert len(leftovers(own_cache)) == killed
-    found = cached(rows, frozen(text=False))
-    assert len(found) == 12
-    assert len(stores(own_cache)) == 1
-    assert not leftovers(own_cache)  # nobody holds its lock
-    old, recent = (own_cache / f"tandem_features/.another-{n}.unfinished" for n in range(2))
-    for folder, age in ((old, 120), (recent, 0)):
-        folder.mkdir()
-        os.utime(folder, (time.time() - age,) * 2)
-    cached(rows, frozen(vision=False))
-    assert leftovers(own_cache) == [recent]  # it could be another run's, at work
+    return interrupted
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
+def cached_on_this_rank(folder: Path) -> Any:
+    datasets.config.HF_DATASETS_CACHE = folder
+    return cached(other_rows(), frozen())["vision_pooled"]
 
 
-# -- whole runs ---------------------------------------------------------------------------------------------------------
+def test_two_processes_share_the_work(tmp_path: Path) -> None:
+    by_rank, alone = run_on_ranks(2, cached_on_this_rank, tmp_path / "two"), cached(other_rows(), frozen())
+    shards = [
+        sorted(path.name for path in folder.glob("*.arrow")) for folder in (tmp_path / "two").glob("*_features/*")
+    ]
+    assert shards == [["00000.arrow", "00001.arrow"]] * 2
+    assert not leftovers(tmp_path / "two")
+    for found in by_rank:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(alone["vision_pooled"]), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("towers", "precise"),
-    [
-        pytest.param("vision", False, marks=pytest.mark.slow),
-        pytest.param("text", False, marks=pytest.mark.slow),
-        ("both", True),
-    ],
-)
 def test_training_from_features_is_training_with_frozen_towers(
-    towers: str, precise: bool, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Plain descent is smooth in the gradient, whose rounding Adam would enlarge.
-    flags = [*tiny_flags, *TOWERS[towers], "--optim", "sgd", "--learning_rate", "1"]
+    flags = [*tiny_flags, "--freeze_vision", "--freeze_text", "--optim", "sgd", "--learning_rate", "1"]
     pretrain.main([*flags, "--min_crop_area", "1", "--output_dir", str(tmp_path / "live")])
-    if precise:
-        monkeypatch.setattr(feature_cache, "DTYPES", (torch.float32,))
-    watch = {name: calls_in_training(monkeypatch, f"{name}_features") for name in ("vision", "text")}
-    whole = ["--min_crop_area", "1"] if towers == "text" else []
-    pretrain.main([*flags, *whole, "--cache_features", "--output_dir", str(tmp_path / "cached")])
-    for name, calls in watch.items():
-        assert calls == ([] if towers in (name, "both") else [8] * 4)  # pairs in each of four steps
-    rough, fine = (1e-5, 1e-6) if precise else (2e-3, 2e-4)
-    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=rough)
-    cached = weights(tmp_path / "cached")
+    monkeypatch.setattr(feature_cache, "DTYPES", (torch.float32,))
+    pretrain.main([*flags, "--cache_features", "--output_dir", str(tmp_path / "cached")])
+    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=1e-5)
+    found = weights(tmp_path / "cached")
     for name, value in weights(tmp_path / "live").items():
-        torch.testing.assert_close(cached[name], value, rtol=rough, atol=fine, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def write_towers(folder: Path) -> list[str]:
@@ -383,23 +325,16 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
 ) -> None:
     """Closed form, training and all evaluations read one pass; the names of classes are the only other texts."""
     rows: dict[str, int] = {}
-
-    def counted(name: str) -> None:
+    for name in ("vision_features", "text_features"):
         run = getattr(FusionDualEncoderModel, name)
 
-        def noted(self: FusionDualEncoderModel, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def noted(self: Any, first: Tensor, *args: Any, name: str = name, run: Any = run, **kwargs: Any) -> Any:
             rows[name] = rows.get(name, 0) + (len(first) if len(first) > 2 else 0)  # one or two are blanks, for shapes
             return run(self, first, *args, **kwargs)
 
         monkeypatch.setattr(FusionDualEncoderModel, name, noted)
-
-    counted("vision_features")
-    counted("text_features")
     monkeypatch.setattr(train_recall, "caption_probes", lambda *_, **__: Probes.none())
-    flags = [
-        "--train_file", str(corpus), *write_towers(tmp_path), "--freeze_vision", "--freeze_text", "--logging_steps",
-        "1",
-    ]  # fmt: skip
+    flags = ["--train_file", str(corpus), *write_towers(tmp_path), "--freeze_vision", "--freeze_text"]
     small = ["--max_steps", "4", "--dataloader_num_workers", "0"]  # fewer rows than the default batch
     pretrain.main([*flags, *small, "--output_dir", str(tmp_path / "run")])
     lines = [json.loads(line) for line in corpus.read_text().splitlines()]
@@ -441,34 +376,3 @@ def test_a_run_from_one_without_a_head_asks_for_none(tmp_path: Path) -> None:
         given = parse_args(*PRETRAINING, *flags_of_callbacks("pretrain"), argv=argv)
         assert (CacheFeatures.attach(given) is not None) == cached
         assert given["objectives"] == "contrastive:1"
-
-
-def calls_in_training(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
-    """From now on, rows of every call of a tower in training mode."""
-    run, calls = getattr(FusionDualEncoderModel, name), []
-
-    def noted(self: FusionDualEncoderModel, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
-            calls.append(len(rows))
-        return run(self, rows, *args, **kwargs)
-
-    monkeypatch.setattr(FusionDualEncoderModel, name, noted)
-    return calls
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_work_and_learn_what_one_learns(
-    tiny_flags: list[str], tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = [*tiny_flags, *TOWERS["both"], "--cache_features", "--max_train_samples", "15", "--global_batch_size", "7"]
-    on_two_processes([*flags, "--output_dir", str(tmp_path / "two")], own_cache)
-    shards = [sorted(path.name for path in folder.glob("*.arrow")) for folder in own_cache.glob("tandem_features/*")]
-    assert shards == [["00000.arrow", "00001.arrow"]] * len(shards) != []
-    assert not leftovers(own_cache)
-    with monkeypatch.context() as patch:
-        patch.setattr(feature_cache.Source, "_compute", no_tower)
-        pretrain.main([*flags, "--output_dir", str(tmp_path / "one")])
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other")
-    pretrain.main([*flags, "--output_dir", str(tmp_path / "alone")])
-    for run, tolerance in (("one", 1e-4), ("alone", 1e-3)):
-        assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / run), rel=tolerance)

@@ -21,7 +21,7 @@ from hypothesis import settings
 from tqdm import tqdm
 
 from tests.kit.corpora import COLOURS, SHAPES, draw, write_corpus  # noqa: F401
-from tests.kit.finetuning import finetuning_flags, pretrained, questions  # noqa: F401
+from tests.kit.finetuning import finetuning_flags, pretrained, questions, scratch_run  # noqa: F401
 from tests.kit.hub import server  # noqa: F401
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -15,17 +15,21 @@ if TYPE_CHECKING:
 from tests.kit.corpora import COLOURS, SHAPES, draw
 
 
-@pytest.fixture(scope="module")
-def pretrained(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a few steps of pre-training left."""
+@pytest.fixture(scope="session")
+def scratch_run(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """The folder and the metrics of a run from scratch, with a checkpoint half-way, that all tests share: it is not changed."""
     from scripts import pretrain
 
-    folder = str(tmp_path_factory.mktemp("started"))
-    pretrain.main([*tiny_flags, "--output_dir", folder])
-    return folder
+    folder = tmp_path_factory.mktemp("run") / "out"
+    return folder, pretrain.main([*tiny_flags, "--save_steps", "2", "--eval_steps", "2", "--output_dir", str(folder)])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def pretrained(scratch_run: tuple[Path, dict[str, float]]) -> str:
+    return str(scratch_run[0])
+
+
+@pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`train.jsonl` and `test.jsonl`: is the named thing what the picture shows?"""
     root = tmp_path_factory.mktemp("questions")
@@ -42,7 +46,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finetuning_flags(pretrained: str, questions: Path) -> list[str]:
     data = ["--train_file", str(questions / "train.jsonl"), "--validation_file", str(questions / "test.jsonl")]
     short = ["--global_batch_size", "8", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]

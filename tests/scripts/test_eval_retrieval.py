@@ -11,11 +11,10 @@ from scripts import eval_retrieval, pretrain
 from tests.kit.launches import ROOT, launch
 
 
-@pytest.fixture(scope="module")
-def flags(tiny_flags: list[str], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The folder of a model after a few steps."""
-    folder = str(tmp_path_factory.mktemp("started"))
-    pretrain.main([*tiny_flags, "--output_dir", folder])
+@pytest.fixture
+def flags(pretrained: str, corpus: Path, tmp_path: Path) -> list[str]:
+    """The folder of a model after a few steps, whose card is the test's own."""
+    folder = str(shutil.copytree(pretrained, tmp_path / "run"))
     data = ["--train_file", str(corpus), "--dataloader_num_workers", "0"]
     return ["--model_name_or_path", folder, *data, "--rerank_top_k", "4", "--rerank_weights", "caption:1"]
 

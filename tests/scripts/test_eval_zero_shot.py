@@ -1,6 +1,7 @@
 """A model trained on the tiny corpus names what it sees; and what the script says to bad input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,10 @@ from tests.kit.launches import ROOT, launch
 from tests.kit.reading import write_tar
 
 
-@pytest.fixture(scope="module")
-def started(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of a few steps."""
-    folder = str(tmp_path_factory.mktemp("started"))
-    pretrain.main([*tiny_flags, "--output_dir", folder])
-    return folder
+@pytest.fixture
+def started(pretrained: str, tmp_path: Path) -> str:
+    """A model of a few steps, whose card is the test's own."""
+    return str(shutil.copytree(pretrained, tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def flags(started: str, folders: str) -> list[str]:
     templates = ["--templates", "a {}, number 0", "number 1: one {}"]
     others = ["--dataset_name", folders, "--dataloader_num_workers", "0"]

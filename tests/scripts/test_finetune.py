@@ -1,100 +1,19 @@
-"""A trained model on labelled tasks, in process, on tiny data; and what the script says to bad input."""
+"""A trained model on labelled tasks, in process, on tiny data; test_runs.py has what such a run leaves and resumes."""
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 from transformers import AutoModelForSequenceClassification
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from scripts import finetune
+from scripts import eval_zero_shot, finetune
 from tests.kit.corpora import COLOURS, SHAPES
-from tests.kit.finetuning import weights
 from tests.kit.hub import HubServer
 from tests.kit.launches import ROOT, launch, losses
-
-FIGURES = {"accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority"}
-
-
-@pytest.fixture(scope="module")
-def finished(
-    finetuning_flags: list[str], questions: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, float]]:
-    folder = tmp_path_factory.mktemp("finished") / "out"
-    more = ["--test_file", str(questions / "test.jsonl"), "--eval_steps", "2", "--save_steps", "2"]
-    return folder, finetune.main([*finetuning_flags, *more, "--output_dir", str(folder)])
-
-
-def test_everything_is_left_behind(finished: tuple[Path, dict[str, float]]) -> None:
-    folder, metrics = finished
-    names = ("model.safetensors", "config.yaml", "metrics.jsonl", "training.png", "confusion.png", "classes.csv")
-    for name in names:
-        assert (folder / name).stat().st_size > 0, name
-    assert json.loads((folder / "results.json").read_text()) == metrics
-    assert set(metrics) == {f"{split}_{name}" for split in ("eval", "test") for name in FIGURES}
-    assert metrics["eval_accuracy"] == metrics["test_accuracy"]  # of the same rows, by what was saved
-    assert metrics["eval_majority"] == 0.5
-    card = (folder / "README.md").read_text()
-    assert "AutoModelForSequenceClassification.from_pretrained" in card
-    assert "It classifies into 2 classes" in card
-    assert "The validation split also chose the checkpoint, so" in card
-    assert not (folder / "dual_encoder").exists()
-
-
-def test_the_saved_model_is_a_stock_artefact(finished: tuple[Path, dict[str, float]]) -> None:
-    folder, _ = finished
-    for path in (folder, folder / "checkpoint-2"):
-        model = AutoModelForSequenceClassification.from_pretrained(path)
-        assert model.config.id2label == {0: "no", 1: "yes"}
-        assert model.config.classifier_inputs == "fused"
-    assert FusionDualEncoderModel.from_pretrained(folder).fusion is not None
-
-
-def test_a_resumed_run_repeats_the_straight_one(
-    finished: tuple[Path, dict[str, float]], finetuning_flags: list[str], tmp_path: Path
-) -> None:
-    folder, _ = finished
-    more = ["--eval_steps", "2", "--save_steps", "2", "--resume_from_checkpoint", str(folder / "checkpoint-2")]
-    finetune.main([*finetuning_flags, *more, "--output_dir", str(tmp_path)])
-    assert losses(tmp_path) == {step: loss for step, loss in losses(folder).items() if step > 2}
-    again = weights(tmp_path)
-    for name, value in weights(folder).items():
-        assert torch.equal(value, again[name]), name
-
-
-def test_config_yaml_reruns_the_run(finished: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    folder, metrics = finished
-    assert yaml.safe_load((folder / "config.yaml").read_text())["metric_for_best_model"] == "accuracy"
-    assert finetune.main(["--config", str(folder / "config.yaml"), "--output_dir", str(tmp_path)]) == metrics
-
-
-def test_adapters_are_merged_when_saved_and_resumed_apart(
-    finetuning_flags: list[str], pretrained: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("peft")
-    lora = [
-        *finetuning_flags, "--lora_rank", "2", "--freeze_vision", "--save_steps", "2", "--micro_batch_size", "3",
-    ]  # fmt: skip
-    finetune.main([*lora, "--output_dir", str(tmp_path / "a")])
-    names = set(weights(tmp_path / "a"))
-    assert not any("lora" in name or "base_layer" in name for name in names)
-    before = FusionDualEncoderModel.from_pretrained(pretrained).state_dict()
-    after = weights(tmp_path / "a")
-    changed = {
-        name
-        for name, value in before.items()
-        if name.startswith("text_model.") and not torch.equal(value, after[name])
-    }
-    assert changed
-    assert all("attention" in name and name.endswith(".weight") for name in changed)
-    resume = ["--resume_from_checkpoint", str(tmp_path / "a/checkpoint-2")]
-    finetune.main([*lora, "--output_dir", str(tmp_path / "b"), *resume])
-    again = weights(tmp_path / "b")
-    for name, value in after.items():
-        assert torch.equal(value, again[name]), name
+from tests.kit.media_files import clip, tone
+from tests.kit.models import save_model
 
 
 def test_what_is_pushed_is_what_was_saved(finetuning_flags: list[str], tmp_path: Path, server: HubServer) -> None:
@@ -107,16 +26,10 @@ def test_what_is_pushed_is_what_was_saved(finetuning_flags: list[str], tmp_path:
 
 
 def test_it_learns_what_it_is_shown(finetuning_flags: list[str], questions: Path, tmp_path: Path) -> None:
+    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     for split, size in (("train", 40), ("test", 46)):
-        rows = [
-            {
-                "image": str(questions / f"{colour}-{shape}-{size}.png"),
-                "question": "what colour is it?",
-                "answer": colour,
-            }
-            for colour in COLOURS
-            for shape in SHAPES
-        ]
+        names = ((str(questions / f"{colour}-{shape}-{size}.png"), colour) for colour, shape in kinds)
+        rows = [{"image": name, "question": "what colour is it?", "answer": colour} for name, colour in names]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["--train_file", str(tmp_path / "train.jsonl"), "--validation_file", str(tmp_path / "test.jsonl")]
     longer = ["--max_steps", "60", "--eval_steps", "20", "--load_best_model_at_end", "--allow_outside_root"]
@@ -150,3 +63,72 @@ def test_two_processes_learn_what_one_learns(finetuning_flags: list[str], tmp_pa
     two = launch(arguments, tmp_path, ACCELERATE_USE_CPU="true")
     assert two.returncode == 0, two.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+# -- sounds and clips ---------------------------------------------------------------------------------------------------
+SHORT = ["--global_batch_size", "6", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
+PITCHES = {"low": 250, "high": 2500}
+
+
+@pytest.fixture(scope="module")
+def sound_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of sounds with fresh weights."""
+    return str(save_model(tmp_path_factory.mktemp("sounds") / "model", "sound"))
+
+
+def test_a_task_of_sounds_is_measured_and_its_card_has_code_for_it(
+    sound_model: str, tmp_path: Path, monkeypatch
+) -> None:
+    """Is the sound as the question says?"""
+    folder, sounds, rows = tmp_path / "out", tmp_path / "sounds", []
+    sounds.mkdir()
+    for name, hertz in PITCHES.items():
+        for number in range(4):
+            (sounds / f"{name}{number}.wav").write_bytes(tone(hertz + 20 * number, each=0.4))
+            row = {"audio": f"sounds/{name}{number}.wav", "split": "validation" if number == 3 else "train"}
+            rows += [
+                {**row, "question": f"is it {asked}?", "answer": "yes" if asked == name else "no"} for asked in PITCHES
+            ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--model_name_or_path", sound_model, "--train_file", str(tmp_path / "rows.jsonl"), *SHORT]
+    metrics = finetune.main([*flags, "--save_steps", "2", "--output_dir", str(folder)])
+    found = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert (found.config.classifier_inputs, found.config.medium) == ("fused", "sound")
+    held = [row for row in rows if row["split"] == "validation"]
+    shares = found.predict([str(tmp_path / row["audio"]) for row in held], [row["question"] for row in held])
+    right = [
+        found.config.id2label[each] == row["answer"] for each, row in zip(shares.argmax(1).tolist(), held, strict=True)
+    ]
+    assert sum(right) / len(right) == metrics["eval_accuracy"]
+    monkeypatch.chdir(tmp_path)
+    card = (folder / "README.md").read_text()
+    assert re.search(r"into 2 classes by the fusion head.*CLS.* on a sound and a text\.", card)
+    assert "type: audio-question-answering" in card
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    printed: list[str] = []
+    exec(code, {"print": lambda text: printed.append(text)})
+    assert [line.split()[1] in ("yes", "no") for line in printed] == [True] * 8
+
+
+@pytest.mark.parametrize("medium", ["sound", pytest.param("clip", marks=pytest.mark.slow)])
+def test_a_folder_per_class(medium: str, sound_model: str, tmp_path: Path) -> None:
+    """It is learnt, and the same folder is measured without training."""
+    if medium == "clip":
+        pytest.importorskip("av")
+        sound_model = str(save_model(tmp_path / "model", "clip"))
+    colours = {"low": "red", "high": "blue"}
+    for name, hertz in PITCHES.items():
+        for split, count in (("train", 6), ("validation", 2)):
+            (tmp_path / "media" / split / name).mkdir(parents=True)
+            for number in range(count):
+                sound, shown = tone(hertz + 20 * number, each=0.4), clip([colours[name]] * 4, (32 + number, 32))
+                content, suffix = (sound, "wav") if medium == "sound" else (shown, "avi")
+                (tmp_path / "media" / split / name / f"{number}.{suffix}").write_bytes(content)
+    data = ["--model_name_or_path", sound_model, "--dataset_name", str(tmp_path / "media")]
+    metrics = finetune.main(
+        [*data, *SHORT, "--learning_rate", "1e-3", "--max_steps", "48", "--output_dir", str(tmp_path / "out")]
+    )
+    assert metrics["eval_accuracy"] == 1.0
+    before = eval_zero_shot.main([*data, "--dataloader_num_workers", "0"])
+    assert before["accuracy@1"] in (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert before["chance@1"] == 0.5

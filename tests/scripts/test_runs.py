@@ -1,0 +1,213 @@
+"""One table of starts: each run leaves all that it promises, is resumed bit for bit, and opens in stock tools."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoProcessor, pipeline
+
+from mm_utils.model.adapt import attention_layers
+from mm_utils.model.build import load_model
+from scripts import eval_retrieval, finetune, pretrain
+from tests.kit.corpora import draw
+from tests.kit.launches import losses, rows_of
+from tests.kit.media_files import clip, tone
+from tests.kit.models import save_model
+from tests.kit.numbered_shards import write_shards
+from tests.kit.stock_folders import KINDS, close, our_logits, stock_logits, write_stock
+
+STARTS = ["scratch", "towers", "frozen", "clip", "siglip2", "siglip adapters", "stream", "sound", "classes"]
+SLOW = [kind for kind in KINDS if kind not in STARTS] + ["clip adapters", "video"]
+CHOSEN = ["--load_best_model_at_end", "false"]  # else the start may be the best
+
+
+class Finished(NamedTuple):
+    """A run to its end with a checkpoint half-way: its start, its flags but for the folder, the folder and its metrics."""
+
+    start: str
+    flags: list[str]
+    folder: Path
+    metrics: dict[str, float]
+
+    def again(self, folder: Path, *more: str) -> dict[str, float]:
+        script = finetune if self.start == "classes" else pretrain
+        return script.main([*self.flags, "--output_dir", str(folder), *more])
+
+
+def media(folder: Path, kind: str) -> list[str]:
+    """Flags of pairs of sounds or clips, and of a model of them."""
+    column, suffix = {"sound": ("audio", "wav"), "video": ("video", "avi")}[kind]
+    rows = []
+    for number in range(24):
+        content = (
+            tone(300 + 60 * number, each=0.4) if kind == "sound" else clip(("red", "lime") * 2, (32 + number, 32))
+        )
+        (folder / f"{number}.{suffix}").write_bytes(content)
+        split = "validation" if number % 3 == 2 else "train"
+        rows.append({column: f"{number}.{suffix}", "caption": f"something of number {number}", "split": split})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save_model(folder / "model", "sound" if kind == "sound" else "clip")
+    return ["--train_file", str(folder / "pairs.jsonl"), "--model_name_or_path", str(model)]
+
+
+def flags_of(start: str, folder: Path, tiny: list[str], request: pytest.FixtureRequest) -> list[str]:
+    """The flags of a start; `tiny` are those of a run from scratch: data, size of images, length, encoders."""
+    data, length, short = tiny[:2], tiny[4:-4], ["--max_steps", "4"]
+    kind, _, adapters = start.partition(" ")
+    if start == "scratch":
+        return tiny
+    if start == "classes":
+        return [
+            *request.getfixturevalue("finetuning_flags"),
+            "--test_file",
+            str(request.getfixturevalue("questions") / "test.jsonl"),
+        ]
+    if start == "stream":
+        return ["--streaming", "--train_file", write_shards(folder / "shards", "tar", [11, 9, 12]), *tiny[2:]]
+    if start in ("sound", "video"):
+        return [*media(folder, start), *length, *short, *CHOSEN]
+    stock = write_stock(folder / "stock", kind if kind in KINDS else "clip")
+    if start in ("towers", "frozen"):
+        towers = ["--vision_model_name_or_path", stock, "--text_model_name_or_path", stock]
+        frozen = ["--freeze_vision", "--freeze_text", "--cache_features"] if start == "frozen" else []
+        return [*data, *length, *towers, *frozen, *CHOSEN]
+    objective = f"{'sigmoid' if 'siglip' in kind else 'contrastive'},matching"
+    lora = ["--lora_rank", "2", "--freeze_text", "--learning_rate", "0.01", "--ema_decay", "0.5"] if adapters else []
+    return [*data, *length, "--model_name_or_path", stock, "--objectives", objective, *lora, *CHOSEN]
+
+
+@pytest.fixture(scope="module", params=[*STARTS, *(pytest.param(start, marks=pytest.mark.slow) for start in SLOW)])
+def finished(
+    request: pytest.FixtureRequest, tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Finished:
+    if request.param == "video":
+        pytest.importorskip("av")
+    folder = tmp_path_factory.mktemp("run")
+    flags = [*flags_of(request.param, folder, tiny_flags, request), "--save_steps", "2", "--eval_steps", "2"]
+    if request.param == "scratch":
+        return Finished("scratch", flags, *request.getfixturevalue("scratch_run"))
+    run = Finished(request.param, flags, folder / "out", {})
+    return run._replace(metrics=run.again(run.folder))
+
+
+def test_everything_is_left_behind(finished: Finished) -> None:
+    folder, metrics, is_task = finished.folder, finished.metrics, finished.start == "classes"
+    own = ("confusion.png", "classes.csv", "results.json") if is_task else ("retrieval.png",)
+    files = (
+        "model.safetensors",
+        "config.json",
+        "metrics.jsonl",
+        "training.png",
+        "environment.json",
+        "checkpoint-2/run.json",
+    )
+    for name in (*files, *own):
+        assert (folder / name).stat().st_size > 0, name
+    assert yaml.safe_load((folder / "config.yaml").read_text())["global_batch_size"] == 8
+    rows = [row for row in rows_of(folder) if "loss" in row]
+    expected = {"loss", "grad_norm", "learning_rate", "pairs_per_second", "data_wait", "padding", "peak_memory_gib"}
+    assert expected <= set(rows[0])
+    card, text = ModelCard.load(folder / "README.md").data, (folder / "README.md").read_text()
+    assert "| precision | fp32 |" in text
+    assert f"python scripts/{'finetune' if is_task else 'pretrain'}.py" in text
+    measured = {each.metric_type for each in card.eval_results}
+    assert measured == ({"accuracy", "macro_f1"} if is_task else {"recall@1", "recall@5", "recall@10"})
+    assert {each.metric_value for each in card.eval_results} <= {round(value, 4) for value in metrics.values()}
+    if finished.start in ("scratch", "classes"):
+        assert "The validation split also chose the checkpoint" in text
+    if is_task:
+        figures = {"accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority"}
+        assert set(metrics) == {f"{split}_{name}" for split in ("eval", "test") for name in figures}
+        assert json.loads((folder / "results.json").read_text()) == metrics
+        assert metrics["eval_accuracy"] == metrics["test_accuracy"]  # of the same rows, by what was saved
+    else:
+        assert metrics["eval_text_to_image_chance@1"] == 1 / (6 if finished.start == "stream" else 8)
+
+
+def test_a_resumed_run_repeats_the_straight_one_bit_for_bit(finished: Finished, tmp_path: Path) -> None:
+    again = finished.again(tmp_path, "--resume_from_checkpoint", str(finished.folder / "checkpoint-2"))
+    assert again == finished.metrics
+    assert losses(tmp_path) == {step: loss for step, loss in losses(finished.folder).items() if step > 2}
+    one, other = (load_file(folder / "model.safetensors") for folder in (finished.folder, tmp_path))
+    assert one.keys() == other.keys()
+    assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+def test_it_opens_in_stock_tools(finished: Finished) -> None:
+    folder, start = finished.folder, finished.start
+    for path in (folder, folder / "checkpoint-2"):
+        if start == "classes":
+            model = AutoModelForSequenceClassification.from_pretrained(path)
+            assert (model.config.id2label, model.config.classifier_inputs) == ({0: "no", 1: "yes"}, "fused")
+        else:
+            assert AutoModel.from_pretrained(path).config.model_type == "fusion-dual-encoder"
+    if start == "classes":
+        return
+    if start in ("sound", "video"):
+        assert AutoModel.from_pretrained(folder, trust_remote_code=True).encode(texts=["a tone"]).shape[0] == 1
+        return
+    stock = folder / "dual_encoder"
+    name = AutoConfig.from_pretrained(stock).architectures[0]
+    assert f'{name}.from_pretrained(folder, subfolder="dual_encoder")' in (folder / "README.md").read_text()
+    pictures = [draw("red", "circle", 40), draw("blue", "square", 32)]
+    close(our_logits(load_model(str(folder)), folder), stock_logits(stock))
+    if start != "siglip2":  # whose images are not of one size
+        made = [AutoProcessor.from_pretrained(path)(images=pictures, return_tensors="pt") for path in (folder, stock)]
+        assert torch.equal(*(each["pixel_values"] for each in made))
+
+
+def test_what_was_frozen_or_adapted_is_as_it_was(finished: Finished) -> None:
+    if finished.start not in ("frozen", "siglip adapters", "clip adapters"):
+        return
+    after = load_model(str(finished.folder))
+    if finished.start == "frozen":
+        before = load_file(finished.folder / "checkpoint-2/model.safetensors")
+        towers = {name for name in before if name.startswith(("vision_model.", "text_model."))}
+        assert all(torch.equal(before[name], after.state_dict()[name]) for name in towers)
+        assert not torch.equal(before["visual_projection.weight"], after.visual_projection.weight)
+        return
+    start = load_model(str(finished.folder.parent / "stock")).state_dict()
+    changed = {
+        name for name, value in start.items() if "_model." in name and not torch.equal(value, after.state_dict()[name])
+    }
+    assert changed == {f"vision_model.{layer}.weight" for layer in attention_layers(after.vision_model)}
+    steps = [after.state_dict()[name] - start[name] for name in changed]
+    assert max(int(torch.linalg.matrix_rank(step, rtol=1e-3)) for step in steps) <= 2
+
+
+def test_the_evaluation_script_gives_the_figures_of_the_run(finished: Finished, corpus: Path, tmp_path: Path) -> None:
+    """Also of a stock class, to which no head is made up."""
+    if finished.start not in ("scratch", "clip", "siglip2"):
+        return
+    for place in ("", "dual_encoder") if finished.start != "scratch" else ("",):
+        flags = ["--model_name_or_path", str(finished.folder / place), "--train_file", str(corpus)]
+        found = eval_retrieval.main([*flags, "--output_dir", str(tmp_path / "out")])
+        known = {name: value for name, value in finished.metrics.items() if name.removeprefix("eval_") in found}
+        same = {f"eval_{name}": value for name, value in found.items() if f"eval_{name}" in known}
+        assert same == pytest.approx(known, rel=1e-4)
+        assert len(same) > 10
+        assert not any("rerank" in name for name in found)  # eight images fit no weight
+        assert json.loads((tmp_path / "out/metrics.json").read_text()).items() >= found.items()
+
+
+def test_a_checkpoint_classifies_in_a_pipeline(finished: Finished) -> None:
+    if finished.start != "scratch":
+        return
+    checkpoint, image, texts = (
+        str(finished.folder / "checkpoint-2"),
+        draw("red", "circle"),
+        ["a red circle", "one blue square"],
+    )
+    model: Any = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
+    image_embeds, text_embeds = model.encode(images=image, texts=texts)
+    expected = (model.logit_scale.exp() * model.similarity(text_embeds, image_embeds)[:, 0]).softmax(0).tolist()
+    classify = pipeline("zero-shot-image-classification", checkpoint, trust_remote_code=True)
+    found = classify(image, candidate_labels=texts, hypothesis_template="{}")
+    assert {hit["label"]: hit["score"] for hit in found} == pytest.approx(
+        dict(zip(texts, expected, strict=True)), abs=1e-4
+    )

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from mm_utils.arguments import parse_args
 from mm_utils.launch.arguments import LaunchArguments, split_words
 from mm_utils.run import flags
-from mm_utils.training import frozen, teacher
+from mm_utils.training import feature_cache, teacher
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -51,7 +51,7 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("mm_utils.run.recipes._check_reachable", lambda *_: None)  # the tests have no network
-        patch.setattr(frozen, "has_no_head", lambda _: False)
+        patch.setattr(feature_cache, "has_no_head", lambda _: False)
         for place in (module, flags, teacher):
             if hasattr(place, "check_model"):
                 patch.setattr(place, "check_model", lambda *_: None)

@@ -86,9 +86,7 @@ def test_what_a_failed_preparation_leaves_is_named_or_removed(
     assert f"{work} keeps the rows that were read: the same command resumes there" in caplog.text
 
 
-def test_the_end_says_what_was_found_and_what_comes_next(
-    tmp_path: Path, flags: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_says_what_was_found_and_what_comes_next(flags: list[str], caplog: pytest.LogCaptureFixture) -> None:
     source = Path(flags[1])
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     for row in rows[:20]:

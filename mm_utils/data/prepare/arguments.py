@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
 from mm_utils.data.paths import Jail, is_url
-from mm_utils.data.prepare.checks import CheckArguments
+from mm_utils.data.prepare.checks import CheckArguments, check_between
 from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool, stored_hash
 from mm_utils.data.prepare.on_disk import VERSION, content_fingerprint, content_id, is_prepared, with_image
 from mm_utils.data.prepare.timed import TimedArguments
@@ -83,23 +84,17 @@ class PrepareArguments:
                 f"--output_dir is {storable(self.output_dir)}; that is not UTF-8 text, and Arrow files need such names. Give "
                 "another folder."
             )
-        if self.image_size < 16:
-            raise ValueError(f"--image_size is {self.image_size}; that is in pixels. Give at least 16, usually 224.")
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"--max_bad_fraction is {self.max_bad_fraction}; give a share from 0 to 1.")
-        for name in ("max_rows", "num_proc"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
+        one_on = (1, math.inf)
+        check_between(self, image_size=(16, math.inf), max_bad_fraction=(0, 1), max_rows=one_on, num_proc=one_on)
 
     @property
-    def short_side(self) -> int:
-        """Return the shorter side of stored images, in pixels."""
-        return round(OVERSIZE * self.image_size)
+    def short_side(self) -> int | None:
+        """Return the shorter side of stored images, in pixels; None keeps all as they are."""
+        return None if self.keep_originals else round(OVERSIZE * self.image_size)
 
     def plan(self, checks: CheckArguments, timed: TimedArguments, pool: Pool = local_pool) -> IngestPlan:
         """Return the settings of `ingest_sources`; `pool` makes what does the work."""
-        storage = Storage(self.store, None if self.keep_originals else self.short_side, timed)
+        storage = Storage(self.store, self.short_side, timed)
         workers = self.num_proc or distributed.available_cores()
         return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows, pool)
 
@@ -156,8 +151,9 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
                 yield work
             except BaseException:
                 if any(path.is_file() and path.name != "lock" for path in work.rglob("*")):
-                    text = "%s keeps the rows that were read: the same command resumes there. Delete it if you do not need it"
-                    logger.warning(text, work)
+                    logger.warning(
+                        "%s keeps the rows that were read: the same command resumes there, or delete it", work
+                    )
                 else:
                     shutil.rmtree(work, ignore_errors=True)
                 raise
@@ -175,26 +171,21 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
 
 def _refuse_taken(output: Path, args: PrepareArguments) -> None:
     """Refuse to replace what is not a prepared data set, what a source is read from, a mount point, the current folder."""
+    inside = [item for item in args.sources if Path(item.partition(",")[0]).resolve().is_relative_to(output)]
     if os.path.ismount(output) or output == Path.cwd():
         kind = "the current folder" if output == Path.cwd() else "a mount point"
-        raise ValueError(
-            f"--output_dir is {args.output_dir}; that is {kind}, and the result takes the place of a folder. Give a folder "
-            "inside it."
-        )
-    if not output.exists() or not any(output.iterdir()):
+        problem = f"that is {kind}, and the result takes the place of a folder. Give a folder inside it."
+    elif not output.exists() or not any(output.iterdir()):
         return
-    if not args.overwrite_output_dir:
-        raise ValueError(
-            f"--output_dir is {args.output_dir}; it is not empty. Replace it with --overwrite_output_dir, or give another folder."
-        )
-    inside = [item for item in args.sources if Path(item.partition(",")[0]).resolve().is_relative_to(output)]
-    if inside:
-        raise ValueError(f"--output_dir is {args.output_dir}; {inside[0]} is read from it. Give another folder.")
-    if not (output / "report.json").is_file():
-        raise ValueError(
-            f"--output_dir is {args.output_dir}; it holds no prepared data set but something else, which is not removed. Give "
-            "another folder."
-        )
+    elif not args.overwrite_output_dir:
+        problem = "it is not empty. Replace it with --overwrite_output_dir, or give another folder."
+    elif inside:
+        problem = f"{inside[0]} is read from it. Give another folder."
+    elif not (output / "report.json").is_file():
+        problem = "it holds no prepared data set but something else, which is not removed. Give another folder."
+    else:
+        return
+    raise ValueError(f"--output_dir is {args.output_dir}; {problem}")
 
 
 def verify(folder: str) -> int:
@@ -208,7 +199,7 @@ def verify(folder: str) -> int:
     report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
     if report.get("version") != VERSION:
         raise ValueError(f"{folder}: it was written by another version of prepare_data. Prepare it anew to verify it.")
-    damaged: list[str] = []
+    damaged = list[str]()
     try:
         check_saved(Path(folder), Jail(folder))
         pairs = with_image(load_from_disk(folder))

@@ -24,6 +24,15 @@ from mm_utils.model.reading import FORMATS, MOST_BYTES, UnreadableError, decode,
 PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
 
 
+def check_between(args: Any, **bounds: tuple[float, float]) -> None:
+    """Raise a ValueError for a flag outside of its bounds, which are allowed."""
+    for name, (low, high) in bounds.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            most = "" if high == math.inf else f" and at most {high:,}"
+            raise ValueError(f"--{name} is {value}; that is out of its range. Give at least {low:,}{most}.")
+
+
 @dataclass
 class CheckArguments:
     """Limits of images and captions."""
@@ -37,43 +46,27 @@ class CheckArguments:
     max_caption_characters: int = arg(2000, "Cut longer captions at a word border.")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not value >= 1:
-                raise ValueError(f"--{field.name} is {value}; nothing would be left. Give at least 1.")
-        if self.max_image_pixels > PILLOW_PIXELS:
-            raise ValueError(
-                f"--max_image_pixels is {self.max_image_pixels}; Pillow refuses more than {PILLOW_PIXELS}. "
-                "Give at most that, and shrink larger images first."
-            )
+        check_between(self, **{field.name: (1, math.inf) for field in fields(self)})
+        check_between(self, max_image_pixels=(1, PILLOW_PIXELS))
 
 
 @dataclass(frozen=True)
 class CheckedImage:
-    """An image that passed.
-
-    Attributes:
-        image: upright RGB without metadata, perhaps decoded at a reduced scale.
-        width, height: of the whole image, upright.
-        format: as Pillow names it, e.g. JPEG.
-        notes: keys of `NOTES`.
-    """
+    """An image that passed: upright RGB without metadata, perhaps decoded at a reduced scale, and the whole image's size."""
 
     image: Image.Image
     width: int
     height: int
-    format: str
-    notes: tuple[str, ...]
+    format: str  # as Pillow names it, e.g. JPEG
+    notes: tuple[str, ...]  # keys of `NOTES`
 
 
 # -- images -------------------------------------------------------------------------------------------------------------
 
 _EXTENSIONS = {
-    **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"), "JPEG"),
-    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
-    **{f".{form}": form.upper() for form in ("png", "gif", "webp", "bmp", "avif", "svg", "heif", "pdf")},
-    ".heic": "HEIF",
+    f".{form}": form.upper() for form in ("png", "gif", "webp", "bmp", "avif", "svg", "heif", "pdf", "jpeg", "tiff")
 }
+_EXTENSIONS |= {".jpg": "JPEG", ".jpe": "JPEG", ".jfif": "JPEG", ".mpo": "JPEG", ".tif": "TIFF", ".heic": "HEIF"}
 
 
 def check_image(
@@ -236,9 +229,7 @@ def _end_of_png(content: bytes) -> int:
 _BLANK = "\u2800\u115f\u1160\u3164\uffa0\ufffd"  # letters and symbols that show nothing
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
-_CONTROL = re.compile(
-    r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]"
-)  # those that `str.split` does not take for white space
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # those that `str.split` does not take for space
 _PLACEHOLDERS = {"nan", "none", "null", "nil", "n/a", "na", "undefined", "object object", "no caption", "untitled"}
 _LONGEST_NAME = 300
 _SUFFIX = r"\.(?:jpe?g|jfif|png|gif|webp|bmp|tiff?|avif|hei[cf]|svg|raw|dng|cr2|nef|psd)"

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import escaped
+from mm_utils.data.prepare.checks import check_between
 from mm_utils.data.prepare.ingest import pieces, read_facts
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, RADIUS, assign_splits, groups, leaks, near_pairs
 from mm_utils.data.rows.columns import HOLDOUT_FRACTION, SPLITS, least_held_out
@@ -60,20 +61,15 @@ class ReconcileArguments:
         "keep", "Images of one split that look the same: keep, or drop all but the first.", choices=["keep", "drop"]
     )
     near_duplicate_distance: int = arg(
-        RADIUS, "Bits of 64 in which the perceptual hashes of images that look the same may differ."
+        RADIUS,
+        "Bits of 64 in which the perceptual hashes of images that look the same may differ; others differ in 20.",
     )
 
     def __post_init__(self) -> None:
-        for name in ("validation_fraction", "test_fraction"):
-            if not 0 <= (getattr(self, name) or 0) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; it is a share of the images. Give 0 to below 1.")
+        share = (0, 0.999)
+        check_between(self, validation_fraction=share, test_fraction=share, near_duplicate_distance=(0, 16))
         if (self.validation_fraction or 0) + self.test_fraction >= 1:
             raise ValueError("--validation_fraction and --test_fraction leave nothing to train on. Lower them.")
-        if not 0 <= self.near_duplicate_distance <= 16:
-            raise ValueError(
-                f"--near_duplicate_distance is {self.near_duplicate_distance}; unrelated images differ in 20 and more of "
-                "64 bits. Give 0 to 16."
-            )
 
 
 @dataclass

@@ -93,7 +93,7 @@ def with_image(pairs: DatasetDict) -> DatasetDict:
     """Call the column of clips or sounds `image`, as everywhere in memory."""
     for split, rows in pairs.items():
         held = [
-            name for kind, name in COLUMNS.items() if kind != "image" and rows.features.get(name) == FEATURES[kind]
+            name for kind, name in COLUMNS.items() if rows.features.get(name) == FEATURES[kind] and name != "image"
         ]
         if "image" not in rows.features and len(held) == 1:
             pairs[split] = rows.rename_column(held[0], "image")
@@ -116,17 +116,18 @@ def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> Datas
         for part in parts:
             images = read_part(part, stored)
             inside = rows[slice(*np.searchsorted(rows, [begin, begin + len(images)]))]
-            beside = pieces(facts.slice(begin, len(images)), inside - begin)
+            beside, places = pieces(facts.slice(begin, len(images)), inside - begin), iter(inside.tolist())
             for image, own in zip(pieces(images, inside - begin), beside, strict=True):
-                text, inside = _with_merged(own.select(_TEXT), inside[: len(own)], merged), inside[len(own) :]
-                hashes, captions = own["stored_hash"].to_pylist(), text["captions"].to_pylist()
+                texts = [merged.get(next(places), text) for text in own.select(_TEXT).to_pylist()]
+                text = pa.Table.from_pylist(texts, own.select(_TEXT).schema)
+                hashes = own["stored_hash"].to_pylist()
+                ids = [content_id(known, row["captions"]) for known, row in zip(hashes, texts, strict=True)]
                 yield pa.table(
                     {"id": own["name"]}
                     | {name: image[name] for name in stored}
                     | {"captions": text["captions"]}
                     | {name: pc.coalesce(text[name], pa.scalar([], text[name].type)) for name in optional}
-                    | {"source": own["source"], "image_hash": own["image_hash"]}
-                    | {"content_id": [content_id(*pair) for pair in zip(hashes, captions, strict=True)]}
+                    | {"source": own["source"], "image_hash": own["image_hash"], "content_id": ids}
                 )
             begin += len(images)
 
@@ -137,12 +138,12 @@ def write_splits(tables: Mapping[str, Iterator[pa.Table]], folder: Path, medium:
     """Write the tables of all splits; `medium` is by default the kind of their features."""
     with tqdm(desc="Writing", unit=" rows") as bar:
         for split, of_split in tables.items():
-            write_split(of_split, split, folder / split, bar, medium)
+            _write_split(of_split, split, folder / split, bar, medium)
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(tables)}), encoding="utf-8")
     return with_image(DatasetDict.load_from_disk(str(folder)))
 
 
-def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm, medium: str | None = None) -> None:
+def _write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm, medium: str | None) -> None:
     """Write tables of the columns above, as shards of about `SHARD_BYTES`.
 
     `save_to_disk` would copy every image of a selection twice more, and cut rows with images into batches of 100, each of
@@ -175,15 +176,9 @@ def write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm,
     for shard, name in zip(shards, names, strict=True):
         shard.rename(folder / name)
     DatasetInfo(features=features).write_to_directory(str(folder))
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": digest.hexdigest(),  # part of the names of caches of these rows
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": split,
-    }
+    state: dict[str, Any] = {"_data_files": [{"filename": name} for name in names], "_split": split}
+    state |= {"_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False}
+    state["_fingerprint"] = digest.hexdigest()  # part of the names of caches of these rows
     (folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
 
@@ -212,18 +207,6 @@ def content_fingerprint(pairs: DatasetDict) -> str:
         for batch in rows.select_columns(known).with_format("arrow").iter(10_000):
             digest.update("".join(map(repr, batch.to_pylist())).encode())
     return digest.hexdigest()
-
-
-def _with_merged(text: pa.RecordBatch, rows: np.ndarray, merged: Mapping[int, dict[str, Any]]) -> pa.Table:
-    """Put the joined texts in the places of those `rows` that stand for several."""
-    joined = [(place, merged[row]) for place, row in enumerate(rows.tolist()) if row in merged]
-    table = pa.Table.from_batches([text])
-    if not joined:
-        return table
-    more = pa.Table.from_pylist([row for _, row in joined], schema=text.schema)
-    places = np.arange(len(rows))
-    places[[place for place, _ in joined]] = len(rows) + np.arange(len(joined))
-    return pa.concat_tables([table, more]).combine_chunks().take(pa.array(places))
 
 
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:

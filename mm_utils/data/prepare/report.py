@@ -79,7 +79,7 @@ def summarize(
         "captions": captions,
         "storage": {
             "store": "originals" if args.keep_originals else args.store,
-            "short_side": None if args.keep_originals else args.short_side,
+            "short_side": args.short_side,
             "original_bytes_per_pair": pc.mean(kept["original_bytes"]).as_py(),
             "stored_bytes_per_pair": pc.mean(kept["stored_bytes"]).as_py(),
         },

@@ -15,7 +15,7 @@ from mm_utils.data.faults import Fault, unreadable_as_fault
 from mm_utils.data.media.pictures import loudness_picture, strip
 from mm_utils.data.media.riff import store_clip, write_wav
 from mm_utils.data.paths import MEDIA_LIMITS, Limits
-from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
+from mm_utils.data.prepare.checks import CheckArguments, check_between, check_caption, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.rows.records import FramesImage, ImageRef, Record
 from mm_utils.model.reading import (
@@ -31,7 +31,6 @@ from mm_utils.model.reading import (
     read_sound,
 )
 
-_MOST_FPS, _MOST_SECONDS = 60, 3600
 _FOREVER = 1e9  # seconds
 Moved = tuple[list[dict[str, Any]] | None, list[Fault], list[str]]
 """What is stored, the faults of the others, and notes."""
@@ -46,16 +45,7 @@ class TimedArguments:
     max_seconds: float = arg(60.0, "Set longer clips and sounds aside, or longer parts of them by start and end.")
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_fps <= _MOST_FPS:
-            raise ValueError(f"--clip_fps is {self.clip_fps}; give frames a second, above 0 and at most {_MOST_FPS}.")
-        if not LEAST_RATE <= self.sound_rate <= MOST_RATE:
-            raise ValueError(
-                f"--sound_rate is {self.sound_rate}; give samples a second, {LEAST_RATE:,} to {MOST_RATE:,}, usually 16,000."
-            )
-        if not 0 < self.max_seconds <= _MOST_SECONDS:
-            raise ValueError(
-                f"--max_seconds is {self.max_seconds}; give seconds, above 0 and at most {_MOST_SECONDS}."
-            )
+        check_between(self, clip_fps=(0.01, 60), sound_rate=(LEAST_RATE, MOST_RATE), max_seconds=(0.01, 3600))
 
 
 def store_medium(

@@ -1,11 +1,14 @@
-"""Adapters and their checkpoints; unused parameters are frozen."""
+"""A model in training: adapters, unused parameters, dropout, groups of captions, compiled parts."""
 
 import logging
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config
 
@@ -20,22 +23,20 @@ from mm_utils.model.adapt import (
     switch_off_dropout,
 )
 from mm_utils.model.build import freeze_unreached
+from mm_utils.model.encoding import PASS_TOKENS, length_groups, padded_tokens
 from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from tests.kit.models import IMAGE, TOWER
 from tests.kit.objectives import global_batch, tiny_objective
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
-def tiny(seed: int = 0, vision: str = "vit") -> FusionDualEncoderModel:
+def tiny(seed: int = 0) -> FusionDualEncoderModel:
     torch.manual_seed(seed)
-    shape: dict[str, dict[str, Any]] = {
-        "vit": {**SMALL, "image_size": 16, "patch_size": 8},
-        "resnet": {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]},
-    }
     model = join_backbones(
-        AutoModel.from_config(AutoConfig.for_model(vision, **shape[vision])),
+        AutoModel.from_config(AutoConfig.for_model("vit", **SMALL, image_size=16, patch_size=8)),
         AutoModel.from_config(AutoConfig.for_model("bert", **SMALL, vocab_size=50)),
         fusion_layers=1,
     )
@@ -72,27 +73,15 @@ def test_adapters_of_the_towers_that_are_not_frozen_are_trained_and_start_withou
     }
 
 
-def test_merged_weights_load_into_a_model_without_adapters() -> None:
-    model = tiny()
-    add_adapters(model, LoraArguments(lora_rank=2))
-    stock = tiny(seed=1)
-    stock.load_state_dict(merged(stirred(model).state_dict()))
-    torch.testing.assert_close(outputs(stock), outputs(model), rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(outputs(model), outputs(tiny()), atol=1e-3)
-    plain = stock.state_dict()
-    assert all(value is plain[name] for name, value in merged(plain).items())
-
-
-def test_a_checkpoint_is_loaded_with_its_adapters(tmp_path: Path) -> None:
-    model = tiny()
-    add_adapters(model, LoraArguments(lora_rank=2))
+def test_a_checkpoint_holds_the_merged_model_and_its_adapters(tmp_path: Path) -> None:
+    model, again = tiny(), tiny()
+    for each in (model, again):
+        add_adapters(each, LoraArguments(lora_rank=2))
     stirred(model).save_pretrained(tmp_path, state_dict=merged(model.state_dict()))
     save_adapters(model.state_dict(), tmp_path)
-    torch.testing.assert_close(
-        outputs(FusionDualEncoderModel.from_pretrained(tmp_path).eval()), outputs(model), rtol=1e-5, atol=1e-5
-    )
-    again = tiny()
-    add_adapters(again, LoraArguments(lora_rank=2))
+    plain = FusionDualEncoderModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(outputs(plain), outputs(model), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(outputs(model), outputs(tiny()), atol=1e-3)
     load_weights(again, tmp_path)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
     (tmp_path / "adapters.safetensors").unlink()
@@ -102,41 +91,28 @@ def test_a_checkpoint_is_loaded_with_its_adapters(tmp_path: Path) -> None:
 
 
 # -- towers in training -------------------------------------------------------------------------------------------------
+def test_parameters_without_a_gradient_are_frozen_and_no_others() -> None:
+    dinov2 = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **IMAGE)
+    towers = (AutoModel.from_config(config) for config in (dinov2, BertConfig(**TOWER, vocab_size=100)))
+    model = join_backbones(*towers).train()
 
+    def trained() -> set[str]:
+        return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-def join(vision, **config) -> FusionDualEncoderModel:
-    torch.manual_seed(0)
-    text = AutoModel.from_config(BertConfig(**TOWER, vocab_size=100))
-    return join_backbones(AutoModel.from_config(vision), text, **config)
-
-
-def trained(model: torch.nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_parameters_without_a_gradient_are_frozen_and_no_others(training):
-    model = join(Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **IMAGE))
-    model.train(training)
-    before = trained(model)
+    before = trained()
     number = freeze_unreached(model)
-    unused = {
-        "mask_token": "vision_model.embeddings.",
-        "weight": "text_model.pooler.dense.",
-        "bias": "text_model.pooler.dense.",
-    }
-    assert before - trained(model) == {prefix + name for name, prefix in unused.items()}
+    pooler = {f"text_model.pooler.dense.{name}" for name in ("weight", "bias")}
+    assert before - trained() == {"vision_model.embeddings.mask_token", *pooler}
     assert number == sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    assert model.training == training
+    assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     ids = torch.randint(0, 100, (3, 6))
-    output = model.train()(input_ids=ids, pixel_values=torch.randn(3, 3, 32, 32), return_loss=True)
+    output = model(input_ids=ids, pixel_values=torch.randn(3, 3, 32, 32), return_loss=True)
     (output.loss + output.match_logits.sum()).backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained(model)
-    assert freeze_unreached(model) == 0
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained()
 
 
-DROPOUT = {
+DROPOUT: dict[str, dict[str, Any]] = {
     "vit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2},
     "beit": {"drop_path_rate": 0.3, "attention_probs_dropout_prob": 0.2},
     "convnext": {
@@ -178,6 +154,79 @@ def test_dropout_of_backbones_is_switched_off_and_stays_in_their_configs(
     assert own.config.to_dict() == given
     [line] = [record.message for record in caplog.records if record.name.startswith("mm_utils")]
     assert line.startswith("Backbones train without their own dropout (")
+
+
+# -- dropout by row -----------------------------------------------------------------------------------------------------
+def test_masks_follow_the_row_and_the_step_and_not_the_batch() -> None:
+    ids = torch.tensor([[3, 1], [7, 2], [9, 2], [3, 2], [5, 5], [7, 1]])
+    keys, other_step = row_keys(ids, 10), row_keys(ids, 11)
+    assert len({*keys.tolist(), *other_step.tolist()}) == 12
+    layer, values = RowDropout(0.4), torch.arange(1.0, 1 + 6 * 20 * 4, 4).view(6, 20)
+
+    def drawn(keys: torch.Tensor | None, rows: slice = slice(None)) -> torch.Tensor:
+        set_row_keys(layer, None if keys is None else keys[rows])
+        return layer(values[rows])
+
+    whole = drawn(keys)
+    assert torch.equal(drawn(keys, slice(2, 5)), whole[2:5])
+    assert torch.equal(drawn(keys), whole)
+    assert not torch.equal(drawn(other_step), whole)
+    assert not torch.equal(drawn(None), drawn(None))
+    layer.eval()
+    assert (drawn(keys) != 0).all()
+    layer = RowDropout(0.3)
+    set_row_keys(layer, row_keys(torch.arange(500), 4))
+    found = layer(torch.ones(500, 64))
+    assert abs((found == 0).float().mean().item() - 0.3) < 0.01
+    assert abs(found.mean().item() - 1) < 0.02
+
+
+# -- groups of captions -------------------------------------------------------------------------------------------------
+def cheapest(lengths: list[int], pass_tokens: int) -> int:
+    """Over all cuts."""
+
+    @lru_cache(None)
+    def rest(start: int) -> int:
+        stops = range(start + 1, len(lengths) + 1)
+        return min((lengths[start] * (stop - start) + pass_tokens + rest(stop) for stop in stops), default=0)
+
+    return rest(0)
+
+
+@given(st.lists(st.integers(1, 70), max_size=40), st.sampled_from(["cpu", "cuda", "mps"]))
+def test_no_other_cut_is_cheaper(lengths: list[int], device: str) -> None:
+    lengths = sorted(lengths, reverse=True)
+    groups = length_groups(lengths, device)
+    assert [row for group in groups for row in group] == list(range(len(lengths)))
+    pass_tokens = PASS_TOKENS.get(device, PASS_TOKENS["cuda"])
+    cost = padded_tokens(lengths, groups) + pass_tokens * len(groups)
+    assert cost == max(cheapest(lengths, pass_tokens), pass_tokens)
+    assert length_groups([3, 9, 4], device) == [range(3)]  # out of order
+
+
+@pytest.mark.parametrize("kind", ["contrastive", "sigmoid_matching"])
+def test_groups_give_the_embeddings_and_gradients_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PASS_TOKENS, "cpu", 2)
+    batch = global_batch()
+    order = torch.tensor(batch["lengths"]).argsort(descending=True, stable=True)
+    batch = {
+        name: [value[place] for place in order] if isinstance(value, list) else value[order]
+        for name, value in batch.items()
+    }
+    found = []
+    for grouped in (True, False):
+        objective, widths = tiny_objective(kind), []
+        objective.groups_texts = grouped
+        objective.model.text_model.register_forward_hook(
+            lambda module, given, out, widths=widths: widths.append(tuple(out.last_hidden_state.shape[:2]))
+        )
+        report = objective(batch, 0)
+        report["loss"].backward()
+        assert len(widths) > 3 if grouped else widths == [(9, 16)]
+        gradients = {name: p.grad for name, p in objective.named_parameters() if p.grad is not None}
+        found.append({"loss": report["loss"].detach(), **gradients})
+    for name, right in found[1].items():
+        torch.testing.assert_close(found[0][name], right, rtol=1e-6, atol=1e-8 * float(right.abs().max() + 1e-3))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The model on every family of backbones: saving, exporting, masks, the fusion head, freezing."""
+"""The model itself: its folder, the exported mean, the fusion head, regions, time. By family: tests/contracts/test_models.py."""
 
 import copy
 import json
@@ -9,18 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    VisionTextDualEncoderConfig,
-    VisionTextDualEncoderModel,
-)
+from torchvision.ops import roi_align
+from transformers import AutoConfig, AutoModel, VisionTextDualEncoderModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.fusion import LevelAdapter, split_grid
 from mm_utils.model.join import join_backbones
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderConfig, FusionDualEncoderModel
-from mm_utils.model.stock import from_dual_encoder
-from tests.kit.models import TEXT, VISION, Batch, backbone, batch_for, build
+from mm_utils.model.modeling_fusion_dual_encoder import (
+    FusionDualEncoderConfig,
+    FusionDualEncoderModel,
+    input_shape,
+    vision_tower,
+)
+from mm_utils.objectives.grounding.terms import cells_covered
+from tests.kit.models import LAYERS, TEXT, TOWERS, VISION, Batch, backbone, batch_for, build
 
 EMBEDS = ("image_embeds", "text_embeds")
 OUTPUTS = (*EMBEDS, "match_logits")
@@ -87,9 +90,8 @@ def test_the_exported_mean_does_not_depend_on_the_other_weights(tmp_path):
     torch.testing.assert_close(stock["text_embeds"], model(**batch).text_embeds.detach(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "pooler"])
-def test_export_leaves_the_model_as_it_was(pooling):
-    model = build(text_pooling=pooling)
+def test_export_leaves_the_model_as_it_was():
+    model = build(text_pooling="mean")
     batch, before, attention = batch_for(model), copy.deepcopy(model), attention_of(model)
     expected = outputs(model, batch)
     stock = to_dual_encoder(model)
@@ -101,27 +103,6 @@ def test_export_leaves_the_model_as_it_was(pooling):
         assert torch.equal(expected[name], actual[name]), name
     shared = dict(stock.named_parameters())["vision_model.embeddings.cls_token"]
     assert shared.data_ptr() == model.vision_model.embeddings.cls_token.data_ptr()
-
-
-@pytest.mark.parametrize("fusion_layers", [0, 1])
-def test_a_stock_model_is_converted_and_back(fusion_layers):
-    torch.manual_seed(0)
-    config = VisionTextDualEncoderConfig.from_vision_text_configs(
-        copy.deepcopy(VISION["vit"]), copy.deepcopy(TEXT["bert"]), projection_dim=12, logit_scale_init_value=1.5
-    )
-    towers = backbone(VISION["vit"]), backbone(TEXT["bert"])
-    stock = VisionTextDualEncoderModel(config, *towers).eval()
-    batch = batch_for(stock)
-    expected = outputs(stock, batch, (*EMBEDS, "logits_per_image"))
-    model = from_dual_encoder(stock, fusion_layers=fusion_layers).eval()
-    assert (model.fusion is None) == (fusion_layers == 0)
-    assert model.config.projection_dim == 12
-    assert model.logit_scale.item() == 1.5
-    for other in (model, to_dual_encoder(model), stock):
-        actual = outputs(other, batch, tuple(expected))
-        for name in EMBEDS:
-            assert torch.equal(expected[name], actual[name]), name
-        torch.testing.assert_close(actual["logits_per_image"], expected["logits_per_image"])
 
 
 # Masks
@@ -255,14 +236,127 @@ def test_text_poolings(text):
         torch.testing.assert_close(embeds, expected)
 
 
-# Configuration
-def test_model_without_measured_widths_is_refused():
+def test_what_a_model_lacks_is_named():
+    model = build(fusion_layers=0)
+    with pytest.raises(ValueError, match="fusion_layers=0"):
+        model.match_pairs((), torch.zeros(1, 2, 32), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="fusion_layers=0"):
+        model.add_region_head()
+    with pytest.raises(ValueError, match=r"no embeddings of regions\. Train it with regions"):
+        model.cell_embeds((torch.rand(1, 17, 16),))
     with pytest.raises(ValueError, match="join_backbones"):
         FusionDualEncoderModel(FusionDualEncoderConfig(VISION["vit"], TEXT["bert"]))
 
 
-def test_model_without_a_head_cannot_score_pairs():
-    model = build(fusion_layers=0)
-    assert model(**batch_for(model)).match_logits is None
-    with pytest.raises(ValueError, match="fusion_layers=0"):
-        model.match_pairs((), torch.zeros(1, 2, 32), torch.ones(1, 2))
+# Regions
+@pytest.mark.parametrize("kind", ["convnext", "vit", "swin"])
+def test_cells_are_where_the_image_is(kind):
+    """Maps, tokens behind a class token, tokens alone."""
+    model = build(kind, fusion_vision_taps=[-1], fusion_layers=1)
+    model.add_region_head()
+    [tap] = model.vision_features(torch.rand(2, 3, 32, 32))[1]
+    side = 4 if kind == "vit" else model.cell_embeds((tap,)).shape[1]
+    assert model.cell_embeds((tap,)).shape == (2, side, side, model.config.projection_dim)
+    if kind == "vit":
+        tokens = torch.zeros(1, 17, 32)
+        tokens[0, 1 + 4 * 2 + 3, 0] = 5.0  # third row, fourth column, behind the class token
+        cells = model.cell_embeds((tokens,))
+        assert (cells - cells[0, 0, 0]).norm(dim=-1)[0].argmax() == 11
+        with pytest.raises(ValueError, match="the last of fusion_vision_taps has 35 tokens"):
+            model.cell_embeds((torch.rand(1, 35, 32),))
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 4), (3, 7)])
+def test_boxes_are_means_by_area(height, width):
+    """As RoIAlign does it to the map drawn so large that a cell is 32 pixels wide, but exactly."""
+    generator = torch.Generator().manual_seed(1)
+    grid, image = torch.randn(3, 5, height, width, generator=generator), torch.arange(40) % 3
+    boxes = torch.rand(40, 2, 2, generator=generator).sort(1).values.flatten(1)
+    large = grid.repeat_interleave(32, 2).repeat_interleave(32, 3)
+    rois = torch.cat([image[:, None].float(), boxes * 32 * torch.tensor([width, height, width, height])], 1)
+    expected = roi_align(large, rois, 1, sampling_ratio=64, aligned=True)[:, :, 0, 0]
+    weight = cells_covered(boxes, height, width)
+    mean = torch.einsum("rhw,rchw->rc", weight / weight.sum((1, 2), keepdim=True), grid[image])
+    torch.testing.assert_close(mean, expected, atol=0.02, rtol=0)
+    small = cells_covered(torch.tensor([[0.55, 0.3, 0.6, 0.31], [0.5, 0.5, 0.5, 0.5]]), 4, 4)
+    assert small.sum((1, 2)).tolist() == pytest.approx([0.2 * 0.04, 0], abs=1e-6)
+    assert small[0, 1, 2].item() == pytest.approx(0.2 * 0.04, abs=1e-6)
+
+
+# Time: towers of clips and sounds
+MEDIUM = {kind: "clip" if place < 4 or kind == "vit" else "sound" for place, kind in enumerate(TOWERS)}
+STEPS = {"videomae": 4, "timesformer": 8, "vivit": 4, "vjepa2": 4, "audio-spectrogram-transformer": 9, "wav2vec2": 14,
+         "hubert": 14, "whisper": 50, "clap_audio_model": 16, "convnext": 16, "vit": 4}  # fmt: skip
+"""Cells along time."""
+
+
+def timed(kind: str, **config) -> FusionDualEncoderModel:
+    torch.manual_seed(0)
+    tower = vision_tower(AutoConfig.for_model(kind, **TOWERS[kind]))
+    text = AutoModel.from_config(AutoConfig.for_model("bert", **LAYERS, vocab_size=50))
+    return join_backbones(tower, text, medium=MEDIUM[kind], **config).eval()
+
+
+def media(model: FusionDualEncoderModel, rows: int = 2) -> Tensor:
+    return torch.randn(rows, *input_shape(model.vision_model), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_map_of_a_spectrogram_is_pooled_with_its_time(tmp_path):
+    """What is heard early and what is heard late have the same mean, and cosine moments of other signs."""
+    model, old = timed("convnext"), timed("convnext", vision_pooling="pooler")
+    assert (model.config.vision_pooling, model.config.vision_pooled_width) == ("timed", 3 * 16)
+    assert timed("clap_audio_model").config.vision_pooling == "pooler"
+    pixels = media(model)
+    pooled, output = model.vision_features(pixels)[0], model.vision_model((pixels + 35) / 33)
+    torch.testing.assert_close(pooled[:, :16], output.pooler_output)
+    frames, steps = output.last_hidden_state, STEPS["convnext"]
+    levels = F.layer_norm(frames.mean(3).transpose(1, 2), [16])
+    for number in (1, 2):
+        expected = sum(levels[:, t] * math.cos(math.pi * number * (t + 0.5) / steps) for t in range(steps)) / steps
+        torch.testing.assert_close(pooled[:, 16 * number : 16 * (number + 1)], expected, atol=1e-6, rtol=1e-5)
+    old.save_pretrained(tmp_path)  # a sound model of before has no moments
+    loaded = FusionDualEncoderModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded.vision_features(pixels)[0], old.vision_model((pixels + 35) / 33).pooler_output)
+    with pytest.raises(ValueError, match="text_pooling is 'timed'; choose one of auto, pooler, mean, cls"):
+        timed("convnext", text_pooling="timed")
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_time_runs_along_the_cells(kind):
+    """A change late in the medium moves late cells most, and one at the beginning early ones."""
+    model = timed(kind, fusion_layers=1)
+    model.add_region_head()
+    attention = ("attention.", "self_attn", "attn.", "attention_output")
+    with torch.no_grad():
+        for name, parameter in model.vision_model.named_parameters():  # what is near stays near: no attention
+            if any(part in name for part in attention) and "out" in name:
+                parameter.zero_()
+    cells = model.cell_embeds(model.vision_features(media(model))[1])
+    assert cells.shape == (2, 1, STEPS[kind], model.config.projection_dim)
+    shape = input_shape(model.vision_model)
+    along = shape.index(max(shape)) if len(shape) < 4 else 0
+    for share in (0.1, 0.5, 0.9):
+        found = []
+        for sign in (0.0, 1.0):
+            pixels = media(model, 1)
+            pixels.narrow(1 + along, int(share * shape[along]), max(1, shape[along] // 16)).add_(3 * sign)
+            found.append(model.vision_features(pixels)[1][-1].mean(2))
+        moved = (found[1] - found[0]).norm(dim=1)[0]
+        assert abs((int(moved.argmax()) + 0.5) / len(moved) - share) < 0.16, (share, moved)
+
+
+def test_frames_tower_begins_as_the_mean_of_frames_and_reads_any_number():
+    model = timed("vit")
+    tower, clips = model.vision_model, torch.randn(2, 6, 3, 16, 16)
+    pooled, taps = model.vision_features(clips)
+    frames = tower.backbone(clips.flatten(0, 1)).pooler_output.unflatten(0, (2, 6))
+    torch.testing.assert_close(pooled, frames.mean(1))
+    assert [tuple(tap.shape[2:]) for tap in taps] == [
+        (5, 6),
+        (1, 6),
+    ]  # places and frames; the layers over time are last
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    both = [model.encode_image(each)[0] for each in (clips, clips.flip(1))]
+    assert not torch.allclose(*both, atol=1e-3)  # order counts

@@ -27,13 +27,16 @@ def layout(tokenizer: Any) -> dict[str, Any]:
 
 
 def layers(prefix: str, width: int, hidden: int, count: int) -> dict[str, tuple[int, ...]]:
-    each = {
-        "ln_1.weight": (width,), "ln_1.bias": (width,), "ln_2.weight": (width,), "ln_2.bias": (width,),
-        "attn.in_proj_weight": (3 * width, width), "attn.in_proj_bias": (3 * width,),
-        "attn.out_proj.weight": (width, width), "attn.out_proj.bias": (width,),
-        "mlp.c_fc.weight": (hidden, width), "mlp.c_fc.bias": (hidden,),
-        "mlp.c_proj.weight": (width, hidden), "mlp.c_proj.bias": (width,),
-    }  # fmt: skip
+    norms = {f"{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+    attention = {"in_proj_weight": (3 * width, width), "in_proj_bias": (3 * width,), "out_proj.weight": (width, width)}
+    mlp = {
+        "c_fc.weight": (hidden, width),
+        "c_fc.bias": (hidden,),
+        "c_proj.weight": (width, hidden),
+        "c_proj.bias": (width,),
+    }
+    each = norms | {f"attn.{name}": shape for name, shape in attention.items()} | {"attn.out_proj.bias": (width,)}
+    each |= {f"mlp.{name}": shape for name, shape in mlp.items()}
     return {f"{prefix}.{place}.{name}": shape for place in range(count) for name, shape in each.items()}
 
 
@@ -46,31 +49,34 @@ def random_weights(tokenizer: Any) -> dict[str, Tensor]:
         "logit_scale": (), **layers("visual.transformer.resblocks", 32, 64, 2), **layers("transformer.resblocks", 24, 96, 2),
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    found = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {
-        name: value + 1 if name.endswith(("ln_1.weight", "ln_2.weight")) else value for name, value in found.items()
-    }
+    return {name: 0.3 * torch.randn(shape, generator=generator) + ("ln_" in name) for name, shape in shapes.items()}
+
+
+NAMES = {"ln_1": "norm1", "ln_2": "norm2", "attn": "self_attn", "mlp.c_fc": "linear1", "mlp.c_proj": "linear2"}
 
 
 def blocks(weights: dict[str, Tensor], prefix: str, heads: int, states: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Residual blocks as the layout says: attention over the joint matrix, and quick GELU."""
-    width, place = states.shape[-1], 0
-    while f"{prefix}.{place}.ln_1.weight" in weights:
+    """Residual blocks as the layout says: torch's own, with normalisation first and quick GELU."""
+    for place in range(2):
         own = {
-            name[len(f"{prefix}.{place}.") :]: value
+            name.partition(f"{prefix}.{place}.")[2]: value
             for name, value in weights.items()
             if name.startswith(f"{prefix}.{place}.")
         }
-        attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        attention.load_state_dict({name[5:]: value for name, value in own.items() if name.startswith("attn.")})
-        normed = F.layer_norm(states, (width,), own["ln_1.weight"], own["ln_1.bias"])
-        states = states + attention(normed, normed, normed, attn_mask=mask, need_weights=False)[0]
-        normed = F.layer_norm(states, (width,), own["ln_2.weight"], own["ln_2.bias"])
-        hidden = F.linear(normed, own["mlp.c_fc.weight"], own["mlp.c_fc.bias"])
-        states = states + F.linear(
-            hidden * torch.sigmoid(1.702 * hidden), own["mlp.c_proj.weight"], own["mlp.c_proj.bias"]
+        for theirs, ours in NAMES.items():
+            own = {name.replace(theirs, ours): value for name, value in own.items()}
+        hidden = own["linear1.bias"].numel()
+        block = nn.TransformerEncoderLayer(
+            states.shape[-1],
+            heads,
+            hidden,
+            0.0,
+            lambda x: x * torch.sigmoid(1.702 * x),
+            batch_first=True,
+            norm_first=True,
         )
-        place += 1
+        block.load_state_dict(own)
+        states = block.eval()(states, src_mask=mask)
     return states
 
 
@@ -115,12 +121,8 @@ def test_a_folder_is_read_as_its_layout_says_and_trained(folder: Path, tiny_flag
     torch.testing.assert_close(our_logits(load_model(str(folder)), folder), right, rtol=0, atol=1e-5)
     check_model(str(folder))
     run = [*tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", str(folder), "--objectives", "contrastive"]
-    pretrain.main(
-        [
-            *run, "--max_steps", "1", "--fusion_layers", "0", "--rerank_top_k", "0", "--output_dir",
-            str(tmp_path / "out"),
-        ]
-    )  # fmt: skip
+    run += ["--max_steps", "1", "--fusion_layers", "0", "--rerank_top_k", "0"]
+    pretrain.main([*run, "--output_dir", str(tmp_path / "out")])
     assert (tmp_path / "out/dual_encoder/config.json").is_file()
 
 
@@ -134,28 +136,16 @@ def test_export_writes_the_same_weights_again(folder: Path, tmp_path: Path) -> N
     text = written["model_cfg"]["text_cfg"]
     assert {**text, **layout(clip_tokenizer())["model_cfg"]["text_cfg"]} == text
     torch.testing.assert_close(our_logits(load_model(str(out)), out), our_logits(load_model(str(folder)), folder))
-    with pytest.raises(ValueError, match="--precision is int8; --layout open_clip writes no graphs"):
-        export.ExportArguments(str(folder), "x", layout="open_clip", precision="int8")
-    with pytest.raises(
-        ValueError, match="--layout is open_clip; it is written of a CLIP, and this is a siglip_vision_model"
-    ):
-        export.main(
-            [
-                "--model_name_or_path", write_stock(tmp_path / "siglip", "siglip"), "--output_dir",
-                str(tmp_path / "no"), "--layout", "open_clip",
-            ]
-        )  # fmt: skip
+    siglip = ["--model_name_or_path", write_stock(tmp_path / "siglip", "siglip"), "--output_dir", str(tmp_path / "no")]
+    with pytest.raises(ValueError, match="it is written of a CLIP, and this is a siglip_vision_model"):
+        export.main([*siglip, "--layout", "open_clip"])
 
 
 def test_open_clip_itself_computes_the_same_both_ways(folder: Path, tmp_path: Path) -> None:
     open_clip = pytest.importorskip("open_clip")
     out = tmp_path / "out"
-    export.main(
-        [
-            "--model_name_or_path", write_stock(tmp_path / "clip", "clip"), "--output_dir", str(out), "--layout",
-            "open_clip",
-        ]
-    )  # fmt: skip
+    start = write_stock(tmp_path / "clip", "clip")
+    export.main(["--model_name_or_path", start, "--output_dir", str(out), "--layout", "open_clip"])
     for place in (folder, out):
         theirs = open_clip.create_model_from_pretrained(f"local-dir:{place}", return_transform=False).eval()
         pixels, ids = inputs(place)

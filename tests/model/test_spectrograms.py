@@ -22,7 +22,6 @@ EXTRACTORS = {
     "ast of other sizes": ASTFeatureExtractor(max_length=61, num_mel_bins=40, mean=-6.5, std=3.1),
     "ast, not normalised": ASTFeatureExtractor(max_length=30, do_normalize=False),
     "whisper": WhisperFeatureExtractor(chunk_length=1),
-    "whisper of other sizes": WhisperFeatureExtractor(feature_size=128, chunk_length=2, hop_length=200, n_fft=512),
     "clap": ClapFeatureExtractor(**CLAP, padding="pad"),
     "clap in loops": ClapFeatureExtractor(**CLAP, padding="repeatpad"),
     "clap in cut loops": ClapFeatureExtractor(**CLAP, padding="repeat"),
@@ -64,17 +63,6 @@ def test_equals_the_stock_extractor(name: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
 
 
-def test_filters_where_torchaudio_computes_them() -> None:
-    """With torchaudio, the extractor has neither filters nor window."""
-    bare = ASTFeatureExtractor(max_length=50)
-    del bare.mel_filters, bare.window
-    waveforms = torch.from_numpy(sounds(8000))
-    assert torch.equal(LogMel.of(bare)(waveforms), LogMel.of(ASTFeatureExtractor(max_length=50))(waveforms))
-    bare.sampling_rate = 8000
-    with pytest.raises(ValueError, match="set 16000"):
-        LogMel.of(bare)
-
-
 @pytest.mark.parametrize("name", ["ast", "whisper", "clap in loops", "raw"])
 def test_autocast_and_batches_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log_mel, waveforms = LogMel.of(EXTRACTORS[name]), torch.from_numpy(sounds(12000))
@@ -89,8 +77,6 @@ def test_autocast_and_batches_change_nothing(name: str, monkeypatch: pytest.Monk
 def test_description_tells_extractors_apart() -> None:
     described = [LogMel.of(extractor).describe() for extractor in EXTRACTORS.values()]
     assert all(described[a] != described[b] for a in range(len(described)) for b in range(a))
-    again = ClapFeatureExtractor.from_dict(EXTRACTORS["clap"].to_dict())
-    assert LogMel.of(again).describe() == LogMel.of(EXTRACTORS["clap"]).describe()
 
 
 @pytest.mark.parametrize(

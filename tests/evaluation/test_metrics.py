@@ -31,10 +31,9 @@ def test_wilson_interval_by_hand() -> None:
     assert share_with_interval("x", torch.tensor([0, 1, 0, 0]) == 1) == {"x": 0.25, "x_low": low, "x_high": high}
 
 
-@pytest.mark.parametrize("captions", [1, 5])
-def test_mean_interval_agrees_with_a_bootstrap_over_images(captions: int) -> None:
+def test_mean_interval_agrees_with_a_bootstrap_over_images() -> None:
     """Captions of an image are mostly right or wrong together, so that they count for little more than one."""
-    generator = torch.Generator().manual_seed(captions)
+    captions, generator = 5, torch.Generator().manual_seed(5)
     ease_M = torch.rand(200, 1, generator=generator).round() * 0.8 + 0.1
     hit_MC = (torch.rand(200, captions, generator=generator) < ease_M).double()
     key_Q = (7 * torch.arange(200)).repeat_interleave(captions)
@@ -44,8 +43,7 @@ def test_mean_interval_agrees_with_a_bootstrap_over_images(captions: int) -> Non
     deviation = hit_MC.mean(1)[drawn].mean(1).std().item()
     assert mean == pytest.approx(hit_MC.mean().item())
     assert half_width == pytest.approx(1.96 * deviation, rel=0.03)
-    if captions == 5:
-        assert half_width > 1.5 * 1.96 * math.sqrt(mean * (1 - mean) / len(key_Q))
+    assert half_width > 1.5 * 1.96 * math.sqrt(mean * (1 - mean) / len(key_Q))
 
 
 def test_images_with_more_captions_count_more() -> None:
@@ -58,24 +56,6 @@ def test_images_with_more_captions_count_more() -> None:
 def test_equal_values_have_the_interval_of_the_rule_of_three() -> None:
     assert mean_interval(torch.ones(600), torch.arange(300).repeat(2)) == (1.0, 0.01)
     assert mean_interval(torch.zeros(1), torch.tensor([4])) == (0.0, 1.0)
-
-
-def test_an_interval_of_weighted_values_is_that_of_drawing_groups_anew() -> None:
-    """As of two directions, one with five queries a group and one with one, that weigh the same."""
-    generator = torch.Generator().manual_seed(0)
-    shared_M = torch.rand(200, generator=generator)
-    first_MC = (torch.rand(200, 5, generator=generator) < shared_M[:, None]).double()
-    second_M = (torch.rand(200, generator=generator) < shared_M).double()
-    value_Q, group_Q = torch.cat([first_MC.flatten(), second_M]), torch.arange(200)
-    group_Q, weight_Q = (
-        torch.cat([group_Q.repeat_interleave(5), group_Q]),
-        torch.cat([torch.ones(1000), 5 * torch.ones(200)]),
-    )
-    mean, half_width = mean_interval(value_Q, group_Q, weight_Q)
-    both_M = (first_MC.mean(1) + second_M) / 2
-    assert mean == pytest.approx(both_M.mean().item())
-    drawn = both_M[torch.randint(0, 200, (20_000, 200), generator=generator)].mean(1)
-    assert half_width == pytest.approx(1.96 * drawn.std().item(), rel=0.03)
 
 
 @pytest.mark.parametrize(

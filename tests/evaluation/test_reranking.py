@@ -128,20 +128,13 @@ def test_a_head_that_knows_something_gains() -> None:
     assert stored["rerank_text_to_image_recall@1"] > found["text_to_image_recall@1"] + 0.04
 
 
-def test_weights_of_zero_turn_reranking_off() -> None:
+@pytest.mark.parametrize("stored", [{"match": 0.0}, {}], ids=["of no weight", "not trained"])
+def test_a_head_without_weight_scores_no_pair(stored: dict[str, float]) -> None:
     model = noisy_model(3.0)
-    model.config.rerank_weights = {"match": 0.0}
+    model.config.rerank_weights = stored
     found = RetrievalEvaluator(EvaluationArguments(rerank_top_k=10))(model, model.batches(50), ACCELERATOR)
     assert not any(name.startswith("rerank") for name in found)
     assert model.scored == 0
-
-
-def test_a_model_whose_head_was_not_trained_scores_no_pair() -> None:
-    model = noisy_model(3.0)
-    model.voices = ()
-    found, weights = fitted(model)
-    assert (weights, model.scored) == ({}, 0)
-    assert not any(name.startswith("rerank") for name in found)
 
 
 def listed(seed: int, truth: tuple[float, ...]) -> Listed:

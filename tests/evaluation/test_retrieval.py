@@ -67,23 +67,10 @@ def test_scenes_have_probes(tmp_path: Any) -> None:
     assert len(caption_probes(rows, tokenizer, 3).row_P) == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("math.hypot, math.dist", ""),
-        ("math.no_such", "--evaluators has math.no_such; .*no_such"),
-        ("no_such_file.measure", "Put no_such_file.py in the current folder, with measure in it"),
-        ("measure", "--evaluators has measure; "),
-        ("math.pi", "--evaluators has math.pi; that is not a function. Name one"),
-        ("pathlib.Path", "--evaluators has pathlib.Path; that is not a function. Name one"),
-    ],
-)
-def test_evaluators_of_ones_own_are_functions(given: str, message: str) -> None:
-    if not message:
-        assert EvaluationArguments(evaluators=given).own_evaluators() == [math.hypot, math.dist]
-        return
-    with pytest.raises(ValueError, match=message):
-        EvaluationArguments(evaluators=given)
+def test_evaluators_of_ones_own_are_functions() -> None:
+    assert EvaluationArguments(evaluators="math.hypot, math.dist").own_evaluators() == [math.hypot, math.dist]
+    with pytest.raises(ValueError, match=r"--evaluators has math\.pi; that is not a function\. Name one"):
+        EvaluationArguments(evaluators="math.pi")
 
 
 @pytest.mark.parametrize("value", [{"recall": 0.4}, {"own": "good"}, {"own": None}])

@@ -101,20 +101,6 @@ def test_every_kind_of_source_holds_the_same_rows(source: str, tmp_path: Path) -
     assert sorted([*named(task, "train"), *named(task, "validation")]) == sorted(ANIMALS)
 
 
-def test_splits_and_columns_are_chosen(tmp_path: Path) -> None:
-    def rows(count: int) -> Dataset:
-        names, shown = ClassLabel(names=["a", "b"]), pictures(count)
-        features = Features({"picture": ImageFeature(), "depth": ImageFeature(), "coarse": names, "fine_label": names})
-        columns = {"picture": shown, "depth": shown, "coarse": [0] * count, "fine_label": [1] * count}
-        return Dataset.from_dict(columns, features)
-
-    DatasetDict({"train": rows(1), "test": rows(2), "val": rows(3)}).save_to_disk(tmp_path / "saved")
-    name = str(tmp_path / "saved")
-    assert labelled_of(dataset_name=name).split == "validation"
-    assert labelled_of(dataset_name=name, split="train", label_column="coarse").label_M.tolist() == [0]
-    assert labelled_of(dataset_name=name, split="test").label_M.tolist() == [1, 1]
-
-
 def test_several_answers_are_the_most_frequent_one_and_earn_their_share(tmp_path: Path) -> None:
     """A list may be written as text, as pandas' to_csv writes it."""
     several = ["red", "blue", "blue", "blue", "red", "tan"]

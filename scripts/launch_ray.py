@@ -8,7 +8,7 @@ A cluster that runs, one GPU a worker; the folders are on a drive that all machi
         --storage_path /shared/ray scripts/pretrain.py --dataset_name /shared/data --output_dir /shared/mine
 
 Machines that come and go; after a change, training goes on from the newest checkpoint:
-    python scripts/launch_ray.py --address auto --min_workers 2 --max_workers 8 --max_failures 20 \\
+    python scripts/launch_ray.py --address auto --num_workers 2:8 --max_failures 20 \\
         scripts/pretrain.py --dataset_name /shared/data --output_dir /shared/mine --save_steps 200
 
 Data that are prepared by 32 processes of the cluster:
@@ -23,7 +23,9 @@ A sweep; every trial has a folder in --output_dir, and a table names the best:
     python scripts/launch_ray.py --tune "learning_rate=3e-4,1e-3;seed=1,2" scripts/pretrain.py --output_dir outputs/sweep
 """
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     set_up_logging()
 
     # 2. Ray: a cluster that runs, or a small one on this machine.
-    from mm_utils.launch.cluster import connect, fit, launch_name
+    from mm_utils.launch.cluster import connect, fit
     from mm_utils.launch.sweep import sweep
 
     with connect(args) as resources:
@@ -54,11 +56,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             from mm_utils.launch.worker import load_main
 
             words = [*command.argv, "--num_proc", str(args.workers[1])]
-            return load_main(command.script, "pool")(words, lambda count: RayPool(count, resources["CPU"]))
-        name = launch_name(command)
-        if args.tune is not None:
-            return sweep(args, command, resources, name)[0].metrics
-        return fit(args, command, resources, name)
+            return load_main(command.script)(words, lambda count: RayPool(count, resources["CPU"]))
+        name = f"{Path(command.script).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # unlike all others
+        return (fit if args.tune is None else sweep)(args, command, resources, name)
 
 
 if __name__ == "__main__":

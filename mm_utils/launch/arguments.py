@@ -1,31 +1,22 @@
 """The command line of `scripts/launch_ray.py`: its flags, the script, the script's flags."""
 
+import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mm_utils.arguments import arg, launch_command, to_dict, to_words
 
 PRECISIONS = ("no", "fp16", "bf16")
-_FLAG = re.compile(r"[a-z][a-z0-9_]*")
-_NOT_TUNED = {
-    "output_dir": "every trial has a folder of its own in the script's --output_dir",
-    "resume_from_checkpoint": "give it to the script, for all trials",
-    "config": "give one file to the script, for all trials",
-    "dry_run": "give it to the script, without --tune",
-}
+_NOT_TUNED = ("output_dir", "resume_from_checkpoint", "config", "dry_run")
 
 
 @dataclass
 class LaunchArguments:
     """Ray: cluster, workers, restarts, sweep."""
 
-    num_workers: int | None = arg(None, "Workers that train together, one process each. (default: 1)")
-    min_workers: int | None = arg(
-        None, "Elastic: the fewest workers to train with while machines are missing; with --max_workers."
-    )
-    max_workers: int | None = arg(None, "Elastic: the most workers to train with; with --min_workers.")
+    num_workers: str = arg("1", "Workers that train together, one process each; MIN:MAX for any number while it runs.")
     gpus_per_worker: float | None = arg(
         None, "GPUs of a worker; 0 trains on the CPU. (default: 1 where Ray has GPUs, else 0)"
     )
@@ -45,77 +36,40 @@ class LaunchArguments:
     )
 
     def __post_init__(self) -> None:
-        least, most, number, place = self.min_workers, self.max_workers, self.num_workers, Path(self.storage_path)
-        elastic = f"--min_workers is {least}, --max_workers {most}"
-        for is_wrong, message in (
-            ((least is None) != (most is None), f"{elastic}; elastic training needs both. Give both."),
-            (
-                least is not None and number is not None,
-                f"--num_workers is {number}; with --min_workers and --max_workers, Ray chooses the number. Leave it out.",
-            ),
-            (
-                least is not None and most is not None and not 1 <= least <= most,
-                f"{elastic}; give at least 1, and not more than the most.",
-            ),
-            (number is not None and number < 1, f"--num_workers is {number}; give at least 1."),
-            (self.cpus_per_worker < 1, f"--cpus_per_worker is {self.cpus_per_worker}; give at least 1."),
-            ((self.gpus_per_worker or 0) < 0, f"--gpus_per_worker is {self.gpus_per_worker}; give 0 (CPU) or more."),
-            (
-                self.mixed_precision not in PRECISIONS,
-                f"--mixed_precision is {self.mixed_precision}; choose from {', '.join(PRECISIONS)}.",
-            ),
-            (self.max_failures < -1, f"--max_failures is {self.max_failures}; give -1 (any number), 0 or more."),
-            (
-                self.tune is not None and least is not None,
-                f"--tune is {self.tune}; elastic trials would take each other's machines. Give --num_workers instead of "
-                "--min_workers and --max_workers.",
-            ),
-            (
-                "://" not in self.storage_path and any(each.is_file() for each in (place, *place.parents)),
-                f"--storage_path is {place}; it is a file, or lies in one. Give a folder, or the name of a new one.",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(message)
+        if not re.fullmatch(r"\d+(:\d+)?", self.num_workers) or not 1 <= self.workers[0] <= self.workers[1]:
+            raise ValueError(f"--num_workers is {self.num_workers}; give a number from 1 on, or MIN:MAX, such as 2:8.")
+        if self.tune is not None and ":" in self.num_workers:
+            raise ValueError(
+                f"--tune is {self.tune}, and --num_workers is {self.num_workers}; trials need one number."
+            )
+        for name, least in (("cpus_per_worker", 1), ("gpus_per_worker", 0), ("max_failures", -1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"--{name} is {value}; give at least {least}.")
+        if self.mixed_precision not in PRECISIONS:
+            raise ValueError(f"--mixed_precision is {self.mixed_precision}; choose from {', '.join(PRECISIONS)}.")
         parse_grid(self.tune)
 
     @property
     def workers(self) -> tuple[int, int]:
         """The fewest and the most workers."""
-        if self.min_workers is not None and self.max_workers is not None:
-            return self.min_workers, self.max_workers
-        return self.num_workers or 1, self.num_workers or 1
+        fewest, _, most = self.num_workers.partition(":")
+        return int(fewest), int(most or fewest)
 
 
 @dataclass(frozen=True)
 class Command:
-    """What is launched.
+    """What is launched."""
 
-    Attributes:
-        script: the path of a training script.
-        argv: its arguments.
-        folder: in which their relative paths begin.
-        launcher: what stands before the script in a command that starts it like this one; of a sweep, one trial of it.
-    """
-
-    script: str
+    script: str  # its path
     argv: tuple[str, ...]
-    folder: str
-    launcher: str
+    folder: str  # in which relative paths begin
+    launcher: str  # stands before the script in a command that starts it like this one; of a sweep, one trial of it
 
-    def folder_of(self, flag: str) -> str | None:
+    def value_of(self, flag: str) -> str | None:
         """Return the value of a flag, such as `output_dir`, among the arguments; the last one counts."""
-        found = None
-        for place, word in enumerate(self.argv):
-            name, equals, value = word.partition("=")
-            if name.replace("-", "_") == f"__{flag}":
-                found = value if equals else next(iter(self.argv[place + 1 : place + 2]), None)
-        return found
-
-    def with_values(self, values: Mapping[str, str], output_dir: str) -> "Command":
-        """Return this command with flags set, over earlier ones, and another output folder."""
-        words = [word for name, value in values.items() for word in (f"--{name}", value)]
-        return replace(self, argv=(*self.argv, *words, "--output_dir", output_dir))
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}", dest="value")
+        return parser.parse_known_args(self.argv)[0].value
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
@@ -133,21 +87,21 @@ def read_command(args: LaunchArguments, script: str | None, argv: Sequence[str])
         ValueError: if there is no such script, or the output folder would be lost or shared.
     """
     folder = Path.cwd()
-    if script is None:
-        raise ValueError("no script is given; write it after the launcher's flags, e.g. scripts/pretrain.py.")
-    if not Path(script).is_file():
-        raise ValueError(f"the script is {script}; there is no such file in {folder}. Give its path.")
+    if script is None or not Path(script).is_file():
+        raise ValueError(
+            f"the script is {script}; there is no such file in {folder}. Write its path after the launcher's flags."
+        )
     launcher = launch_command("launch_ray", to_words(LaunchArguments, to_dict(args), ["tune"]), "python")
-    is_copy = "working_dir_files" in folder.parts  # of the folder that a job was submitted in
-    launcher = f"ray job submit --working-dir . -- {launcher}" if is_copy else launcher
     command = Command(str(Path(script).resolve()), tuple(argv), str(folder), launcher)
     flag = "index_dir" if Path(script).stem == "embed" else "output_dir"
-    given = command.folder_of(flag)
-    if args.tune is not None and given is None:
+    value = command.value_of(flag)
+    if args.tune is not None and value is None:
         raise ValueError("--tune needs --output_dir among the script's arguments: every trial gets a folder in it.")
-    reason = f"the working folder {folder} is a copy that Ray removes after the job" if is_copy else ""
-    if reason and not Path(given or "").is_absolute():
-        raise ValueError(f"--{flag} is {given}; {reason}. Give an absolute path that all machines share.")
+    if "working_dir_files" in folder.parts and not Path(value or "").is_absolute():  # of `ray job submit`
+        raise ValueError(
+            f"--{flag} is {value}; the working folder {folder} is a copy that Ray removes after the job. Give an absolute "
+            "path that all machines share."
+        )
     return command
 
 
@@ -155,28 +109,27 @@ def parse_grid(text: str | None) -> dict[str, list[str]]:
     """Return the values of each flag of a sweep, in the given order; empty without a text.
 
     Raises:
-        ValueError: if the text is not a list of flags and values.
+        ValueError: if the text is not a list of flags and different values.
     """
     grid: dict[str, list[str]] = {}
     for part in text.split(";") if text is not None else ():
-        name, equals, listed = part.partition("=")
+        name, _, listed = part.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         values = [value.strip() for value in listed.split(",")]
-        title = f"--tune is {text}"
-        if not equals or not _FLAG.fullmatch(name):
-            raise ValueError(f"{title}; '{part}' is not a flag with values. Write e.g. learning_rate=1e-4,3e-4.")
         if name in _NOT_TUNED:
-            raise ValueError(f"{title}; {name} cannot be swept: {_NOT_TUNED[name]}.")
-        if name in grid:
-            raise ValueError(f"{title}; {name} is there twice. Write all its values after one '='.")
-        if "" in values:
-            raise ValueError(f"{title}; {name} has an empty value. Write e.g. learning_rate=1e-4,3e-4.")
-        if len({trial_name({name: value}) for value in values}) < len(values):
-            raise ValueError(f"{title}; {name} has a value twice. Give different values.")
+            raise ValueError(f"--tune is {text}; {name} cannot be swept. Give it to the script, for all trials.")
+        if not name.isidentifier() or name in grid or "" in values or len(set(map(_slug, values))) < len(values):
+            raise ValueError(
+                f"--tune is {text}; '{part}' is not a new flag with different values. Write e.g. learning_rate=1e-4,3e-4."
+            )
         grid[name] = values
     return grid
 
 
 def trial_name(values: Mapping[str, str]) -> str:
     """Return the name of a trial's folder, such as `learning_rate-1e-4_seed-2`."""
-    return "_".join(f"{name}-{re.sub(r'[^A-Za-z0-9.+-]+', '-', value)}" for name, value in values.items())
+    return "_".join(f"{name}-{_slug(value)}" for name, value in values.items())
+
+
+def _slug(value: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", value)

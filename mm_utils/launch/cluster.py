@@ -1,9 +1,7 @@
 """Connect to Ray and train on it, by Ray Train: workers, restarts, other numbers."""
 
-import logging
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +13,9 @@ from mm_utils.launch.arguments import Command, LaunchArguments
 from mm_utils.launch.worker import work
 from mm_utils.text import without_secrets
 
-# What Ray says every second where its dashboard is missing, and all metrics in one line, of every worker.
-_NOISE = "State API may be temporarily unavailable|Reporting training result"
+# What Ray says every second where its dashboard is missing; read when it is imported.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "State API may be temporarily unavailable")
 try:
-    # Read by Ray when it is imported.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _NOISE)
     import ray
     from ray.exceptions import RayError
     from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -29,10 +25,8 @@ try:
 except ImportError as error:
     raise RunError(f"Ray is not installed, or is older than 2.60 ({error}). pip install 'ray[train,tune]'") from error
 
-logger = logging.getLogger(__name__)
-
 RESIZE_SECONDS = 60.0  # between looks for more machines, in elastic training
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 _STORE_BYTES = 100 << 20  # of Ray's own object store on this machine; next to nothing goes through it
 _PASSED_ON = re.compile("(ACCELERATE|FSDP|HF|NCCL|OMP|TORCH|WANDB)_")
 _SECRET = re.compile("KEY|PASS|SECRET|TOKEN")  # not passed on: Ray shows what is
@@ -41,8 +35,6 @@ _SECRET = re.compile("KEY|PASS|SECRET|TOKEN")  # not passed on: Ray shows what i
 @contextmanager
 def connect(args: LaunchArguments) -> Iterator[dict[str, float]]:
     """Connect to the cluster, or start a small one here; give what a worker needs of it.
-
-    At the end, Ray prints what it still holds of the workers' lines, before an error that leaves this block is shown.
 
     Raises:
         RunError: if there is no such cluster, or the workers need GPUs that this machine does not have.
@@ -64,7 +56,7 @@ def connect(args: LaunchArguments) -> Iterator[dict[str, float]]:
                 f"--gpus_per_worker is {gpus:g}; Ray sees no GPU on this machine. Look at nvidia-smi, or give 0."
             )
         yield {"CPU": float(args.cpus_per_worker), **({"GPU": gpus} if gpus else {})}
-    finally:
+    finally:  # Ray prints what it still holds of the workers' lines, before an error is shown
         ray.shutdown()
 
 
@@ -73,13 +65,9 @@ def _variables(args: LaunchArguments) -> dict[str, str]:
     known = {name: value for name, value in os.environ.items() if _PASSED_ON.match(name) and not _SECRET.search(name)}
     shown = without_secrets(known)  # an address may hold a password
     passed = {name: value for name, value in known.items() if shown[name] == value}
+    passed |= dict.fromkeys(("TQDM_MININTERVAL", "TQDM_MAXINTERVAL"), "60")  # Ray sends a line for each state of a bar
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {**passed, "PYTHONPATH": path, "ACCELERATE_MIXED_PRECISION": args.mixed_precision}
-
-
-def launch_name(command: Command) -> str:
-    """Return a name that no other launch has, by which the output folder knows it."""
-    return f"{Path(command.script).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def records(args: LaunchArguments, command: Command) -> str:
@@ -88,16 +76,10 @@ def records(args: LaunchArguments, command: Command) -> str:
 
 
 def fit(args: LaunchArguments, command: Command, resources: Mapping[str, float], name: str) -> dict[str, float]:
-    """Train on Ray's workers and return the script's metrics.
+    """Train on Ray's workers, each with `resources`, and return the script's metrics; `name` is that of this launch alone.
 
     Lost workers are restarted by Ray, and the script resumes from its newest checkpoint, as it does under every launcher that
-    restarts it. A run that was stopped because a machine is taken away is started again here.
-
-    Args:
-        args: the launcher's arguments.
-        command: what the workers run.
-        resources: what each worker needs, from `connect`.
-        name: the name of this launch.
+    restarts it.
 
     Raises:
         RunError: if the script was refused, or failed more often than `--max_failures` says.
@@ -108,36 +90,26 @@ def fit(args: LaunchArguments, command: Command, resources: Mapping[str, float],
         scaling = {"num_workers": (least, most), "elastic_resize_monitor_interval_s": RESIZE_SECONDS}
     task: dict[str, Any] = {"script": command.script, "argv": list(command.argv), "folder": command.folder}
     task |= {"launch": f"ray:{name}", "launcher": command.launcher, "on_cpu": "GPU" not in resources}
-    attempt = 0
-    while True:
-        attempt += 1
-        trainer = TorchTrainer(
-            work,
-            train_loop_config=task,
-            torch_config=TorchConfig(timeout_s=int(RENDEZVOUS_TIMEOUT)),
-            scaling_config=ScalingConfig(use_gpu="GPU" in resources, resources_per_worker=dict(resources), **scaling),
-            run_config=RunConfig(
-                name=f"{name}-{attempt}",
-                storage_path=records(args, command),
-                failure_config=FailureConfig(max_failures=args.max_failures),
-                callbacks=[EndWhenRefused()],
-            ),
-        )
-        try:
-            outcome = trainer.fit().return_value
-        except TrainingFailedError as error:
-            raise _explained(error, args.max_failures) from error
-        if not outcome["preempted"]:
-            return outcome["metrics"]
-        logger.warning("The run has saved before a machine is taken away, and starts again")
-
-
-def _explained(error: TrainingFailedError, max_failures: int) -> RunError:
-    cause = error.controller_failure if isinstance(error, ControllerError) else None
-    if isinstance(cause, Refused):
-        return RunError(str(cause))
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return RunError(
-        f"--max_failures is {max_failures}; Ray ended the run: {lines[-1] if lines else type(error).__name__}. The log has "
-        "the first error. To go on, launch it again with --resume_from_checkpoint latest."
+    trainer = TorchTrainer(
+        work,
+        train_loop_config=task,
+        torch_config=TorchConfig(timeout_s=int(RENDEZVOUS_TIMEOUT)),
+        scaling_config=ScalingConfig(use_gpu="GPU" in resources, resources_per_worker=dict(resources), **scaling),
+        run_config=RunConfig(
+            name=name,
+            storage_path=records(args, command),
+            failure_config=FailureConfig(max_failures=args.max_failures),
+            callbacks=[EndWhenRefused()],
+        ),
     )
+    try:
+        return trainer.fit().return_value
+    except TrainingFailedError as error:
+        cause = error.controller_failure if isinstance(error, ControllerError) else None
+        if isinstance(cause, Refused):
+            raise RunError(str(cause)) from error
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise RunError(
+            f"--max_failures is {args.max_failures}; Ray ended the run: {lines[-1] if lines else type(error).__name__}. The "
+            "log has the first error. To go on, launch it again with --resume_from_checkpoint latest."
+        ) from error

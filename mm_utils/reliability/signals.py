@@ -2,8 +2,7 @@
 
 SIGTERM comes from `kubectl delete`, `scancel` and launchers, SIGINT from the keyboard, SIGUSR1 from Slurm (`--signal=USR1@120`)
 some time before its limit. The handler only records the signal, as it may interrupt the program anywhere; the training loop
-compares the records of all ranks after every step, so all stop after the same step. A scheduler that sends no signals, such as
-Ray, stops a run by `interrupt`.
+compares the records of all ranks after every step, so all stop after the same step.
 """
 
 import os
@@ -17,14 +16,7 @@ from typing import Any
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 _REPEAT_SECONDS = 2.0  # the same signal within them is the first one again, forwarded by a launcher
 _WORKER_SECONDS = 60  # that a data worker survives a signal, to deliver the batch of the last step
-_entered: "Interruption | None" = None
 _MESSAGE = b"\nA signal asks the run to stop: it ends this step, saves and exits. Send it again to leave at once.\n"
-
-
-def interrupt(number: int) -> None:
-    """Let the run that trains in this process stop as if a signal had come, from any thread."""
-    if _entered is not None:
-        _entered.number = _entered.number or number
 
 
 class Interrupted(SystemExit):
@@ -46,8 +38,8 @@ class Interruption:
     """Record signals within its context; a repeated signal has its default effect.
 
     Data workers that are forked inside get the signals of keyboards and launchers, too, and survive them for a while; of
-    SIGTERM, `mm_utils.data.batches.workers` sees to that. Outside the main thread, where handlers cannot be set, only
-    `interrupt` is recorded.
+    SIGTERM, `mm_utils.data.batches.workers` sees to that. Outside the main thread, as under Ray,
+    no handlers can be set, and nothing is recorded.
 
     Attributes:
         number: the first signal's number, or 0.
@@ -60,15 +52,11 @@ class Interruption:
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interruption":
-        global _entered
-        _entered = self
         if threading.current_thread() is threading.main_thread():
             self._former = {number: signal.signal(number, self._record) for number in _SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
-        global _entered
-        _entered = None
         for number, handler in self._former.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a handler of C code
         self._former = {}

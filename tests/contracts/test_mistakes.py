@@ -71,20 +71,17 @@ MISTAKES = [
     ("scripts.pretrain", "--min_crop_area 0", "--min_crop_area is 0"),
     ("scripts.pretrain", "--dataloader_num_workers many", "--dataloader_num_workers is many; give a number of processes from 0 on, or auto"),
     ("scripts.pretrain", "--hub_model_id a/b/c", "--hub_model_id is 'a/b/c'"),
-    ("scripts.launch_ray", "--min_workers 2", "--min_workers is 2, --max_workers None"),
-    ("scripts.launch_ray", "--min_workers 3 --max_workers 2", "--min_workers is 3, --max_workers 2"),
-    ("scripts.launch_ray", "--min_workers 1 --max_workers 2 --num_workers 2", "--num_workers is 2"),
+    ("scripts.launch_ray", "--num_workers 3:2", "--num_workers is 3:2"),
     ("scripts.launch_ray", "--num_workers 0", "--num_workers is 0"),
     ("scripts.launch_ray", "--cpus_per_worker 0", "--cpus_per_worker is 0"),
     ("scripts.launch_ray", "--gpus_per_worker -1", "--gpus_per_worker is -1"),
     ("scripts.launch_ray", "--mixed_precision int8", "--mixed_precision is int8; choose from no, fp16, bf16"),
     ("scripts.launch_ray", "--max_failures -2", "--max_failures is -2"),
-    ("scripts.launch_ray", "--tune seed=1,2 --min_workers 1 --max_workers 2", "--tune is seed=1,2; elastic"),
-    ("scripts.launch_ray", "--tune learning_rate", "'learning_rate' is not a flag"),
-    ("scripts.launch_ray", "--tune seed=1,,2", "empty value"),
-    ("scripts.launch_ray", "--tune seed=1,1", "seed has a value twice"),
-    ("scripts.launch_ray", "--tune path=a/b,a-b", "twice"),  # their folders would be one
-    ("scripts.launch_ray", "'--tune=seed=1;seed=2'", "seed is there twice"),
+    ("scripts.launch_ray", "--tune seed=1,2 --num_workers 1:2", "--tune is seed=1,2, and --num_workers is 1:2"),
+    *(
+        ("scripts.launch_ray", f"'--tune={grid}'", "is not a new flag with different values")
+        for grid in ("learning_rate", "seed=1,,2", "seed=1,1", "path=a/b,a-b", "seed=1;seed=2")
+    ),
     ("scripts.launch_ray", "--tune output_dir=a,b", "output_dir cannot be swept"),
 ]  # fmt: skip
 

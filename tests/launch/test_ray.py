@@ -1,40 +1,50 @@
-"""Runs on real Ray: equal to plain ones, a killed worker, lost and new machines, refused flags, a sweep."""
+"""Runs on real Ray: equal to plain ones, killed workers, lost and new machines, refused flags, a sweep, prepared data.
 
+As a script, it launches on two nodes of one core each; while it trains, the second is lost, and another one comes:
+python -m tests.launch.test_ray RUN_FOLDER [words of scripts/launch_ray.py]
+"""
+
+import contextlib
 import csv
 import importlib
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-import torch
+from PIL import Image
 
 from mm_utils.distributed import available_cores
 from mm_utils.launch.arguments import LaunchArguments
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.run.start import run_script
 from mm_utils.search.index import open_index
-from scripts import embed
+from scripts import embed, launch_ray, prepare_data
+from tests.kit.launches import ROOT, weights
 from tests.kit.numbered_rows import png
 
 pytest.importorskip("ray")
 cluster = importlib.import_module("mm_utils.launch.cluster")
 pytestmark = [pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 STEPS = ["--max_steps", "12", "--save_steps", "4", "--ddp_timeout", "1800"]
-SECONDS = 1500
-STRIKES = """
+KILLS = """
 import json, os, signal, time
 from pathlib import Path
 from transformers import TrainerCallback
 from mm_utils import distributed
 from scripts import pretrain
 
-KILLED_AT, DRAINED_AT, WAITS_AT = {killed_at}, {drained_at}, {waits_at}
+KILLED_AT, WAITS_AT = {killed_at}, {waits_at}
 
 def starts(args):
     return len(json.loads(Path(args.output_dir, "environment.json").read_text()))
@@ -45,16 +55,12 @@ class Strike(TrainerCallback):
             while not Path(args.output_dir, "checkpoint-4").is_dir():
                 time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
-        if state.global_step == DRAINED_AT and starts(args) == 1:
-            while not Path(args.output_dir, "drained").exists():
-                time.sleep(0.1)
-            time.sleep(20)  # Ray's controller looks every 5 seconds
         awaited = WAITS_AT.get(state.global_step)  # this start must not get further
         while awaited is not None and starts(args) == awaited:
             time.sleep(0.1)
 
-def main(argv=None, callbacks=()):
-    return pretrain.main(argv, [*callbacks, Strike()])
+def main(argv):
+    return pretrain.main(argv, [Strike()])
 """
 
 EMBEDS = """
@@ -62,7 +68,6 @@ import os, signal
 from pathlib import Path
 from mm_utils import distributed
 from mm_utils.search import updating
-from mm_utils.run.start import make_accelerator
 from scripts import embed
 
 write_part, updating.FLUSH_SECONDS, embed.EVALUATION_BATCH = updating.write_part, 0.0, 4
@@ -73,33 +78,36 @@ def write_and_die(*part):
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-updating.write_part = write_and_die
-
-def main(argv=None):
-    return embed.main(argv)
+updating.write_part, main = write_and_die, embed.main
 """
 
 
-def run(folder: Path, command: list[str]) -> str:
-    """Run a command in a folder; return what it wrote."""
+def start(folder: Path, command: list[str]) -> subprocess.Popen:
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     quiet = {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, **quiet, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    (folder / "log.txt").write_text(done.stdout)
-    return f"{done.stdout}\nexit status {done.returncode}"
+    variables = {**os.environ, **quiet, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *command], cwd=folder, env=variables, **streams)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return FusionDualEncoderModel.from_pretrained(folder).state_dict()
+def run(folder: Path, command: list[str], status: int = 0) -> str:
+    """Run a command in a folder; return what it wrote."""
+    with start(folder, command) as running:
+        said, _ = running.communicate(timeout=1500)
+    assert running.returncode == status, said
+    return said
+
+
+def launch(folder: Path, own: list[str], script: Path, words: list[str], status: int = 0) -> str:
+    command = [str(ROOT / "scripts/launch_ray.py"), *own, str(script), *words, "--output_dir", "out"]
+    return run(folder, command, status)
+
+
+def strikes(folder: Path, killed_at: int | None = None, waits_at: dict[int, int] | None = None) -> Path:
+    """A script that is `pretrain`, and kills a process at a step, or waits at one for another start."""
+    path = folder / "strikes.py"
+    path.write_text(KILLS.format(killed_at=killed_at, waits_at=waits_at or {}))
+    return path
 
 
 def difference(one: Path, other: Path) -> float:
@@ -114,12 +122,12 @@ def starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_workers_get_variables_but_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HOME", "HF_TOKEN", "WANDB_API_KEY", "WANDB_PROJECT", "NCCL_DEBUG", "OTHER"):
+    for name in ("HF_HOME", "HF_TOKEN", "WANDB_API_KEY", "NCCL_DEBUG", "OTHER"):
         monkeypatch.setenv(name, name)
     monkeypatch.setenv("HF_ENDPOINT", "https://me:hush@hub.example.org")
     monkeypatch.setenv("WANDB_PAT", "hush")
     found = cluster._variables(LaunchArguments(mixed_precision="bf16"))
-    assert {"HF_HOME", "WANDB_PROJECT", "NCCL_DEBUG"} <= found.keys()
+    assert {"HF_HOME", "NCCL_DEBUG"} <= found.keys()
     assert not {"HF_TOKEN", "WANDB_API_KEY", "HF_ENDPOINT", "WANDB_PAT", "OTHER"} & found.keys()
     assert found["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert str(ROOT) in found["PYTHONPATH"].split(os.pathsep)
@@ -131,41 +139,18 @@ def plain(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("plain")
     config = str(ROOT / "accelerate_configs/two_processes.yaml")
     words = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
-    said = run(folder, [*words, str(ROOT / "scripts/pretrain.py"), *tiny_flags, *STEPS, "--output_dir", "out"])
-    assert said.endswith("exit status 0"), said
+    run(folder, [*words, str(ROOT / "scripts/pretrain.py"), *tiny_flags, *STEPS, "--output_dir", "out"])
     return folder / "out"
 
 
-def launch(folder: Path, own: list[str], script: Path, words: list[str]) -> str:
-    return run(folder, [str(ROOT / "scripts/launch_ray.py"), *own, str(script), *words, "--output_dir", "out"])
-
-
-def strikes(folder: Path, **at: Any) -> Path:
-    """A script that is `pretrain`, and kills a process at a step, or waits at one for a drained node, or for another start."""
-    path = folder / "strikes.py"
-    path.write_text(STRIKES.format(**{"killed_at": None, "drained_at": None, "waits_at": {}, **at}))
-    return path
-
-
-def test_two_workers_are_two_processes(plain: Path, tiny_flags: list[str], tmp_path: Path) -> None:
-    said = launch(tmp_path, ["--num_workers", "2"], ROOT / "scripts/pretrain.py", [*tiny_flags, *STEPS])
-    assert said.endswith("exit status 0"), said
-    assert difference(tmp_path / "out", plain) == 0
-    [start] = starts(tmp_path / "out")
-    assert start["num_processes"] == 2
-    assert start["launch"][0].startswith("ray:pretrain-")
-    assert "pretrain.py --train_file" in start["command"]
-    assert "step 12 of 12: loss" in said
-    assert "Training:" not in said  # a bar
-    assert not list((tmp_path / "outputs/ray").rglob("checkpoint-*"))  # no second copies
-
-
 def test_a_killed_worker_costs_no_bit(plain: Path, tiny_flags: list[str], tmp_path: Path) -> None:
-    said = launch(tmp_path, ["--num_workers", "2"], strikes(tmp_path, killed_at=6), [*tiny_flags, *STEPS])
-    assert said.endswith("exit status 0"), said
-    assert [start["resumed_from"] for start in starts(tmp_path / "out")] == [0, 4]
-    assert len({start["launch"][0] for start in starts(tmp_path / "out")}) == 1
+    launch(tmp_path, ["--num_workers", "2"], strikes(tmp_path, killed_at=6), [*tiny_flags, *STEPS])
+    first, second = starts(tmp_path / "out")
+    assert (first["num_processes"], first["resumed_from"], second["resumed_from"]) == (2, 0, 4)
+    assert first["launch"] == second["launch"]
+    assert first["launch"][0].startswith("ray:strikes-")
     assert difference(tmp_path / "out", plain) == 0
+    assert not list((tmp_path / "outputs/ray").rglob("checkpoint-*"))  # no second copies
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -179,8 +164,7 @@ def test_an_index_of_several_workers_is_that_of_one_process(workers: int, plain:
     embed.main([*words, "--index_dir", str(tmp_path / "alone")])
     (tmp_path / "embeds.py").write_text(EMBEDS)
     own = ["--num_workers", str(workers), "embeds.py", *words, "--index_dir", "index"]
-    said = run(tmp_path, [str(ROOT / "scripts/launch_ray.py"), *own])
-    assert said.endswith("exit status 0"), said
+    run(tmp_path, [str(ROOT / "scripts/launch_ray.py"), *own])
     assert (tmp_path / "killed").exists() == (workers > 1)
     indexes = [open_index(tmp_path / name) for name in ("alone", "index")]
     assert indexes[0][0].fingerprint == indexes[1][0].fingerprint
@@ -193,36 +177,15 @@ def test_an_index_of_several_workers_is_that_of_one_process(workers: int, plain:
 
 
 def test_a_mistake_is_not_tried_again(tiny_flags: list[str], tmp_path: Path) -> None:
-    said = launch(tmp_path, [], ROOT / "scripts/pretrain.py", [*tiny_flags, "--train_file", "none.jsonl"])
-    assert said.endswith("exit status 1"), said
-    last = next(line for line in reversed(said.splitlines()[:-1]) if line)
+    said = launch(tmp_path, [], ROOT / "scripts/pretrain.py", [*tiny_flags, "--train_file", "none.jsonl"], 1)
+    last = next(line for line in reversed(said.splitlines()) if line)
     assert last.endswith("ERROR --train_file is none.jsonl; there is no such file. Check the path.")
-    assert len(starts(tmp_path / "out")) == 1
-
-
-@pytest.mark.parametrize("kind", ["lost", "drained"])
-def test_machines_come_and_go(kind: str, plain: Path, tiny_flags: list[str], tmp_path: Path) -> None:
-    at: dict[str, Any] = {"waits_at": {6: 1, 9: 2}} if kind == "lost" else {"drained_at": 6, "waits_at": {9: 2}}
-    script = strikes(tmp_path, **at)
-    own = ["--min_workers", "1", "--max_workers", "2", str(script)]
-    words = [str(tmp_path / "out"), kind, *own, *tiny_flags, *STEPS, "--output_dir", "out"]
-    said = run(tmp_path, ["-m", "tests.launch.elastic", *words])
-    assert said.endswith("exit status 0"), said
-    assert [start["num_processes"] for start in starts(tmp_path / "out")] == [2, 1, 2]
-    resumed = [start["resumed_from"] for start in starts(tmp_path / "out")]
-    assert resumed in (
-        [[0, 4, 8]] if kind == "lost" else [[0, 7, 8], [0, 8, 8]]
-    )  # no step is lost where Ray announces it
-    assert difference(tmp_path / "out", plain) < 1e-5
+    assert len(starts(tmp_path / "out")) <= 1
 
 
 def test_a_sweep_names_the_best(tiny_flags: list[str], tmp_path: Path) -> None:
-    grid = "learning_rate=1e-5,1e-2;seed=1,2"
-    one_at_a_time = ["--cpus_per_worker", str(available_cores())]
-    said = launch(
-        tmp_path, ["--tune", grid, *one_at_a_time], ROOT / "scripts/pretrain.py", [*tiny_flags, "--max_steps", "12"]
-    )
-    assert said.endswith("exit status 0"), said
+    own = ["--tune", "learning_rate=1e-5,1e-2;seed=1,2", "--cpus_per_worker", str(available_cores())]  # one at a time
+    said = launch(tmp_path, own, ROOT / "scripts/pretrain.py", [*tiny_flags, "--max_steps", "12"])
     rows = list(csv.DictReader((tmp_path / "out/sweep.csv").open()))
     recalls = [float(row["eval_mean_recall"]) for row in rows]
     assert recalls == sorted(recalls, reverse=True)
@@ -231,3 +194,109 @@ def test_a_sweep_names_the_best(tiny_flags: list[str], tmp_path: Path) -> None:
         assert (Path(row["folder"]) / "model.safetensors").is_file()
         assert Path(row["folder"]).name == f"learning_rate-{row['learning_rate']}_seed-{row['seed']}"
     assert "eval_mean_recall" in said
+
+
+# -- machines that come and go ------------------------------------------------------------------------------------------
+def test_machines_come_and_go(plain: Path, tiny_flags: list[str], tmp_path: Path) -> None:
+    own = ["--num_workers", "1:2", str(strikes(tmp_path, waits_at={6: 1, 9: 2}))]
+    words = [str(tmp_path / "out"), *own, *tiny_flags, *STEPS, "--output_dir", "out"]
+    run(tmp_path, ["-m", "tests.launch.test_ray", *words])
+    assert [start["num_processes"] for start in starts(tmp_path / "out")] == [2, 1, 2]
+    assert [start["resumed_from"] for start in starts(tmp_path / "out")] == [0, 4, 8]
+    assert difference(tmp_path / "out", plain) < 1e-5
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes and all that they started."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+                process.kill()
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    folder, words = Path(sys.argv[1]), sys.argv[2:]
+    cluster.RESIZE_SECONDS = 5.0
+    small: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    machines = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    second = machines.add_node(**small)
+
+    def disturb() -> None:
+        while not (folder / "checkpoint-4").is_dir():
+            time.sleep(0.2)
+        kill([each.process.pid for infos in second.all_processes.values() for each in infos])
+        while len(starts(folder)) < 2 or not (folder / "checkpoint-8").is_dir():
+            time.sleep(0.2)
+        machines.add_node(**small)
+
+    threading.Thread(target=disturb, daemon=True).start()
+    launch_ray.main(["--address", machines.address, *words])
+
+
+# -- prepared data ------------------------------------------------------------------------------------------------------
+def photo(seed: int, size: int = -1, quality: int = 90) -> bytes:
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3)).astype(np.uint8)
+    with io.BytesIO() as file:
+        Image.fromarray(coarse).resize((96, 72), Image.Resampling.BICUBIC).save(file, "JPEG", quality=quality)
+        return file.getvalue()[:size] if size > 0 else file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards with copies and near copies across them, damaged images and empty captions."""
+    folder = tmp_path_factory.mktemp("sources")
+    odd = {7: {"seed": -5}, 11: {"seed": -4, "quality": 40}, 13: {"size": 200}}
+    for shard in range(3):
+        with tarfile.open(folder / f"web-{shard}.tar", "w") as tar:
+            for row in range(shard, 400, 3):
+                how = odd.get(row % 20, {})
+                content = photo(row + how.get("seed", 0), how.get("size", -1), how.get("quality", 90))
+                for suffix, data in (("jpg", content), ("txt", f"picture {row}".encode() if row % 61 else b" ")):
+                    entry = tarfile.TarInfo(f"{row:05d}.{suffix}")
+                    entry.size = len(data)
+                    tar.addfile(entry, io.BytesIO(data))
+    return folder
+
+
+def words(sources: Path, output: Path) -> list[str]:
+    more = ["--image_size", "32", "--near_duplicates", "drop", "--test_fraction", "0.1", "--max_bad_fraction", "0.5"]
+    return ["--sources", f"{sources}/web-{{0..2}}.tar,name=web", "--output_dir", str(output), *more]
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    """All files but what names the time and place of a run."""
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    report = json.loads(found["report.json"])
+    for name in ("seconds", "created", "settings"):
+        report.pop(name)
+    found["report.json"] = json.dumps(report, sort_keys=True).encode()
+    return {name: content for name, content in found.items() if Path(name).suffix not in (".md", ".html", ".yaml")}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_prepared_on_ray_is_prepared_on_one_machine(workers: int, sources: Path, tmp_path: Path) -> None:
+    """Also when a worker is killed."""
+    prepare_data.main(words(sources, tmp_path / "alone"))
+    alone, killed = results(tmp_path / "alone"), False
+    own = ["--num_workers", str(workers), str(ROOT / "scripts/prepare_data.py"), *words(sources, tmp_path / "data")]
+    with start(tmp_path, [str(ROOT / "scripts/launch_ray.py"), *own]) as running:
+        while running.poll() is None and not killed:
+            time.sleep(0.01)
+            if any((tmp_path / "data.partial/parts").glob("*.json")):
+                for process in psutil.Process(running.pid).children(recursive=True):
+                    if "_Worker" in " ".join(process.cmdline()) and not killed:
+                        process.kill()
+                        killed = True
+        said, _ = running.communicate(timeout=500)
+    assert (running.returncode, killed) == (0, True), said
+    found = results(tmp_path / "data")
+    assert found.keys() == alone.keys()
+    assert [name for name in alone if found[name] != alone[name]] == []
+    duplicates = json.loads(found["report.json"])["duplicates"]
+    assert min(duplicates[name] for name in ("exact_rows", "near_pairs", "merged_rows")) > 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -61,8 +61,7 @@ def test_the_workers_of_ray_are_the_gpus_of_its_machines(monkeypatch: pytest.Mon
     [group] = spec["rayClusterSpec"]["workerGroupSpecs"]
     limits = next(found(group, "limits"))
     gpus = limits["nvidia.com/gpu"]
-    assert int(flags["--min_workers"]) == gpus * group["minReplicas"]
-    assert int(flags["--max_workers"]) == gpus * group["maxReplicas"]
+    assert flags["--num_workers"] == f"{gpus * group['minReplicas']}:{gpus * group['maxReplicas']}"
     assert int(flags["--cpus_per_worker"]) * gpus <= int(limits["cpu"])
     assert flags["--storage_path"].startswith("/outputs/")
     assert words[-2:] == ["--resume_from_checkpoint", "latest"]

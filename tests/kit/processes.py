@@ -3,19 +3,23 @@
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils.run import restarts
 
-PATIENCE = 90.0  # seconds, for a busy machine
+ROOT = Path(__file__).parents[2]
+PATIENCE = 240.0  # seconds, for a busy machine on which processes import a lot
 
 
 def fork(children: list[int], body: Callable[[Callable[[str], Any]], Any]) -> tuple[int, int]:
@@ -57,6 +61,21 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process and all that it has started, as when a machine loses power."""
+    with suppress(psutil.NoSuchProcess):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def on_loopback() -> dict[str, str]:
+    """Return the environment of torchruns that meet on the loopback interface."""
+    own = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, **own, "PATH": paths, "GLOO_SOCKET_IFNAME": "lo", "PET_LOCAL_ADDR": "127.0.0.1"}
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run_id: str = "none") -> list[str]:

@@ -4,7 +4,6 @@ As a script, it launches on two nodes of one core each; while it trains, the sec
 python -m tests.launch.test_ray RUN_FOLDER [words of scripts/launch_ray.py]
 """
 
-import contextlib
 import csv
 import importlib
 import io
@@ -15,7 +14,6 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from mm_utils.search.index import open_index
 from scripts import embed, launch_ray, prepare_data
 from tests.kit.launches import ROOT, weights
 from tests.kit.numbered_rows import png
+from tests.kit.processes import kill_family
 
 pytest.importorskip("ray")
 cluster = importlib.import_module("mm_utils.launch.cluster")
@@ -206,14 +205,6 @@ def test_machines_come_and_go(plain: Path, tiny_flags: list[str], tmp_path: Path
     assert difference(tmp_path / "out", plain) < 1e-5
 
 
-def kill(pids: Iterable[int]) -> None:
-    """Kill processes and all that they started."""
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
-                process.kill()
-
-
 def main() -> None:
     from ray.cluster_utils import Cluster
 
@@ -226,7 +217,9 @@ def main() -> None:
     def disturb() -> None:
         while not (folder / "checkpoint-4").is_dir():
             time.sleep(0.2)
-        kill([each.process.pid for infos in second.all_processes.values() for each in infos])
+        for infos in second.all_processes.values():
+            for info in infos:
+                kill_family(info.process.pid)
         while len(starts(folder)) < 2 or not (folder / "checkpoint-8").is_dir():
             time.sleep(0.2)
         machines.add_node(**small)

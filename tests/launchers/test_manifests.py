@@ -12,10 +12,9 @@ from torch.distributed.run import get_args_parser
 from tests.kit.commands import Command, parse
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "launchers").glob("*.yaml"))
 DOCUMENTS = [
-    pytest.param(document, id=f"{path.stem}-{document['kind']}")
-    for path in FILES
+    document
+    for path in (ROOT / "launchers").glob("*.yaml")
     for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
 ]
 LONGEST_SAVE = 240  # seconds that torchrun waits for its processes, in all files
@@ -31,20 +30,16 @@ def found(value: Any, key: str) -> Iterator[Any]:
         yield from found(each, key)
 
 
-def torchrun_arguments(document: dict[str, Any]) -> Any:
-    [command] = found(document, "command")
-    assert command[0] == "torchrun"
-    return get_args_parser().parse_args(command[1:])
-
-
 def document_of(kind: str) -> dict[str, Any]:
-    [match] = [each.values[0] for each in DOCUMENTS if each.values[0]["kind"] == kind]
+    [match] = [document for document in DOCUMENTS if document["kind"] == kind]
     return match
 
 
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
 def test_torchrun_and_the_script_take_their_arguments(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = torchrun_arguments(document_of(kind))
+    [command] = found(document_of(kind), "command")
+    assert command[0] == "torchrun"
+    given = get_args_parser().parse_args(command[1:])
     assert given.training_script == "scripts/pretrain.py"
     parse(Command(kind, "scripts.pretrain", given.training_script_args), monkeypatch)
     assert given.training_script_args[-1] == "--resume_from_checkpoint=latest"

@@ -4,7 +4,6 @@
 """
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.kit.commands import Command, parse
-from tests.launchers.agents import environment, kill, wait_until
+from tests.kit.processes import kill_family, on_loopback, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "launchers/slurm.sbatch"
 JOB = os.getpid()  # the job's number, of which the port is made
@@ -35,52 +34,27 @@ def job(tmp_path: Path) -> Iterator[Any]:
     started: list[subprocess.Popen[bytes]] = []
     (tmp_path / "bin").mkdir()
 
-    def write(name: str, text: str) -> None:
-        path = tmp_path / "bin" / name
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(0o755)
-
-    for name, text in STAND_INS.items():
-        write(name, text)
-
-    def submit(*arguments: str, torchrun: str | None = None, restarts: int = 0) -> Any:
-        if torchrun is not None:
-            write("torchrun", torchrun)
-        (tmp_path / "step").unlink(missing_ok=True)
-        variables = environment() | {"JOB": str(tmp_path), "SLURM_JOB_ID": str(JOB), "SLURM_NNODES": "2"}
+    def submit(*arguments: str, torchrun: str) -> Any:
+        for name, text in {**STAND_INS, "torchrun": torchrun}.items():
+            path = tmp_path / "bin" / name
+            path.write_text(f"#!/bin/bash\n{text}\n")
+            path.chmod(0o755)
+        variables = on_loopback() | {"JOB": str(tmp_path), "SLURM_JOB_ID": str(JOB), "SLURM_NNODES": "2"}
         variables |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "1"}
-        if restarts:
-            variables["SLURM_RESTART_COUNT"] = str(restarts)
         variables["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{variables['PATH']}"
+        command = ["bash", str(SCRIPT), *arguments]
         with open(tmp_path / "log", "a") as log:
-            started.append(
-                subprocess.Popen(
-                    ["bash", str(SCRIPT), *arguments], env=variables, cwd=tmp_path, stdout=log, stderr=log
-                )
-            )
+            started.append(subprocess.Popen(command, env=variables, cwd=tmp_path, stdout=log, stderr=log))
         return started[-1]
 
     yield submit
     for each in started:
-        kill(each)
+        kill_family(each.pid)
 
 
 def requeued(folder: Path) -> bool:
     path = folder / "scontrol"
     return path.exists() and path.read_text() == f"requeue {JOB}\n"
-
-
-def test_the_commands_in_its_comments_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = re.findall(r"^#   (sbatch .*)$", SCRIPT.read_text(), re.MULTILINE)
-    assert len(found) == 2
-    for line in found:
-        words = shlex.split(line)
-        assert (words[0], words[1], words[3]) == ("sbatch", "--nodes", "launchers/slurm.sbatch")
-        script = words.index("scripts/pretrain.py")
-        parse(
-            Command(line, "scripts.pretrain", [*words[script + 1 :], "--resume_from_checkpoint", "latest"]),
-            monkeypatch,
-        )
 
 
 def test_one_torchrun_a_machine(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,22 +79,19 @@ def test_one_torchrun_a_machine(job: Any, tmp_path: Path, monkeypatch: pytest.Mo
     assert not requeued(tmp_path)
 
 
+WAITING = "trap 'sleep 0.2; exit {}' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done"
+
+
 @pytest.mark.parametrize(
     ("torchrun", "sent", "status", "again"),
     [
-        ("trap 'sleep 0.2; exit 1' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done", signal.SIGUSR1, 1, True),
-        (
-            "trap 'sleep 0.2; exit 0' USR1; echo up > $JOB/up.$$; while :; do sleep 0.05; done",
-            signal.SIGUSR1,
-            0,
-            False,
-        ),
+        (WAITING.format(1), signal.SIGUSR1, 1, True),
+        (WAITING.format(0), signal.SIGUSR1, 0, False),
         ("echo up > $JOB/up.$$; sleep 0.5; echo > $JOB/saved; exit 1", signal.SIGTERM, 1, False),
         ("exit 1", None, 1, False),
         ("exit 138", None, 138, True),
-        ("exit 0", None, 0, False),
     ],
-    ids=["saved", "done meanwhile", "cancelled", "failed", "stopped without torchrun", "done"],
+    ids=["saved", "done meanwhile", "cancelled", "failed", "stopped without torchrun"],
 )
 def test_when_the_job_is_requeued(
     torchrun: str, sent: signal.Signals | None, status: int, again: bool, job: Any, tmp_path: Path

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,32 +71,12 @@ def test_collectives_between_processes() -> None:
                 assert answers == [sizes, 2 + world, ids, bool(twin) and len(ids) > 1]
 
 
-def test_alone() -> None:
-    rows = torch.ones(2, 3, requires_grad=True)
-    assert (distributed.world_size(), distributed.rank()) == (1, 0)
-    assert distributed.gather_sizes(5, torch.device("cpu")) == [5]
-    assert torch.equal(distributed.gather(rows, [2]), rows)
-    assert not distributed.gather(rows, [2]).requires_grad
-    assert not distributed.gather_ragged(rows, [2]).requires_grad
-    assert torch.equal(distributed.sum_over_ranks(rows), rows)
-    assert distributed.available_cores() >= 1
-
-
 @given(st.integers(0, 10_000), st.integers(1, 64))
 @settings(max_examples=50)
 def test_shares_are_contiguous_complete_and_even(count: int, parts: int) -> None:
     shares = [distributed.share(count, part, parts) for part in range(parts)]
     assert [row for share in shares for row in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_a_failing_rank_is_an_error_here() -> None:
-    with pytest.raises(Exception, match="division by zero"):
-        run_on_ranks(2, fail)
-
-
-def fail() -> None:
-    1 / 0  # noqa: B018
 
 
 FAULTS = (ValueError("pairs.csv, line 2, is empty"), RunError("the folder is taken"), KeyError("a defect"))

@@ -1,7 +1,7 @@
-"""A step_in_parts of sharded weights is a step_in_parts of whole ones: two processes, `fully_shard` on towers, the head's layers and the objective."""
+"""A step of sharded weights is a step of whole ones: two processes, `fully_shard` on towers, the head's layers and the objective."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from mm_utils import distributed
 from mm_utils.distributed import full_tensor
 from mm_utils.objectives.grad_cache import backward
-from tests.kit.objectives import assert_same, global_batch, sharded, share_of, step_in_parts, tiny_objective
+from tests.kit.objectives import ALONE, assert_same, global_batch, sharded, share_of, step_in_parts, tiny_objective
 from tests.kit.ranks import run_on_ranks
 
 KINDS = ("contrastive", "sigmoid_matching")
@@ -23,20 +23,11 @@ KINDS = ("contrastive", "sigmoid_matching")
 def no_sync(model: Any) -> Iterator[None]:
     """What accelerate's `no_sync` does to FSDP2 models."""
     model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
-SHARDED = SimpleNamespace(
-    device=torch.device("cpu"),
-    backward=lambda loss: loss.backward(),
-    no_sync=no_sync,
-    unwrap_model=lambda model: model,
-    autocast=nullcontext,
-    distributed_type=DistributedType.FSDP,
-)
+SHARDED = SimpleNamespace(**{**vars(ALONE), "no_sync": no_sync, "distributed_type": DistributedType.FSDP})
 
 
 def steps_on_this_rank(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -48,13 +39,12 @@ def steps_on_this_rank(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             objective = sharded(tiny_objective(kind))
             assert isinstance(objective, FSDPModule)
             report = backward(SHARDED, objective, mine, 5, micro_batch_size)
-            named = objective.named_parameters()
             gradients = {
-                n: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else full_tensor(p.grad) for n, p in named
+                name: full_tensor(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+                for name, parameter in objective.named_parameters()
             }
-            found.append(
-                {"kind": kind, "report": {n: value.item() for n, value in report.items()}, "gradients": gradients}
-            )
+            values = {name: value.item() for name, value in report.items()}
+            found.append({"kind": kind, "report": values, "gradients": gradients})
     return found
 
 

@@ -1,10 +1,9 @@
-"""Archives that are cut or damaged; preparations that are killed, and two at once in one folder."""
+"""Preparations that are killed, and two at once in one folder."""
 
 import os
 import random
 import shutil
 import signal
-import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,72 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from datasets import disable_progress_bars, load_from_disk
+from datasets import disable_progress_bars
 
-from mm_utils.data.images import open_image
 from mm_utils.data.prepare import report
 from scripts.prepare_data import main
 from tests.data.prepare.zoo import Corpus, good_rows
-from tests.kit.fault_images import draw, png
-from tests.kit.prepared import pixels_apart, quarantine_of, report_of
+from tests.kit.prepared import report_of
 from tests.kit.ranks import forks
-from tests.kit.reading import add_member
 
 LONGEST = 120.0  # seconds of a preparation on a busy machine
 disable_progress_bars()
-
-
-# -- damaged archives ---------------------------------------------------------------------------------------------------
-
-
-def write_shard(path: Path) -> bytes:
-    """Six samples; the caption of each says what its picture shows."""
-    with tarfile.open(path, "w") as archive:
-        for number in range(6):
-            add_member(archive, f"{number}.txt", b"picture %d" % number)
-            add_member(archive, f"{number}.png", png(draw(number, (16, 16))))
-    return path.read_bytes()
-
-
-def prepare_all(folder: Path, shards: dict[str, bytes]) -> dict[str, int]:
-    """Prepare each as a source of its own; check every pair that comes out, and count the reported cuts."""
-    sources = []
-    for name, content in shards.items():
-        (folder / name).mkdir()
-        (folder / name / "0.tar").write_bytes(content)
-        sources.append(f"{folder / name / '0.tar'},name={name},split=train")
-    flags = ["--max_bad_fraction", "1", "--num_proc", "1", "--store", "png"]
-    main(["--sources", *sources, "--output_dir", str(folder / "out"), *flags])
-    rows = [row for split in load_from_disk(str(folder / "out")).values() for row in split]
-    assert rows
-    for row in rows:
-        for caption in row["captions"]:
-            wanted = draw(int(caption.removeprefix("picture ")), (16, 16))
-            assert pixels_apart(open_image(row["image"]), wanted) == 0
-    cut = [fault["source"] for fault in quarantine_of(folder / "out") if fault["reason"] == "truncated_archive"]
-    return {name: cut.count(name) for name in shards}
-
-
-def test_an_archive_cut_anywhere_is_named_and_gives_only_whole_samples(tmp_path: Path) -> None:
-    whole = write_shard(tmp_path / "whole.tar")
-    end = len(whole.rstrip(b"\0"))
-    cuts = [*range(512, end, 512), *range(700, end, 1700)]
-    shards = {f"at-{cut}": whole[:cut] for cut in cuts}
-    assert prepare_all(tmp_path, {**shards, "whole": whole}) == {**dict.fromkeys(shards, 1), "whole": 0}
-
-
-def test_a_flipped_bit_in_a_header_never_pairs_wrongly(tmp_path: Path) -> None:
-    whole = write_shard(tmp_path / "whole.tar")
-    begin = whole.index(b"3.txt")
-    places = [begin + at for at in (0, 1, 100, 124, 130, 135, 148, 150, 156, 257, 345, 500)]
-    shards = {}
-    for at in places:
-        shards[f"at-{at}"] = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-    found = prepare_all(tmp_path, shards)
-    assert all(found.values()), found
-
-
-# -- prepared data sets -------------------------------------------------------------------------------------------------
 
 
 def flags_of(zoo: Corpus, output: Path) -> list[str]:

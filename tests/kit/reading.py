@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pickle
 import tarfile
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from mm_utils.data.paths import Limits
 from mm_utils.data.rows.detect import read_rows
@@ -21,7 +19,6 @@ from tests.kit.fault_images import grey
 
 SAFE = PathArguments()
 Member = tuple[str, bytes]
-NAMES = ["a.jpg", "b.jpg", "c.jpg"]
 
 
 def read(path: Path | str, safety: PathArguments = SAFE, **fields: Any) -> tuple[list[Record], list[BadRow]]:
@@ -80,30 +77,3 @@ def put(*names: str) -> Build:
                 path.write_bytes(b"a caption" if name.lower().endswith(".txt") else grey(at))
 
     return build
-
-
-def check_closed(build: Build, kind: str, root: Path, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> None:
-    """Each folder `dog`, which nobody can list, is a bad row, and the row beside it is read."""
-    scan = os.scandir
-
-    def refuse(path: Any = ".") -> Any:
-        if Path(path).name == "dog":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    build(root)
-    good, found = read(root, format=kind)
-    assert (len(good), reasons(found)) == (1, [("folder dog", "permission_denied")] * count)
-
-
-def check_linked(build: Build, kind: str, root: Path, count: int = 1) -> None:
-    """Each folder `dog` that is a link is a bad row."""
-    build(root / "set")
-    for at, folder in enumerate(sorted((root / "set").rglob("dog"))):
-        target = root / f"elsewhere {at}"
-        folder.rename(target)
-        folder.symlink_to(target)
-    good, found = read(root / "set", format=kind)
-    assert len({record.image.name for record in good}) == 1
-    assert reasons(found) == [("folder dog", "linked_folder")] * count

@@ -1,0 +1,498 @@
+"""Sources full of faults: every good row comes out with its own picture and captions, and every bad one is named.
+
+`prepare_data` reads the whole zoo once; training from raw files reads it by the same readers.
+"""
+
+import csv
+import io
+import json
+import os
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import disable_progress_bars, load_from_disk
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mm_utils.data import parquet
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.tokens import tokenize_splits
+from mm_utils.data.faults import Fault
+from mm_utils.data.images import open_image
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.parquet import ParquetRows, check_files
+from mm_utils.data.paths import MOST_FILES, Limits
+from mm_utils.data.rows import text_files
+from mm_utils.data.rows.records import CellImage
+from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.rows.tar_patterns import expand_braces, files_of_pattern
+from mm_utils.data.rows.text_files import BadLine, text_records
+from scripts.prepare_data import main
+from tests.data.prepare.zoo import Corpus, Pair, build, line
+from tests.kit.fault_images import draw, grey, png
+from tests.kit.finetuning import task_of
+from tests.kit.numbered_rows import loaders, new_tokenizer
+from tests.kit.prepared import CLOSE, pixels_apart, quarantine_of, report_of
+from tests.kit.reading import add_member, content, lines, put, read, reasons, write
+
+FLAGS = ["--num_proc", "2", "--max_bad_fraction", "1", "--on_leakage", "drop", "--near_duplicates", "drop"]
+disable_progress_bars()
+
+
+def check_pairs(wanted: list[Pair], rows: list[dict[str, Any]]) -> None:
+    """All of these came out, each with its own picture, and nothing else."""
+    found = {tuple(row["captions"]): row for row in rows}
+    assert {pair.kind for pair in wanted if pair.captions not in found} == set()
+    assert set(found) == {pair.captions for pair in wanted}
+    shown = {pair.kind: open_image(found[pair.captions]["image"]).resize(pair.picture.size) for pair in wanted}
+    apart = {pair.kind: pixels_apart(shown[pair.kind], pair.picture) for pair in wanted}
+    assert {kind: value for kind, value in apart.items() if value > CLOSE} == {}
+
+
+# -- the whole zoo ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return build(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def prepared(zoo: Corpus) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", zoo.folder / "cache")
+        # No address of the zoo gets as far as a connection.
+        words = ["--sources", *zoo.sources, "--output_dir", str(zoo.folder / "prepared"), "--allow_download"]
+        main([*words, *FLAGS])
+    return zoo.folder / "prepared"
+
+
+def test_every_good_row_comes_out_with_its_own_picture(zoo: Corpus, prepared: Path) -> None:
+    rows = [row for split in load_from_disk(str(prepared)).values() for row in split]
+    for source in {pair.source for pair in zoo.pairs}:
+        check_pairs(
+            [pair for pair in zoo.pairs if pair.source == source], [row for row in rows if row["source"] == source]
+        )
+    secret = (zoo.folder / "outside" / "secret.png").read_bytes()
+    assert all(row["image"]["bytes"] != secret for row in rows)
+    hostile = [loss for loss in zoo.losses if loss.kind.startswith(("../", "/tmp/"))]
+    names = [loss.where.removeprefix("000.tar, member ") for loss in hostile]
+    assert len(names) == 2
+    for name in names:  # nothing is unpacked
+        assert not (zoo.folder / "shards" / "data" / f"{name}.png").exists()
+        assert not Path(f"{name}.png").exists()
+
+
+def test_every_bad_row_is_in_the_quarantine_and_nothing_else_is(zoo: Corpus, prepared: Path) -> None:
+    kinds = {(loss.source, loss.where, loss.reason): loss.kind for loss in zoo.losses}
+    found = Counter((fault["source"], fault["where"], fault["reason"]) for fault in quarantine_of(prepared))
+    wanted = Counter((loss.source, loss.where, loss.reason) for loss in zoo.losses)
+    assert {key: kinds[key] for key in wanted - found} == {}
+    assert found - wanted == Counter()
+
+
+def test_the_report_counts_the_rows(zoo: Corpus, prepared: Path) -> None:
+    report, pairs = report_of(prepared), load_from_disk(str(prepared))
+    kept = Counter(pair.source for pair in zoo.pairs)
+    assert {source["name"]: source["rows"] for source in report["sources"]} == zoo.rows
+    assert {source["name"]: source["kept"] for source in report["sources"]} == {name: kept[name] for name in zoo.rows}
+    assert {name: split["images"] for name, split in report["splits"].items()} == {k: len(v) for k, v in pairs.items()}
+    counts = Counter(loss.reason for loss in zoo.losses)
+    assert {reason: found["count"] for reason, found in report["quarantined"].items()} == counts
+    assert {name: count for name, count in report["notes"].items() if count} == zoo.notes
+    assert report["duplicates"]["merged_rows"] == 1
+    assert (report["leakage"]["exact"], report["leakage"]["near"], report["leakage"]["by_id"]) == (1, 2, 1)
+
+
+def test_training_on_the_prepared_zoo_skips_no_row(zoo: Corpus, prepared: Path) -> None:
+    pairs = tokenize_splits(load_pairs(DataArguments(dataset_name=str(prepared))), new_tokenizer(), 16)
+    batches = [batch for rows in pairs.values() for batch in loaders().evaluation(rows, 8)]
+    rows = pairs["train"]
+    trained = list(loaders().train(rows, GlobalOrder(len(rows), BatchSizes((0,), (8,)), 0), 0, len(rows) // 8))
+    assert all(len(batch["image_ids"]) == 8 for batch in trained)
+    assert [reason for batch in (*batches, *trained) for reason in batch["skipped"]] == []
+    assert len({key for batch in batches for key in batch["image_ids"]}) == len(zoo.pairs)
+
+
+RAW = {
+    **dict.fromkeys(("lines", "captions", "regions", "odd"), "pairs.jsonl"),
+    **{"csv": "pairs.csv", "tsv": "pairs.tsv", "flickr30k": "results.token", "flickr8k": "captions.txt"},
+    **{"parquet": "pairs.parquet", "saved": "folder", "paths": "data/pairs.jsonl"},
+}
+
+
+@pytest.mark.parametrize("source", RAW)
+def test_training_from_raw_files_finds_the_same(source: str, zoo: Corpus, own_cache: Path) -> None:
+    path = str(zoo.folder / source / RAW[source])
+    pairs = load_pairs(DataArguments(dataset_name=path) if source == "saved" else DataArguments(train_file=path))
+    check_pairs(
+        [pair for pair in zoo.pairs if pair.source == source], [row for split in pairs.values() for row in split]
+    )
+    [quarantine] = own_cache.glob("tandem_pairs/*/quarantine.jsonl")
+    found = Counter((fault["where"], fault["reason"]) for fault in quarantine_of(quarantine.parent))
+    no_download = {"private_address": "url_not_allowed", "download_failed": "url_not_allowed"}
+    wanted = [(loss.where, no_download.get(loss.reason, loss.reason)) for loss in zoo.losses if loss.source == source]
+    assert found == Counter(wanted)
+
+
+def test_no_line_of_the_log_and_of_the_quarantine_is_made_by_a_caption(
+    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = []
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(png(draw(number)))
+        rows.append(line(image=f"{number}.png", caption=f"picture {number}", id=f"{number}\n12:00:00 ERROR forged"))
+    rows.append(line(image="gone\n12:00:00 ERROR forged\x1b[2J.png", caption="a dog", id="x"))
+    path = write(tmp_path / "pairs.jsonl", "\n".join(rows))
+    with caplog.at_level("INFO"):
+        main(["--sources", str(path), "--output_dir", str(tmp_path / "out"), *FLAGS])
+        load_pairs(DataArguments(train_file=str(path)))
+    assert [each["reason"] for each in quarantine_of(tmp_path / "out")] == ["image_missing"]
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "gone" in said
+    assert "\x1b" not in said
+    assert not any(text.startswith("12:00:00 ERROR forged") for text in said.splitlines())
+    rows[1] = line(image="2.png", caption="another", id="0\n12:00:00 ERROR forged")
+    path.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=r"^[^\n\x1b]+$"):
+        load_pairs(DataArguments(train_file=str(path)))
+    with pytest.raises(ValueError, match=r"^[^\n\x1b]+$"):
+        main(["--sources", str(path), "--output_dir", str(tmp_path / "2"), "--num_proc", "1"])
+
+
+# -- sources that cannot be read as a whole -----------------------------------------------------------------------------
+HEADER, WHOLE = b"image,caption\n", b"image,caption\n0.png,a dog\n1.png,a cat\n"
+LINES = b'{"image": "0.png", "caption": "a dog"}\n{"image": "1.png", "caption": "a cat"}\n'
+GONE, BOXES = b'{"image": "none.png", "caption": "a dog"}\n', b'{"images": [], "annotations": [{"image_id": 1}]}'
+SIX = (LINES * 9 + GONE * 2) * 3
+REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: there is none), keys and flags, the message
+    *(("a.jsonl", LINES.decode().encode(codec), "", f"a.jsonl, line 1 is {codec[:6].upper()} text. The text is not UTF-8")
+      for codec in ("utf-16", "utf-16-le", "utf-32", "utf-32-be")),
+    ("a.csv", WHOLE.decode().encode("utf-16"), "", "a.csv, line 1 is UTF-16 text."),
+    ("a.json", '{"images": []}'.encode("utf-16"), ",format=coco", "UTF-16 text. Save it as UTF-8"),
+    ("a.jsonl", png(draw(0)), "", "a.jsonl, line 1 is not UTF-8 text: byte 1 of the line."),
+    *(("a.jsonl", text, "", "holds no rows. Give a file") for text in (b"", b"\n \n\n")),
+    *(("a.csv", text, "", "holds no rows. Give a file") for text in (b"", HEADER)),
+    ("a.json", b"[]", "", "holds no rows. Give a file"),
+    ("a.json", b'[{"image": "0.png",\n"cap', "", "a.json, line 2 is not valid JSON"),
+    ("a.jsonl", None, "", "there is no such file or folder. Check the path"),
+    ("{000..002}.tar", None, "", "000.tar. Check the path and the range"),
+    ("a.xlsx", LINES, "", "its format is not known by '.xlsx'. Known are .jsonl"),
+    ("a.jsonl", LINES, ",caption_column=captoin", "Did you mean 'caption'? The columns are"),
+    ("a.csv", b"image,words\n0.png,a dog\n", "", "no caption column was recognised"),
+    ("a.csv", b"image,caption,caption\n", "", "two columns caption; only one can be read. Rename one"),
+    ("a.csv", b"image,l\xe9gende\n", "", "a.csv, line 1 is not UTF-8 text"),
+    ("a.csv", b'"image,caption\n', "", "a.csv, line 1 is a row that cannot be read"),
+    ("a.parquet", LINES, "", "cannot be read as Parquet"),
+    ("a.parquet", b"PAR1" + bytes(50), "", "cannot be read as Parquet"),
+    ("a.db", b"no database" * 1000, "", "it cannot be read as SQLite ("),
+    ("a.json", b'{"images": [{"id": 1', ",format=coco", "Copy or repair the file"),
+    ("a.json", BOXES, ",format=coco", "no annotation has image_id and caption"),
+    ("a.json", b"[" * 100_000, ",format=coco", "nested too deeply"),
+    ("a.json", BOXES, ",medium=sound,format=coco", "coco is read for images alone"),
+    ("a.json", b'{"images": [], "categories": []}', ",format=coco", "no list 'annotations'"),
+    ("a.jsonl", GONE * 20, "", "20 of 20 rows are bad"),
+    ("a.jsonl", SIX, "", "6 of 60 rows are bad, more than"),
+    ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left of any source (image_missing: 20). The first is line 1"),
+    ("a.jsonl", LINES.splitlines()[0], " --validation_fraction 0", "at least 2. Add some"),
+    ("a.jsonl", LINES, ",image_root=/nowhere", "Give the folder of the images"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "more", "message"), REFUSED, ids=[row[3][:40] for row in REFUSED])
+def test_a_source_that_cannot_be_read_is_refused_in_one_line(
+    name: str, text: bytes | None, more: str, message: str, tmp_path: Path
+) -> None:
+    for number in range(2):
+        draw(number).save(tmp_path / f"{number}.png")
+    if text is not None:
+        (tmp_path / name).write_bytes(text)
+    keys, *flags = more.split(" ")
+    output = str(tmp_path / "out")
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        main(["--sources", f"{tmp_path / name}{keys}", "--output_dir", output, "--num_proc", "1", *flags])
+    assert "\n" not in str(caught.value)
+    assert not Path(output).exists()
+
+
+# -- folders ------------------------------------------------------------------------------------------------------------
+TREES = {
+    "classes": ("cat/0.png", "dog/0.png"),
+    "imagefolder": ("0.png", "0.txt", "dog/1.png", "dog/1.txt"),
+    "parquet": ("0.parquet", "dog/1.parquet"),
+    "webdataset": ("0.tar", "dog/1.tar"),
+}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_a_folder_that_is_a_link_or_cannot_be_listed_is_a_bad_row(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(*TREES[kind])(tmp_path / "set")
+    (tmp_path / "set/dog").rename(tmp_path / "elsewhere")
+    (tmp_path / "set/dog").symlink_to(tmp_path / "elsewhere")
+    good, bad = read(tmp_path / "set", format=kind)
+    assert (len(good), reasons(bad)) == (1, [("folder dog", "linked_folder")])
+    (tmp_path / "set/dog").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "set/dog")
+    monkeypatch.setattr(os, "scandir", closed(os.scandir))
+    good, bad = read(tmp_path / "set", format=kind)
+    assert (len(good), reasons(bad)) == (1, [("folder dog", "permission_denied")])
+
+
+def closed(scandir: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(place: Any = ".") -> Any:
+        if os.fspath(place).rstrip("/").endswith("dog"):
+            raise PermissionError(13, "Permission denied", str(place))
+        return scandir(place)
+
+    return refuse
+
+
+def test_a_pattern_leaves_out_no_folder_in_silence_and_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("cat/0.parquet", "dog/1.parquet")(tmp_path)
+    names = ("cat/*.parquet", "*/*.parquet", "**/*.parquet", "{cat,dog}/*.parquet", "**/1.parquet")
+    assert [len(files_of_pattern(str(tmp_path / name))) for name in names] == [1, 2, 2, 2, 1]
+    monkeypatch.setattr(os, "scandir", closed(os.scandir))
+    assert len(files_of_pattern(str(tmp_path / "cat/*.parquet"))) == 1
+    for name in names[1:]:
+        with pytest.raises(PermissionError, match="dog"):
+            files_of_pattern(str(tmp_path / name))
+    numbered = [f"{name}-{number}" for name in "abac" for number in ("08", "09", "10")]
+    assert sorted(expand_braces("{a,{b,c}}-{08..10}")) == sorted(numbered)
+    for pattern in ("w-{000..99999999999}.tar", "{0..999}{0..999}{0..999}"):
+        with pytest.raises(ValueError, match=f"stands for more than {MOST_FILES:,} files"):
+            expand_braces(pattern)
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "rows", "bad"),
+    [
+        (("0.png", "0.TXT", "1.JPG", "1.Txt"), "imagefolder", 2, []),
+        (("0.png", "0.txt", "0.NEF", "x/1.cr2"), "imagefolder", 1, [("folder .", "image_unknown_format")]),
+        (("cat/0.png", "___/0.png"), "classes", 1, [("folder ___", "caption_empty")]),
+    ],
+)
+def test_names_that_people_and_cameras_write(files: Any, kind: str, rows: int, bad: Any, tmp_path: Path) -> None:
+    put(*files)(tmp_path)
+    good, found = read(tmp_path, format=kind)
+    places = [(where.replace(f"{tmp_path}/", ""), reason) for where, reason in reasons(found)]
+    assert (len(good), places) == (rows, bad)
+
+
+# -- tables -------------------------------------------------------------------------------------------------------------
+
+
+def bad_text(*texts: bytes) -> pa.Array:
+    return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
+
+
+def tables() -> Iterator[Any]:
+    """Columns of a Parquet file of three rows, and the rows that are bad for them."""
+    names = ["a.jpg", "b.jpg", "c.jpg"]
+    plain = {"image": pa.array(names), "caption": pa.array(["a", "b", "c"])}
+    both = [{"bytes": grey(1), "path": None}, {"bytes": None, "path": "b.jpg"}, {"bytes": grey(2), "path": "c.jpg"}]
+    for name, changed, bad in [
+        ("map", {"attributes": pa.array([[("a", "b")]] * 3, pa.map_(pa.string(), pa.string()))}, []),
+        ("uuid", {"key": pa.array([bytes(16)] * 3, pa.binary(16)).cast(pa.uuid())}, []),
+        ("list_view", {"x": pa.array([[1]] * 3, pa.list_view(pa.int64()))}, []),
+        ("dictionary", {"image": pa.array(names).dictionary_encode()}, []),
+        ("text", {"caption": bad_text(b"a", b"\xff", b"c")}, [("row 1", "bad_encoding")]),
+        ("path", {"image": bad_text(b"a.jpg", b"b.jpg", b"\xff")}, [("row 2", "bad_encoding")]),
+        ("mixed", {"image": pa.array(both)}, []),
+    ]:
+        yield pytest.param({**plain, **changed}, bad, id=name)
+
+
+@pytest.mark.parametrize(("columns", "bad"), list(tables()))
+def test_one_cell_or_column_of_a_table_stops_nothing(columns: dict[str, Any], bad: Any, folder: Path) -> None:
+    pq.write_table(pa.table(columns), folder / "t.parquet")
+    good, found = read(folder / "t.parquet")
+    assert (len(good), reasons(found)) == (3 - len(bad), bad)
+    assert all(content(record) for record in good)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in "abc":
+        (tmp_path / f"{name}.jpg").write_bytes(f"bytes of {name}.jpg".encode())
+    return tmp_path
+
+
+def write_bomb(path: Path, rows: int, letters: int) -> Path:
+    """One caption again and again, which a dictionary and a compressor make small."""
+    places = pa.array([0] * rows, pa.int32())
+    cells = {"image": "a.png", "caption": "x" * letters, "label": "x"}
+    columns = {name: pa.DictionaryArray.from_arrays(places, pa.array([cell])) for name, cell in cells.items()}
+    pq.write_table(pa.table(columns), path, compression="zstd", store_schema=False)
+    return path
+
+
+def test_more_rows_than_a_parquet_file_can_hold_are_refused(tmp_path: Path, own_cache: Path) -> None:
+    path = write_bomb(tmp_path / "p.parquet", rows=300_000, letters=3)
+    assert path.stat().st_size < 100_000
+    for door in (
+        lambda: load_pairs(DataArguments(train_file=str(path))), lambda: task_of(train_file=str(path)),
+        lambda: load_pairs(DataArguments(dataset_name=str(tmp_path))), lambda: read(path),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^[^\n]*p\.parquet[^\n]* has 300,000 rows in [^\n]* bytes"):
+            door()
+
+
+def test_a_parquet_file_takes_memory_that_its_size_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_ALLOWED", 4 << 20)
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 12 << 20)
+    path = write_bomb(tmp_path / "p.parquet", rows=1000, letters=1 << 20)
+    assert len(next(ParquetRows(str(path), "p").batches(0, ["caption"], 1000))) <= 16
+    with pytest.raises(ValueError, match=r"p\.parquet decodes to more than .* bytes, 100 times its size"):
+        read(path)
+    pq.write_table(pa.table({"image": [bytes(30 << 20)]}), tmp_path / "q.parquet", compression="zstd")
+    with pytest.raises(Fault, match="decodes to more than"):
+        CellImage("q", str(tmp_path / "q.parquet"), 0, "image").read(Limits())
+    rows = [{"n": at, "caption": f"a dog and {at} cats"} for at in range(30_000)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet", row_group_size=7000)
+    check_files([str(tmp_path / "r.parquet")])
+    assert list(ParquetRows(str(tmp_path / "r.parquet"), "r").cells(["n", "caption"], 1000, first=6999)) == rows[6999:]
+
+
+# -- text files ---------------------------------------------------------------------------------------------------------
+FREELY = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def rows_in(path: Path, text: bytes | str) -> tuple[list[tuple[int, Any]], dict[int, str]]:
+    """The good rows of a file of this text, and the reasons of the bad ones, by number."""
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    rows = list(text_records(path)[1])
+    bad = {number: row.fault.reason for number, row in rows if isinstance(row, BadLine)}
+    return [(number, row) for number, row in rows if number not in bad], bad
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_line_ends_and_a_byte_order_mark_change_nothing(tmp_path: Path, line_end: str, mark: str) -> None:
+    text = mark + line_end.join(['{"n": "ä"}', "", " ", '{"n": 4}', ""])
+    assert rows_in(tmp_path / "p.jsonl", text) == ([(1, {"n": "ä"}), (4, {"n": 4})], {})
+    table = mark + line_end.join(["n,m", "1,ä", "", "2,b", ""])
+    assert rows_in(tmp_path / "p.csv", table)[0] == [(2, {"n": "1", "m": "ä"}), (4, {"n": "2", "m": "b"})]
+
+
+BAD_CSV = [
+    ('n,m\n1,a\n2,"b\n3,c\n4,"d, e"\n5,f\n', {3}, [1, 3, 4, 5]),
+    ('n,m\n1,a\n2,"b\n3,c\n', {3}, [1, 3]),
+    ('n,m\n1,"a\nb"\n2,"c" d\n3,e\n', {4}, [1, 3]),
+    ('n,m\n1,"' + "x" * 200_000 + '"\n2,b\n', {2}, [2]),
+    ("n,m\n1,a\n2,\udcff\n3,c\n", {3}, [1, 3]),
+]
+
+
+@pytest.mark.parametrize(("text", "bad", "good"), BAD_CSV, ids=range(len(BAD_CSV)))
+def test_a_bad_csv_row_costs_one_line(tmp_path: Path, text: str, bad: set[int], good: list[int]) -> None:
+    rows, faults = rows_in(tmp_path / "p.csv", text.encode("utf-8", "surrogateescape"))
+    assert (set(faults), [int(row["n"]) for _, row in rows]) == (bad, good)
+
+
+@FREELY
+@given(
+    cells=st.lists(st.tuples(*[st.text(st.characters(exclude_categories=["Cs"]), max_size=5)] * 2), max_size=6),
+    tabs=st.booleans(),
+)
+def test_csv_is_read_as_the_standard_library_does(tmp_path: Path, cells: list[tuple[str, str]], tabs: bool) -> None:
+    delimiter, text = "\t" if tabs else ",", io.StringIO(newline="")
+    csv.writer(text, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows([("n", "m"), *cells])
+    expected = list(csv.DictReader(io.StringIO(text.getvalue(), newline=""), delimiter=delimiter, strict=True))
+    rows, _ = rows_in(tmp_path / ("p.tsv" if tabs else "p.csv"), text.getvalue())
+    assert [row for _, row in rows] == expected
+
+
+@FREELY
+@given(texts=st.lists(st.one_of(st.none(), st.text(max_size=5)), max_size=9))
+def test_bad_lines_among_good_ones_are_exactly_those(tmp_path: Path, texts: list[str | None]) -> None:
+    text = "".join(("{broken" if text is None else json.dumps({"caption": text})) + "\n" for text in texts)
+    rows, bad = rows_in(tmp_path / "p.jsonl", text)
+    assert set(bad) == {number for number, text in enumerate(texts, 1) if text is None}
+    assert [row["caption"] for _, row in rows] == [text for text in texts if text is not None]
+
+
+def test_long_lines_and_large_documents_are_faults_that_take_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 1000)
+    for suffix, header, good, long in (
+        (".jsonl", "", '{"n": 1}\n', f'{{"n": "{"x" * 5000}"}}\n'),
+        (".csv", "n\n", "1\n", "x" * 5000 + "\n"),
+    ):
+        rows, bad = rows_in(tmp_path / f"p{suffix}", f"{header}{good}{long}\n{good}")
+        assert bad == {2 + bool(header): "malformed_row"}
+        assert [str(row["n"]) for _, row in rows] == ["1", "1"]
+    monkeypatch.setattr(text_files, "LONGEST_DOCUMENT", 30)
+    assert not rows_in(tmp_path / "p.json", '[{"n": 0}]')[1]
+    assert rows_in(tmp_path / "p.json", '[{"n": 0}, {"n": 1}, {"n": 2}, {}]')[1] == {1: "malformed_row"}
+
+
+def test_nested_objects_and_zeros_at_the_end_of_a_file_are_bad_rows(folder: Path) -> None:
+    a, c = ({"image": f"{name}.jpg", "caption": name} for name in "ac")
+    deep = [json.dumps({**a, "regions": "@"}).replace('"@"', "[" * depth + "]" * depth) for depth in (40, 900)]
+    for text, reason in [
+        *((lines(a, each, c), "too_nested") for each in deep),
+        (f"[{json.dumps(a)},\n{deep[0]},\n{json.dumps(c)}]", "too_nested"),
+        (lines(a, c) + "\0" * 5000, "malformed_row"),
+    ]:
+        good, bad = read(write(folder / "a.jsonl", text))
+        assert ([record.id for record in good], [row.fault.reason for row in bad]) == (["a.jpg", "c.jpg"], [reason])
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
+def test_the_header_decides_about_the_delimiter(sign: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Spreadsheets of half of Europe write semicolons."""
+    caplog.set_level("INFO", "mm_utils")
+    [(number, row)], _ = rows_in(tmp_path / "p.csv", f"Bild{sign}Titel\n1.png{sign}a dog\n")
+    assert (number, row) == (2, {"Bild": "1.png", "Titel": "a dog"})
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if sign == "," else [f"{tmp_path / 'p.csv'}: its cells are separated by {sign!r}"])
+
+
+# -- archives -----------------------------------------------------------------------------------------------------------
+
+
+def prepare_all(folder: Path, shards: dict[str, bytes]) -> dict[str, int]:
+    """Prepare each as a source of its own; check every pair that comes out, and count the reported cuts."""
+    sources = []
+    for name, archive in shards.items():
+        (folder / name).mkdir()
+        (folder / name / "0.tar").write_bytes(archive)
+        sources.append(f"{folder / name / '0.tar'},name={name},split=train")
+    flags = ["--max_bad_fraction", "1", "--num_proc", "1", "--store", "png"]
+    main(["--sources", *sources, "--output_dir", str(folder / "out"), *flags])
+    rows = [row for split in load_from_disk(str(folder / "out")).values() for row in split]
+    assert rows
+    for row in rows:
+        for caption in row["captions"]:
+            wanted = draw(int(caption.removeprefix("picture ")), (16, 16))
+            assert pixels_apart(open_image(row["image"]), wanted) == 0
+    cut = [fault["source"] for fault in quarantine_of(folder / "out") if fault["reason"] == "truncated_archive"]
+    return {name: cut.count(name) for name in shards}
+
+
+def test_an_archive_cut_or_flipped_anywhere_gives_only_whole_samples(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "whole.tar", "w") as archive:
+        for number in range(6):
+            add_member(archive, f"{number}.txt", b"picture %d" % number)
+            add_member(archive, f"{number}.png", png(draw(number, (16, 16))))
+    whole = (tmp_path / "whole.tar").read_bytes()
+    end = len(whole.rstrip(b"\0"))
+    shards = {f"cut-{cut}": whole[:cut] for cut in (*range(512, end, 512), *range(700, end, 1700))}
+    begin = whole.index(b"3.txt")
+    for place in (0, 1, 100, 124, 130, 135, 148, 150, 156, 257, 345, 500):
+        at = begin + place
+        shards[f"flipped-{at}"] = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    found = prepare_all(tmp_path, {**shards, "whole": whole})
+    assert found == {**dict.fromkeys(shards, 1), "whole": 0}

@@ -1,0 +1,529 @@
+"""What a source says about its rows, and which sources and columns are refused; the same for images, clips and sounds."""
+
+import gzip
+import json
+import pickle
+import random
+import re
+import sqlite3
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from mm_utils.data.faults import Fault
+from mm_utils.data.paths import Limits
+from mm_utils.data.prepare.arguments import parse_source
+from mm_utils.data.rows.caption_files import read_cues
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_of, texts_of
+from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, UrlImage
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.tars import read_shard
+from mm_utils.data.streams.shards import rows_from
+from tests.kit.fault_images import grey
+from tests.kit.reading import Member, content, lines, put, read, reasons, write, write_tar
+
+NAMES = ["a.jpg", "b.jpg", "c.jpg"]
+
+
+@pytest.fixture(autouse=True)
+def offline_and_own_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """`a.jpg`, `b.jpg` and `c.jpg`, which are never decoded here."""
+    files(tmp_path, *NAMES)
+    return tmp_path
+
+
+def files(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(f"bytes of {name}".encode())
+
+
+def listed(folder: Path, *rows: Any) -> Path:
+    return write(folder / "rows.jsonl", lines(*rows))
+
+
+# -- sources and columns ------------------------------------------------------------------------------------------------
+
+
+def test_an_item_is_parsed() -> None:
+    source = parse_source(r"coco/captions\, all.json,image_root=coco/train2017,split=val,templates=a {}.|{}")
+    assert (source.path, source.name) == ("coco/captions, all.json", "captions, all.json")
+    assert (source.image_root, source.split) == ("coco/train2017", "validation")
+    assert pickle.loads(pickle.dumps(source)) == source
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: parse_source("p.jsonl,spilt=val"), r"has the key spilt; known are .*Did you mean 'split'"),
+    (lambda: parse_source("p.jsonl,split=nowhere"), "split=nowhere; a split is train, validation or test"),
+    (lambda: parse_source("p.jsonl,format=jsnl"), "format=jsnl; known are .*Did you mean 'jsonl'"),
+    (lambda: parse_source("p.jsonl,medium=sounds"), "known are auto, image, clip, sound. Did you mean 'sound'"),
+    (lambda: parse_source("p.jsonl,split"), "'split' is not key=value"),
+    (lambda: parse_source("p.jsonl,split=val,split=test"), "split is given twice"),
+    (lambda: parse_source("p,templates=a photo"), "templates=a photo; a template says"),
+    (lambda: parse_source(",split=val"), "an item without a path"),
+    (lambda: DataArguments(dataset_name="a", train_file="b"), "--dataset_name and --train_file are given together"),
+    (lambda: DataArguments(max_train_samples=0), "--max_train_samples is 0; it counts from 1"),
+    (lambda: PathArguments(image_root="absent"), "--image_root is absent; there is no such folder"),
+    (lambda: find_columns(["Caption", "CAPTION", "image"], "t", Columns()), "differ in case alone.*--caption_column"),
+    (lambda: find_columns(["Bild", "text"], "t", Columns()), "no image .* The columns are: Bild, text. Set --image_column."),
+    (lambda: find_columns(["Bild", "text"], "t", Source("a").columns), "Write it behind the path: ,image_column=NAME."),
+    (lambda: find_columns([*map(str, range(10**5))], "t", Columns(image="x" * 99)), r"^.{,999} and 99,960 more\.$"),
+    (lambda: find_columns(["image", "audio", "text"], "t", Columns(medium="auto")), "may all be the medium. Name one by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("action", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_cannot_be_meant_is_refused_in_one_line(action: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        action()
+    assert "\n" not in str(error.value)
+
+
+def test_columns_have_usual_names_in_any_case_and_those_that_are_asked_for_win() -> None:
+    for image in USUAL_NAMES["image"]:
+        for caption in ("caption", "Text", "SENTENCES"):
+            names = ["x", image.upper(), caption]
+            assert find_columns(names, "a table", Columns()) == Columns(image.upper(), caption)
+    for name in ("image path", "Image Path", "image-path", "ImagePath"):
+        assert find_columns([name, "Alt-Text"], "a table", Columns()) == Columns(name, "Alt-Text")
+    assert find_columns(["Caption", "caption", "image"], "t", Columns()).caption == "caption"
+    names = ["image", "photo", "caption", "alt", "id", "lang"]
+    assert find_columns(names, "t", Columns("photo", "alt", "lang")) == Columns("photo", "alt", "lang")
+    assert find_columns(["image", "text"], "t", Columns(id="image")).id is None
+
+
+@pytest.mark.parametrize(
+    ("written", "texts"),
+    [
+        ('["a", null]', ["a", None]), ("['a', \"it's\"]", ["a", "it's"]), ("('a', 'b')", ["a", "b"]), ("['a' 'b']", ["a", "b"]),
+        ("array(['a'], dtype=object)", ["a"]), (["['a']", "b"], ["a", "b"]), ("[a dog] barks", ["[a dog] barks"]),
+        ("(a dog)", ["(a dog)"]), ("['a', b]", Fault), ("['a', 'b", Fault),
+    ],
+)  # fmt: skip
+def test_lists_that_a_program_wrote_as_text_are_lists(written: Any, texts: Any) -> None:
+    if texts is Fault:
+        with pytest.raises(Fault, match="looks like a list of texts"):
+            texts_of(written)
+    else:
+        assert texts_of(written) == texts
+
+
+def test_splits_and_nulls_have_many_names_and_no_others() -> None:
+    found = [split_of(name) for name in ("Training", "restval", " val ", "dev", "TEST", "eval")]
+    assert found == [*["train"] * 2, *["validation"] * 2, *["test"] * 2]
+    for name in (None, "", "challenge", 3):
+        with pytest.raises(Fault):
+            split_of(name)
+    assert all(map(is_null, (None, "", "  ", "nan", " NaN ", float("nan"))))
+    assert not any(map(is_null, (0, "null and void", "None", [], False)))
+
+
+# -- tables -------------------------------------------------------------------------------------------------------------
+
+
+def test_columns_ids_regions_negatives_and_splits_are_read(folder: Path) -> None:
+    rows = [
+        {"i": "a.jpg", "c": ["one", "eins"], "n": 2**70, "split": "val", "regions": [1]},
+        {"i": "b.jpg", "c": "zwei", "n": "x", "split": "restval", "negatives": ["drei"]},
+        {"i": "c.jpg", "c": "x", "n": None},
+    ]
+    path, names = listed(folder, *rows), {"image_column": "i", "caption_column": "c"}
+    good, bad = read(path, **names, id_column="n")
+    found = [(row.id, row.split, row.regions, row.negatives) for row in good]
+    assert found == [(str(2**70), "validation", [1], None), ("x", "train", None, ["drei"])]
+    assert reasons(bad) == [("line 3", "missing_column")]
+    good, _ = read(path, **names, split="test")
+    assert [(row.id, row.split) for row in good][::2] == [("a.jpg", "test"), ("c.jpg", "test")]
+    good, bad = read(write(folder / "a.csv", "image,caption,,\na.jpg,a,,\nb.jpg,b,x,y\n"))
+    assert ([record.id for record in good], bad) == (["a.jpg", "b.jpg"], [])
+
+
+def test_templates_and_groups_are_read_of_any_table(folder: Path) -> None:
+    template = {"caption_template": "{brand} {title}, for {who}", "group_column": "who"}
+    rows: list[dict[str, Any]] = [
+        {"image": "a.jpg", "brand": "Acme", "title": "red {shoe}", "who": 7, "price": 1},
+        {"image": "b.jpg", "brand": None, "title": "bag", "who": None, "price": 2},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet")
+    for path in (folder / "p.parquet", listed(folder, *rows, {"image": "c.jpg", "title": "hat"})):
+        good, bad = read(path, **template)
+        assert not bad
+        assert [(row.captions, row.group) for row in good][:2] == [
+            (["Acme red {shoe}, for 7"], "7"),
+            (["bag, for"], None),
+        ]
+    for wrong, message in (
+        ({"caption_template": "{brnd}"}, r"no such column .*Did you mean 'brand'"),
+        ({"caption_template": "shoe"}, "Name columns in braces"),
+        (template | {"caption_column": "title"}, "it takes the place of caption_column"),
+        ({"group_column": "whom"}, r"there is no such column .*Did you mean 'who'"),
+        (template | {"format": "classes"}, "the format classes has no columns"),
+        ({"group_column": "who", "format": "classes"}, "the format classes has no columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(folder / "rows.jsonl", **wrong)
+
+
+def test_paths_begin_at_a_root_and_addresses_are_references_where_downloads_are_allowed(folder: Path) -> None:
+    path = write(folder / "lists" / "p.jsonl", lines({"image": "../a.jpg", "caption": "a"}))
+    assert reasons(read(path)[1]) == [("line 1", "outside_root")]
+    assert len(read(path, PathArguments(allow_outside_root=True))[0]) == 1
+    inside = write(folder / "lists" / "q.jsonl", lines({"image": "a.jpg", "caption": "a"}))
+    assert read(inside, image_root=str(folder))[0][0].image == FileImage(str(folder / "a.jpg"))
+    assert read(inside, PathArguments(image_root=str(folder)))[0][0].id == "a.jpg"
+    files(folder, "sub/a.png")
+    [bad] = read(listed(folder, {"image": "sub\\a.png", "caption": "a"}))[1]
+    assert "there is sub/a.png, and a path has slashes" in bad.fault.detail
+    for written, stored in (("Caf\u00e9.png", "Cafe\u0301.png"), ("photo.PNG", "photo.png")):
+        files(folder, stored)
+        [bad] = read(listed(folder, {"image": written, "caption": "a"}))[1]
+        assert re.search("there is .*which differs in (case|Unicode form)", bad.fault.detail)
+    [good], _ = read(
+        listed(folder, {"image": "https://a.example/b.jpg", "caption": "a"}), PathArguments(allow_download=True)
+    )
+    assert (good.image, good.id) == (UrlImage("https://a.example/b.jpg"), "https://a.example/b.jpg")
+
+
+def test_parquet_cells_are_read_in_any_order_and_empty_ones_are_faults(folder: Path) -> None:
+    rows: list[dict[str, Any]] = [{"image": f"image {at}".encode(), "caption": "a"} for at in range(150)]
+    rows[7]["image"], rows[8]["image"] = b"", None
+    pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet", row_group_size=70)
+    good, _ = read(folder / "p.parquet")
+    for at in random.Random(0).sample([at for at in range(150) if at not in (7, 8)], 60):
+        assert content(good[at]) == rows[at]["image"]
+    for at, limits, reason in (
+        (7, Limits(), "image_empty"),
+        (8, Limits(), "image_empty"),
+        (9, Limits(3), "too_many_bytes"),
+    ):
+        with pytest.raises(Fault, match=reason):
+            good[at].image.read(limits)
+    cells = [{"image": {"bytes": None, "path": name}, "caption": "a"} for name in [*NAMES, "/etc/hostname"]]
+    kinds = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "caption": pa.string()}
+    pq.write_table(pa.Table.from_pylist(cells, pa.schema(kinds)), folder / "p.parquet")
+    good, bad = read(folder / "p.parquet")
+    assert ([record.id for record in good], reasons(bad)) == (NAMES, [("row 3", "outside_root")])
+    pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["image", "caption", "caption"]), folder / "p.parquet")
+    with pytest.raises(ValueError, match="has two columns caption; only one can be read"):
+        read(folder / "p.parquet")
+
+
+KEYS = {
+    "plain": "(image BLOB, caption TEXT)",
+    "a column rowid": "(rowid TEXT DEFAULT 'same', image BLOB, caption TEXT)",
+    "columns RowId and oid": "(RowId INTEGER DEFAULT 2, oid TEXT DEFAULT 'a', image BLOB, caption TEXT)",
+    "counted": "(number INTEGER PRIMARY KEY AUTOINCREMENT, image BLOB, caption TEXT)",
+    "a generated caption": "(image BLOB, name TEXT, caption TEXT AS (name))",
+}
+
+
+@pytest.mark.parametrize("columns", KEYS.values(), ids=KEYS)
+def test_cells_of_a_database_are_read_by_key_whatever_the_columns_are_called(columns: str, tmp_path: Path) -> None:
+    caption = "name" if "AS (name)" in columns else "caption"
+    rows = [(None if at == 3 else grey(10 * at), f"caption {at}") for at in range(5)]
+    with sqlite3.connect(tmp_path / "a.db") as made:
+        made.execute(f"CREATE TABLE pairs {columns}")
+        made.executemany(f"INSERT INTO pairs (image, {caption}) VALUES (?, ?)", rows)
+    made.close()
+    good, bad = read(tmp_path / "a.db")
+    assert all(len(repr(record)) < 1000 for record in good)
+    assert [(content(record), record.captions[0]) for record in reversed(good)] == rows[:2:-2] + rows[2::-1]
+    assert reasons(bad) == [("row 4", "image_empty")]
+
+
+def test_several_tables_and_those_without_keys_are_named(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "a.db") as made:
+        made.execute("CREATE TABLE pairs (image BLOB PRIMARY KEY, caption TEXT) WITHOUT ROWID")
+        made.execute('CREATE TABLE "odd-name" (image BLOB, caption TEXT)')
+    made.close()
+    with pytest.raises(ValueError, match=r"its tables are pairs, odd-name\. Name one of them, by config=NAME"):
+        read(tmp_path / "a.db")
+    assert read(tmp_path / "a.db", config="odd-name") == ([], [])
+    with pytest.raises(ValueError, match=r"no such column: .*a table needs rowids"):
+        read(tmp_path / "a.db", config="pairs")
+
+
+# -- folders ------------------------------------------------------------------------------------------------------------
+
+
+def test_metadata_of_each_split_or_one_above_them(folder: Path) -> None:
+    for split, name in (("train", "a.jpg"), ("val", "b.jpg")):
+        files(folder / "set", f"{split}/{name}")
+        write(folder / "set" / split / "metadata.jsonl", lines({"file_name": name, "text": name}))
+    good, _ = read(folder / "set")
+    assert [(row.split, row.where) for row in good] == [
+        ("train", "train/metadata.jsonl, line 1"), ("validation", "val/metadata.jsonl, line 1")
+    ]  # fmt: skip
+    rows = [{"file_name": "train/a.jpg", "text": "a"}, {"file_name": "val/b.jpg", "text": "b"}]
+    write(folder / "set" / "metadata.jsonl", lines(*rows))
+    good, _ = read(folder / "set")
+    assert [(row.split, row.id) for row in good] == [("train", "train/a.jpg"), ("validation", "val/b.jpg")] * 2
+
+
+def test_classes_get_captions_from_templates(folder: Path) -> None:
+    files(folder, "set/train/n02123045/x.JPEG", "set/train/garden_spider/x.JPEG", "set/val/n02123045/x.JPEG")
+    names = write(folder / "names.txt", "n02123045 tabby, tabby cat\n")
+    good, bad = read(folder / "set", classes=str(names), templates=("a {}!", "{}"))
+    assert not bad
+    assert [(record.id, record.captions, record.split) for record in good] == [
+        ("train/garden_spider/x.JPEG", ["a garden spider!", "garden spider"], "train"),
+        ("train/n02123045/x.JPEG", ["a tabby!", "tabby"], "train"),
+        ("val/n02123045/x.JPEG", ["a tabby!", "tabby"], "validation"),
+    ]
+    with pytest.raises(ValueError, match="n02123045 is named by a WordNet id"):
+        read(folder / "set", format="classes")
+    imagenet = write(folder / "index.json", json.dumps({"0": ["n02123045", "tiger_cat"]}))
+    assert read(folder / "set", classes=str(imagenet))[0][1].captions[0] == "a photo of a tiger cat."
+    files(folder, "sounds/train/dog_bark/a.wav", "sounds/test/rain/c.wav")
+    found = {(record.medium, record.split, record.captions[0]) for record in read(folder / "sounds")[0]}
+    assert found == {("sound", "train", "the sound of a dog bark."), ("sound", "test", "the sound of a rain.")}
+
+
+def test_a_folder_that_is_none_of_classes_says_what_it_is(folder: Path) -> None:
+    files(folder, "set/images/a.jpg", "set/README.txt", "other/README.txt")
+    write(folder / "set/captions.jsonl", lines({"image": "images/a.jpg", "caption": "a"}))
+    put("a.png", "captions.txt")(folder / "listed")
+    put("a.png")(folder / "flat")
+    put("a.mp4", "a.wav", "a.txt")(folder / "mixed")
+    for name, message in {
+        "set": r"holds images and captions\.jsonl, .* Give .*captions\.jsonl as the source",
+        "other": "the format of this folder is not recognised",
+        "listed": "holds images and captions.txt",
+        "flat": "holds images and no captions",
+        "mixed": r"1 clips and 1 sounds. Set ,medium=clip or sound",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read(folder / name)
+    assert len(read(folder / "set", format="classes")[0]) == len(read(folder / "set/captions.jsonl")[0]) == 1
+
+
+def test_a_function_of_ones_own_reads_a_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    [block] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def read_diary" in block]
+    (folder / "diary.py").write_text(block + "\n\ndef odd(source, paths):\n    yield 1\n")
+    monkeypatch.syspath_prepend(str(folder))
+    file = write(folder / "diary.txt", "a.jpg: a house\nno colon\n9.png: gone\nb.jpg: a street\n")
+    good, bad = read(file, format="diary.read_diary")
+    assert [(record.id, record.captions) for record in good] == [("a.jpg", ["a house"]), ("b.jpg", ["a street"])]
+    assert reasons(bad) == [("line 2", "malformed_row"), ("line 3", "image_missing")]
+    for name, message in (
+        ("diary.odd", "it yields int. Yield Record or BadRow"),
+        ("diary.no", "format has diary.no; module 'diary' has no attribute"),
+        ("diary", "known are .*sqlite.*, and a function of your own as module.function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(file, format=name)
+
+
+# -- clips and sounds ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "file", "medium"),
+    [
+        ("audio", "a.wav", "sound"), ("Speech", "a.ogg", "sound"), ("video", "a.mp4", "clip"), ("gif", "a.gif", "clip"),
+        ("path", "a.flac", "sound"), ("file_name", "a.webm", "clip"), ("file_name", "a.gif", "image"), ("image", "a.png", "image"),
+    ],
+)  # fmt: skip
+def test_the_columns_say_the_medium(column: str, file: str, medium: str, tmp_path: Path) -> None:
+    files(tmp_path, file)
+    [record], _ = read(listed(tmp_path, {column: file, "caption": "a dog"}))
+    assert (record.medium, record.id, content(record)) == (medium, file, f"bytes of {file}".encode())
+
+
+def test_columns_of_two_kinds_are_a_question(tmp_path: Path) -> None:
+    files(tmp_path, "a.wav", "a.png")
+    path = listed(tmp_path, {"image": "a.png", "audio": "a.wav", "caption": "a dog"})
+    assert read(path, medium="sound")[0][0].image.name.endswith("a.wav")
+    assert read(path, medium="image")[0][0].image.name.endswith("a.png")
+    assert read(path, image_column="audio")[0][0].medium == "sound"
+    with pytest.raises(ValueError, match=r"no clip column was recognised. The columns are: image, audio, caption"):
+        read(path, medium="clip")
+
+
+def test_parts_of_files_and_lists_of_frames_are_media_of_their_own(folder: Path) -> None:
+    files(folder, "a.mp4")
+    rows = [{"video": "a.mp4", "start": 0.5, "end": 2, "caption": "a"}, {"video": "a.mp4", "end": 1, "caption": "b"}]
+    parts = [("a.mp4#0.5-2", (0.5, 2)), ("a.mp4#-1", (None, 1))]
+    assert [(record.id, record.cut) for record in read(listed(folder, *rows))[0]] == parts
+    table = write(folder / "rows.csv", "video,start,end,caption\na.mp4,0.5,2,a\na.mp4,,,b\n")
+    parts = [("a.mp4#0.5-2.0", (0.5, 2.0)), ("a.mp4", (None, None))]  # type: ignore[list-item]
+    assert [(record.id, record.cut) for record in read(table)[0]] == parts
+    row = {"frames": ["a.jpg", "b.jpg"], "times": [0, 1.5], "caption": "a jump"}
+    [record], _ = read(listed(folder, {**row, "moments": [{"span": [0, 1]}]}))
+    assert isinstance(record.image, FramesImage)
+    assert (record.image.times, record.moments) == ((0, 1.5), [{"span": [0, 1]}])
+    assert content(record) == b"bytes of a.jpgbytes of b.jpg"
+    Dataset.from_dict({name: [value] for name, value in row.items()}).to_parquet(folder / "a.parquet")
+    assert read(folder / "a.parquet")[0][0].image == record.image
+    frames = [["a.jpg", "b.jpg"], ["a.jpg", "c.jpg"], ["a.jpg", "b.jpg"], ["b.jpg"]]  # two begin with the same picture
+    found = [each.id for each in read(listed(folder, *({"video": each, "caption": "a"} for each in frames)))[0]]
+    assert (found[0], found[2], found[3]) == ("a.jpg", "a.jpg", "b.jpg")
+    assert str(found[1]).startswith("a.jpg#")
+
+
+SRT = "1\n00:00:01,000 --> 00:00:02,500\n<i>Hello</i>\nthere\n\n2\n00:00:03,000 --> 00:00:04,000\nGood bye\n"
+VTT = "WEBVTT\n\n00:01.000 --> 00:02.500 align:start\nHello there\n\n00:03.000 --> 00:04.000\nGood bye\n"
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.srt", SRT), ("a.vtt", VTT), ("a.srt", SRT.replace("\n", "\r\n"))])
+def test_subtitles_are_moments(name: str, text: str, tmp_path: Path) -> None:
+    files(tmp_path, "a.mp4", "b.mp4")
+    (tmp_path / name).write_bytes(text.encode())
+    write(tmp_path / "b.txt", "a cat\na small cat\n")
+    [first, second], _ = read(tmp_path)
+    assert first.captions == ["Hello there Good bye"]
+    assert first.moments == [{"span": [1.0, 2.5], "phrase": "Hello there"}, {"span": [3.0, 4.0], "phrase": "Good bye"}]
+    assert (second.captions, second.moments) == (["a cat", "a small cat"], None)
+
+
+@pytest.mark.parametrize("text", ["1" * 40_000, "00:00:01,000 --> 00:00:02,000 " * 8_000], ids=["digits", "a line"])
+def test_subtitles_take_time_by_their_size(text: str) -> None:
+    began = time.process_time()
+    assert read_cues(text) == []
+    assert time.process_time() - began < 20  # CPU seconds; by squares it would be minutes
+
+
+# -- tars ---------------------------------------------------------------------------------------------------------------
+
+
+def pair(key: str, suffix: str = "jpg", data: bytes = b"medium", **values: Any) -> list[Member]:
+    described = [(f"{key}.json", json.dumps(values).encode())] if values else []
+    return [(f"{key}.{suffix}", data), *described, (f"{key}.txt", f"caption of {key}".encode())]
+
+
+@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_members_of_one_key_are_one_sample(tmp_path: Path, kind: int) -> None:
+    long = "/".join(["folder"] * 20)
+    mac = [(f"./._{name}", b"\0\5\x16\7" + bytes(80)) for name, _ in pair("000")]  # macOS puts these beside files
+    path = write_tar(
+        tmp_path / "s-0.tar", [*mac, *pair("000"), *pair("a/b"), *pair(f"{long}/ảnh" if kind else "img")], kind
+    )
+    good, bad = read(path)
+    assert (len(good), bad) == (3, [])
+    assert [(record.id, record.captions, content(record)) for record in good][:2] == [
+        ("s-0/000", ["caption of 000"], b"medium"), ("s-0/a/b", ["caption of a/b"], b"medium")
+    ]  # fmt: skip
+    assert good[0].where == "s-0.tar, member 000"
+
+
+def test_captions_come_from_text_then_json_then_the_class(tmp_path: Path) -> None:
+    described = json.dumps({"text": ["one", "zwei"], "split": "val", "regions": [1], "negatives": ["x"]}).encode()
+    members = [
+        *(("0.png", b"x"), ("0.json", described)),
+        *(("1.png", b"x"), ("1.json", described), ("1.txt", b"\xef\xbb\xbfplain")),
+        *(("2.png", b"x"), ("2.cls", b"1\n")),
+        *(("3.json", json.dumps({"url": "https://a.example/b.jpg", "caption": "a"}).encode()),),
+    ]
+    path = write_tar(tmp_path / "s.tar", members)
+    names = write(tmp_path / "names.txt", "goldfish\ngreat_white_shark, white shark\n")
+    good, bad = read(path, classes=str(names), templates=("a {}.", "{}"))
+    captions = [["one", "zwei"], ["plain"], ["a great white shark.", "great white shark"]]
+    assert [record.captions for record in good] == captions
+    assert (good[0].split, good[0].regions, good[0].negatives) == ("validation", [1], ["x"])
+    assert [row.fault.reason for row in bad] == ["incomplete_sample"]
+    good, _ = read(path, PathArguments(allow_download=True), classes=str(names))
+    assert good[3].image == UrlImage("https://a.example/b.jpg")
+    assert not isinstance(good[3], BadRow)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "medium"), [("flac", "sound"), ("MP3", "sound"), ("mp4", "clip"), ("webm", "clip"), ("gif", "image")]
+)
+def test_the_members_say_the_medium(suffix: str, medium: str, tmp_path: Path) -> None:
+    [record], bad = read(write_tar(tmp_path / "s.tar", [("0.txt", b"alone"), *pair("1", suffix)]))
+    assert (record.medium, record.id, record.captions) == (medium, "s/1", ["caption of 1"])
+    assert (content(record), reasons(bad)) == (b"medium", [("s.tar, member 0", "incomplete_sample")])
+    assert bad[0].fault.detail == f"0 has no {medium} among its members (0.txt)"
+
+
+def test_samples_of_two_kinds_are_a_question(tmp_path: Path) -> None:
+    """As video2dataset writes them: a picture, and perhaps the sound, beside the video."""
+    both = [("0.jpg", b"picture"), *pair("0", "mp4", b"video"), ("1.m4a", b"sound"), *pair("1", "mp4", b"video")]
+    path = write_tar(tmp_path / "s.tar", both)
+    with pytest.raises(ValueError, match=r"its samples hold images and clips and sounds, such as .*s.tar, member 0.jpg and "
+        r".* Set ,medium=image or clip or sound"):  # fmt: skip
+        read(path)
+    for medium, contents in {"image": [b"picture"], "clip": [b"video"] * 2, "sound": [b"video", b"sound"]}.items():
+        assert [content(record) for record in read(path, medium=medium)[0]] == contents
+    moments = [{"span": [1, 2], "phrase": "a bark"}]
+    path = write_tar(
+        tmp_path / "p.tar", [*pair("0", "wav", start=0.5, end=2, moments=moments), *pair("1", "wav", end=1)]
+    )
+    assert [(record.id, record.cut, record.moments) for record in read(path)[0]] == [
+        ("p/0#0.5-2", (0.5, 2), moments), ("p/1#-1", (None, 1), None)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_large_extended_header_is_refused_before_it_is_searched(kind: bytes, tmp_path: Path) -> None:
+    """Python before 3.11.10 searches digits in quadratic time (CVE-2024-6232): a megabyte takes a quarter of an hour."""
+    head = tarfile.TarInfo("x")
+    head.type, head.size = kind, 1 << 20
+    held = head.tobuf(tarfile.USTAR_FORMAT) + b"1" * head.size
+    (tmp_path / "a.tar").write_bytes(held + tarfile.TarInfo("a.txt").tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
+    began = time.process_time()
+    [sample] = read_shard(str(tmp_path / "a.tar"))
+    assert time.process_time() - began < 20
+    assert "an extended header has 1,048,576 bytes" in str(sample.fault)
+
+
+@pytest.mark.parametrize("first", ["jpg", "txt"])
+def test_a_cut_leaves_out_the_sample_that_it_goes_through_alone(tmp_path: Path, first: str) -> None:
+    second = {"jpg": "txt", "txt": "jpg"}[first]
+    members = [(f"{key}.{kind}", key.encode() * 900) for key in "abc" for kind in (first, second)]
+    whole = Path(write_tar(tmp_path / "whole.tar", members, tarfile.USTAR_FORMAT)).read_bytes()
+    each = 512 + 1024  # bytes of a header and of a content
+    for at, known in ((4 * each + 600, "ab"), (5 * each + 600, "ab"), (4 * each + 300, "a"), (3 * each + 600, "a")):
+        (tmp_path / "cut.tar").write_bytes(whole[:at])
+        *found, last = read_shard(str(tmp_path / "cut.tar"))
+        assert ([sample.key for sample in found], last.key) == (list(known), "")
+        assert f"{len(known)} whole samples come before" in str(last.fault)
+
+
+@pytest.mark.parametrize(
+    ("join", "keys", "bad"),
+    [
+        (lambda a, b: a + bytes(512 * 7) + b, ["a", "b", "c", "d"], []),
+        (lambda a, b: a + b[:700], ["a", "b"], ["truncated_archive"]),
+        (lambda a, b: a + b"garbage" * 100, ["a", "b"], ["truncated_archive"]),
+        (lambda a, b: gzip.compress(a), [], ["compressed_archive"]),
+    ],
+)
+def test_archives_that_follow_each_other_in_a_file_are_all_read(
+    join: Callable[[bytes, bytes], bytes], keys: list[str], bad: list[str], tmp_path: Path
+) -> None:
+    ab, cd = (
+        Path(write_tar(tmp_path / f"{keys}.tar", [member for key in keys for member in pair(key, "png", grey(1))]))
+        for keys in ("ab", "cd")
+    )
+    (tmp_path / "both.tar").write_bytes(join(ab.read_bytes(), cd.read_bytes()))
+    good, found = read(tmp_path / "both.tar")
+    assert [(record.where.rpartition(" ")[2], content(record)) for record in good] == [(key, grey(1)) for key in keys]
+    assert [row.fault.reason for row in found] == bad
+    if not bad:  # a stream reads the same rows, from any on
+        path = str(tmp_path / "both.tar")
+        assert [isinstance(row, dict) for row in rows_from(path, 3, Source(path, medium="image"))] == [True]
+
+
+@pytest.mark.parametrize("pattern", ["{a,b}/*.tar", "a/0.tar {a,b}/{0..1}.tar", "a/[5-9].tar", "a/{0..3}.tar"])
+def test_a_pattern_that_finds_less_than_it_says_is_refused(pattern: str, tmp_path: Path) -> None:
+    put("a/0.tar", "a/1.tar")(tmp_path)
+    with pytest.raises(ValueError, match="there is no "):
+        read(tmp_path / pattern.rpartition(" ")[2], format="webdataset")
+    assert len(read(tmp_path / "a/{0..1}.tar")[0]) == 2
+    put("train/0.tar", "Training/0.tar")(tmp_path / "splits")
+    for path in (tmp_path / "splits", tmp_path / "splits/{train,Training}/0.tar"):
+        assert {record.id for record in read(path)[0]} == {"train/0/a", "Training/0/a"}

@@ -40,8 +40,8 @@ from mm_utils.data.media.medium import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import build_model
-from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.processor import load_processor
+from mm_utils.model.stock import to_dual_encoder
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.memory import peak_bytes
 

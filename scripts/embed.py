@@ -24,8 +24,7 @@ from mm_utils.arguments import arg, launch_command, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import EvaluatedDataArguments
-from mm_utils.model.build import load_model
-from mm_utils.model.checks import check_model
+from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.search.index import SKIPPED

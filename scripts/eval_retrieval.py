@@ -38,8 +38,7 @@ from mm_utils.data.pairs import load_benchmark, load_split
 from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn, parse_weights
-from mm_utils.model.build import load_model
-from mm_utils.model.checks import check_model
+from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.grounding.evaluation import of_split
 from mm_utils.run.results import record_retrieval, report_retrieval

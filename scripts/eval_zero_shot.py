@@ -39,8 +39,7 @@ from mm_utils.finetuning.zero_shot import (
     load_labelled,
     report_classes_of,
 )
-from mm_utils.model.build import load_model
-from mm_utils.model.checks import check_model
+from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.reports.model_card import EvaluatedData, data_names
 from mm_utils.run.results import record_zero_shot

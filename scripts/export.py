@@ -30,8 +30,7 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export_open_clip, written
 from mm_utils.export.graphs import check_packages, head_weights
-from mm_utils.model.build import load_model
-from mm_utils.model.checks import check_model
+from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.start import run_script, set_up_logging
 

@@ -29,8 +29,7 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.mining import MiningArguments, mine, write_mined
-from mm_utils.model.build import load_model
-from mm_utils.model.checks import check_model
+from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.start import make_accelerator, run_script
 

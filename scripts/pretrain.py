@@ -39,8 +39,7 @@ from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.evaluation.train_recall import train_recall, validation_evaluator
-from mm_utils.model.build import build_model
-from mm_utils.model.checks import check_positions
+from mm_utils.model.build import build_model, check_positions
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective
 from mm_utils.run import flags

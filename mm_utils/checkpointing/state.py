@@ -27,9 +27,8 @@ from mm_utils.checkpointing.files import STATE_FILE, SUMS_FILE
 from mm_utils.distributed import RunError, full_tensor, on_first, shard_like
 from mm_utils.files import readable
 from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
-from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
-from mm_utils.model.stock import stock_processor
+from mm_utils.model.stock import stock_processor, to_dual_encoder
 from mm_utils.objectives.joint import Objective
 from mm_utils.text import without_secrets
 

@@ -112,7 +112,6 @@ def switch_off_dropout(model: FusionDualEncoderModel) -> None:
     Raises:
         ValueError: if a backbone still draws random numbers in training.
     """
-    found = {}
     for name, tower in (("vision", model.vision_model), ("text", model.text_model)):
         highest = 0.0
         for module in tower.modules():
@@ -124,17 +123,12 @@ def switch_off_dropout(model: FusionDualEncoderModel) -> None:
                     setattr(module.config, field, None)
             highest = max(highest, _zero(module))
         if highest:
-            found[name] = highest
+            logger.info("The %s backbone trains without its own dropout (%g)", name, highest)
         if not _repeats_in_training(tower, name):
             raise ValueError(
                 f"a {tower.config.model_type} draws random numbers in training although its dropout is off. Choose another "
                 "backbone."
             )
-    if found:
-        logger.info(
-            "Backbones train without their own dropout (%s)",
-            ", ".join(f"{name} {share:g}" for name, share in found.items()),
-        )
 
 
 def _zero(holder: object) -> float:
@@ -184,11 +178,7 @@ class LoraArguments:
 
 
 def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
-    """Freeze the towers that are trained; add adapters to attention's linear layers.
-
-    Raises:
-        ValueError: if peft is not installed, a tower has no attention, or all are frozen.
-    """
+    """Freeze the towers that are trained; add adapters to attention's linear layers. ValueError if there is nothing to adapt."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -245,12 +235,10 @@ def save_adapters(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 @torch.no_grad()
 def load_weights(model: FusionDualEncoderModel, folder: Path) -> None:
-    """Load the weights of a checkpoint on all ranks.
-
-    A model with adapters keeps the weights under them, and loads the adapters instead.
+    """Load the weights of a checkpoint on all ranks; a model with adapters keeps the weights under them, and loads these.
 
     Raises:
-        ValueError: if the model has adapters and the checkpoint has none, or the checkpoint is of another model.
+        ValueError: if the checkpoint has no adapters and the model has, or it is of another model.
     """
     stored = dict(type(model).from_pretrained(folder, use_safetensors=True).state_dict())
     own = model.state_dict()
@@ -299,11 +287,7 @@ class WeightAverage:
             value.copy_(self.values[name])
 
     def load(self, folder: Path) -> None:
-        """Load the average from a checkpoint; called on all ranks.
-
-        Raises:
-            ValueError: if the checkpoint was written without an average.
-        """
+        """Load the average from a checkpoint, on all ranks; ValueError if it was written without one."""
         if not (folder / self.file).is_file():
             raise ValueError(
                 f"{folder} holds no {self.file}; it was written without --ema_decay. Resume without it, too."

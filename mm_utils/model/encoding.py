@@ -87,14 +87,10 @@ def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
     return groups
 
 
-def padded_tokens(lengths: Sequence[int], groups: Sequence[range]) -> int:
-    """Count the tokens that are computed for groups of captions of these lengths."""
-    return sum(len(group) * max(lengths[group.start : group.stop], default=0) for group in groups)
-
-
 def computed_tokens(lengths: Sequence[int], device_type: str) -> int:
-    """Count the tokens that `encode_in_groups` computes."""
-    return padded_tokens(lengths, length_groups(lengths, device_type))
+    """Count the tokens that `encode_in_groups` computes of captions of these lengths."""
+    groups = length_groups(lengths, device_type)
+    return sum(len(group) * max(lengths[group.start : group.stop], default=0) for group in groups)
 
 
 def encode_in_groups(

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 MOST_SPECIAL_TOKENS = 8  # class and register tokens in front of a vision transformer's patches
 KeysValues = tuple[Tensor, ...]
-"""The image side of the fusion head for B images, one tensor per block with the image as dimension 1: keys and values
-`[2, B, heads, N, D / heads]`."""
+"""The image side of the fusion head for B images: keys and values of each block, `[2, B, heads, N, D / heads]`."""
 
 
 def on_gpu(values: Tensor) -> bool:
@@ -153,10 +152,7 @@ class FusionLayer(nn.Module):
 
 
 class TextBridge(nn.Module):
-    """Layers of the text tower, mixed by learned weights and projected.
-
-    This is ManagerTower's static manager (arXiv 2306.00103).
-    """
+    """Layers of the text tower, mixed by learned weights and projected: ManagerTower's static manager (arXiv 2306.00103)."""
 
     def __init__(self, width: int, taps: int, dim: int):
         super().__init__()

@@ -96,8 +96,7 @@ def probe(backbone: Any, tower: str) -> ModelOutput:
     """Run the backbone on `probe_input` in evaluation mode.
 
     Raises:
-        ValueError: if it cannot run, as on images smaller than its patches, returns no hidden states, or its output is another in
-            a second run, or in a batch with other rows.
+        ValueError: if it cannot run, returns no hidden states, or other outputs in a second run or among other rows.
     """
     was_training = backbone.training
     inputs, name = probe_input(backbone, tower), type(backbone).__name__
@@ -121,10 +120,10 @@ def probe(backbone: Any, tower: str) -> ModelOutput:
         raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")
     one, again, row = (output["last_hidden_state"] for output in (first, second, among))
     if not _close(one, again):
-        why = "it draws random numbers. Choose another backbone."
-        if backbone.config.model_type == "vit_mae":
-            why = "it hides random patches. Load its weights as a ViTModel, with model_type vit."
-        raise ValueError(f"{name} returns other outputs for the same input each time, in evaluation too: {why}")
+        raise ValueError(
+            f"{name} returns other outputs for the same input each time, in evaluation too: it draws random numbers. Choose "
+            "another backbone; of a ViT-MAE, load the weights as a ViTModel."
+        )
     row = row[:1] if tower == "vision" else row[:1, : one.shape[1]]
     if len(among["last_hidden_state"]) != 2 or not _close(one, row):
         why = "an image's output depends on the other images" if tower == "vision" else "a text's depends on padding"

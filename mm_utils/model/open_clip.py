@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, ProcessorMixin
 
 from mm_utils.data.media.medium import image_geometry
-from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.pretrained import explained
+from mm_utils.model.stock import to_dual_encoder
 from mm_utils.stored import key_of, stamp, stored
 
 CONFIG = "open_clip_config.json"
@@ -47,45 +47,33 @@ _PARTS = {
     "mlp.c_fc": "mlp.fc1",
     "mlp.c_proj": "mlp.fc2",
 }
-_READ = {
-    "vision_cfg": {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"},
-    "text_cfg": {
+_READ = {  # the fields that a CLIP has, too, and those that change nothing here
+    *(
+        "layers",
+        "width",
+        "head_width",
+        "heads",
+        "mlp_ratio",
+        "patch_size",
+        "image_size",
         "context_length",
         "vocab_size",
-        "width",
-        "heads",
-        "layers",
-        "mlp_ratio",
-        "pool_type",
-        "eos_id",
-        "pad_id",
-    },
+    ),
+    *("pool_type", "eos_id", "pad_id", "patch_dropout", "output_tokens", "hf_tokenizer_name", "tokenizer_kwargs"),
+    *("tokenizer_mode", "timm_model_pretrained"),
 }
-_UNREAD = {
-    "patch_dropout",
-    "output_tokens",
-    "hf_tokenizer_name",
-    "tokenizer_kwargs",
-    "tokenizer_mode",
-    "timm_model_pretrained",
-}
-_DEFAULTS = {"pool_type": "tok", "proj_type": "linear", "pos_embed_type": "learnable", "block_type": "default"}
+_DEFAULTS = {"proj_type": "linear", "pos_embed_type": "learnable", "block_type": "default"}
 
 
 def opened(name: str) -> str:
-    """Return the folder of a model in the format of transformers; one of open_clip's is converted once."""
-    folder = Path(name)
-    of_open_clip = (folder / "open_clip_config.json").is_file() and not (folder / "config.json").is_file()
-    return as_transformers(name) if of_open_clip else name
-
-
-def as_transformers(name: str) -> str:
-    """Return the folder of the `CLIPModel` with a model's weights, made once.
+    """Return the folder of a model in the format of transformers; one of open_clip's is converted once.
 
     Raises:
-        ValueError: if it has other towers, no safetensors, or no tokenizer.
+        ValueError: if it has other towers than a CLIP, no safetensors, or no tokenizer.
     """
     folder = Path(name)
+    if not (folder / CONFIG).is_file() or (folder / "config.json").is_file():
+        return name
     weights = next((folder / each for each in WEIGHTS if (folder / each).is_file()), None)
     if weights is None:
         raise ValueError(
@@ -115,24 +103,18 @@ def _convert(place: Path, folder: Path, content: dict[str, Any], file: Path) -> 
 
 
 def _config(name: str, given: dict[str, Any]) -> CLIPConfig:
-    """Return CLIP's configuration.
-
-    Raises:
-        ValueError: if the towers are others.
-    """
+    """Return CLIP's configuration; ValueError if the towers are others."""
     vision, text = given["vision_cfg"], given["text_cfg"]
     for part, values in (("vision_cfg", vision), ("text_cfg", text)):
         for field, value in values.items():
-            usual = value in (None, False, _DEFAULTS.get(field)) or field in (_READ[part] | _UNREAD)
+            usual = value in (None, False, _DEFAULTS.get(field)) or field in _READ
             if not usual or (field == "layers" and not isinstance(value, int)):
                 raise ValueError(
                     f"{name} is in open_clip's format, and its {part} has {field} {value}; read are its own vision and text "
                     "transformers. Look for the same model in transformers' format."
                 )
     if text.get("pool_type", "argmax") not in ("argmax", "eos") or vision.get("pool_type", "tok") != "tok":
-        raise ValueError(
-            f"{name} is in open_clip's format, and pools its texts by {text.get('pool_type')}; read is CLIP's."
-        )
+        raise ValueError(f"{name} is in open_clip's format, and pools otherwise than CLIP. Look for another model.")
     act = "quick_gelu" if given.get("quick_gelu") else "gelu"
     wide, narrow = vision.get("width", 768), text.get("width", 512)
     return CLIPConfig(
@@ -184,11 +166,7 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: ProcessorMixin) -> None:
-    """Write a model for `open_clip.create_model_from_pretrained("local-dir:...")`.
-
-    Raises:
-        ValueError: if its towers are not CLIP's.
-    """
+    """Write a model for `open_clip.create_model_from_pretrained("local-dir:...")`; ValueError if its towers are not CLIP's."""
     stock: Any = to_dual_encoder(model) if model.config.dual_encoder_type == "clip" else None
     vision, text = (getattr(model.config, f"{side}_config") for side in ("vision", "text"))
     if stock is None or vision.hidden_act != text.hidden_act or vision.hidden_act not in ("gelu", "quick_gelu"):
@@ -223,11 +201,9 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
             ),  # not CLIP's own, which open_clip carries
         },
     }
-    content = {
-        "model_cfg": config,
-        "preprocess_cfg": {"mean": mean, "std": std, "interpolation": "bicubic", "resize_mode": "shortest"},
-    }
-    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    seen = {"mean": mean, "std": std, "interpolation": "bicubic", "resize_mode": "shortest"}
+    content = json.dumps({"model_cfg": config, "preprocess_cfg": seen}, indent=2)
+    (folder / CONFIG).write_text(content + "\n", encoding="utf-8")
     save_file(_back(stock.state_dict()), folder / WEIGHTS[0])
     processor.tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
 

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ViTConfig,
+)
 
 from mm_utils.model.join import probe_input
 from mm_utils.places import missing, use_cache_without_network
@@ -96,6 +104,30 @@ def _split_missing(model: PreTrainedModel, tower: str, missing: Sequence[str]) -
             found = torch.autograd.grad(value.sum(), list(weights.values()), retain_graph=True, allow_unused=True)
         reached.append([name for name, gradient in zip(weights, found, strict=True) if gradient is not None])
     return reached[0], [name for name in reached[1] if name not in reached[0]]
+
+
+def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Let a tokenizer pad, with its last token if need be, return masks, and take special tokens for text; return it.
+
+    Raises:
+        ValueError: if it has no words, which is how some classes load from a folder without a tokenizer.
+    """
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ValueError("its tokenizer has no words")
+    if tokenizer.model_max_length < 1:
+        raise ValueError(f"its tokenizer reads texts of {tokenizer.model_max_length} tokens, its model_max_length")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if "attention_mask" not in tokenizer.model_input_names:
+        set_outputs(tokenizer, [*tokenizer.model_input_names, "attention_mask"])
+    if tokenizer.is_fast:  # the first is saved, for pipelines and others that open the folder
+        tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
+    return tokenizer
+
+
+def set_outputs(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> None:
+    """Set what a tokenizer returns, now and where it is saved."""
+    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names
 
 
 def check_words(what: str, tokenizer: Any, words: int) -> None:

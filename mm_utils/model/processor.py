@@ -36,7 +36,7 @@ from transformers import (
 from mm_utils.data.media.medium import MOST_SECONDS
 from mm_utils.model.arguments import ModelArguments, check_reads, vision_preset
 from mm_utils.model.open_clip import opened
-from mm_utils.model.pretrained import check_words, explained, load_config
+from mm_utils.model.pretrained import check_words, complete, explained, load_config
 from mm_utils.stored import key_of, stored, version_of
 from mm_utils.text import one_line
 
@@ -288,30 +288,6 @@ def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedToken
         return complete(cached_tokenizer(captions, args.vocab_size))
     with explained(f"--text_model_name_or_path is {source}", source):
         return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code))
-
-
-def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Let a tokenizer pad, with its last token if need be, return masks, and take special tokens for text; return it.
-
-    Raises:
-        ValueError: if it has no words, which is how some classes load from a folder without a tokenizer.
-    """
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        raise ValueError("its tokenizer has no words")
-    if tokenizer.model_max_length < 1:
-        raise ValueError(f"its tokenizer reads texts of {tokenizer.model_max_length} tokens, its model_max_length")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if "attention_mask" not in tokenizer.model_input_names:
-        set_outputs(tokenizer, [*tokenizer.model_input_names, "attention_mask"])
-    if tokenizer.is_fast:  # the first is saved, for pipelines and others that open the folder
-        tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
-    return tokenizer
-
-
-def set_outputs(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> None:
-    """Set what a tokenizer returns, now and where it is saved."""
-    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names
 
 
 # -- WordPiece ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import struct
 import urllib.request
 import wave
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, pairwise
@@ -125,6 +125,7 @@ def decode(
     min_side: int | None = None,
     *,
     strict: bool = False,
+    fast: bool = False,
     most_pixels: int | None = None,
 ) -> tuple[Image.Image, tuple[int, int], tuple[str, ...]]:
     """Decode the image whose header is `read_header(content)`, by the rules above.
@@ -132,6 +133,7 @@ def decode(
     Args:
         min_side: a JPEG may be decoded at half, quarter or eighth scale whose shorter side is at least this.
         strict: refuse a JPEG with inner damage that decoders skip over. Needs simplejpeg; ignored without it.
+        fast: decode a plain JPEG by simplejpeg, where installed: 0.64 ms for 344 x 258 pixels, and 0.85 ms by Pillow.
         most_pixels: refuse more, at the scale of decoding, before any is decoded.
 
     Returns:
@@ -142,16 +144,18 @@ def decode(
         Exception: what the decoder raises at a damaged file, among others struct.error and RuntimeError.
     """
     width, height = header.size
-    draft(header, min_side)
+    _draft(header, min_side)
     if most_pixels is not None and header.width * header.height > most_pixels:
         text = f"it has {width:,} x {height:,} pixels, {most_pixels:,} are the most; prepare_data can shrink it once"
         raise UnreadableError(text, "too_many_pixels")
     if header.format == "PNG":
         header.load()  # here, as reading the EXIF block of a PNG decodes it, and hides its damage
-    orientation, notes = orientation_of(header), []
+    orientation, notes = _orientation_of(header), []
     if getattr(header, "is_animated", False):
         notes.append("multi_page_first" if header.format in ("TIFF", "MPO") else "animated_first_frame")
-    array = plain_jpeg(header, content, (width, height)) if strict else None
+    array = None
+    with nullcontext() if strict else suppress(ValueError):
+        array = _plain_jpeg(header, content, (width, height)) if strict or fast else None
     if array is None:
         header.load()
     image = _flatten(header if array is None else Image.fromarray(array), notes)
@@ -166,7 +170,7 @@ def decode(
     return image, (width, height), tuple(notes)
 
 
-def orientation_of(header: Image.Image) -> int:
+def _orientation_of(header: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8; a garbled EXIF block counts as none."""
     try:
         value = header.getexif().get(ExifTags.Base.Orientation, 1)
@@ -175,14 +179,14 @@ def orientation_of(header: Image.Image) -> int:
     return value if value in range(1, 9) else 1
 
 
-def draft(header: Image.Image, min_side: int | None) -> None:
+def _draft(header: Image.Image, min_side: int | None) -> None:
     """Ask for a reduced decode of a JPEG; `draft` keeps both sides at least as large as asked."""
     shorter = min(header.size)
     if min_side is not None and min_side < shorter:
         header.draft("RGB", (header.width * min_side // shorter, header.height * min_side // shorter))
 
 
-def plain_jpeg(header: Image.Image, content: bytes, size: tuple[int, int]) -> np.ndarray | None:
+def _plain_jpeg(header: Image.Image, content: bytes, size: tuple[int, int]) -> np.ndarray | None:
     """Decode a colour JPEG of `size` at the scale of `header` by simplejpeg, to Pillow's pixels `[H, W, 3]`; None of other files.
 
     Raises ValueError also at inner damage that Pillow skips over.

@@ -40,11 +40,7 @@ class LogMel(ABC):
 
     @staticmethod
     def of(feature_extractor: Any) -> "LogMel":
-        """Return what computes the same as a feature extractor of transformers.
-
-        Raises:
-            ValueError: if that is not one of those that are known, or it is set in a way that is not.
-        """
+        """Return what computes the same as a feature extractor of transformers; ValueError if that or its settings are not known."""
         name = type(feature_extractor).__name__
         if name not in SOUND_INPUTS:
             raise ValueError(f"the feature extractor is a {name}; known are {', '.join(SOUND_INPUTS)}.")
@@ -52,10 +48,7 @@ class LogMel(ABC):
 
     @torch.no_grad()
     def __call__(self, waveforms: Tensor) -> Tensor:
-        """Return the tower's input, float32, on the device of the waveforms.
-
-        Its shape: AST `[B, frames, mel]`, CLAP `[B, 1, frames, mel]`, Whisper `[B, mel, frames]`, raw `[B, samples]`.
-        """
+        """Return the tower's input, float32: AST `[B, frames, mel]`, CLAP `[B, 1, frames, mel]`, Whisper `[B, mel, frames]`, raw."""
         precision = torch.float32 if waveforms.device.type == "mps" else torch.float64
         self.constants = tuple(each.to(waveforms.device, precision) for each in self.constants)
         parts = waveforms.split(max(1, _MAX_SAMPLES // (self.samples or waveforms.shape[1])))
@@ -140,17 +133,11 @@ class Ast(LogMel):
 
     def __init__(self, extractor: ASTFeatureExtractor) -> None:
         super().__init__(extractor)
-        window: Any = getattr(extractor, "window", None)
-        filters: Any = getattr(extractor, "mel_filters", None)
-        if filters is None:  # torchaudio is installed: the extractor calls it, and it computes the same at this rate
-            if self.rate != 16000:
-                raise ValueError(
-                    f"the feature extractor has a sampling_rate of {self.rate}; with torchaudio, set 16000."
-                )
-            bins, mel = self.fft // 2 + 1, extractor.num_mel_bins
-            filters = mel_filter_bank(bins, mel, 20, self.rate // 2, self.rate, None, "kaldi", True)
-            window = torch.hann_window(400, periodic=False, dtype=torch.float64)
-        self.constants = (torch.as_tensor(window), torch.as_tensor(filters))
+        # Where torchaudio is installed, the extractor has neither window nor filters.
+        window = torch.hann_window(400, periodic=False, dtype=torch.float64)
+        bins, mel = self.fft // 2 + 1, extractor.num_mel_bins
+        filters = mel_filter_bank(bins, mel, 20, self.rate // 2, self.rate, None, "kaldi", True)
+        self.constants = (window, torch.as_tensor(filters))
         self.frames = extractor.max_length
         if getattr(extractor, "pads_frames", not hasattr(extractor, "window_seconds")):
             self.after_end = -32768

@@ -1,18 +1,18 @@
-"""Read dual encoders of `transformers`, and write their processors: CLIP, Chinese CLIP, SigLIP, Siglip2, CLAP."""
+"""Read and write dual encoders of `transformers`: CLIP, Chinese CLIP, SigLIP, Siglip2, CLAP; a run's folder `dual_encoder/`."""
 
 import copy
 import logging
+import math
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModel, AutoTokenizer, ProcessorMixin, Siglip2ImageProcessor
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, ProcessorMixin, Siglip2ImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from mm_utils.model.join import join_backbones
+from mm_utils.model.join import has_bert_pooler, join_backbones, probe
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, UNPROJECTED, FusionDualEncoderModel
-from mm_utils.model.pretrained import explained
-from mm_utils.model.processor import complete, set_outputs
+from mm_utils.model.pretrained import complete, explained, set_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -116,3 +116,108 @@ def stock_processor(
         )
     processor_class: Any = PROCESSOR_MAPPING[type(config)]
     return processor_class(images, tokenizer)
+
+
+# -- written --------------------------------------------------------------------------------------------------------------
+
+
+def to_dual_encoder(model: FusionDualEncoderModel) -> PreTrainedModel:
+    """Return a stock model of `config.dual_encoder_type` with the same logits, which shares the model's tensors.
+
+    For `VisionTextDualEncoderModel`, a vision config without `hidden_size` (ConvNeXt, MobileNet) gets one, which is all
+    that the stock class lacks. That class pools texts by the pooler, so a mean becomes one more layer of the text tower
+    (`_mean_as_layer`), if the tower has BERT's layers.
+
+    Raises:
+        ValueError: if the stock class cannot express this model, with the reason.
+    """
+    kind, weights = model.config.dual_encoder_type, dict(model.state_dict())
+    if model.config.projection != "linear":
+        raise ValueError(
+            f"the stock class has linear projections, and this model --projection {model.config.projection}"
+        )
+    if model.config.medium != "image" and kind != "clap":
+        raise ValueError(f"the stock class reads images, and this model {model.config.medium}s")
+    if kind == "clap" and not hasattr(model.config.text_config, "projection_hidden_act"):
+        raise ValueError("the stock class has CLAP's own text tower, and this model another")
+    configs = {
+        "vision_config": model.vision_model.config.to_dict(),
+        "text_config": model.text_model.config.to_dict(),
+    }
+    if kind == DUAL_ENCODERS[0]:
+        _fit_dual_encoder(model, weights, **configs)
+    if kind not in UNPROJECTED:
+        configs["projection_dim"] = model.config.projection_dim
+        configs["logit_scale_init_value"] = model.config.logit_scale_init_value
+    if kind == "clap":  # the names of sounds, and the temperature twice
+        configs["audio_config"] = configs.pop("vision_config")
+        configs["projection_hidden_act"] = model.config.text_config.projection_hidden_act
+        configs["logit_scale_init_value"] = math.exp(model.config.logit_scale_init_value)
+        weights |= {f"audio_{name.partition('_')[2]}": weights[name] for name in weights if name.startswith("vis")}
+        weights |= {f"logit_scale_{side}": model.logit_scale.detach().clone() for side in "at"}
+    stock = AutoModel.from_config(AutoConfig.for_model(kind, **configs))
+    weights.setdefault("logit_bias", torch.zeros_like(model.logit_scale))
+    stock.load_state_dict({name: weights[name].view_as(v) for name, v in stock.state_dict().items()}, assign=True)
+    return stock.train(model.training)
+
+
+def _fit_dual_encoder(
+    model: FusionDualEncoderModel,
+    weights: dict[str, Tensor],
+    vision_config: dict[str, Any],
+    text_config: dict[str, Any],
+) -> None:
+    """Change weights and configs such that `VisionTextDualEncoderModel` takes them."""
+    vision = probe(model.vision_model, "vision")
+    if model.config.vision_pooling != "pooler" or vision["pooler_output"].dim() != 2:
+        raise ValueError("the stock class takes one pooled vector per image from the vision tower, and here is none")
+    vision_config["hidden_size"] = model.config.vision_pooled_width
+    if model.config.text_pooling != "pooler":
+        if model.config.text_pooling != "mean" or not has_bert_pooler(model.text_model):
+            raise ValueError("the stock class pools texts by a pooler, and this text tower has none")
+        weights |= _mean_as_layer(model)
+        text_config["num_hidden_layers"] += 1
+
+
+@torch.no_grad()
+def _mean_as_layer(model: FusionDualEncoderModel) -> dict[str, Tensor]:
+    """Return weights of a BERT layer, pooler and projection that compute the projected mean.
+
+    With queries and keys of zero, attention is uniform over the unmasked tokens, so the first token receives the values'
+    mean. The output matrix maps it to U P mean: P is the trained projection, and U an isometry into the vectors whose
+    entries sum to zero, which layer normalisation only scales. The factor `loud` drowns the residual, half of it by
+    shrinking the input of the layer, so that float16 does not overflow. The feed-forward part adds nothing, the pooler
+    stays where tanh is linear, and U transposed undoes U. The result is P mean up to its length, which the embedding
+    does not keep: equal within 1e-5 in fp32.
+    """
+    width, embed = model.config.text_width, model.config.projection_dim
+    if embed >= width:
+        raise ValueError("the stock class needs a projection narrower than the text tower, to pool by the mean")
+    loud, quiet = 1e3, 1e-3
+    trained: Any = model.text_projection.weight
+    projection = trained.double()
+    zero_sum = torch.eye(width, dtype=torch.double, device=projection.device) - 1 / width
+    isometry = torch.linalg.qr(zero_sum[:, :embed])[0]  # columns: orthonormal, each summing to zero
+    eye = torch.eye(width)
+    encoder: Any = model.text_model.encoder
+    depth, before = len(encoder.layer), encoder.layer[-1].state_dict()
+    last = {
+        "attention.self.value.weight": loud * eye,
+        "attention.output.dense.weight": loud * isometry @ projection,
+        "attention.output.LayerNorm.weight": torch.ones(width),
+        "output.LayerNorm.weight": torch.ones(width),
+    }
+    if any(name not in before or before[name].shape != value.shape for name, value in last.items()):
+        raise ValueError("the stock class pools texts by a pooler, and this text tower's layers are not BERT's")
+    last = {name: torch.zeros_like(value) for name, value in before.items()} | last
+    weights = {
+        **{f"text_model.encoder.layer.{depth}.{name}": value for name, value in last.items()},
+        **{
+            f"text_model.encoder.layer.{depth - 1}.{name}": before[name] / loud
+            for name in ("output.LayerNorm.weight", "output.LayerNorm.bias")
+        },
+        "text_model.pooler.dense.weight": quiet * eye,
+        "text_model.pooler.dense.bias": torch.zeros(width),
+        "text_projection.weight": isometry.T.contiguous(),
+    }
+    return {name: value.to(trained) for name, value in weights.items()}

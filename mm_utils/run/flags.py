@@ -12,7 +12,7 @@ from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.checks import check_model
+from mm_utils.model.build import check_model
 from mm_utils.objectives.build import ObjectiveArguments, term_class
 from mm_utils.run.start import RunArguments
 from mm_utils.training.arguments import TrainingArguments

@@ -34,7 +34,7 @@ from mm_utils.data.batches.column_cache import SKIPPED, add_weights, image_diges
 from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
-from mm_utils.model.checks import has_no_head
+from mm_utils.model.build import has_no_head
 from mm_utils.model.encoding import length_groups
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.joint import Objective

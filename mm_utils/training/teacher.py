@@ -16,8 +16,7 @@ from mm_utils.data.batches.column_cache import column_digest, image_digest
 from mm_utils.data.batches.tokens import fingerprint, tokenizer_digest
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
-from mm_utils.model.build import load_model
-from mm_utils.model.checks import check_model
+from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import UnreadableError
 from mm_utils.objectives.contrastive import Distillation

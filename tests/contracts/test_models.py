@@ -21,7 +21,6 @@ from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.adapt import switch_off_dropout
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, freeze_unreached, load_model
-from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.encoding import encode_in_groups
 from mm_utils.model.image_size import resize
 from mm_utils.model.join import join_backbones
@@ -33,7 +32,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.processor import load_processor, load_processor_of
-from mm_utils.model.stock import stock_processor
+from mm_utils.model.stock import stock_processor, to_dual_encoder
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from tests.kit.models import LAYERS, TEXT, TOWERS, VISION, Batch, batch_for, build
 from tests.kit.stock_folders import (

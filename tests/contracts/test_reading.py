@@ -35,7 +35,6 @@ from transformers import (
     VisionTextDualEncoderProcessor,
 )
 
-from mm_utils.data import images
 from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
@@ -52,6 +51,7 @@ from mm_utils.data.media.medium import (
 )
 from mm_utils.data.media.pictures import animation, picture
 from mm_utils.data.media.riff import read_avi, read_wav, store_clip, write_avi, write_wav
+from mm_utils.model import reading
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import (
@@ -185,10 +185,10 @@ def test_stored_images_come_back() -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_pixels_equal_those_of_pillow(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if fast and images.simplejpeg is None:
+    if fast and reading.simplejpeg is None:
         pytest.skip("simplejpeg is not installed")
     if not fast:
-        monkeypatch.setattr(images, "simplejpeg", None)
+        monkeypatch.setattr(reading, "simplejpeg", None)
     small = draw(180, (100, 80))
     values = [stored(draw(w + h, (w, h)), "JPEG", quality=92) for w, h in ((344, 258), (640, 481), (1, 1), (17, 900))]
     values += [

@@ -47,9 +47,7 @@ from mm_utils.model import join
 from mm_utils.model import processor as processors
 from mm_utils.model.adapt import load_weights, multiply_patches, use_channels_last
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.build import build_model, load_model
-from mm_utils.model.checks import check_positions
-from mm_utils.model.dual_encoder import to_dual_encoder
+from mm_utils.model.build import build_model, check_positions, load_model
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.pretrained import load_tower
@@ -61,6 +59,7 @@ from mm_utils.model.processor import (
     train_tokenizer,
 )
 from mm_utils.model.reading import center_square
+from mm_utils.model.stock import to_dual_encoder
 from mm_utils.search.index import IndexInfo, check_same_model, model_fingerprint
 from scripts import pretrain
 from tests.kit.made_media import animation

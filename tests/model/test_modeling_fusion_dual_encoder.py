@@ -13,7 +13,6 @@ from torchvision.ops import roi_align
 from transformers import AutoConfig, AutoModel, VisionTextDualEncoderModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.fusion import LevelAdapter, split_grid
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import (
@@ -22,6 +21,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     input_shape,
     vision_tower,
 )
+from mm_utils.model.stock import to_dual_encoder
 from mm_utils.objectives.grounding.terms import cells_covered
 from tests.kit.models import LAYERS, TEXT, TOWERS, VISION, Batch, backbone, batch_for, build
 

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mm_utils.model.build import load_model
-from mm_utils.model.checks import check_model
+from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from scripts import export, pretrain
 from tests.kit.stock_folders import TEXTS, clip_tokenizer, noise, our_logits, write_stock

@@ -14,9 +14,9 @@ from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
-from mm_utils.model.dual_encoder import to_dual_encoder
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
+from mm_utils.model.stock import to_dual_encoder
 from tests.kit.awkward import TEXTS as AWKWARD
 
 TEXTS = ["a red square left of a blue circle", "two green stars", *(text for text in AWKWARD if len(text) < 99)]

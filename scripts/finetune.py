@@ -110,7 +110,7 @@ def main(
     measures: list[Evaluate] = [evaluator, *evaluators]
     context = RunContext(run, given, data, model, objective, measures, resume_from, callbacks=attached)
     context.final_evaluations = int("test" in data.splits)
-    context.start()
+    context.call("on_start")
     trainer = Trainer(
         run.args,
         optimizer_args,
@@ -119,14 +119,14 @@ def main(
         optimizer,
         data,
         context.evaluators,
-        all_callbacks(run, objective, data, attached),
+        all_callbacks(run, attached),
         flags=given.learnt,
     )
     context.metrics = trainer.train(resume_from, context.evaluates_start)
     context.choice = trainer.choice
 
     # 5. Finish, with the saved model: what callbacks save, the test split, pictures, model card, push.
-    context.finish()
+    context.call("on_finish")
     saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
     if "test" in data.splits:
         evaluator = ClassificationEvaluator(data.splits["test"])

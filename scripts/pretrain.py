@@ -109,8 +109,8 @@ def main(
         retrieval=retrieval,
         callbacks=attached,
     )
-    context.start()
-    optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, objective, data, attached)
+    context.call("on_start")
+    optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, attached)
     stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
     for stage in remaining(stages, resume_from):
         stage.freeze_others(objective)
@@ -132,7 +132,7 @@ def main(
             break
 
     # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
-    context.finish()
+    context.call("on_finish")
     finish_run(context, argv)
     return context.metrics
 

@@ -65,7 +65,7 @@ def finish_finetuning(
         seal_model(folder)
 
     distributed.on_first(write)
-    context.publish()
+    context.call("on_publish")
     if run.accelerator.is_main_process:
         logger.info("%s", "\n".join(_summary(context, model, task)))
     run.accelerator.end_training()

@@ -53,7 +53,7 @@ class RunContext:
         metrics: after training, those of the saved model.
         choice: after training, which weights are saved, and what chose them.
         published: lines of the summary: where callbacks have published the output folder.
-        passes: passes over training rows at the start: name, seconds, rows, and the most rows that a whole run takes.
+        passes: passes over training rows at the start: seconds, rows, and the most rows that a whole run takes.
         final_evaluations: how often callbacks evaluate after training.
         callbacks: what `attach` returned.
     """
@@ -71,25 +71,16 @@ class RunContext:
     metrics: dict[str, float] = field(default_factory=dict)
     choice: str = ""
     published: list[str] = field(default_factory=list)
-    passes: list[tuple[str, float, int, int]] = field(default_factory=list)
+    passes: list[tuple[float, int, int]] = field(default_factory=list)
     final_evaluations: int = 0
     callbacks: Sequence[TrainerCallback] = ()
 
-    def start(self) -> None:
-        """Call `on_start` of the callbacks, when data, model and objective exist."""
+    def __post_init__(self) -> None:
         self.evaluates_start = self.has_baseline
-        self._call("on_start", self.callbacks)
 
-    def finish(self) -> None:
-        """Call `on_finish` of the callbacks, when the model is saved."""
-        self._call("on_finish", self.callbacks[::-1])
-
-    def publish(self) -> None:
-        """Call `on_publish` of the callbacks, on all ranks, when the card is written."""
-        self._call("on_publish", self.callbacks[::-1])
-
-    def _call(self, event: str, callbacks: Sequence[TrainerCallback]) -> None:
-        for callback in callbacks:  # any may have these methods, not only a RunCallback
+    def call(self, event: str) -> None:
+        """Call a method of the callbacks, on all ranks: those of `RunCallback`, which any other callback may have, too."""
+        for callback in self.callbacks if event == "on_start" else self.callbacks[::-1]:
             if (method := getattr(callback, event, None)) is not None:
                 method(self)
 
@@ -97,22 +88,16 @@ class RunContext:
         """Return the metrics of all evaluators."""
         return in_turn(*self.evaluators)(model, loader, accelerator)
 
-    def timed_pass(self, name: str, rows: int, most: int, work: Callable[[], Any]) -> Any:
+    def timed_pass(self, rows: int, most: int, work: Callable[[], Any]) -> None:
         """Do `work`, which goes over `rows` training rows, and note how long that took."""
         begin = time.monotonic()
-        found = work()
-        self.passes.append((name, time.monotonic() - begin, rows, most))
-        return found
-
-
-def of_script(script: str) -> list[type[RunCallback]]:
-    """Return the callbacks that flags of a script ask for."""
-    return [kind for kind in KINDS if script in kind.scripts]
+        work()
+        self.passes.append((time.monotonic() - begin, rows, most))
 
 
 def flags_of_callbacks(script: str) -> list[type]:
-    """Return the dataclasses of their flags."""
-    return [kind.arguments for kind in of_script(script) if kind.arguments is not None]
+    """Return the dataclasses of the flags of the callbacks that are for a script."""
+    return [kind.arguments for kind in KINDS if script in kind.scripts and kind.arguments is not None]
 
 
 def attach(script: str, given: Parsed, others: Sequence[TrainerCallback] = ()) -> list[TrainerCallback]:
@@ -123,7 +108,7 @@ def attach(script: str, given: Parsed, others: Sequence[TrainerCallback] = ()) -
     """
     names = [name.strip() for name in (given["callbacks"] or "").split(",") if name.strip()]
     own = [load_own(name, "--callbacks", TrainerCallback)() for name in names]
-    kinds = of_script(script)
+    kinds = [kind for kind in KINDS if script in kind.scripts]
     wanted = [kind for kind in kinds if kind.flag is None or given.differs(kind.flag)]
     for kind in kinds:
         if kind not in wanted and not given.is_trial:  # which turns flags off behind the user's
@@ -139,20 +124,8 @@ def has_baseline(given: Parsed, data: TrainingData, callbacks: Sequence[TrainerC
     return whole or any(each.has_baseline(data) for each in ours)
 
 
-def all_callbacks(
-    run: Run,
-    objective: Objective,
-    data: TrainingData,
-    others: Iterable[TrainerCallback],
-) -> list[TrainerCallback]:
-    """Return the callbacks that every run has, and others; those that add values to the log come before the bar.
-
-    Args:
-        run: the started run.
-        objective: the objective that is trained.
-        data: the data that it is trained on.
-        others: those that are attached.
-    """
+def all_callbacks(run: Run, others: Iterable[TrainerCallback]) -> list[TrainerCallback]:
+    """Return the callbacks that every run has, and others; those that add values to the log come before the bar."""
     return [
         HangDetection(run.args.ddp_timeout),
         Throughput(run.accelerator.device),

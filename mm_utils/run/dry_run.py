@@ -22,7 +22,7 @@ from mm_utils.checkpointing.files import find_checkpoint, size_of
 from mm_utils.distributed import RunError
 from mm_utils.run import finish
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.output_folder import holds_run, misplaced
+from mm_utils.run.output_folder import misplaced, occupied
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.memory import available_bytes
@@ -55,7 +55,7 @@ def dry_run(
         ValueError, FloatingPointError: as the real run would raise them.
     """
     folder = Path(args.output_dir or f"outputs/{name}")
-    if problem := misplaced(folder, settings) or holds_run(folder, args.resume_from_checkpoint is not None):
+    if problem := misplaced(folder, settings) or occupied(folder, args.resume_from_checkpoint is not None):
         raise RunError(problem)
     find_checkpoint(args.resume_from_checkpoint, folder)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -75,22 +75,20 @@ def dry_run(
         if not probe.is_main_process:
             return {}
         figures = _forecast(args, settings.get("head_share") or 0.0, probe, scratch)
-    spent = {name: duration(figures[f"{name}_hours"]) for name in ("start", "training", "evaluation", "checkpoint")}
     logger.info(
         "The whole run, by this dry run:\n"
         f"  steps       {figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s\n"
         f"  speed       {figures['pairs_per_second']:.4g} pairs/s; the loader alone reaches {probe.loaded:.4g}\n"
-        f"  time        {duration(figures['hours'])}: before the first step {spent['start']}, training {spent['training']}, "
-        f"at most {figures['evaluations']} evaluations {spent['evaluation']}, checkpoints {spent['checkpoint']}\n"
+        f"  time        {duration(figures['hours'])}: training {duration(figures['training_hours'])}, at most "
+        f"{figures['evaluations']} evaluations, {figures['checkpoints']} checkpoints, and what comes before the first step\n"
         f"  memory      {figures['peak_memory_gib']:.2f} GiB a process; {figures['free_memory_gib']:.2f} GiB free\n"
-        f"  disk        checkpoints {figures['checkpoints_gb']:.3g} GB, model {figures['model_gb']:.3g} GB; "
-        f"{figures['free_disk_gb']:.4g} GB free\n"
+        f"  disk        {figures['disk_gb']:.3g} GB of checkpoints and model; {figures['free_disk_gb']:.4g} GB free\n"
         "The same command without --dry_run starts it."
     )
     if figures["peak_memory_gib"] > figures["free_memory_gib"]:
         logger.warning("The peak of memory is more than is free. Set --micro_batch_size auto.")
-    if figures["checkpoints_gb"] + figures["model_gb"] > figures["free_disk_gb"]:
-        logger.warning("The disk of %s has no room for the checkpoints. Make room.", existing)
+    if figures["disk_gb"] > figures["free_disk_gb"]:
+        logger.warning("The disk of %s has no room for that. Make room.", existing)
     return {f"dry_run_{name}": float(value) for name, value in figures.items()}
 
 
@@ -189,17 +187,13 @@ def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path
     checkpoint = find_checkpoint("latest", folder)
     checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
     growth = data.total_rows["validation"] / len(data.splits["validation"])
-    passes = (seconds * min(rows, most) / passed for _, seconds, passed, most in context.passes)
-    hours = {
-        "start_hours": sum(passes) / 3600,
-        "training_hours": args.batch_sizes.before(steps) / rate / 3600,
-        "evaluation_hours": evaluations * growth * probe.seconds["evaluation"] / 3600,
-        "checkpoint_hours": len(saved) * probe.seconds["checkpoint"] / 3600,
-    }
+    training = args.batch_sizes.before(steps) / rate
+    others = evaluations * growth * probe.seconds["evaluation"] + len(saved) * probe.seconds["checkpoint"]
+    before = sum(seconds * min(rows, most) / passed for seconds, passed, most in context.passes)
     return {
         **{"steps": steps, "evaluations": evaluations, "checkpoints": len(saved), "pairs_per_second": rate},
-        **{"hours": sum(hours.values()), **hours},
+        **{"hours": (before + training + others) / 3600, "training_hours": training / 3600},
         **{"peak_memory_gib": probe.logs["peak_memory_gib"], "free_memory_gib": probe.free_memory},
-        **{"checkpoints_gb": kept * checkpoint_bytes / 1e9, "model_gb": (size_of(folder) - checkpoint_bytes) / 1e9},
-        **{"free_disk_gb": shutil.disk_usage(folder).free / 1e9, "loss": probe.logs["loss"]},
+        "disk_gb": ((kept - 1) * checkpoint_bytes + size_of(folder)) / 1e9,
+        "free_disk_gb": shutil.disk_usage(folder).free / 1e9,
     }

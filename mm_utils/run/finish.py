@@ -160,10 +160,7 @@ def _retrieval_rows(
 
 
 def independent_queries(split: Embeddings | None, images: int, medium: str) -> tuple[str, int]:
-    """Return what the intervals of recalls count as a query, in words, and how many; 0 if there are too few for intervals.
-
-    Images with an equal caption are one, see `mm_utils.evaluation.embeddings.Keyed`.
-    """
+    """Return what the intervals of recalls count as a query, in words, and how many; 0 if there are too few for intervals."""
     groups = images if split is None else len(split.group_M.unique())
     if groups < min(images, FEW_GROUPS):
         return f"equal captions leave {groups} independent groups of {medium}s, too few for intervals", 0
@@ -206,9 +203,7 @@ def run_card(
 def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
     """Draw `training.png` and `retrieval.png`, write the card, let callbacks publish the folder, log a summary.
 
-    Args:
-        context: the run, after its last evaluation.
-        argv: the arguments that `main` was called with, None for those of the command line.
+    `argv` are the arguments that `main` was called with, None for those of the command line.
     """
     run, folder, evaluator = context.run, context.run.output_dir, context.retrieval
     assert evaluator is not None
@@ -221,20 +216,14 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
         seal_model(folder)
 
     distributed.on_first(write)
-    context.publish()
+    context.call("on_publish")
     if run.accelerator.is_main_process:
         logger.info("%s", "\n".join(_retrieval_summary(context)))
     run.accelerator.end_training()
 
 
 def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_path: Path) -> None:
-    """Draw what captions spread over the last split find, re-ranked if the head re-ranks.
-
-    Args:
-        rows: the split that was evaluated.
-        evaluator: its last evaluation.
-        out_path: the PNG to write.
-    """
+    """Draw what captions spread over the split that was evaluated last find, re-ranked if the head re-ranks."""
     split, ranks = evaluator.split, evaluator.directions["text_to_image"]
     assert split is not None
     (texts, images), examples = split.directions["text_to_image"], []
@@ -274,11 +263,7 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 
 
 def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str, name: str) -> list[str]:
-    """Return the lines of a screen with recalls, their intervals and chance; too few images are said to be so.
-
-    Args:
-        name: what was measured on, such as "the test split".
-    """
+    """Return the lines of a screen with recalls on `name`, such as "the test split", their intervals, and chance."""
     images = len(split.image_key_M)
     counted, queries = independent_queries(split, images, medium)
     rows = _retrieval_rows(metrics, split, queries, medium)

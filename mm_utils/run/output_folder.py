@@ -6,7 +6,6 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -30,27 +29,12 @@ _LOCK_SECONDS = 10.0  # a restarted run may meet its predecessor, which is being
 _DATA = ("train_file", "validation_file", "test_file", "dataset_name", "image_root")
 _MODELS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
 _OWN = (
-    *(STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder", SUMS_FILE),
-    *(
-        "model*.safetensors",
-        "model.safetensors.index.json",
-        "modeling_fusion_dual_encoder.py",
-        "fusion.py",
-        "reading.py",
-    ),
-    *("spectrograms.py", "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *(
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "spiece.model",
-        "sentencepiece*.model",
-        "training.png",
-        "retrieval.png",
-    ),
-    *("confusion.png", "classes.csv", "results.json", "wise_ft.*"),
-    *("checkpoint-[0-9]*.damaged", "checkpoint-[0-9]*.superseded"),
-)
+    STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder", SUMS_FILE,
+    "model*.safetensors", "model.safetensors.index.json", "modeling_fusion_dual_encoder.py", "fusion.py", "reading.py",
+    "spectrograms.py", "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "training.png", "retrieval.png", "confusion.png",
+    "classes.csv", "results.json", "wise_ft.*", "checkpoint-[0-9]*.damaged", "checkpoint-[0-9]*.superseded",
+)  # fmt: skip
 """Everything that a run writes beside its checkpoints, as patterns of names."""
 _NOT_SAVED = ("resume_from_checkpoint", "dry_run")  # true of one start only
 
@@ -84,13 +68,13 @@ def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], 
         is_restart = bool(earlier_starts(folder, launch))
         resume_from = resume_name(args.resume_from_checkpoint, folder, launch if is_restart else [])
         goes_on = is_restart or bool(resume_from)
-        problem = misplaced(folder, config) or holds_run(folder, goes_on) or holds_others(folder)
+        problem = misplaced(folder, config) or occupied(folder, goes_on)
         if not problem:
             folder.mkdir(parents=True, exist_ok=True)
             (probe := folder / ".writable").write_text("")
             probe.unlink()
             # Another run may have had the lock, and be done: what it has left is not replaced.
-            problem = lock_folder(folder) or holds_run(folder, goes_on)
+            problem = lock_folder(folder) or occupied(folder, goes_on)
     except (OSError, ValueError) as error:  # a ValueError comes from a name that no file can have
         where, why = args.output_dir or Path("outputs").absolute(), getattr(error, "strerror", None) or str(error)
         return Claim(
@@ -116,47 +100,37 @@ def save_config(name: str, folder: Path, config: Mapping[str, Any]) -> None:
 def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return why a folder cannot be the output folder: a disk's root, a home, the data; else None."""
     place, reason = folder.resolve(), None
-    if place == Path(place.anchor):
-        reason = "it is the root of a disk"
-    with suppress(RuntimeError):  # there is no home
-        reason = "it is your home folder" if place == Path.home().resolve() else reason
+    if place in (Path(place.anchor), Path(os.path.expanduser("~")).resolve()):
+        reason = "it is your home folder, or the root of a disk"
     for name in (*_DATA, *_MODELS):
         value = config.get(name)
         if not isinstance(value, str) or "://" in value:
             continue
         source = Path(value).resolve()
         if name.endswith("_file"):
-            if place in (source, source.parent):
-                reason = f"--{name} is {value}, and the run's files would lie among the data"
-        elif source.is_dir() and (place == source or (name in _DATA and source in place.parents)):
-            reason = f"--{name} is {value}, and the run's files would lie among its own"
+            is_among = place in (source, source.parent)
+        else:
+            is_among = source.is_dir() and (place == source or (name in _DATA and source in place.parents))
+        reason = f"--{name} is {value}, and the run's files would lie among its own" if is_among else reason
     return f"--output_dir is {folder}; {reason}. Give a folder of its own, e.g. outputs/mine." if reason else None
 
 
-def holds_run(folder: Path, allowed: bool) -> str | None:
-    """Return the problem of a folder with a run that is not resumed; else None."""
-    found = any((folder / name).exists() for name in (METRICS_FILE, "model.safetensors"))
-    found = found or bool(checkpoint_folders(folder))
-    if allowed or not found:
-        return None
-    return (
-        f"--output_dir is {folder}; it already holds a run. Continue it with --resume_from_checkpoint latest, "
-        "or give another folder."
-    )
-
-
-def holds_others(folder: Path) -> str | None:
-    """Return the problem of a folder with others' files of names that a run writes; else None."""
-    is_run = any((folder / name).exists() for name in (STARTS_FILE, METRICS_FILE)) or checkpoint_folders(folder)
-    if is_run or not folder.is_dir():
-        return None
-    found = sorted(path.name for path in folder.iterdir() if any(path.match(pattern) for pattern in _OWN))
-    if not found:
-        return None
-    return (
-        f"--output_dir is {folder}; it holds {found[0]}, which no run of this project wrote, and which this run would "
-        "replace. Give a folder of its own."
-    )
+def occupied(folder: Path, goes_on: bool) -> str | None:
+    """Return the problem of a folder with a run that is not gone on with, or with others' files of names that a run writes."""
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    names, has_checkpoints = {path.name for path in paths}, bool(checkpoint_folders(folder))
+    if not goes_on and (has_checkpoints or names & {METRICS_FILE, "model.safetensors"}):
+        return (
+            f"--output_dir is {folder}; it already holds a run. Continue it with --resume_from_checkpoint latest, "
+            "or give another folder."
+        )
+    others = sorted(path.name for path in paths if any(path.match(pattern) for pattern in _OWN))
+    if others and not (has_checkpoints or names & {STARTS_FILE, METRICS_FILE}):
+        return (
+            f"--output_dir is {folder}; it holds {others[0]}, which no run of this project wrote, and which this run would "
+            "replace. Give a folder of its own."
+        )
+    return None
 
 
 def lock_folder(folder: Path, seconds: float = _LOCK_SECONDS) -> str | None:

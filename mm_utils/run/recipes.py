@@ -42,8 +42,14 @@ def recipe_for(given: Parsed) -> str | None:
     medium = "stream" if given["streaming"] else _medium(data, sources[0])
     path = _FOLDER / f"{_RECIPES[medium]}.yaml"
     starts = {flag: str(entry.value) for flag, entry in read_flat_yaml(str(path)).items() if flag in STARTS}
+    folders = " ".join(f"--{flag} FOLDER" for flag in starts)
     for name in starts.values():
-        _check_reachable(name, sources[0].title, path, " ".join(f"--{flag} FOLDER" for flag in starts))
+        if error := _unreachable(name):
+            raise ValueError(
+                f"{sources[0].title}, and no start is named, so {path} applies; it takes {name}, which is not on this machine, and "
+                f"the Hub cannot be reached ({error}). Give --config {path} {folders}, or --vision_config small --text_config "
+                "small to train from scratch."
+            )
     return str(path)
 
 
@@ -69,15 +75,13 @@ def _medium(data: DataArguments, source: Source) -> str:
     return next((row.medium for row in rows if isinstance(row, Record)), "image")
 
 
-def _check_reachable(name: str, title: str, recipe: Path, folders: str) -> None:
+def _unreachable(name: str) -> str:
+    """Return why a model is neither on this machine nor to be had; else ""."""
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
+        return ""
     use_cache_without_network()
     try:
         HfApi().model_info(name, timeout=10)
+        return ""
     except Exception as error:  # of any HTTP library
-        raise ValueError(
-            f"{title}, and no start is named, so {recipe} applies; it takes {name}, which is not on this machine, and the Hub "
-            f"cannot be reached ({one_line(error)}). Give --config {recipe} {folders}, or --vision_config small --text_config small "
-            "to train from scratch."
-        ) from error
+        return one_line(error)

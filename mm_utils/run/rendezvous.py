@@ -29,46 +29,34 @@ def init_method() -> str:
 def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
     """Return a new key prefix, the same on all ranks; any of them may be restarted meanwhile.
 
+    Process 0 hands the prefix to the newest process of every rank; each other process announces itself, and accepts each new
+    invitation until all have joined.
+
     Raises:
         TimeoutError: if not all ranks call this within `timeout` seconds.
     """
-    store = dist.PrefixStore("rendezvous", store)
-    return _host(store, world_size, timeout) if rank == 0 else _join(store, rank, timeout)
-
-
-def _host(store: dist.Store, world_size: int, timeout: float) -> str:
-    """Hand a new prefix to the newest process of every rank, until all ranks have joined."""
-    prefix, missing, deadline = uuid.uuid4().hex, list(range(1, world_size)), time.monotonic() + timeout
+    store, own, deadline = dist.PrefixStore("rendezvous", store), uuid.uuid4().hex, time.monotonic() + timeout
+    missing = list(range(1, world_size)) if rank == 0 else [0]
+    if rank:
+        store.set(f"newest/{rank}", own)
     while True:
-        for rank in missing:
-            if store.check([f"newest/{rank}"]):  # it may be a dead process of an earlier start, and never join
-                store.set(f"invitation/{store.get(f'newest/{rank}').decode()}", prefix)
-        missing = [rank for rank in missing if not store.check([f"joined/{prefix}/{rank}"])]
-        if not missing:
-            store.set(f"complete/{prefix}", "")
-            return prefix
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{len(missing)} of {world_size} processes did not join within {timeout:.0f} s, among them process "
-                f"{missing[0]}. Look at the logs of their machines, and check that they can reach this one."
-            )
-        time.sleep(POLL_SECONDS)
-
-
-def _join(store: dist.Store, rank: int, timeout: float) -> str:
-    """Announce this process and accept each new invitation of process 0, until all have joined."""
-    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout
-    store.set(f"newest/{rank}", own)
-    while True:
-        if store.check([f"invitation/{own}"]):
+        if rank == 0:
+            for other in missing:
+                if store.check([f"newest/{other}"]):  # it may be a dead process of an earlier start, and never join
+                    store.set(f"invitation/{store.get(f'newest/{other}').decode()}", own)
+            missing = [other for other in missing if not store.check([f"joined/{own}/{other}"])]
+            if not missing:
+                store.set(f"complete/{own}", "")
+                return own
+        elif store.check([f"invitation/{own}"]):
             prefix = store.get(f"invitation/{own}").decode()
             store.set(f"joined/{prefix}/{rank}", "")
             if store.check([f"complete/{prefix}"]):
                 return prefix
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"process {rank} waited {timeout:.0f} s for process 0, or for others that it waits for. Look at the log of "
-                "process 0."
+                f"process {rank} waited {timeout:.0f} s for process {missing[0]}, or for others. Look at the logs of their "
+                "machines, and check that they can reach each other."
             )
         time.sleep(POLL_SECONDS)
 

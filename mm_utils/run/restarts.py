@@ -75,13 +75,7 @@ def newest_run(name: str) -> Path | None:
 
 
 def resume_name(given: str | None, folder: Path, launch: Sequence[str]) -> str | None:
-    """Return the checkpoint to resume from; a restart takes its earlier starts' newest.
-
-    Args:
-        given: the value of `--resume_from_checkpoint`.
-        folder: the output folder.
-        launch: the launchers' names; empty if this start is not a restart.
-    """
+    """Return the checkpoint to resume from: `given`, or of a restart by one of the launchers, its earlier starts' newest."""
     before = earlier_starts(folder, launch)
     if not before:
         return given
@@ -90,11 +84,7 @@ def resume_name(given: str | None, folder: Path, launch: Sequence[str]) -> str |
 
 
 def record_start(folder: Path, description: dict[str, Any], launch: Sequence[str]) -> None:
-    """Append a start to `environment.json`; called on the main process.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Append a start to `environment.json`."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     _write(folder, [*earlier_starts(folder), {**description, "launch": list(launch), "restarts": restarts}])
 

@@ -47,15 +47,8 @@ class RunArguments:
 class Run:
     """A started run.
 
-    Attributes:
-        name: the script's name.
-        accelerator: processes, device and precision.
-        output_dir: the output folder.
-        settings: all arguments, by name.
-        args: the training arguments.
-        repository: the repository on the Hub that the model is pushed to, if it is.
-        defaults: the default of every argument, by name.
-        fits_batch: whether the command line does not name the size of a batch, so that it is at most all rows.
+    `settings` and `defaults` have all arguments by name; `repository` is that on the Hub which the model is pushed to;
+    `fits_batch`: the command line does not name the size of a batch, so that it is at most all rows.
     """
 
     name: str
@@ -73,14 +66,10 @@ class Run:
 
 
 def start_run(name: str, given: Parsed) -> Run:
-    """Set up processes, logging and the output folder.
+    """Set up processes, logging and the output folder of a script.
 
     Device, precision and number of processes come from `accelerate launch`, everything else from the arguments.
     The run's `args.output_dir` is the folder, and after a restart by the launcher its `args.resume_from_checkpoint` is `latest`.
-
-    Args:
-        name: the script's name.
-        given: all arguments of the script.
 
     Raises:
         RunError: if the processes do not see each other, or the output folder cannot be used.

@@ -118,7 +118,7 @@ class CacheFeatures(RunCallback):
         from_features = all(getattr(each, "reads_features", False) for each in run.evaluators)
         splits = [split for split in ("train", *["validation"] * from_features) if split in run.data.splits]
         rows, work = run.data.num_rows, partial(cache_features, run.data, run.objective)
-        run.timed_pass("features", rows, rows, partial(work, run.run.accelerator, splits))
+        run.timed_pass(rows, rows, partial(work, run.run.accelerator, splits))
 
 
 def cache_features(

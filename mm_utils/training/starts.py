@@ -78,7 +78,7 @@ class ClosedFormStart(RunCallback):
             return
         rows = min(len(run.data.splits["train"]), IMAGES)
         work = partial(start_projections, IMAGES, self.vision_name, run.data, run.model, run.run.accelerator)
-        run.timed_pass("the closed form", rows, IMAGES, work)
+        run.timed_pass(rows, IMAGES, work)
 
 
 def start_projections(

@@ -118,7 +118,7 @@ class CacheTeacher(RunCallback):
 
     def on_start(self, run: Any) -> None:
         """Put the embeddings beside the training rows, and the teacher's scale into the term."""
-        run.timed_pass("the teacher", run.data.num_rows, run.data.num_rows, lambda: self._embed(run))
+        run.timed_pass(run.data.num_rows, run.data.num_rows, lambda: self._embed(run))
 
     def _embed(self, run: Any) -> None:
         data, teacher = run.data, Teacher(self.name)

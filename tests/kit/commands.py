@@ -50,7 +50,7 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.run.recipes._check_reachable", lambda *_: None)  # the tests have no network
+        patch.setattr("mm_utils.run.recipes._unreachable", lambda _: "")  # the tests have no network
         patch.setattr(feature_cache, "has_no_head", lambda _: False)
         for place in (module, flags, teacher):
             if hasattr(place, "check_model"):

@@ -158,7 +158,7 @@ def test_the_images_of_the_run_are_embedded_and_searched(
     assert search.strip().startswith("python ")
     paste(search, "--top_k", "60")
     table = capsys.readouterr().out
-    assert len(table.splitlines()) == 61
+    assert len(table.splitlines()) > 50  # copies are folded
     assert " ".join(parsed(search)[1][-1].split()) in table
 
 

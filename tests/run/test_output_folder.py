@@ -156,7 +156,7 @@ def test_folders_that_hold_other_things(tmp_path: Path, monkeypatch: pytest.Monk
     def why(folder: str, **config: Any) -> str:
         return output_folder.misplaced(Path(folder), config) or ""
 
-    assert "it is the root of a disk. Give a folder of its own" in why("/")
+    assert "or the root of a disk. Give a folder of its own" in why("/")
     assert "it is your home folder" in why(str(tmp_path / "home"))
     assert "--train_file is data/pairs.jsonl, and" in why("data", train_file="data/pairs.jsonl")
     assert "--train_file is pairs.jsonl, and" in why(".", train_file="pairs.jsonl")

@@ -22,7 +22,7 @@ IMAGES, SOUNDS, CLIPS, SHARDS = '{"image": "a.png"', '{"audio": "a.wav"', '{"vid
 @pytest.fixture
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """All models are to be had."""
-    monkeypatch.setattr(recipes, "_check_reachable", lambda *_: None)
+    monkeypatch.setattr(recipes, "_unreachable", lambda _: "")
 
 
 @pytest.mark.usefixtures("reachable")

@@ -37,9 +37,9 @@ def test_a_start_does_not_wait_for_processes_of_the_start_before() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         ended = [pool.submit(rendezvous, store, rank, 3, 0.5) for rank in (0, 2)]
-        with pytest.raises(TimeoutError, match=r"1 of 3 processes did not join within 0 s, among them process 1"):
+        with pytest.raises(TimeoutError, match="process 0 waited 0 s for process 1, or for others"):
             ended[0].result()
-        with pytest.raises(TimeoutError, match=r"process 2 waited 0 s for process 0, or for others"):
+        with pytest.raises(TimeoutError, match="process 2 waited 0 s for process 0, or for others"):
             ended[1].result()
     assert len(prefixes(store, 3)) == 1
 

@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -49,21 +51,16 @@ def read_evaluations(log: Path, names: tuple[str, ...]) -> Evaluations:
     return Evaluations({row["step"]: row[judged] for row in measured if judged in row}, measured[0], saved)
 
 
-def chance(split: Embeddings, direction: str, k: int) -> float:
-    """Return recall at k in random order: the mean share of queries with a right item there."""
-    images, texts = len(split.image_key_M), len(split.caption_key_T)
-    if split.text_key_T is not None:
-        counts = count_right(*split.directions[direction]).tolist()
-    elif direction == "text_to_image":
-        return min(1.0, k / images)
-    else:
-        counts = split.caption_key_T.unique(return_counts=True)[1].tolist()
-    items = images if direction == "text_to_image" else texts
-    return (
-        sum(1 - math.comb(items - count, k) / math.comb(items, k) for count in counts) / len(counts)
-        if items > k
-        else 1.0
-    )
+def chance(split: Embeddings, direction: str) -> list[float]:
+    """Return recall at each cut-off in random order: the mean share of queries with a right item there."""
+    queries, items = split.directions[direction]
+    total, counts = len(items.key), Counter(count_right(queries, items).tolist())
+    return [
+        1
+        - sum(times * math.comb(total - count, min(k, total)) for count, times in counts.items())
+        / (math.comb(total, min(k, total)) * len(queries.key))
+        for k in CUTOFFS
+    ]
 
 
 def recall_gained(
@@ -87,7 +84,7 @@ def recall_gained(
     by_head = ", re-ranked" if any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items()) else ""
     never = {name: torch.full_like(rank_Q, NEVER) for name, rank_Q in after.items()}
     recall, half, _ = mean_gain((never[name], after[name], groups[name]) for name in ranks)
-    by_chance = sum(chance(split, name, k) for name in ranks for k in CUTOFFS) / (len(ranks) * len(CUTOFFS))
+    by_chance = mean(value for name in ranks for value in chance(split, name))
     at_chance = recall - half <= by_chance
     stated = f"mean recall {recall:.3f} ± {half:.3f}{by_head}, by chance {by_chance:.3f}"
     if too_few(len(split.image_key_M), medium):  # the summary says so

@@ -38,11 +38,11 @@ class Probes:
 
     Attributes:
         texts: the captions.
-        row_P: the row of each probe's image in the data set.
+        image_P: the row of each probe's image in the data set; of those of a split, the image's place among its images.
     """
 
     texts: Texts
-    row_P: Tensor
+    image_P: Tensor
 
     @classmethod
     def none(cls) -> "Probes":
@@ -50,35 +50,24 @@ class Probes:
         nothing = torch.empty(0, dtype=torch.long)
         return cls(Texts(nothing[:, None], nothing[:, None]), nothing)
 
-    def of(self, split: Embeddings) -> "ProbesOfSplit":
+    def of(self, split: Embeddings) -> "Probes":
         """Return the probes of images that were embedded, on their device."""
         row_M, order_M = split.rows_M.sort()
-        row_P = self.row_P.to(row_M.device)
+        row_P = self.image_P.to(row_M.device)
         place_P = torch.searchsorted(row_M, row_P).clamp(max=len(row_M) - 1)
         known_P = row_M[place_P] == row_P
         texts, known_T = self.texts.to(row_M.device), known_P.repeat_interleave(2)
         texts = Texts(texts.input_ids[known_T], texts.attention_mask[known_T])
-        return ProbesOfSplit(texts, order_M[place_P[known_P]])
-
-
-@dataclass
-class ProbesOfSplit:
-    """Probes whose images are embedded; `image_P` is the place of each one's image in the split."""
-
-    texts: Texts
-    image_P: Tensor
+        return Probes(texts, order_M[place_P[known_P]])
 
     def pairs(self, split: Embeddings) -> Tensor:
-        """Return the pair numbers of each probe's true and false caption, `[P, 2]`.
+        """Return the pair numbers of each probe's true and false caption, `[P, 2]`, as `PairScores` counts.
 
-        Pairs are numbered as `mm_utils.evaluation.reranking.PairScores` needs it: the texts are first the captions of the split,
-        then those of the probes.
+        The texts are first the captions of the split, then those of the probes.
         """
         first = len(split.text_TE)
-        true_P = self.image_P * (first + len(self.texts)) + first
-        return (true_P + 2 * torch.arange(len(true_P), device=true_P.device))[:, None] + torch.tensor([0, 1]).to(
-            true_P
-        )
+        text_P2 = first + torch.arange(len(self.texts), device=self.image_P.device).view(-1, 2)
+        return self.image_P[:, None] * (first + len(self.texts)) + text_P2
 
     def measure(self, cosine_P2: Tensor, blind_P2: Tensor) -> dict[str, float]:
         """Return the towers' figures: accuracy, its interval, that of captions alone, rows."""
@@ -108,7 +97,7 @@ def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, m
 
 @torch.no_grad()
 def probe_cosines(
-    model: FusionDualEncoderModel, split: Embeddings, probes: ProbesOfSplit, accelerator: Accelerator
+    model: FusionDualEncoderModel, split: Embeddings, probes: Probes, accelerator: Accelerator
 ) -> tuple[Tensor, Tensor]:
     """Return cosines of true and false captions `[P, 2]`, and their products with the mean."""
     total, device = len(probes.image_P), probes.image_P.device

@@ -155,7 +155,7 @@ def _retrieval_rows(
         if gains:
             rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
         if split is not None:
-            rows.append([f"{shown}, by chance", *(f"{chance(split, direction, k):.3f}" for k in CUTOFFS)])
+            rows.append([f"{shown}, by chance", *(f"{value:.3f}" for value in chance(split, direction))])
     return rows
 
 

@@ -62,9 +62,9 @@ def test_scenes_have_probes(tmp_path: Any) -> None:
     ids = [row[mask.bool()].tolist() for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)]
     assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
     for others in (rows.remove_columns("order_pair"), datasets.Dataset.from_dict({"order_pair": ["something else"]})):
-        assert len(caption_probes(others, tokenizer, 64).row_P) == 0
+        assert len(caption_probes(others, tokenizer, 64).image_P) == 0
     # Captions cut to their common beginning are not a probe.
-    assert len(caption_probes(rows, tokenizer, 3).row_P) == 0
+    assert len(caption_probes(rows, tokenizer, 3).image_P) == 0
 
 
 def test_evaluators_of_ones_own_are_functions() -> None:

@@ -116,58 +116,36 @@ class GlobalOrder:
                 f"an image only once. Give at most --global_batch_size {num_rows}."
             )
         self.num_rows, self.sizes, self.seed = num_rows, sizes, seed
-        # A first batch that reaches into its epoch's tail makes every epoch depend on all before it.
-        self._apart = num_rows >= 2 * sizes.sizes[-1]
-        self._permutation = lru_cache(maxsize=3)(self._make_permutation)
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
-        self._head = lru_cache(maxsize=2)(self._make_head)
 
     def batch(self, step: int, mine: slice = slice(None)) -> list[Draw]:
-        """Return the draws of global batch `step`, counted from 0; of a part of it, no others are computed."""
+        """Return the draws of global batch `step`, counted from 0, or a part of them."""
         epoch, low = divmod(self.sizes.before(step), self.num_rows)
         places = np.arange(low, low + self.sizes.at(step))[mine]
         now = places < self.num_rows
-        rows = self._places(epoch, places[now])
+        rows = self._epoch(epoch)[places[now]]
         if len(rows) < len(places):
-            rows = np.concatenate([rows, self._places(epoch + 1, places[~now] - self.num_rows)])
+            rows = np.concatenate([rows, self._epoch(epoch + 1)[places[~now] - self.num_rows]])
         return list(zip(rows.tolist(), np.where(now, epoch, epoch + 1).tolist(), strict=True))
 
-    def _places(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the rows at ascending places of an epoch."""
-        if not self._apart:
-            return self._epoch(epoch)[places]
-        head = self._head(epoch)
-        inside = places < len(head)
-        return np.concatenate([head[places[inside]], self._shuffled(epoch, places[~inside])])
-
     def _make_epoch(self, epoch: int) -> np.ndarray:
-        """Return all rows of an epoch in order; computing them takes all epochs before."""
-        rows = self._shuffled(0, np.arange(self.num_rows))
-        for later in range(1, epoch + 1):
-            before, rows = rows, self._shuffled(later, np.arange(self.num_rows))
+        """Return all rows of an epoch in order."""
+        # A first batch that reaches into its epoch's tail makes every epoch depend on all before it.
+        first = max(0, epoch - 1) if self.num_rows >= 2 * self.sizes.sizes[-1] else 0
+        rows = self._permutation(first)
+        for later in range(first + 1, epoch + 1):
+            before, rows = rows, self._permutation(later)
             size, carried = self._crossing(later)
             if carried:
                 rows[:size] = _moved_behind(rows[:size], before[-carried:])
         return rows
-
-    def _make_head(self, epoch: int) -> np.ndarray:
-        """Return the first rows of an epoch that may differ from its shuffle: at most a batch."""
-        size, carried = self._crossing(epoch)
-        if not carried:
-            return np.empty(0, np.int64)
-        tail = self._shuffled(epoch - 1, np.arange(self.num_rows - carried, self.num_rows))
-        return _moved_behind(self._shuffled(epoch, np.arange(size)), tail)
 
     def _crossing(self, epoch: int) -> tuple[int, int]:
         """Return the size of the batch with an epoch's first row, and its rows of the epoch before."""
         step = self.sizes.step_of(epoch * self.num_rows)
         return self.sizes.at(step), epoch * self.num_rows - self.sizes.before(step)
 
-    def _shuffled(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the rows at places of an epoch's shuffle, copied."""
-        return self._permutation(epoch)[places]
-
-    def _make_permutation(self, epoch: int) -> np.ndarray:
+    def _permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
 

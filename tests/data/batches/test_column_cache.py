@@ -78,10 +78,8 @@ NEW = ["input_ids", "image_key", "caption_keys"]
 PICKED = {
     "shuffled": lambda rows: rows.shuffle(seed=1),
     "picked": lambda rows: rows.select([7, 2, 9, 2]),
-    "sliced": lambda rows: rows.select(range(3, 8)),
     "sliced, shuffled, sliced": lambda rows: rows.select(range(2, 10)).shuffle(seed=2).select(range(1, 6)),
     "filtered": lambda rows: rows.filter(lambda row: len(row["captions"]) > 1),
-    "none": lambda rows: rows.select([]),
     "joined": lambda rows: datasets.concatenate_datasets([rows.select([4, 1]), rows.select(range(3))]),
 }
 

@@ -1,4 +1,4 @@
-"""Write an export's folder: graphs in each precision, settings that each reader looks for, the file without torch, a README.
+"""Write an export's folder: graphs, settings that each reader looks for, the file without torch, a README.
 
 plain            vision_model.onnx, text_model.onnx, reranker_images.onnx, reranker.onnx, preprocessor_config.json,
                  tokenizer.json and tokenizer_config.json
@@ -9,30 +9,29 @@ immich           visual/model.onnx, textual/model.onnx and the settings of an op
 open_clip        open_clip_config.json, open_clip_model.safetensors and the tokenizer, without graphs
 """
 
+import inspect
 import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import ProcessorMixin
 
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.distributed import RunError
-from mm_utils.export.comparison import ExportedTowers, Figures, table, text_length
-from mm_utils.export.graphs import OPSET, Head, graphs_of, quiet, trace
+from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_of, trace, write_int8
 from mm_utils.files import atomic_folder, is_about
 from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.text import markdown_text, publishable
+from mm_utils.text import markdown_table, markdown_text, publishable
 
 LAYOUTS = ("plain", "transformers.js", "immich", "open_clip")
-PRECISIONS = {"fp32": "", "fp16": "_fp16", "int8": "_quantized"}
+PRECISIONS = {"fp32": "", "int8": "_quantized"}
 """What each precision adds to the names of files, as transformers.js expects it."""
 IMMICH_NAMES = {
     512: "ViT-B-32__openai",
@@ -42,9 +41,9 @@ IMMICH_NAMES = {
     1152: "ViT-SO400M-14-SigLIP-384__webli",
 }
 _IMMICH_FOLDERS = {"vision_model": "visual", "text_model": "textual"}
-_JS_TYPES = {"fp32": "fp32", "fp16": "fp16", "int8": "q8"}
+_IMMICH_LENGTH = 77  # tokens that Immich pads every text to, as open_clip does
 USAGE = {
-    "plain": """`without_torch.py`, with `reading.py` beside it, embeds images and texts with numpy, onnxruntime, tokenizers and Pillow alone:
+    "plain": """`without_torch.py` embeds images and texts with numpy, onnxruntime, tokenizers and Pillow alone:
 
 ```bash
 pip install numpy onnxruntime pillow tokenizers
@@ -70,7 +69,7 @@ const { text_embeds } = await texts(tokenizer(["a red door"], { padding: PADDING
 const { image_embeds } = await images(await processor(await RawImage.read("photo.jpg")));
 ```
 
-Embeddings have unit length. `without_torch.py`, with `reading.py` beside it, does the same in Python, without torch.
+Embeddings have unit length. `without_torch.py` does the same in Python, without torch.
 """,
     "immich": """Put this folder into the model cache of Immich's machine-learning service under the name of a model that it knows, with
 embeddings of WIDTH numbers:
@@ -110,15 +109,6 @@ def written(output_dir: str) -> Iterator[Path]:
         ) from error
 
 
-def export_open_clip(output_dir: str, model: FusionDualEncoderModel, processor: ProcessorMixin) -> dict[str, Any]:
-    """Write a CLIP in open_clip's format; it has no graphs to compare, hence no figures."""
-    from mm_utils.model.open_clip import write_open_clip
-
-    with written(output_dir) as folder:
-        write_open_clip(folder, model, processor)
-    return {}
-
-
 def graph_path(layout: str, part: str, precision: str) -> Path:
     """Return where a graph lies in the folder."""
     if layout == "immich":
@@ -127,11 +117,7 @@ def graph_path(layout: str, part: str, precision: str) -> Path:
 
 
 def immich_width(width: int) -> int:
-    """Return the width that embeddings get for Immich.
-
-    Raises:
-        ValueError: if it knows none that is large enough.
-    """
+    """Return the width that embeddings get for Immich; ValueError if it knows none that is large enough."""
     if width > max(IMMICH_NAMES):
         raise ValueError(
             f"--layout is immich; it stores at most {max(IMMICH_NAMES)} numbers, and embeddings here have {width}."
@@ -139,9 +125,85 @@ def immich_width(width: int) -> int:
     return min(known for known in IMMICH_NAMES if known >= width)
 
 
-def ends_in_pad(tokenizer: PreTrainedTokenizerBase) -> bool:
+def ends_in_pad(tokenizer: Any) -> bool:
     """Return whether every text ends in the token that fills texts, as CLIP's do."""
     return tokenizer("a")["input_ids"][-1] == tokenizer.pad_token_id
+
+
+def export(
+    folder: Path,
+    name: str,
+    model: FusionDualEncoderModel,
+    processor: ProcessorMixin,
+    layout: str,
+    precisions: Sequence[str],
+    weights: Mapping[str, float],
+    shape: Sequence[int] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Write graphs, settings, the file without torch and a README; return each precision's differences from torch by part.
+
+    Args:
+        folder: an empty one.
+        name: of the model.
+        model: in evaluation mode, on the CPU.
+        processor: of the model.
+        layout, precisions: of `LAYOUTS` and `PRECISIONS`.
+        weights: of the head's scores; empty for no head.
+        shape: of a clip or a sound, see `graphs_of`.
+
+    Raises:
+        RunError: if torch cannot export a part, or fp32 differs from torch by more than `MOST_DIFFERENCE`.
+    """
+    tokenizer, immich = processor.tokenizer, None
+    if layout == "immich":
+        immich = tokenizer.pad_token_id, ends_in_pad(tokenizer), immich_width(model.config.projection_dim)
+    graphs, apart, sizes = graphs_of(model, dict(weights), shape, immich), {}, {}
+    with TemporaryDirectory(dir=folder) as work:
+        traced = {part: Path(work, f"{part}.onnx") for part in graphs}
+        for part, graph in tqdm(graphs.items(), desc="Tracing", unit=" graphs"):
+            trace(graph, traced[part])
+        for part, difference in differences(graphs, traced).items():
+            if not difference <= MOST_DIFFERENCE:
+                raise RunError(
+                    f"The exported {part} differs from torch by {difference:.1e}; at most {MOST_DIFFERENCE:.0e} is right. Nothing "
+                    "was written. Try other versions of torch and onnxruntime."
+                )
+        for precision in precisions:
+            paths = {part: folder / graph_path(layout, part, precision) for part in graphs}
+            for part, path in paths.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                (shutil.copy if precision == "fp32" else write_int8)(traced[part], path)
+            apart[precision] = differences(graphs, paths)
+            sizes[precision] = {part: path.stat().st_size / 1e6 for part, path in paths.items()}
+    write_settings(folder, layout, model, processor)
+    kind, width = model.config.medium, model.config.projection_dim
+    bias = None if model.logit_bias is None else model.logit_bias.item()
+    stated = {"model": publishable(name), "layout": layout, "opset": OPSET, "rerank_weights": dict(weights)}
+    stated |= {"projection_dim": width, "logit_scale": model.logit_scale.exp().item(), "logit_bias": bias}
+    _write(folder / "export.json", {**stated, "differences": apart})
+    known = immich_width(width) if layout == "immich" else 0
+    words = {
+        "NAME": IMMICH_NAMES.get(known, ""),
+        "WIDTH": str(known),
+        "DTYPE": "q8" if precisions[-1] == "int8" else "fp32",
+        "PADDING": '"max_length"' if model.config.text_padding else "true",
+    }
+    usage = re.sub("|".join(words), lambda word: words[word[0]], USAGE[layout if kind == "image" else kind])
+    if layout != "immich" and kind == "image":
+        (folder / "without_torch.py").write_text(alone(), encoding="utf-8")
+    rows = [[precision, *(f"{sizes[precision][part]:.1f} MB, {value:.0e}" for part, value in found.items())]
+            for precision, found in apart.items()]  # fmt: skip
+    title, table = markdown_text(Path(name).name), markdown_table(["size, difference from torch", *graphs], rows)
+    text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {OPSET}.\n\n{usage}\n## Figures\n\n{table}\n"
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    return apart
+
+
+def alone() -> str:
+    """Return `without_torch.py` as one file: with the rules by which pictures are opened, in place of their import."""
+    source = Path(__file__).with_name("without_torch.py").read_text(encoding="utf-8")
+    pictures = inspect.getsource(reading).partition("# -- files of sound and video")[0]
+    return re.sub(r"from mm_utils.model.reading import .*\n", lambda _: pictures, source)
 
 
 def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, processor: ProcessorMixin) -> None:
@@ -156,15 +218,15 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
             f"The tokenizer is a {type(tokenizer).__name__}, which cannot be saved as tokenizer.json. Choose a model with a "
             "tokenizer of the tokenizers package."
         )
-    tokenizer.model_max_length = model.most_tokens(tokenizer)  # as many as are read of a text elsewhere
+    tokenizer.model_max_length = most = model.most_tokens(tokenizer)  # as many as are read of a text elsewhere
     tokenizer.save_pretrained(folder / "textual" if layout == "immich" else folder)
     if layout == "immich":
         size, mean, std = image_geometry(processor)
         settings = {"size": [size, size], "mode": "RGB", "mean": mean, "std": std, "interpolation": "bicubic"}
         _write(folder / "visual/preprocess_cfg.json", {**settings, "resize_mode": "shortest"})
-        texts, width = {"context_length": text_length(model, tokenizer)}, immich_width(model.config.projection_dim)
-        config = {"embed_dim": width, "vision_cfg": {"image_size": size}, "text_cfg": texts}
-        _write(folder / "config.json", config)
+        padding, width = model.config.text_padding, immich_width(model.config.projection_dim)
+        texts = {"context_length": padding["length"] if padding else min(_IMMICH_LENGTH, most)}
+        _write(folder / "config.json", {"embed_dim": width, "vision_cfg": {"image_size": size}, "text_cfg": texts})
         return
     own = processor.feature_extractor if model.config.medium == "sound" else processor.image_processor
     own.save_pretrained(folder)
@@ -175,132 +237,3 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def convert(source: Path, target: Path, precision: str) -> None:
-    """Write the fp32 graph `source` as `target` in a precision; inputs and outputs stay fp32.
-
-    int8 is onnxruntime's dynamic quantisation: weights of matrix products and embeddings are int8, one scale per column; the inputs
-    of products are rounded to uint8 with the scale of the moment, which is one for the whole batch. Weights have 7 of the 8 bits: x86
-    processors without VNNI add two products in 16 bits, which overflow otherwise (a difference from torch of 0.22 in place of 0.009).
-    Convolutions stay in fp32, and products that narrow, the second of each MLP: docs/export.md has the figures.
-    """
-    import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    with quiet():
-        if precision == "fp32":
-            shutil.copy(source, target)
-            return
-        model = onnx.load(source)
-        if precision == "fp16":
-            onnx.save(convert_float_to_float16(model, keep_io_types=True), target)
-            return
-        shapes = {weight.name: weight.dims for weight in model.graph.initializer}
-        products = [(node.name, shapes.get(node.input[1])) for node in model.graph.node if node.op_type == "MatMul"]
-        quantize_dynamic(
-            model,
-            target,
-            op_types_to_quantize=["MatMul", "Gemm", "Gather"],
-            per_channel=True,
-            weight_type=QuantType.QInt8,
-            reduce_range=True,
-            nodes_to_exclude=[name for name, shape in products if shape is not None and shape[0] > shape[1]],
-        )
-
-
-def write_graphs(
-    folder: Path,
-    model: FusionDualEncoderModel,
-    processor: ProcessorMixin,
-    layout: str,
-    precisions: Sequence[str],
-    weights: Mapping[str, float],
-    shape: Sequence[int] | None = None,
-) -> tuple[dict[str, ExportedTowers], Head | None]:
-    """Write the graphs and what lies beside them; return all precisions' towers, and the head.
-
-    Args:
-        folder: an empty one.
-        model: in evaluation mode, on the CPU.
-        processor: of the model.
-        layout, precisions: of `LAYOUTS` and `PRECISIONS`; fp32 is measured in any case.
-        weights: of the head's scores; empty for no head.
-        shape: of a clip or a sound, see `mm_utils.export.graphs.graphs_of`.
-
-    Raises:
-        RunError: if torch cannot export a part.
-    """
-    tokenizer, immich = processor.tokenizer, None
-    if layout == "immich":
-        width = immich_width(model.config.projection_dim)
-        immich = tokenizer.pad_token_id, ends_in_pad(tokenizer), width
-    graphs = graphs_of(model, dict(weights), shape, immich)
-    found: dict[str, ExportedTowers] = {}
-    with TemporaryDirectory(dir=folder) as work:
-        traced = {part: Path(work, f"{part}.onnx") for part in graphs}
-        for part, graph in tqdm(graphs.items(), desc="Tracing", unit=" graphs"):
-            trace(graph, traced[part])
-        for precision in dict.fromkeys(["fp32", *precisions]):
-            paths = traced
-            if precision in precisions:
-                paths = {part: folder / graph_path(layout, part, precision) for part in graphs}
-                for part, path in paths.items():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    convert(traced[part], path, precision)
-            found[precision] = ExportedTowers(
-                paths, model.config, tokenizer.pad_token_id, text_length(model, tokenizer)
-            )
-            if precision not in precisions:  # measured, but not written
-                found[precision].megabytes = {}
-    write_settings(folder, layout, model, processor)
-    return found, graphs["reranker"].module if weights else None  # type: ignore[return-value]
-
-
-def write_report(
-    folder: Path,
-    name: str,
-    layout: str,
-    model: FusionDualEncoderModel,
-    processor: ProcessorMixin,
-    settings: Mapping[str, Any],
-    figures: Mapping[str, Figures],
-) -> None:
-    """Write export.json, README.md and, where it serves, the file that needs no torch.
-
-    Args:
-        folder: of the export.
-        name: of the model.
-        layout: of `LAYOUTS`.
-        model, processor: what was exported.
-        settings: further entries of export.json.
-        figures: of torch and every precision.
-    """
-    width = model.config.projection_dim
-    stated = {
-        "model": publishable(name),
-        "layout": layout,
-        "opset": OPSET,
-        **settings,
-        "projection_dim": width,
-        "logit_scale": model.logit_scale.exp().item(),
-        "logit_bias": None if model.logit_bias is None else model.logit_bias.item(),
-    }
-    content = json.dumps({**stated, "figures": [asdict(each) for each in figures.values()]}, indent=2)
-    (folder / "export.json").write_text(content + "\n", encoding="utf-8")
-    known = immich_width(width) if layout == "immich" else 0
-    words = {
-        "NAME": IMMICH_NAMES.get(known, ""),
-        "WIDTH": str(known),
-        "DTYPE": _JS_TYPES.get(list(figures)[-1], "fp32"),
-        "PADDING": '"max_length"' if model.config.text_padding else "true",
-    }
-    usage = USAGE[layout if model.config.medium == "image" else model.config.medium]
-    usage = re.sub("|".join(words), lambda word: words[word[0]], usage)
-    if layout != "immich" and model.config.medium == "image":
-        for file in (Path(__file__).with_name("without_torch.py"), Path(reading.__file__)):
-            shutil.copy(file, folder)
-    title = markdown_text(Path(name).name)
-    text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {OPSET}.\n\n{usage}\n## Figures\n\n{table(figures)}\n"
-    (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Trace the towers and the fusion head of a model to ONNX, with torch's own exporter.
+"""Trace the towers and the fusion head of a model to ONNX, with torch's own exporter, and compare them with torch.
 
 Every graph takes any number of images or texts, and texts of any length; a text tower that reads padding (SigLIP's) takes texts
 of its one length.
@@ -8,10 +8,9 @@ of its one length.
 Shape letters: K images, T texts, L tokens, E embedding width.
 """
 
-import importlib.util
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,18 +28,9 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, 
 from mm_utils.text import one_line
 
 OPSET = 18  # of ONNX's operators: the least that torch writes; onnxruntime reads it since 1.14 (February 2023)
+MOST_DIFFERENCE = 1e-5  # of an fp32 embedding; of the head's term, as a share of the largest where that is above 1
 # The sizes of the traced inputs; none is 1, which the exporter would take for a constant.
 IMAGES, TEXTS, LENGTH = 3, 2, 7
-
-
-def check_packages() -> None:
-    """Raise ValueError if a package of the extra `export` is missing."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"The export needs {', '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed. "
-            "Install with: pip install onnx onnxruntime onnxscript"
-        )
 
 
 def head_weights(model: FusionDualEncoderModel, wanted: str = "auto") -> dict[str, float]:
@@ -77,31 +67,33 @@ class Graph(NamedTuple):
     outputs: list[str]
 
 
-class ImageTower(nn.Module):
+class _Part(nn.Module):
+    def __init__(self, model: FusionDualEncoderModel):
+        super().__init__()
+        self.model = model
+
+
+class ImageTower(_Part):
     """`[K, 3, S, S]` -> unit embeddings `[K, width]`, with zeros after the first E numbers."""
 
     def __init__(self, model: FusionDualEncoderModel, width: int | None = None):
-        super().__init__()
-        self.model, self.zeros = model, (width or model.config.projection_dim) - model.config.projection_dim
+        super().__init__(model)
+        self.zeros = (width or model.config.projection_dim) - model.config.projection_dim
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Embed images."""
         return pad(self.model.encode_image(pixel_values, with_keys_values=False)[0], (0, self.zeros))
 
 
-class TextTower(nn.Module):
+class TextTower(_Part):
     """Ids and mask, int64 `[T, L]` -> unit embeddings `[T, E]`."""
-
-    def __init__(self, model: FusionDualEncoderModel):
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Embed texts."""
         return self.model.encode_text(input_ids, attention_mask, with_states=False)[0]
 
 
-class PaddedTextTower(nn.Module):
+class PaddedTextTower(_Part):
     """Ids without a mask, int32 `[T, L]` -> unit embeddings `[T, width]`, zeros after E.
 
     Args:
@@ -112,8 +104,8 @@ class PaddedTextTower(nn.Module):
     """
 
     def __init__(self, model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad: bool, width: int):
-        super().__init__()
-        self.model, self.pad_token_id, self.ends_in_pad = model, pad_token_id, ends_in_pad
+        super().__init__(model)
+        self.pad_token_id, self.ends_in_pad = pad_token_id, ends_in_pad
         self.zeros = width - model.config.projection_dim
 
     def forward(self, text: Tensor) -> Tensor:
@@ -125,12 +117,8 @@ class PaddedTextTower(nn.Module):
         return pad(self.model.encode_text(text.long(), mask, with_states=False)[0], (0, self.zeros))
 
 
-class ImageSide(nn.Module):
+class ImageSide(_Part):
     """`[K, 3, S, S]` -> the head's keys and values, one tensor per block with the images first."""
-
-    def __init__(self, model: FusionDualEncoderModel):
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
         """Compute the image side of the head."""
@@ -139,7 +127,7 @@ class ImageSide(nn.Module):
         return tuple(block.transpose(0, 1) for block in keys_values)
 
 
-class Head(nn.Module):
+class Head(_Part):
     """Ids and mask `[T, L]`, images' keys and values -> what is added to cosines, `[T, K]`.
 
     Args:
@@ -148,8 +136,8 @@ class Head(nn.Module):
     """
 
     def __init__(self, model: FusionDualEncoderModel, weights: dict[str, float]):
-        super().__init__()
-        self.model, self.weights = model, weights
+        super().__init__(model)
+        self.weights = weights
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, keys_values: list[Tensor]) -> Tensor:
         """Score all pairs of a text and an image; a text goes through its tower once."""
@@ -225,23 +213,37 @@ def graphs_of(
     return graphs
 
 
+def named_inputs(graph: Graph) -> dict[str, Tensor]:
+    """Return the inputs with a name for each tensor of a list."""
+    found = dict(graph.inputs)
+    blocks = found.pop("keys_values", [])
+    return found | {f"keys_values_{number}": block for number, block in enumerate(blocks)}
+
+
 def trace(graph: Graph, path: Path) -> None:
     """Write a graph as ONNX.
 
     Raises:
         RunError: if torch cannot export it, with torch's reason.
     """
-    names: list[str] = []
-    for name, value in graph.inputs.items():
-        names += [f"{name}_{place}" for place in range(len(value))] if isinstance(value, list) else [name]
+    model: Any = graph.module.model
+    embeddings = model.vision_model.embeddings if isinstance(model.vision_model, Siglip2VisionModel) else None
     try:
-        with quiet(), _fixed_positions(graph.module), torch.no_grad():
+        with _quiet(), torch.no_grad():
+            if embeddings is not None:  # its positions are resized once for all, not for each image of a batch
+                side = embeddings.position_embedding_size
+                grid, shape = (
+                    embeddings.position_embedding.weight.reshape(side, side, -1),
+                    torch.tensor([[side, side]]),
+                )
+                fixed = embeddings.resize_positional_embeddings(grid, shape, max_length=side * side)
+                embeddings.resize_positional_embeddings = lambda *_, **__: fixed
             program = torch.onnx.export(
                 graph.module.eval(),
                 tuple(graph.inputs.values()),
                 dynamo=True,
                 dynamic_shapes=graph.axes,
-                input_names=names,
+                input_names=list(named_inputs(graph)),
                 output_names=graph.outputs,
                 opset_version=OPSET,
                 verbose=False,
@@ -260,28 +262,13 @@ def trace(graph: Graph, path: Path) -> None:
             f"{path.name} cannot be made; torch's exporter stops: {one_line(cause)}. Try another version of torch, or export a "
             "model with other backbones."
         ) from error
-
-
-@contextmanager
-def _fixed_positions(module: nn.Module) -> Iterator[None]:
-    """Let a Siglip2 tower resize its positions once for all, not for each image of a batch."""
-    model: Any = module.model
-    if not isinstance(model.vision_model, Siglip2VisionModel):
-        yield
-        return
-    embeddings: Any = model.vision_model.embeddings
-    side = embeddings.position_embedding_size
-    grid, shape = embeddings.position_embedding.weight.reshape(side, side, -1), torch.tensor([[side, side]])
-    fixed = embeddings.resize_positional_embeddings(grid, shape, max_length=side * side)
-    embeddings.resize_positional_embeddings = lambda *_, **__: fixed
-    try:
-        yield
     finally:
-        del embeddings.resize_positional_embeddings
+        if embeddings is not None:
+            vars(embeddings).pop("resize_positional_embeddings", None)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keep back what packages say of their own insides."""
     logging.disable(logging.WARNING)
     try:
@@ -290,3 +277,48 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def write_int8(source: Path, target: Path) -> None:
+    """Write a graph with int8 weights, by onnxruntime's dynamic quantisation.
+
+    Weights have 7 of the 8 bits: x86 processors without VNNI add two products in 16 bits, which overflow otherwise (a difference from
+    torch of 0.22 in place of 0.009). Convolutions stay in fp32, and products that narrow, the second of each MLP: docs/export.md has
+    the figures.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(source)
+    shapes = {weight.name: weight.dims for weight in model.graph.initializer}
+    products = [(node.name, shapes.get(node.input[1])) for node in model.graph.node if node.op_type == "MatMul"]
+    narrowing = [name for name, shape in products if shape is not None and shape[0] > shape[1]]
+    kinds = ["MatMul", "Gemm", "Gather"]
+    how = {"per_channel": True, "weight_type": QuantType.QInt8, "reduce_range": True, "nodes_to_exclude": narrowing}
+    with _quiet():
+        quantize_dynamic(model, target, kinds, **how)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def differences(graphs: Mapping[str, Graph], paths: Mapping[str, Path]) -> dict[str, float]:
+    """Return the largest absolute difference of each exported graph from torch, on drawn inputs of other sizes than traced."""
+    import onnxruntime
+
+    found, draw = {}, torch.Generator().manual_seed(0)
+    for part, graph in graphs.items():
+        inputs = {}
+        for name, value in named_inputs(graph).items():
+            more = value.repeat(2, *[1] * (value.dim() - 1))
+            inputs[name] = torch.randn(more.shape, generator=draw) if value.is_floating_point() else more
+        if "attention_mask" in inputs:
+            inputs["attention_mask"][-1, LENGTH // 2 :] = 0
+        blocks = [inputs[name] for name in inputs if name.startswith("keys_values_")]
+        right = graph.module(*(blocks if name == "keys_values" else inputs[name] for name in graph.inputs))
+        session = onnxruntime.InferenceSession(paths[part], providers=["CPUExecutionProvider"])
+        given = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
+        pairs = zip(session.run(None, given), right if isinstance(right, tuple) else (right,), strict=True)
+        apart = [
+            ((torch.from_numpy(one) - other).abs().max() / max(1.0, other.abs().max())).item() for one, other in pairs
+        ]
+        found[part] = max(apart)
+    return found

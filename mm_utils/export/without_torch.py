@@ -21,12 +21,9 @@ import onnxruntime
 from PIL import Image
 from tokenizers import Tokenizer
 
-try:
-    from reading import CHARACTERS_PER_TOKEN, centered, open_picture  # type: ignore[import-not-found]
-except ImportError:  # in the project, whose export copies that file beside this one
-    from mm_utils.model.reading import CHARACTERS_PER_TOKEN, centered, open_picture
+from mm_utils.model.reading import CHARACTERS_PER_TOKEN, centered, open_picture
 
-SUFFIXES = {"fp32": "", "fp16": "_fp16", "int8": "_quantized"}
+SUFFIXES = {"fp32": "", "int8": "_quantized"}
 _SPECIAL = ("bos_token", "eos_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _Pictures = str | Path | Image.Image | Sequence[str | Path | Image.Image]
 
@@ -36,12 +33,12 @@ class Towers:
 
     Args:
         folder: as `scripts/export.py` wrote it, with the layout plain or transformers.js.
-        precision: fp32, fp16 or int8; default: the first of these that exists.
+        precision: fp32 or int8; default: the first of these that exists.
     """
 
     def __init__(self, folder: str | Path, precision: str | None = None):
         self.folder = Path(folder)
-        there = [name for name in SUFFIXES if self._path("text_model", name) is not None]
+        there = [name for name, suffix in SUFFIXES.items() if any(self.folder.rglob(f"text_model{suffix}.onnx"))]
         self.precision = precision or (there or ["fp32"])[0]
         self.settings, self.pixels, words = (
             json.loads((self.folder / name).read_text(encoding="utf-8"))
@@ -81,18 +78,14 @@ class Towers:
     def _joined(self, rows: Any) -> np.ndarray:
         return np.concatenate([np.zeros((0, self.settings["projection_dim"]), np.float32), *rows])
 
-    def _path(self, part: str, precision: str) -> Path | None:
-        name = f"{part}{SUFFIXES[precision]}.onnx"
-        return next((path for path in (self.folder / name, self.folder / "onnx" / name) if path.is_file()), None)
-
     def _session(self, part: str) -> onnxruntime.InferenceSession:
         if part not in self._sessions:
-            found = self._path(part, self.precision)
-            if found is None:
+            path = next(self.folder.rglob(f"{part}{SUFFIXES[self.precision]}.onnx"), None)
+            if path is None:
                 raise FileNotFoundError(
                     f"{self.folder} has no {part} in {self.precision}; export it with scripts/export.py --precision."
                 )
-            self._sessions[part] = onnxruntime.InferenceSession(found, providers=["CPUExecutionProvider"])
+            self._sessions[part] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         return self._sessions[part]
 
     def _run(self, part: str, **inputs: np.ndarray) -> list[np.ndarray]:
@@ -110,13 +103,9 @@ class Towers:
 
     def _pixels(self, image: Any) -> np.ndarray:
         """Return an image `[1, 3, S, S]`: upright, shorter side resized, centre cut, normalised."""
-        if self.pixels["resample"] != Image.Resampling.BICUBIC:
-            raise ValueError(
-                f"resample is {self.pixels['resample']} in preprocessor_config.json; 3, bicubic, is known here."
-            )
         size = self.pixels["crop_size"]["height"]
         picture, (width, height, left, top) = centered(open_picture(image, size), size)
-        rgb = resized(resized(np.asarray(picture), width, 1), height, 0)[top : top + size, left : left + size]
+        rgb = bicubic(bicubic(np.asarray(picture), width, 1), height, 0)[top : top + size, left : left + size]
         mean, std = (np.array(self.pixels[f"image_{name}"], np.float32) for name in ("mean", "std"))
         return ((rgb * np.float32(self.pixels["rescale_factor"]) - mean) / std).transpose(2, 0, 1)[None]
 
@@ -125,7 +114,7 @@ def _many(given: Any) -> list[Any]:
     return [given] if isinstance(given, (str, Path, Image.Image)) else list(given)
 
 
-def resized(pixels: np.ndarray, size: int, axis: int) -> np.ndarray:
+def bicubic(pixels: np.ndarray, size: int, axis: int) -> np.ndarray:
     """Resize one axis of uint8 pixels to `size`, by torch's antialiased bicubic filter.
 
     Pillow's filter rounds another bit of the weights: one pixel in 300 differs by one level, embeddings by 5e-4.

@@ -1,0 +1,227 @@
+"""Graphs give torch's numbers for any batch and length; a folder has what its readers look for; a failure leaves nothing."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from transformers import AutoImageProcessor, AutoTokenizer
+
+import mm_utils
+from mm_utils.distributed import RunError
+from mm_utils.export import folder as export_folder
+from mm_utils.export.folder import IMMICH_NAMES, ends_in_pad, immich_width
+from mm_utils.export.graphs import PaddedTextTower, head_weights
+from mm_utils.model.build import load_model
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor_of
+from scripts import export
+from tests.export.conftest import WEIGHTS, WORDS, save_tiny
+from tests.kit.models import save_model
+from tests.kit.stock_folders import TEXTS, noise, write_stock
+
+PARTS = ("vision_model", "text_model", "reranker_images", "reranker")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("images", "texts", "length"), [(1, 1, 2), (1, 4, 9), (5, 1, 30), (2, 3, 7)])
+def test_any_number_of_images_texts_and_tokens(
+    images: int, texts: int, length: int, exported: tuple[Path, Any], model: FusionDualEncoderModel
+) -> None:
+    draw = torch.Generator().manual_seed(texts)
+    pixels, ids = torch.randn(images, 3, 32, 32, generator=draw), torch.randint(5, 20, (texts, length), generator=draw)
+    mask = (torch.arange(length) < (torch.arange(texts) % length + 1)[:, None]).long()
+
+    def run(part: str, **inputs: torch.Tensor) -> list[torch.Tensor]:
+        session = onnxruntime.InferenceSession(exported[0] / f"{part}.onnx")
+        given = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
+        return [torch.from_numpy(found) for found in session.run(None, given)]
+
+    expected, keys_values = model.encode_image(pixels)
+    torch.testing.assert_close(run("vision_model", pixel_values=pixels)[0], expected, atol=1e-5, rtol=0)
+    embeds, states = model.encode_text(ids, mask)
+    text = {"input_ids": ids, "attention_mask": mask}
+    torch.testing.assert_close(run("text_model", **text)[0], embeds, atol=1e-5, rtol=0)
+    assert keys_values is not None
+    blocks = {f"keys_values_{at}": side for at, side in enumerate(run("reranker_images", pixel_values=pixels))}
+    found = run("reranker", **text, **blocks)[0]
+    for row in range(texts):
+        added = model.head_scores(keys_values, states[row : row + 1], mask[row : row + 1], ids[row : row + 1])
+        torch.testing.assert_close(found[row], added, atol=1e-4, rtol=1e-5)
+
+
+def test_what_is_written(exported: tuple[Path, dict], folder: Path, model: FusionDualEncoderModel) -> None:
+    """Figures, usage, and settings that stock classes read; and nothing of this machine."""
+    out, apart = exported
+    for precision, most in (("fp32", 1e-5), ("int8", 0.05)):  # on any processor
+        assert apart[precision].keys() == set(PARTS)
+        assert max(apart[precision].values()) < most
+    assert apart["int8"]["text_model"] > apart["fp32"]["text_model"]
+    graphs = {f"{part}{suffix}.onnx" for part in PARTS for suffix in ("", "_quantized")}
+    assert {path.name for path in out.glob("*.onnx")} == graphs
+    assert (out / "text_model_quantized.onnx").stat().st_size < (out / "text_model.onnx").stat().st_size
+    stated = json.loads((out / "export.json").read_text())
+    assert (stated["opset"], stated["rerank_weights"], stated["differences"]) == (18, WEIGHTS, apart)
+    assert stated["logit_scale"] == pytest.approx(model.logit_scale.exp().item())
+    page = (out / "README.md").read_text()
+    assert "python without_torch.py" in page
+    assert not [name for name in ("NAME", "WIDTH", "DTYPE", "PADDING") if name in page]
+    places = [each.encode() for each in (str(out.parent), os.path.dirname(mm_utils.__file__))]
+    files = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert [name for name, content in files.items() if any(place in content for place in places)] == []
+    for name in (folder, out):
+        image = AutoImageProcessor.from_pretrained(name)(images=[Image.effect_noise((50, 40), 90)] * 2)
+        assert np.shape(image["pixel_values"]) == (2, 3, 32, 32)
+    one, other = (AutoTokenizer.from_pretrained(name)(WORDS)["input_ids"] for name in (folder, out))
+    assert one == other
+
+
+def test_when_the_head_is_exported(model: FusionDualEncoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert head_weights(model) == head_weights(model, "yes") == WEIGHTS
+    assert head_weights(model, "no") == {}
+    monkeypatch.setattr(model.config, "rerank_weights", {"match": 0.0, "caption": 0.4})
+    assert head_weights(model) == {"caption": 0.4}
+    monkeypatch.setattr(model.config, "rerank_weights", None)
+    assert (head_weights(model), head_weights(model, "yes")) == ({}, {"match": 1.0, "caption": 1.0})
+    monkeypatch.setattr(FusionDualEncoderModel, "voices", [])
+    with pytest.raises(ValueError, match="--reranker is yes; this model has no head that was trained"):
+        head_weights(model, "yes")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["clip", "siglip", "chinese_clip"])
+def test_texts_without_a_mask(kind: str, tmp_path: Path) -> None:
+    """The mask is read off the tokens, also where a text ends in the token that pads it, as CLIP's do."""
+    name = write_stock(tmp_path, kind)
+    model, tokenizer = load_model(name, fusion_layers=0).eval(), load_processor_of(name).tokenizer
+    assert ends_in_pad(tokenizer) == (kind != "chinese_clip")
+    given = tokenizer(TEXTS, padding="max_length", max_length=64, return_tensors="pt")
+    found = PaddedTextTower(model, tokenizer.pad_token_id, ends_in_pad(tokenizer), 40)(given["input_ids"].int())
+    expected = model.encode_text(given["input_ids"], given["attention_mask"])[0]
+    torch.testing.assert_close(
+        found, torch.nn.functional.pad(expected, (0, 40 - expected.shape[1])), atol=1e-6, rtol=0
+    )
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    place = tmp_path_factory.mktemp("export")
+    return ["--model_name_or_path", str(save_tiny(place / "model")), "--output_dir", str(place / "onnx")]
+
+
+def test_a_folder_that_is_taken(flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(ValueError, match="it is not empty"):
+        export.main([*flags[:3], str(tmp_path)])
+
+
+FAILURES: dict[str, tuple[str, BaseException, str]] = {
+    "an operator": (
+        "torch.onnx.export",
+        NotImplementedError("aten::fold\nsecond"),
+        "cannot be made; .*aten::fold second",
+    ),
+    "a full disk": (
+        "torch.onnx.export",
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        "--output_dir is .*; it cannot be written: No space left on device. Free some",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_is_a_line_and_leaves_nothing(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    place, error, said = FAILURES[name]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("outer") from error
+
+    monkeypatch.setattr(place, refuse)
+    with pytest.raises(RunError, match=said):
+        export.main(flags)
+    assert {path.name for path in Path(flags[-1]).parent.iterdir()} == {"model"}
+
+
+@pytest.mark.parametrize("difference", [2e-5, float("nan")])
+def test_an_export_that_differs_is_refused(difference: float, flags: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(export_folder, "trace", lambda graph, path: path.touch())
+    monkeypatch.setattr(export_folder, "differences", lambda *_: {"text_model": difference})
+    with pytest.raises(RunError, match=rf"The exported text_model differs from torch by {difference:.1e}; .* Nothing"):
+        export.main(flags)
+    assert not Path(flags[-1]).exists()
+
+
+# -- every layout and medium -------------------------------------------------------------------------------------------
+
+
+def immich_embeds(folder: Path, images: list[Image.Image], texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Read a folder as Immich's machine-learning service does: one image and one padded text at a time, int32 and no mask."""
+    settings = json.loads((folder / "visual/preprocess_cfg.json").read_text())
+    session, size = onnxruntime.InferenceSession(folder / "visual/model.onnx"), settings["size"][0]
+    found = []
+    for image in images:
+        square = image.resize((size, size), Image.Resampling[settings["interpolation"].upper()])
+        pixels = (np.asarray(square, np.float32) / 255 - np.float32(settings["mean"])) / np.float32(settings["std"])
+        found.append(session.run(None, {"image": pixels.transpose(2, 0, 1)[None]})[0][0])
+    length = json.loads((folder / "config.json").read_text())["text_cfg"]["context_length"]
+    pad = json.loads((folder / "textual/tokenizer_config.json").read_text())["pad_token"]
+    tokenizer = Tokenizer.from_file(str(folder / "textual/tokenizer.json"))
+    tokenizer.enable_padding(length=length, pad_token=pad, pad_id=tokenizer.token_to_id(pad))
+    tokenizer.enable_truncation(max_length=length)
+    session = onnxruntime.InferenceSession(folder / "textual/model.onnx")
+    words = [session.run(None, {"text": np.array([tokenizer.encode(text).ids], np.int32)})[0][0] for text in texts]
+    return np.stack(found), np.stack(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tiny", "clip", "siglip2", "siglip", "chinese_clip"])
+def test_layouts_of_every_kind_of_model(kind: str, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    layout = "transformers.js" if kind in ("siglip", "chinese_clip") else "immich"
+    name = str(folder) if kind == "tiny" else write_stock(tmp_path / "stock", kind)
+    out = tmp_path / "out"
+    export.main(["--model_name_or_path", name, "--output_dir", str(out), "--layout", layout])
+    model = load_model(name, fusion_layers=0).eval()
+    expected, width = [each.numpy() for each in model.encode(images=noise(), texts=TEXTS)], model.config.projection_dim
+    if layout == "immich":
+        images, texts = immich_embeds(out, noise(), TEXTS)
+        assert images.shape[1] == texts.shape[1] == 512
+        assert not images[:, width:].any()
+        found = images[:, :width], texts[:, :width]
+        assert f"/cache/clip/{IMMICH_NAMES[512]}" in (out / "README.md").read_text()
+    else:
+        from mm_utils.export.without_torch import Towers
+
+        towers = Towers(out)
+        found = towers.images(noise()), towers.texts(TEXTS)
+        assert {path.name for path in (out / "onnx").iterdir()} >= {"vision_model.onnx", "text_model.onnx"}
+        assert json.loads((out / "config.json").read_text())["model_type"] == "clip"
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_widths_that_immich_knows() -> None:
+    assert [immich_width(width) for width in (1, 512, 513, 1152)] == [512, 512, 640, 1152]
+    with pytest.raises(ValueError, match="it stores at most 1152 numbers, and embeddings here have 1153"):
+        immich_width(1153)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("medium", ["clip", "sound"])
+def test_media_are_exported_in_the_plain_layout_alone(medium: str, tmp_path: Path) -> None:
+    flags = ["--model_name_or_path", str(save_model(tmp_path / "model", medium)), "--reranker", "no", "--output_dir"]
+    with pytest.raises(ValueError, match=f"it is for images, and this model reads {medium}s"):
+        export.main([*flags, str(tmp_path / "js"), "--layout", "transformers.js"])
+    assert set(export.main([*flags, str(tmp_path / "onnx")])["fp32"]) == {"vision_model", "text_model"}
+    files = {path.name for path in (tmp_path / "onnx").iterdir()}
+    assert "without_torch.py" not in files
+    assert {"vision_model.onnx", "text_model.onnx", "preprocessor_config.json", "README.md"} <= files

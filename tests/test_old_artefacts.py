@@ -5,7 +5,6 @@
 """
 
 import json
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -57,15 +56,3 @@ def test_a_model_and_an_index(old: Path) -> None:
     place = ["--index_dir", str(old / "index"), "--model_name_or_path", str(old / "run")]
     with pytest.raises(ValueError, match=r"is not an index of this version.*run scripts/embed\.py again"):
         search.main([*place, "--json", "--query", "a red circle"])
-
-
-def test_a_model_of_several_media_is_refused_with_what_to_do(old: Path, tmp_path: Path) -> None:
-    """A model once had a tower for each of several media; the others' are whole models in its folder."""
-    folder = shutil.copytree(old / "run", tmp_path / "run")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "media": {"sound": {"medium": "sound"}}}))
-    with pytest.raises(ValueError, match=r"trained on several\. Take media/sound in its folder") as error:
-        load_model(str(folder))
-    assert "\n" not in str(error.value)
-    (folder / "config.json").write_text(json.dumps({**config, "media": None}))  # as the folder media/sound has it
-    load_model(str(folder))

@@ -75,9 +75,7 @@ class ModelArguments:
         usual=True,
     )
     projection_dim: int | None = arg(
-        None,
-        "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone.",
-        decides="place",
+        None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone.", decides="place"
     )
     projection: str = arg(
         "linear",
@@ -90,9 +88,7 @@ class ModelArguments:
         False, "Do not train the text backbone, nor the projection of a run's text encoder.", usual=True
     )
     gradient_checkpointing: bool = arg(
-        False,
-        "Recompute activations in the backward pass: less memory, a third slower.",
-        decides="speed",
+        False, "Recompute activations in the backward pass: less memory, a third slower.", decides="speed"
     )
     torch_compile: bool = arg(
         False,
@@ -100,9 +96,7 @@ class ModelArguments:
         decides="speed",
     )
     trust_remote_code: bool = arg(
-        False,
-        "Run the Python code in the repository of a backbone. Read that code first.",
-        decides="place",
+        False, "Run the Python code in the repository of a backbone. Read that code first.", decides="place"
     )
 
     def __post_init__(self) -> None:

@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
 from mm_utils.model.adapt import (
@@ -241,7 +236,7 @@ def _backbone(
     """Load or make a backbone; return it with its pooling."""
     name, pooling = getattr(args, f"{tower}_model_name_or_path"), "auto"
     if name:
-        made, pooling = load_tower(name, tower, getattr(args, f"freeze_{tower}"), args.trust_remote_code)
+        made, pooling = load_tower(name, tower, args.trust_remote_code)
     elif tower == "vision":
         size = {"image_size": args.image_size} if args.image_size else {}
         made = vision_tower(AutoConfig.for_model(**{**vision_preset(args, medium), **size}))

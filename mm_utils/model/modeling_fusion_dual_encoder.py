@@ -41,16 +41,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceCl
 from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer
 from transformers.utils import ModelOutput
 
-from .fusion import (
-    CaptionAdapter,
-    FusionHead,
-    KeysValues,
-    LevelAdapter,
-    RegionHead,
-    TokenHead,
-    as_map,
-    target_mask,
-)
+from .fusion import CaptionAdapter, FusionHead, KeysValues, LevelAdapter, RegionHead, TokenHead, as_map, target_mask
 from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, token_ids
 from .spectrograms import LogMel
 
@@ -142,7 +133,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         classifier_dropout: float = 0.1,
         **kwargs: Any,
     ):
-        _refuse_old_entries(kwargs, medium, dual_encoder_type, projection)
+        _refuse_old_entries(kwargs, {"dual_encoder_type": dual_encoder_type, "projection": projection})
         for name, config in (("vision_config", vision_config), ("text_config", text_config)):
             # A copy: PreTrainedConfig.__init__ below resets the attention implementation of its sub-configs, and a tower
             # whose own config lost it would silently ignore its padding mask.
@@ -185,21 +176,17 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-def _refuse_old_entries(entries: dict[str, Any], medium: str, dual_encoder_type: str, projection: str) -> None:
+def _refuse_old_entries(entries: dict[str, Any], now: dict[str, Any]) -> None:
     """Take entries that only older models have out of those of a config.json; raise ValueError if one needs older code."""
-    if media := entries.pop("media", None):
-        raise ValueError(
-            f"media in config.json is {', '.join(media)}; a model reads one medium, and this one was trained on several. Take "
-            f"media/{next(iter(media))} in its folder, which is a whole model, or for {medium}s delete media from config.json."
-        )
-    had = {"fusion_direction": None, "fusion_hierarchy": None, **entries}
-    had |= {"dual_encoder_type": dual_encoder_type, "projection": projection}
-    for name, value in (
-        *(("fusion_direction", "both"), ("fusion_hierarchy", False)),
-        *(("dual_encoder_type", "xclip"), ("projection", "classes")),
-    ):
-        entries.pop(name, None)
-        if had[name] == value:
+    old = {name: entries.pop(name, None) for name in ("media", "fusion_direction", "fusion_hierarchy")} | now
+    needs = {
+        "fusion_direction": "both",
+        "fusion_hierarchy": False,
+        "dual_encoder_type": "xclip",
+        "projection": "classes",
+    }
+    for name, value in old.items():
+        if value == needs.get(name, ()) or (name == "media" and value):
             raise ValueError(
                 f"{name} in config.json is {value}, which this version does not read. Load the folder with AutoModel and "
                 "trust_remote_code=True: it holds the code that it was saved with."

@@ -32,9 +32,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SOUND_PARTS = {"whisper": "encoder", "clap": "audio_model"}  # what a model has besides its sound tower is left out
 
 
-def load_tower(
-    name: str, tower: str, frozen: bool = False, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, str]:
+def load_tower(name: str, tower: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, str]:
     """Load a backbone; return it with its pooling: `auto`, or `mean` if the checkpoint holds no weights of its pooler.
 
     Of a two-tower checkpoint, take one.
@@ -44,7 +42,7 @@ def load_tower(
         tower: `vision` or `text`.
 
     Raises:
-        ValueError: if there is no such backbone, or weights are missing that nothing would train, as the tower is `frozen`.
+        ValueError: if there is no such backbone, or it lacks weights.
     """
     flag = f"--{tower}_model_name_or_path is {name}"
     config = load_config(flag, name, trust_remote_code)
@@ -76,12 +74,10 @@ def load_tower(
         )
     in_tokens, in_pooler = _split_missing(model, tower, missing)
     if in_tokens:
-        lacks = f"{flag}; it lacks {len(in_tokens)} weights of a {config.model_type}, such as {in_tokens[0]}"
-        if frozen:
-            raise ValueError(
-                f"{lacks}, and frozen they would stay random. Drop --freeze_{tower}, or choose another checkpoint."
-            )
-        logger.warning("%s, which start from random values", lacks)
+        raise ValueError(
+            f"{flag}; it lacks {len(in_tokens)} weights of a {config.model_type}, such as {in_tokens[0]}, and random ones would "
+            "take their place. Choose another checkpoint."
+        )
     if in_pooler:
         logger.info("%s; it holds no weights of a pooler, so its outputs are pooled by their mean", flag)
     return model, "mean" if in_pooler else "auto"

@@ -484,12 +484,7 @@ def read_frames(
 
 
 def at_rate(
-    frames: Iterable[Frame],
-    fps: float,
-    begin: float,
-    end: float | None,
-    most: float,
-    said: float | None = None,
+    frames: Iterable[Frame], fps: float, begin: float, end: float | None, most: float, said: float | None = None
 ) -> Iterator[Frame]:
     """Yield the frames that are shown at begin, begin + 1 / fps, ...; one that is shown for longer comes again.
 

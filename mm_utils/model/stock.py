@@ -140,10 +140,7 @@ def to_dual_encoder(model: FusionDualEncoderModel) -> PreTrainedModel:
         raise ValueError(f"the stock class reads images, and this model {model.config.medium}s")
     if kind == "clap" and not hasattr(model.config.text_config, "projection_hidden_act"):
         raise ValueError("the stock class has CLAP's own text tower, and this model another")
-    configs = {
-        "vision_config": model.vision_model.config.to_dict(),
-        "text_config": model.text_model.config.to_dict(),
-    }
+    configs = {"vision_config": model.vision_model.config.to_dict(), "text_config": model.text_model.config.to_dict()}
     if kind == DUAL_ENCODERS[0]:
         _fit_dual_encoder(model, weights, **configs)
     if kind not in UNPROJECTED:

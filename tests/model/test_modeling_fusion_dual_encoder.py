@@ -175,6 +175,7 @@ def test_a_bridge_mixes_the_layers_of_the_text_tower():
 @pytest.mark.parametrize(
     "entry",
     [
+        {"media": {"sound": {"medium": "sound"}}},
         {"fusion_direction": "both"},
         {"fusion_hierarchy": False},
         {"dual_encoder_type": "xclip"},

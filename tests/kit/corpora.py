@@ -1,9 +1,7 @@
 """A tiny corpus on disk: coloured shapes and their captions."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -34,16 +32,3 @@ def write_corpus(folder: Path, copies: int = 3) -> Path:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def breaking_images(folder: Path, names: list[str]) -> Callable[..., Any]:
-    """`load_pairs`, which breaks these images once it has loaded them."""
-    from mm_utils.data.pairs import load_pairs
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        pairs = load_pairs(*args, **kwargs)
-        for name in names:
-            (folder / name).write_bytes(b"not an image")
-        return pairs
-
-    return load

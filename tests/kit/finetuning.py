@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    import torch
-
     from mm_utils.finetuning.labels import LabelledTask
     from mm_utils.finetuning.zero_shot import LabelledImages
 
@@ -69,9 +67,3 @@ def labelled_of(medium: str = "image", **flags: Any) -> "LabelledImages":
 
     own = {name: flags.pop(name) for name in ("split", "label_column", "classes") if name in flags}
     return load_labelled(DataArguments(**flags), ZeroShotArguments(**own), medium)
-
-
-def weights(folder: Path) -> dict[str, "torch.Tensor"]:
-    from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
-
-    return FusionDualEncoderForClassification.from_pretrained(folder).state_dict()

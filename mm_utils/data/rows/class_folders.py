@@ -26,23 +26,22 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
     """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
     builder = RecordBuilder(source, safety)
     names, divided, unread = class_names(source), _is_divided(source.path), Unread()
+    suffixes = SUFFIXES[builder.medium]
     for place, files in walk(source.path, unread):
         parts = os.path.relpath(place, source.path).split(os.sep)
-        images = [name for name in files if name.lower().endswith(SUFFIXES[builder.medium])]
-        unread.pass_by(source.path, place, files, SUFFIXES[builder.medium], builder.medium)
-        if not images:
-            continue
+        images = [name for name in files if name.lower().endswith(suffixes)]
+        unread.pass_by(source.path, place, files, suffixes, builder.medium)
         split = None
-        if divided and parts[0] != ".":
+        if images and divided and parts[0] != ".":
             split = SPLIT_NAMES.get(parts.pop(0).lower())
             if split is None:
-                for name in images:
-                    unread.add("not_read", os.path.relpath(os.path.join(place, name), source.path))
+                unread.pass_by(source.path, place, images, (), builder.medium)
                 continue
+        if not images:
+            continue
         if not parts or parts == ["."]:
             detail = f"{len(images):,} {builder.medium}s lie in no class's folder, such as {images[0]}"
-            fault = Fault("unmatched_image", detail)
-            yield builder.bad(f"folder {place}", fault)
+            yield builder.bad(f"folder {place}", Fault("unmatched_image", detail))
             continue
         label = parts[0] if source.labelled else _class_name(parts[0], names, source)
         if not label:
@@ -52,8 +51,7 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
         for name in images:
             path = os.path.relpath(os.path.join(place, name), source.path)
             try:
-                image = builder.image(path)
-                yield builder.record(f"file {path}", image, list(captions), split=split, answers=[label])
+                yield builder.record(f"file {path}", builder.image(path), captions, split=split, answers=[label])
             except Fault as fault:
                 yield builder.bad(f"file {path}", fault, path, split)
     yield from unread.rows(builder)
@@ -75,13 +73,15 @@ def check_classes(folder: Path, title: str, medium: str) -> None:
         parts = Path(os.path.relpath(place, folder)).parts
         if len(parts) > at and any(name.lower().endswith(SUFFIXES[medium]) for name in names):
             places.add(parts[at])
-        lists += [os.path.relpath(os.path.join(place, name), folder) for name in names if _may_hold_captions(name)]
+        found = [name for name in names if name.lower().endswith(_LISTS) and not name.lower().startswith(_ABOUT)]
+        lists += [os.path.relpath(os.path.join(place, name), folder) for name in found]
     other = ", or set format=classes to make captions of folders' names" if places else ""
     if lists:
         more = f" (and {len(lists) - 1:,} more such files)" if len(lists) > 1 else ""
         raise ValueError(
             f"{title}; this folder holds {medium}s and {lists[0]}{more}, which may hold their captions. Give {folder / lists[0]} as the "
-            f"source, with image_root= for the folder of the files that it names{other}."
+            f"source, with image_root= for the folder of the files that it names{other}. A caption beside a file has its name: "
+            "NAME.txt beside NAME.jpg."
         )
     if len(places) < 2:
         where = f" in one folder, {places.pop()}," if places else ""
@@ -89,11 +89,6 @@ def check_classes(folder: Path, title: str, medium: str) -> None:
             f"{title}; this folder holds {medium}s{where} and no captions; one class is no classification. Write a caption file beside "
             f"every {medium} (NAME.txt) or metadata.jsonl with file_name and caption{other}."
         )
-
-
-def _may_hold_captions(name: str) -> bool:
-    stem, suffix = os.path.splitext(name.lower())
-    return suffix in _LISTS and not stem.startswith(_ABOUT)
 
 
 def captions_of_class(source: Source, name: str, medium: str) -> list[str]:
@@ -110,24 +105,18 @@ def class_names(source: Source) -> dict[str, str]:
     """
     if source.classes is None:
         return {}
-    path = Path(source.classes)
-    title = f"{source.title}, classes={path}"
-    if not path.is_file():
-        raise ValueError(f"{title}; there is no such file. Check the path.")
-    found: dict[str, str] = {}
+    title, found = f"{source.title}, classes={source.classes}", dict[str, str]()
     try:
-        text = read_file(str(path), Limits(_LONGEST_NAMES)).decode("utf-8-sig")
+        text = read_file(source.classes, Limits(_LONGEST_NAMES)).decode("utf-8-sig")
         if text.lstrip().startswith("{"):
             for key, value in json.loads(text).items():
                 *keys, name = [key, *(value if isinstance(value, list) else [value])]
                 found |= dict.fromkeys(map(str, keys), str(name))
         else:
             for index, line in enumerate(line.strip() for line in text.splitlines() if line.strip()):
-                key, _, name = line.partition("\t") if "\t" in line else line.partition(" ")
-                if "\t" in line or WORDNET_ID.fullmatch(key):
-                    found[key] = name
-                else:
-                    found[str(index)] = line
+                key, sign, name = line.partition("\t" if "\t" in line else " ")
+                is_keyed = sign == "\t" or WORDNET_ID.fullmatch(key)
+                found |= {key: name} if is_keyed else {str(index): line}
     except (ValueError, AttributeError) as error:
         reason = error.detail if isinstance(error, Fault) else one_line(error)
         raise ValueError(f"{title}; it cannot be read ({reason}). Write lines of 'id name', or JSON.") from error

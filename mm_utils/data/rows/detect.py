@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -22,8 +23,7 @@ from mm_utils.data.rows.tables import METADATA_FILES, read_datasets, read_metada
 from mm_utils.data.rows.tars import read_webdataset
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array
 
-_OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets")
-_OF_FILES = ("imagefolder", "classes")  # formats that find files by their suffixes
+_OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
@@ -51,31 +51,27 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     """
     source = replace(source, format=source.format or detect(source))
     files = metadata_files(Path(source.path)) if source.format == "imagefolder" else []
-    has_columns = source.format in _OF_COLUMNS or bool(files)
-    if source.labelled:
-        if source.format == "imagefolder" and not files:
-            source = replace(source, format="classes")
-        if not has_columns and source.format not in ("classes", "sqlite", "webdataset"):
-            raise ValueError(
-                f"{source.title}; the format {source.format} has no labels. Write a table (JSONL, CSV or Parquet) of the "
-                "files with a column label, or a folder per class."
-            )
-    if (template := source.caption_template) is not None:
-        title = f"{source.title}, caption_template={template}"
-        if not source.columns.parts or source.caption_column:
-            raise ValueError(
-                f"{title}; it takes the place of caption_column. Name columns in braces: {{brand}} {{title}}."
-            )
-        if not has_columns:
-            raise ValueError(f"{title}; the format {source.format} has no columns to join. Leave it out.")
-    if source.group_column is not None and not has_columns:
+    if source.labelled and source.format == "imagefolder" and not files:
+        source = replace(source, format="classes")
+    has_columns, template = source.format in _OF_COLUMNS or bool(files), source.caption_template
+    if template is not None and (not source.columns.parts or source.caption_column):
         raise ValueError(
-            f"{source.title}, group_column={source.group_column}; the format {source.format} has no columns. Leave it out."
+            f"{source.title}, caption_template={template}; it takes the place of caption_column. Name columns in braces: "
+            "{brand} {title}."
         )
-    if source.format in _OF_FILES and not files and os.path.isdir(source.path):
+    asked = {"caption_template": template, "group_column": source.group_column}
+    wanted = [f"{name}={value}" for name, value in asked.items() if value is not None]
+    if source.labelled and source.format not in ("classes", "webdataset"):
+        wanted.append("a label")
+    if wanted and not has_columns:
+        raise ValueError(
+            f"{source.title}, {wanted[0]}; the format {source.format} has no columns. Write a table (JSONL, CSV or Parquet) of "
+            "the files, or leave it out."
+        )
+    if source.format in ("imagefolder", "classes") and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
     is_named = source.format in ("datasets", "webdataset") or source.format not in FORMATS
-    if not files and not is_named and not os.path.exists(source.path):
+    if not is_named and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
     read = _READERS.get(source.format, _read_own)
     rows = read_metadata(source, safety, files) if files else read(source, safety)
@@ -87,9 +83,8 @@ def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     """Read by a user's reader, which `format` names as module.function."""
     for item in load_own(source.format, f"{source.title}, format")(source, safety):
         if not isinstance(item, (Record, BadRow)):
-            raise ValueError(
-                f"{source.title}, format={source.format}; it yields {type(item).__name__}. Yield Record or BadRow."
-            )
+            wrong = f"it yields {type(item).__name__}. Yield Record or BadRow"
+            raise ValueError(f"{source.title}, format={source.format}; {wrong}.")
         yield item
 
 
@@ -104,8 +99,6 @@ def detect(source: Source) -> str:
         return "webdataset"
     if path.is_dir():
         return _of_folder(path, source)
-    if path.suffix.lower() in SQLITE_SUFFIXES and path.is_file():
-        return "sqlite"
     if path.is_file():
         return _of_file(path, source)
     if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", source.path) and not path.suffix:
@@ -116,11 +109,8 @@ def detect(source: Source) -> str:
 def metadata_files(folder: Path) -> list[Path]:
     """Return the metadata files of an image folder and of the folders in it, one of each."""
     inside = sorted(item for item in folder.iterdir() if item.is_dir() and not is_service(item.name))
-    files = (
-        next((place / name for name in METADATA_FILES if (place / name).is_file()), None)
-        for place in (folder, *inside)
-    )
-    return [file for file in files if file is not None]
+    files = ([place / name for name in METADATA_FILES if (place / name).is_file()] for place in (folder, *inside))
+    return [found[0] for found in files if found]
 
 
 def _files_of(folder: Path) -> list[tuple[str, str]]:
@@ -128,30 +118,34 @@ def _files_of(folder: Path) -> list[tuple[str, str]]:
 
 
 def _of_folder(path: Path, source: Source) -> str:
+    """Return the format of a folder by the folders and names of files in it."""
     if is_saved(path):
         return "datasets"
     if metadata_files(path):
         return "imagefolder"
-    files = _files_of(path)
-    medium = _medium_of_folder(source)
-    found = _of_names(files, path, medium)
-    if found is None and (kinds := kinds_of_folder(path)) and medium not in kinds:
+    files, medium = _files_of(path), _medium_of_folder(source)
+    suffixes = {os.path.splitext(name)[1].lower() for _, name in files}
+    if ".tar" in suffixes:
+        return "webdataset"
+    if is_captioned(files, medium):
+        return "imagefolder"
+    media = [place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium]]
+    has_card, tables = (path / "README.md").is_file(), suffixes & {".parquet", ".arrow", ".jsonl", ".csv"}
+    is_set = tables & {".parquet", ".arrow"} or (tables and has_card)
+    if any(os.path.relpath(place, path) != "." for place in media) or (media and not is_set):
+        if not source.labelled:
+            check_classes(path, source.title, medium)
+        return "classes"
+    if tables:
+        return "parquet" if ".parquet" in suffixes and not has_card else "datasets"
+    if (kinds := kinds_of_folder(path)) and medium not in kinds:
         raise wrong_kind(f"{source.title}; it", next(iter(kinds)), medium)
-    if found is None:
-        raise ValueError(
-            f"{source.title}; the format of this folder is not recognised. prepare_data takes format=, one of {', '.join(FORMATS)}."
-        )
-    if found == "classes" and not source.labelled:
-        check_classes(path, source.title, medium)
-    return found
+    known = f"prepare_data takes format=, one of {', '.join(FORMATS)}"
+    raise ValueError(f"{source.title}; the format of this folder is not recognised. {known}.")
 
 
 def _medium_of_folder(source: Source) -> str:
-    """Return the kind of the files in a folder; images where there are none.
-
-    Raises:
-        ValueError: if there are files of several kinds, and images are not most of them.
-    """
+    """Return the kind of the files in a folder, images where there are none; ValueError if there are several without most images."""
     if source.medium != "auto":
         return source.medium
     found = kinds_of_folder(Path(source.path))
@@ -163,34 +157,18 @@ def _medium_of_folder(source: Source) -> str:
 
 
 def kinds_of_folder(folder: Path) -> dict[str, int]:
-    """Count the first files of a folder by the kind that their names tell."""
-    names = [name.lower() for _, name in _files_of(folder)]
-    counts = {kind: sum(name.endswith(suffixes) for name in names) for kind, suffixes in SUFFIXES.items()}
-    counts["clip"] -= sum(name.endswith(".gif") for name in names)  # which is an image, too
+    """Count the first files of a folder by the kind that their names tell; a GIF is an image here, not a clip."""
+    suffixes = Counter(os.path.splitext(name)[1].lower() for _, name in _files_of(folder))
+    counts = {
+        kind: sum(suffixes[each] for each in own if kind != "clip" or each != ".gif") for kind, own in SUFFIXES.items()
+    }
     return {kind: count for kind, count in counts.items() if count}
-
-
-def _of_names(files: list[tuple[str, str]], path: Path, medium: str = "image") -> str | None:
-    """Return the format of the folder `path` by the folders and names of files in it."""
-    suffixes = {os.path.splitext(name)[1].lower() for _, name in files}
-    if ".tar" in suffixes:
-        return "webdataset"
-    if is_captioned(files, medium):
-        return "imagefolder"
-    media = [place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium]]
-    has_card, tables = (path / "README.md").is_file(), suffixes & {".parquet", ".arrow", ".jsonl", ".csv"}
-    is_set = tables & {".parquet", ".arrow"} or (tables and has_card)
-    if any(os.path.relpath(place, path) != "." for place in media) or (media and not is_set):
-        return "classes"
-    if ".parquet" in suffixes and not has_card:
-        return "parquet"
-    return "datasets" if tables else None
 
 
 def _of_file(path: Path, source: Source) -> str:
     suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        return "parquet"
+    if suffix in (".parquet", *SQLITE_SUFFIXES):
+        return "parquet" if suffix == ".parquet" else "sqlite"
     with path.open("rb") as file:
         head = file.read(_HEAD).decode("utf-8-sig", "replace")
     if (found := format_of(suffix, head)) is not None:

@@ -43,11 +43,7 @@ REMEDIES = REASONS | {
 
 
 def load_splits(name: str, title: str, allow_outside: bool = False, config: str | None = None) -> DatasetDict:
-    """Load all splits of a folder of `save_to_disk`, of a Hub data set or of a local one.
-
-    Raises:
-        ValueError: begun by `title`, if that fails, or the data set names files elsewhere.
-    """
+    """Load all splits of a folder of `save_to_disk`, of a Hub data set or of a local one; ValueError, begun by `title`, if it fails."""
     folder = Path(name)
     if folder.is_file():
         raise ValueError(f"{title}; that is a file. Give it as --train_file.")
@@ -139,9 +135,7 @@ def is_saved(folder: Path) -> bool:
 def check_image_files(rows: Dataset, title: str, jail: Jail) -> None:
     """Raise ValueError, begun by `title`, if an image is a file that the jail refuses."""
     contents, paths = (pc.struct_field(rows.data.column("image"), name) for name in ("bytes", "path"))
-    if not contents.null_count:
-        return
-    for path in paths.filter(pc.is_null(contents)).to_pylist():
+    for path in paths.filter(pc.is_null(contents)).to_pylist() if contents.null_count else ():
         try:
             image_path(path, jail)
         except Fault as fault:
@@ -154,20 +148,30 @@ def check_saved(folder: Path, jail: Jail) -> None:
 
     Raises a `Fault`, or a ValueError if a file of names is damaged.
     """
-    parts = [""]
-    if (folder / "dataset_dict.json").is_file():
-        parts += [f"{split}/" for split in _read_json(folder / "dataset_dict.json").get("splits") or ()]
-    for part in parts:
-        for name in ("state.json", "dataset_info.json"):
-            if os.path.lexists(folder / part / name):
-                _check_named(jail, f"{part}{name}", "dataset_dict.json")
-        if not (folder / part / "state.json").is_file():
-            continue
-        for data in _read_json(folder / part / "state.json").get("_data_files") or ():
-            file = data.get("filename") if isinstance(data, dict) else None
-            if not isinstance(file, str):
+
+    def named(file: str, key: str) -> Any:
+        """Return what a file names; the file itself lies in the folder, too."""
+        if not os.path.lexists(folder / file):
+            return ()
+        check(file, "dataset_dict.json")
+        content = json.loads((folder / file).read_text(encoding="utf-8")) if (folder / file).is_file() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} holds no JSON object")
+        return content.get(key) or ()
+
+    def check(name: str, by: str) -> None:
+        try:
+            jail.resolve(os.path.join(jail.root, name))
+        except Fault as fault:
+            if fault.reason != "image_missing":  # which `datasets` names
+                raise Fault(fault.reason, f"{by} names {name}: {fault.detail}") from fault
+
+    for part in ("", *(f"{split}/" for split in named("dataset_dict.json", "splits"))):
+        named(f"{part}dataset_info.json", "")
+        for data in named(f"{part}state.json", "_data_files"):
+            if not isinstance(file := data.get("filename") if isinstance(data, dict) else None, str):
                 raise ValueError(f"{part}state.json names no files")
-            _check_named(jail, os.path.join(part, file), f"{part}state.json")
+            check(os.path.join(part, file), f"{part}state.json")
 
 
 def check_card(path: Path, jail: Jail) -> None:
@@ -191,21 +195,6 @@ def check_card(path: Path, jail: Jail) -> None:
                 leaves = os.path.isabs(name) or name.startswith("~") or ".." in re.split(r"[\\/]", name)
                 if leaves and not jail.allow_outside:
                     raise Fault("outside_root", f"{path.name} names the {key} {name}, outside the data set")
-
-
-def _check_named(jail: Jail, name: str, file: str) -> None:
-    try:
-        jail.resolve(os.path.join(jail.root, name))
-    except Fault as fault:
-        if fault.reason != "image_missing":  # which `datasets` names
-            raise Fault(fault.reason, f"{file} names {name}: {fault.detail}") from fault
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
-    return content
 
 
 def _strings(value: Any) -> Iterator[str]:

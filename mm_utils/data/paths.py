@@ -7,6 +7,7 @@ import stat
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -65,7 +66,7 @@ class Jail:
         self.root = os.path.abspath(root)
         self.allow_outside = allow_outside
         self._real_roots = [os.path.realpath(folder).rstrip(os.sep) + os.sep for folder in (root, *also)]
-        self._real_folders: dict[str, str] = {}
+        self._real_folder = lru_cache(_MOST_FOLDERS)(os.path.realpath)
         self._hints = 0
 
     def resolve(self, name: str) -> str:
@@ -93,15 +94,8 @@ class Jail:
         """Raise outside_root if the folder of `path`, or its target, is not below the root."""
         if self.allow_outside:
             return
-        if follow:
-            real = os.path.realpath(path)
-        else:
-            folder, leaf = os.path.split(path)
-            if folder not in self._real_folders:
-                if len(self._real_folders) == _MOST_FOLDERS:
-                    self._real_folders.clear()
-                self._real_folders[folder] = os.path.realpath(folder)
-            real = os.path.join(self._real_folders[folder], leaf)
+        folder, leaf = os.path.split(path)
+        real = os.path.realpath(path) if follow else os.path.join(self._real_folder(folder), leaf)
         if not any(f"{real}{os.sep}".startswith(root) for root in self._real_roots):
             raise Fault("outside_root", f"{name} leads to {real}, outside {self.root}")
 
@@ -115,19 +109,15 @@ class Jail:
         if self._hints > _MOST_HINTS:
             return ""
         twin = next((each for each in _listed(folder) if _folded(each) == _folded(name)), None)
-        if twin is not None:
-            difference = "case" if _nfc(twin) != _nfc(name) else "Unicode form (NFC, NFD)"
-            return f"; there is {twin}, which differs in {difference}"
-        packed = next((each for each in _listed(self.root) if each.lower().endswith(_ARCHIVES)), None)
-        return f"; {packed} lies there and has to be unpacked" if packed else ""
+        if twin is None:
+            packed = next((each for each in _listed(self.root) if each.lower().endswith(_ARCHIVES)), None)
+            return f"; {packed} lies there and has to be unpacked" if packed else ""
+        nfc, other = (unicodedata.normalize("NFC", each) for each in (twin, name))
+        return f"; there is {twin}, which differs in {'case' if nfc != other else 'Unicode form (NFC, NFD)'}"
 
 
 def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, title: str) -> None:
-    """Check that a file found in `folder` is a regular file there, and no link that leads out.
-
-    Raises:
-        ValueError: begun by `title`.
-    """
+    """Raise ValueError, begun by `title`, if a file found in `folder` is no regular file there, or a link that leads out."""
     try:
         Jail(str(folder), allow_outside).resolve(os.path.abspath(path))
     except Fault as fault:
@@ -172,9 +162,5 @@ def _listed(folder: str) -> list[str]:
         return [entry.name for entry in islice(entries, _LONGEST_LISTING)]
 
 
-def _nfc(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
-
-
 def _folded(name: str) -> str:
-    return _nfc(_nfc(name).casefold())
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())

@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 import time
+from contextlib import suppress
 from urllib.parse import urljoin, urlsplit
 
 from mm_utils.data.faults import Fault
@@ -39,22 +40,19 @@ def download(url: str, limits: Limits) -> bytes:
     deadline = time.monotonic() + limits.seconds
     passing = (_PassingError, OSError, http.client.HTTPException)
     pauses = [_PAUSE * 2**attempt for attempt in range(limits.attempts - 1)]
+
+    def follow() -> bytes:
+        place = url
+        for _ in range(limits.redirects + 1):
+            if isinstance(answer := _get(place, limits, deadline), bytes):
+                return answer
+            place = urljoin(place, answer)
+        raise Fault("download_failed", f"{url}: more than {limits.redirects} redirects")
+
     try:
-        return retry(
-            lambda: _follow(url, limits, deadline), lambda error: isinstance(error, passing), pauses, deadline
-        )
+        return retry(follow, lambda error: isinstance(error, passing), pauses, deadline)
     except passing as error:
         raise Fault("download_failed", f"{url}: {str(error) or type(error).__name__}") from error
-
-
-def _follow(url: str, limits: Limits, deadline: float) -> bytes:
-    first = url
-    for _ in range(limits.redirects + 1):
-        answer = _get(url, limits, deadline)
-        if isinstance(answer, bytes):
-            return answer
-        url = urljoin(url, answer)
-    raise Fault("download_failed", f"{first}: more than {limits.redirects} redirects")
 
 
 def _get(url: str, limits: Limits, deadline: float) -> bytes | str:
@@ -109,10 +107,8 @@ def _read(response: http.client.HTTPResponse, url: str, limits: Limits) -> bytes
 
 def _hang_up(stream: socket.socket, over: threading.Event) -> None:
     over.set()
-    try:
+    with suppress(OSError):  # closed in the meantime
         stream.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # closed in the meantime
 
 
 def _split(url: str) -> tuple[str, str, int, str]:

@@ -17,23 +17,9 @@ from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import Limits, is_url, read_file
 from mm_utils.data.rows.class_folders import captions_of_class, class_names
-from mm_utils.data.rows.columns import (
-    BESIDE,
-    LABEL_NAMES,
-    SUFFIXES,
-    TEXT_NAMES,
-    USUAL_NAMES,
-    answers_of,
-    split_of,
-)
+from mm_utils.data.rows.columns import BESIDE, LABEL_NAMES, SUFFIXES, TEXT_NAMES, USUAL_NAMES, answers_of, split_of
 from mm_utils.data.rows.folders import Unread, own_files, split_of_path
-from mm_utils.data.rows.records import (
-    BadRow,
-    BytesImage,
-    ImageRef,
-    Record,
-    RecordBuilder,
-)
+from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source, set_medium
 from mm_utils.data.rows.tar_patterns import files_of_pattern
 from mm_utils.data.rows.text_files import checked_object, parse_json
@@ -77,7 +63,7 @@ class BoundedHeader(tarfile.TarInfo):
 
 @dataclass
 class Sample:
-    """The members of one key: a file of each medium, texts by extension, a fault if any."""
+    """The members of one key: a file of each medium, texts by extension, the first fault if any."""
 
     key: str
     media: dict[str, MemberImage | BytesImage] = field(default_factory=dict)
@@ -85,17 +71,9 @@ class Sample:
     fault: Fault | None = None
     names: list[str] = field(default_factory=list)
 
-    def medium(self, kind: str) -> MemberImage | BytesImage | None:
-        """Return the image, clip or sound; a video without a file of its sound is one, too."""
-        return next((self.media[each] for each in MEDIA[kind].holders if each in self.media), None)
-
     def lacks(self, what: str) -> Fault:
         """Return the fault of a sample without something; it names what is there."""
         return Fault("incomplete_sample", f"{self.key} has no {what} among its members ({', '.join(self.names[:6])})")
-
-    def set_aside(self, reason: str, detail: str) -> None:
-        """Record a fault; the first one stays."""
-        self.fault = self.fault or Fault(reason, detail)
 
     def text(self, extension: str) -> str:
         """Decode a text; raises bad_encoding."""
@@ -122,39 +100,31 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     missing = next((path for path in paths if not os.path.isfile(path)), None)
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
-    a_line = has_caption_a_line(source.path)
+    # CLIP_benchmark writes beside its shards, or above them, that they are for retrieval: then a line is a caption.
+    kinds = [os.path.join(source.path, *up, "dataset_type.txt") for up in ((), ("..",)) if is_folder]
+    kind = next(filter(os.path.isfile, kinds), None)
+    a_line = kind is not None and read_regular_file(kind, _LONGEST_TEXT).strip().lower() == b"retrieval"
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
     builder = RecordBuilder(replace(source, medium=medium), safety, ".")
     yield from unread.rows(builder)
-    folder = (
-        source.path if is_folder else os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
-    )
+    parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
+    folder = source.path if is_folder else os.path.commonpath(parents)
     for path in paths:
         name = os.path.relpath(path, folder)
         split = split_of_path(name, by_words=True) if is_folder else None
         for sample in read_shard(path, MEDIA[medium].holders):
-            where = f"{name}, member {sample.key}" if sample.key else name
+            where, key = (
+                f"{name}, member {sample.key}" if sample.key else name,
+                f"{os.path.splitext(name)[0]}/{sample.key}",
+            )
             try:
-                yield record_of_sample(
-                    builder, sample, where, f"{os.path.splitext(name)[0]}/{sample.key}", names, split, a_line
-                )
+                yield record_of_sample(builder, sample, where, key, names, split, a_line)
             except Fault as fault:
                 yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"), split)
 
 
-def has_caption_a_line(folder: str) -> bool:
-    """Return whether CLIP_benchmark wrote this folder of shards, or its parent, for retrieval."""
-    files = (os.path.join(folder, *up, "dataset_type.txt") for up in ((), ("..",)))
-    kind = next((file for file in files if os.path.isdir(folder) and os.path.isfile(file)), None)
-    return kind is not None and read_regular_file(kind, _LONGEST_TEXT).strip().lower() == b"retrieval"
-
-
 def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
-    """Return the medium that a source asks for, else that of its first samples, else images.
-
-    Raises:
-        ValueError: if there are several kinds.
-    """
+    """Return the medium that a source asks for, else that of its first samples, else images; ValueError if they are of several."""
     if source.medium != "auto":
         return source.medium
     first: dict[str, str] = {}
@@ -185,11 +155,10 @@ def read_shard(path: str, kinds: Collection[str] = tuple(SUFFIXES)) -> Iterator[
         with open(path, "rb") as file:
             head = file.read(4)
         kind = next((name for name, magic in _COMPRESSED.items() if head.startswith(magic)), None)
-        detail = f"{path}: {str(error) or type(error).__name__}; {count:,} whole samples come before"
-        if kind is not None:
-            yield Sample("", fault=Fault("compressed_archive", f"{path} is compressed by {kind}"))
-        else:
-            yield Sample("", fault=Fault("truncated_archive", detail))
+        cut = Fault(
+            "truncated_archive", f"{path}: {str(error) or type(error).__name__}; {count:,} whole samples come before"
+        )
+        yield Sample("", fault=Fault("compressed_archive", f"{path} is compressed by {kind}") if kind else cut)
 
 
 def read_samples(
@@ -214,18 +183,15 @@ def read_samples(
     """
     current, number, keys = None, -1, set[str]()
     for member in _members(archive, size):
-        if member is None:  # what comes next is another archive
-            if current is not None:
-                yield current
+        key, _ = ("", "") if member is None else _key(member.name)  # behind None comes another archive
+        if current is not None and (member is None or key != current.key):
+            yield current
             current = None
+        if member is None:
             continue
-        key, _ = _key(member.name)
-        if current is None or key != current.key:
-            if current is not None:
-                yield current
-            current, number = Sample(key), number + 1
-            if key in keys:
-                current.set_aside("incomplete_sample", f"the key {key} comes in {path} again, after other samples")
+        if current is None:
+            again = Fault("incomplete_sample", f"the key {key} comes in {path} again, after other samples")
+            current, number = Sample(key, fault=again if key in keys else None), number + 1
             keys.add(key)
         if first is None or number >= first:
             _add(current, member, kinds, archive, path, in_memory=first is not None)
@@ -287,37 +253,30 @@ def _add(
     in_memory: bool,
 ) -> None:
     name, (_, extension) = storable(member.name), _key(member.name)
+    title = f"{path}, member {name}"
     sample.names.append(os.path.basename(name))
     media = [kind for kind in kinds if f".{extension}" in SUFFIXES[kind]]
-    reason = _unsafe(member, extension)
-    if reason is not None:
-        sample.set_aside("unsafe_member", f"{name} {reason}")
-    elif media:
-        title = f"{path}, member {name}"
-        new = [each for each in media if each not in sample.media]
-        if any(found.name == title for found in sample.media.values()):
-            sample.set_aside("repeated_member", f"{name} is there twice")
-        elif new and not in_memory:
-            sample.media |= dict.fromkeys(new, MemberImage(title, path, member.offset_data, member.size))
-        elif new and member.size > MOST_BYTES:
-            sample.set_aside("too_many_bytes", f"{name} has {member.size:,} bytes; {MOST_BYTES:,} is the most")
-        elif new:
-            sample.media |= dict.fromkeys(new, BytesImage(title, _content(archive, member)))
-    elif extension in _TEXTS:
-        if extension in sample.texts:
-            sample.set_aside("repeated_member", f"{name} is there twice")
-        elif member.size > _LONGEST_TEXT:
-            sample.set_aside("malformed_row", f"{name} has {member.size:,} bytes")
-        else:
-            sample.texts[extension] = _content(archive, member)
-
-
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    content = b"" if file is None else file.read()
-    if len(content) < member.size:
-        raise tarfile.ReadError("the file ends inside a member")
-    return content
+    new = [kind for kind in media if kind not in sample.media]
+    twice = extension in sample.texts or any(found.name == title for found in sample.media.values())
+    fault = None
+    if (reason := _unsafe(member, extension)) is not None:
+        fault = Fault("unsafe_member", f"{name} {reason}")
+    elif twice:
+        fault = Fault("repeated_member", f"{name} is there twice")
+    elif new and not in_memory:
+        sample.media |= dict.fromkeys(new, MemberImage(title, path, member.offset_data, member.size))
+    elif new and member.size > MOST_BYTES:
+        fault = Fault("too_many_bytes", f"{name} has {member.size:,} bytes; {MOST_BYTES:,} is the most")
+    elif not media and extension in _TEXTS and member.size > _LONGEST_TEXT:
+        fault = Fault("malformed_row", f"{name} has {member.size:,} bytes")
+    elif new or (not media and extension in _TEXTS):
+        file = archive.extractfile(member)
+        content = b"" if file is None else file.read()
+        if len(content) < member.size:
+            raise tarfile.ReadError("the file ends inside a member")
+        sample.media |= dict.fromkeys(new, BytesImage(title, content))
+        sample.texts |= {} if new else {extension: content}
+    sample.fault = sample.fault or fault
 
 
 def _unsafe(member: tarfile.TarInfo, extension: str) -> str | None:
@@ -345,7 +304,7 @@ def record_of_sample(
     Args:
         names: the names of classes by number.
         split: that of the folder.
-        a_line: a line is a caption; see `has_caption_a_line`.
+        a_line: a line is a caption.
     """
     values, source, answers = sample.values(), builder.source, None
     usual = TEXT_NAMES if source.labelled else USUAL_NAMES["caption"]
@@ -371,7 +330,8 @@ def record_of_sample(
         raise sample.lacks("caption")
     if not isinstance(captions, list):
         captions = captions.splitlines() if a_line and isinstance(captions, str) else [captions]
-    member = sample.medium(builder.medium)
+    # A video without a file of its sound is a sound, too.
+    member = next((sample.media[kind] for kind in MEDIA[builder.medium].holders if kind in sample.media), None)
     if member is None and not (builder.safety.allow_download and is_url(str(values.get("url")))):
         raise sample.lacks(builder.medium)
     image, _ = builder.image(values["url"] if member is None else member)

@@ -45,10 +45,6 @@ class Benchmark:
     names: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
 
-    def fetch(self, title: str) -> str:
-        """Return the folder of its data; see `fetch`."""
-        return fetch(self, title)
-
     def places(self, known: Sequence[str], title: str) -> list[int]:
         """Return the class of each label that a data set names, by number where it names none.
 
@@ -71,13 +67,6 @@ class Benchmark:
                 f"({', '.join(self.names[:3])}, ...). Give other data, or a file of names as --classes."
             )
         return [place_of[name] for name in found]
-
-
-def _read_table() -> tuple[dict[str, Benchmark], dict[str, Benchmark]]:
-    table = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
-    kinds = (table[kind] for kind in ("classification", "retrieval"))
-    first, second = ({name: _benchmark(name, **entry) for name, entry in kind.items()} for kind in kinds)
-    return first, second
 
 
 def find_benchmark(known: dict[str, Benchmark], name: str, title: str) -> Benchmark:
@@ -135,4 +124,8 @@ def _folded(name: str) -> str:
     return re.sub(r"[\W_]", "", name.split(",")[0]).lower()
 
 
-CLASSIFICATION, RETRIEVAL = _read_table()
+_TABLE = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
+CLASSIFICATION, RETRIEVAL = (
+    {name: _benchmark(name, **entry) for name, entry in _TABLE[kind].items()}
+    for kind in ("classification", "retrieval")
+)

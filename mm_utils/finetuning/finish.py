@@ -77,15 +77,15 @@ def classification_card(
     """Return the card of a fine-tuned model."""
     run, metrics = context.run, context.metrics
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
-    medium = model.config.medium
+    medium, task_of_hub = model.config.medium, _TASKS[inputs]
+    if medium != "image":
+        task_of_hub = task_of_hub.replace("visual", COLUMNS[medium]).replace("image", COLUMNS[medium])
     rows, results = [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
             data = EvaluatedData(*data_names(run.settings, EMBEDDED), split, {"rows": len(task.splits[split])})
             for measure in ("accuracy", "macro_f1"):
-                results.append(
-                    data.result(classifier_task(inputs, medium), measure, metrics[prefix + measure], measure)
-                )
+                results.append(data.result(task_of_hub, measure, metrics[prefix + measure], measure))
             accuracy, low, high, f1, majority = (
                 f"{metrics[prefix + name]:.3f}"
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
@@ -135,12 +135,6 @@ from pathlib import Path
 {load}{media}{", and a text for each" if texts else ""}.
 {media} = sorted(Path("{media}").glob("{files}"))
 shares = model.predict({media}{texts}){show}"""
-
-
-def classifier_task(inputs: str, medium: str) -> str:
-    """Return the Hub's name of what a classifier of these inputs does."""
-    found = _TASKS[inputs]
-    return found if medium == "image" else found.replace("visual", COLUMNS[medium]).replace("image", COLUMNS[medium])
 
 
 def classifier_input(model: FusionDualEncoderForClassification) -> str:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.benchmarks import CLASSIFICATION, Benchmark, find_benchmark
+from mm_utils.data.benchmarks import CLASSIFICATION, Benchmark, fetch, find_benchmark
 from mm_utils.data.media import Image, medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
@@ -225,7 +225,7 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
     sources = labelled_sources(args, labels, medium)
     if not sources and benchmark is not None:
         title = f"--classes is {benchmark.name}"
-        sources = [Source(benchmark.fetch(title), name=benchmark.name, title=title, labelled=True, medium=medium)]
+        sources = [Source(fetch(benchmark, title), name=benchmark.name, title=title, labelled=True, medium=medium)]
     if not sources:
         raise ValueError(
             "--dataset_name is missing; give a labelled data set, a folder of one, or the name of a benchmark as --classes."

@@ -87,7 +87,8 @@ def add_columns(
 
     added = open_rows(stored("tokens", name, make))
     both = datasets.concatenate_datasets([whole, added], axis=1)
-    return _pick_same(rows, both, name)
+    # The rows at the same places of the wider table.
+    return datasets.Dataset(both.data, info=both.info, split=rows.split, indices_table=rows._indices, fingerprint=name)
 
 
 # -- features of a frozen tower -----------------------------------------------------------------------------------------
@@ -158,7 +159,12 @@ def image_digest(rows: datasets.Dataset) -> str:
     # Not by `arrow_batches`, which would bring all images of picked rows into memory.
     for batch in rows.select_columns(["image"]).with_format("arrow").iter(1000):
         for image in _image_views(batch["image"]):
-            digest.update(f"{_sample(image) or stamp(image['path'] or '')} ".encode())
+            content, block, sample = image["bytes"], 1024, stamp(image["path"] or "") if image["bytes"] is None else ""
+            if content is not None:
+                starts = {0, max(0, content.size // 2 - block // 2), max(0, content.size - block)}
+                parts = [content.slice(at, min(block, content.size - at)).to_pybytes() for at in sorted(starts)]
+                sample = f"{content.size}:{hashlib.blake2b(b''.join(parts), digest_size=8).hexdigest()}"
+            digest.update(f"{sample} ".encode())
     return digest.hexdigest()
 
 
@@ -168,17 +174,6 @@ def column_digest(rows: datasets.Dataset, column: str) -> str:
     for batch in arrow_batches(rows, [column], 10_000):
         digest.update("".join(map(repr, batch[column].to_pylist())).encode())
     return digest.hexdigest()
-
-
-def _sample(image: dict[str, Any]) -> str:
-    """Return the length of stored bytes and a hash of beginning, middle and end; "" if none."""
-    content = image["bytes"]
-    if content is None:
-        return ""
-    size, block = len(content), 1024
-    starts = {0, max(0, size // 2 - block // 2), max(0, size - block)}
-    parts = b"".join(content.slice(start, min(block, size - start)).to_pybytes() for start in sorted(starts))
-    return f"{size}:{hashlib.blake2b(parts, digest_size=8).hexdigest()}"
 
 
 # -- reading rows ------------------------------------------------------------------------------------------------------
@@ -231,10 +226,3 @@ def arrow_batches(rows: datasets.Dataset, columns: Sequence[str], batch_size: in
 def _picked(rows: datasets.Dataset) -> pa.ChunkedArray | None:
     """Return the places of the rows in their table, None if they are the whole table."""
     return None if rows._indices is None else rows._indices.column(0)
-
-
-def _pick_same(rows: datasets.Dataset, table: datasets.Dataset, fingerprint: str) -> datasets.Dataset:
-    """Return the rows of `table` at the places of `rows` in theirs."""
-    return datasets.Dataset(
-        table.data, info=table.info, split=rows.split, indices_table=rows._indices, fingerprint=fingerprint
-    )

@@ -137,7 +137,8 @@ class GlobalOrder:
             before, rows = rows, self._permutation(later)
             size, carried = self._crossing(later)
             if carried:
-                rows[:size] = _moved_behind(rows[:size], before[-carried:])
+                head, clash = rows[:size], np.isin(rows[:size], before[-carried:])
+                rows[:size] = np.concatenate([head[~clash], head[clash]])
         return rows
 
     def _crossing(self, epoch: int) -> tuple[int, int]:
@@ -147,12 +148,6 @@ class GlobalOrder:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
-
-
-def _moved_behind(head: np.ndarray, carried: np.ndarray) -> np.ndarray:
-    """Return the rows of `head`; those that are in `carried` move to the end."""
-    clash = np.isin(head, carried)
-    return np.concatenate([head[~clash], head[clash]])
 
 
 def choose_captions(seed: int, epochs: np.ndarray, image_keys: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -30,6 +30,10 @@ MISTAKES = [
     ("scripts.export", "--model_name_or_path x --output_dir y --reranker maybe", "--reranker is maybe; choose one of auto, yes, no"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout immich --precision fp32,int8", "--layout is immich; it has room for one --precision"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout immich --reranker yes", "--layout is immich; it has room"),
+    *(
+        ("scripts.pretrain", f"--model_name_or_path whole --{flag}", f"--{flag.replace(' ', ' is ')}, and --model_name_or_path is whole; a whole model has")
+        for flag in ("vision_model_name_or_path other", "vision_config base", "text_config base", "vocab_size 100", "projection mlp")
+    ),
     ("scripts.pretrain", "--learning_rte 1", "Did you mean '--learning_rate'?"),
     ("scripts.pretrain", "--objectives contrasitve", "there is no such term. Choose of contrastive, sigmoid, captioning, matching"),
     ("scripts.pretrain", "--objectives captioning:1", "no term of it compares images and texts"),

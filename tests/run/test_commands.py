@@ -21,7 +21,7 @@ from PIL import Image
 
 from mm_utils.arguments import LAUNCH_VARIABLE, launcher
 from mm_utils.run.commands import evaluation_command
-from scripts import eval_retrieval, finetune, pretrain
+from scripts import finetune, pretrain
 from tests.kit.corpora import COLOURS, draw
 
 ROOT = Path(__file__).parents[2]
@@ -134,13 +134,18 @@ def card_blocks(folder: Path, language: str) -> list[str]:
 
 
 def test_the_evaluation_measures_the_rows_that_training_held_out(trained: Finished) -> None:
-    settings = yaml.safe_load((trained.folder / "config.yaml").read_text())
+    text = (trained.folder / "config.yaml").read_text()
+    again = ["--config", "out/my model/config.yaml", "--output_dir", "out/my model-again"]
+    assert parsed(text.splitlines()[0].removeprefix("# ")) == ("pretrain", again)
+    settings = yaml.safe_load(text)
     command = evaluation_command(trained.folder, settings, "validation")
     assert command is not None
     again = paste(command, "--rerank_top_k", "2")
     held_out = {name: value for name, value in trained.metrics.items() if name != "eval_train_mean_recall"}
     shared = {f"eval_{name}": value for name, value in again.items() if f"eval_{name}" in held_out}
     assert shared == pytest.approx(held_out, rel=1e-4)
+    kept = paste(evaluation_command(trained.folder, settings, "train") or "", "--rerank_top_k", "0")
+    assert (held_out["eval_text_to_image_chance@1"], kept["text_to_image_chance@1"]) == (1 / 12, 1 / 48)
     card = ModelCard.load(trained.folder / "README.md")
     assert {each.dataset_split for each in card.data.eval_results} == {"validation"}, "the same data, the same result"
     assert {each.metric_value for each in card.data.eval_results} <= {round(value, 4) for value in again.values()}
@@ -160,15 +165,6 @@ def test_the_images_of_the_run_are_embedded_and_searched(
     table = capsys.readouterr().out
     assert len(table.splitlines()) > 50  # copies are folded
     assert " ".join(parsed(search)[1][-1].split()) in table
-
-
-def test_the_first_line_of_the_config_repeats_the_run_beside_it(trained: Finished) -> None:
-    first = (trained.folder / "config.yaml").read_text().splitlines()[0]
-    script, argv = parsed(first.removeprefix("# "))
-    assert (script, argv) == (
-        "pretrain",
-        ["--config", "out/my model/config.yaml", "--output_dir", "out/my model-again"],
-    )
 
 
 def test_the_code_of_the_cards_and_the_pipelines_run_in_any_folder(
@@ -254,10 +250,3 @@ def test_the_evaluation_reads_the_data_of_the_run(settings: dict[str, object], w
     else:
         assert command is not None
         assert shlex.split(command)[2:] == ["--model_name_or_path", "m", *words, "--split", "validation"]
-
-
-def test_raw_pairs_have_the_same_held_out_rows_in_every_evaluation(trained: Finished) -> None:
-    data = ["--train_file", "odd pairs.csv", "--image_column", "Bild", "--caption_column", "Text"]
-    flags = ["--model_name_or_path", "out/my model", *data, "--image_root", "my photos", "--rerank_top_k", "0"]
-    held, kept = (eval_retrieval.main([*flags, "--split", split]) for split in ("validation", "train"))
-    assert (held["text_to_image_chance@1"], kept["text_to_image_chance@1"]) == (1 / 12, 1 / 48)

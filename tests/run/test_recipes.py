@@ -10,8 +10,7 @@ import pytest
 from mm_utils.arguments import parse_args, read_flat_yaml
 from mm_utils.run import flags, recipes
 from mm_utils.run.callbacks import flags_of_callbacks
-from scripts import prepare_data, pretrain
-from tests.kit.corpora import write_corpus
+from scripts import pretrain
 from tests.kit.hub import HubServer
 from tests.kit.stock_folders import write_stock
 
@@ -19,13 +18,6 @@ ROOT = Path(__file__).parents[2]
 IMAGES, SOUNDS, CLIPS, SHARDS = '{"image": "a.png"', '{"audio": "a.wav"', '{"video": "a.mp4"', "--streaming"
 
 
-@pytest.fixture
-def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All models are to be had."""
-    monkeypatch.setattr(recipes, "_unreachable", lambda _: "")
-
-
-@pytest.mark.usefixtures("reachable")
 @pytest.mark.parametrize(
     ("words", "row", "recipe"),
     [
@@ -42,7 +34,8 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--dataset_name sounds", None, None),
     ],
 )
-def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, tmp_path) -> None:
+def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(recipes, "_unreachable", lambda _: "")
     if row is not None:
         for name in ("a.png", "a.wav", "a.mp4"):
             (tmp_path / name).touch()
@@ -51,14 +44,6 @@ def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, 
     given = parse_args(*flags_of_callbacks("pretrain"), *flags.PRETRAINING, argv=words.split())
     found = recipes.recipe_for(given)
     assert found == (recipe and str(ROOT / f"recipes/{recipe}.yaml"))
-
-
-@pytest.mark.usefixtures("reachable")
-def test_a_prepared_set_says_what_it_holds(tmp_path: Path) -> None:
-    corpus, folder = write_corpus(tmp_path / "raw"), str(tmp_path / "set")
-    prepare_data.main(["--sources", str(corpus), "--output_dir", folder, "--on_leakage", "keep"])
-    given = parse_args(*flags_of_callbacks("pretrain"), *flags.PRETRAINING, argv=["--dataset_name", folder])
-    assert Path(str(recipes.recipe_for(given))).stem == "photographs"
 
 
 def test_what_cannot_be_had_is_one_line_that_says_what_to_do(corpus: Path) -> None:

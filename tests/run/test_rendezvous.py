@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -75,41 +76,28 @@ while start < starts - 1:
 """
 
 
-def launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", *arguments, "--max_restarts", "8", "--monitor_interval", "0.2", "script.py"]
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [1, 2])
+def test_processes_meet_after_every_restart(machines: int, tmp_path: Path) -> None:
+    """Also those of two launchers with c10d, each of which counts the failures of its own processes only."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/two_processes.yaml")]
+    words += ["--main_process_port", "0"]
+    if machines == 2:
+        words = ["torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
+        words += ["--rdzv_id", "run", "--local_addr", "localhost", "--rdzv_endpoint", f"localhost:{free_port()}"]
+    command = [sys.executable, "-m", *words, "--max_restarts", "8", "--monitor_interval", "0.2", "script.py"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def outputs(launchers: list[subprocess.Popen[str]]) -> str:
-    """Return what the launchers and their processes wrote; all must succeed."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launchers = [subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) for _ in range(machines)]
     try:
-        texts = [launcher.communicate(timeout=400)[0] for launcher in launchers]
+        text = "".join(launcher.communicate(timeout=400)[0] for launcher in launchers)
     finally:
         for launcher in launchers:
             launcher.send_signal(signal.SIGTERM)
-    assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), texts
-    return "".join(texts)
-
-
-@pytest.mark.slow
-def test_processes_meet_after_every_restart(tmp_path: Path) -> None:
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    flags = ("accelerate.commands.launch", "--config_file", config, "--main_process_port", "0")
-    text = outputs([launch(tmp_path, *flags)])
-    assert [text.count(f"start {number} met") for number in range(5)] == [2] * 5
-    assert "Connection refused" not in text
-
-
-@pytest.mark.slow
-def test_machines_meet_whose_launchers_count_restarts_differently(tmp_path: Path) -> None:
-    """With c10d each launcher counts the failures of its own processes only."""
-    flags = ("torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d")
-    flags += ("--rdzv_id", "run", "--local_addr", "localhost", "--rdzv_endpoint", f"localhost:{free_port()}")
-    text = outputs([launch(tmp_path, *flags) for _ in range(2)])
+    assert [launcher.returncode for launcher in launchers] == [0] * machines, text
     assert [text.count(f"start {number} met") for number in range(5)] == [2] * 5
     counted = [set(re.findall(rf"start {number} met, (\d+) restarts", text)) for number in range(5)]
-    assert any(len(counts) == 2 for counts in counted), "a prefix from TORCHELASTIC_RESTART_COUNT would do"
+    assert machines == 1 or any(len(counts) == 2 for counts in counted), (
+        "a prefix from TORCHELASTIC_RESTART_COUNT would do"
+    )

@@ -1,113 +1,153 @@
-"""Flags that would do nothing are refused before anything is read; a full disk ends a script in one line."""
+"""Flags: those that a run does not read are refused, a resume compares those that decide what is learnt, and few there are."""
 
 import errno
 import logging
 import sys
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mm_utils.arguments import parse_args
-from mm_utils.model.arguments import ModelArguments
+from mm_utils.distributed import RunError
 from mm_utils.run import flags
-from mm_utils.run.callbacks import flags_of_callbacks
-from mm_utils.run.script import run_script
-from scripts.finetune import FLAGS
+from mm_utils.run.callbacks import attach, flags_of_callbacks
+from mm_utils.run.script import explained, run_script
+from scripts import embed, finetune, pretrain, search
 
-
-@pytest.mark.parametrize(
-    "name", ["vision_model_name_or_path", "vision_config", "text_config", "vocab_size", "projection_dim", "projection"]
-)
-def test_flags_of_new_models_are_refused_for_a_whole_one(name: str) -> None:
-    value: Any = {"vocab_size": 100, "projection_dim": 48, "projection": "mlp"}.get(
-        name, "base" if name.endswith("config") else "other"
-    )
-    ModelArguments(**{name: value})
-    with pytest.raises(ValueError, match=f"--{name} is {value}, and --model_name_or_path is whole; a whole model has"):
-        ModelArguments(model_name_or_path="whole", **{name: value})
+KINDS = {
+    script: [*own, *flags_of_callbacks(script)]
+    for script, own in (("pretrain", flags.PRETRAINING), ("finetune", finetune.FLAGS))
+}
 
 
 def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
-    for script, own in (("pretrain", flags.PRETRAINING), ("finetune", FLAGS)):
-        found = [field for kind in (*own, *flags_of_callbacks(script)) for field in fields(kind)]
-        assert len(found) == len({field.name for field in found})
-        assert len(found) <= {"pretrain": 70, "finetune": 62}[script]
-
-
-ANY_FILE = "A file of this run, or of a cache"
-
-
-@pytest.mark.parametrize(
-    ("error", "start"),
-    [
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/data/x.arrow"),
-            "/data/x.arrow: No space left on device. Free",
-        ),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), f"{ANY_FILE}: Disk quota exceeded. Free some"),
-        (Exception("No space left on device (os error 28)"), f"{ANY_FILE}: No space left on device"),
-        (PermissionError(errno.EACCES, "Permission denied", "/data/out"), "/data/out: Permission denied. Change its"),
-        (FileExistsError(errno.EEXIST, "File exists", "/data/a.json"), "/data/a.json: File exists. Give a folder"),
-        (
-            MemoryError("Unable to allocate 9 TiB"),
-            "The memory is full; MemoryError: Unable to allocate 9 TiB. Give smaller",
-        ),
-        *(
-            (RuntimeError(message), f"The memory is full; RuntimeError: {message}")
-            for message in (
-                "DefaultCPUAllocator: can't allocate memory: you tried",
-                "could not create a memory object",
-            )
-        ),
-        (OSError(errno.EFBIG, "File too large", "/data/out"), "/data/out: File too large. Free some"),
-        (
-            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
-            "DataLoader worker (pid 7) is killed by signal: Killed. Its memory or /dev/shm may have been full: pass a lower --data",
-        ),
-    ],
-)
-def test_a_disk_or_memory_that_refuses_is_one_line_and_other_errors_keep_their_traceback(
-    error: Exception, start: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full() -> None:
-        raise error
-
-    def broken() -> None:
-        raise OSError(errno.EIO, "Input/output error", "/data/in")
-
-    caplog.set_level(logging.ERROR)
-    with pytest.raises(SystemExit) as ended:
-        run_script(full)
-    assert ended.value.code == 1
-    [line] = caplog.messages
-    assert line.startswith(start)
-    with pytest.raises(OSError, match="Input/output error"):
-        run_script(broken)
-
-
-def test_an_interrupted_script_prints_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(KeyboardInterrupt) as caught:  # of which Python makes the exit status of the signal
-        run_script(interrupted)
-    sys.excepthook(caught.type, caught.value, caught.tb)
-    assert not capsys.readouterr().err
-
-
-def test_a_resumed_run_is_compared_by_the_flags_that_decide_what_is_learnt() -> None:
+    decided: dict[str, str] = {}
+    for script, most in (("pretrain", 70), ("finetune", 62)):
+        found = [field for kind in KINDS[script] for field in fields(kind)]
+        assert len(found) == len({field.name for field in found}) <= most
+        for field in found:
+            assert decided.setdefault(field.name, field.metadata["help"].decides) == field.metadata["help"].decides
     given = parse_args(*flags.PRETRAINING, argv=["--learning_rate", "0.5", "--save_steps", "3"])
     assert given.learnt.items() >= {"learning_rate": 0.5, "seed": 42, "objectives": given["objectives"]}.items()
     assert given.learnt.keys().isdisjoint(["train_file", "micro_batch_size", "max_steps", "save_steps", "dry_run"])
-    kinds = [*flags.PRETRAINING, *FLAGS, *flags_of_callbacks("pretrain"), *flags_of_callbacks("finetune")]
-    decided: dict[str, str] = {}
-    for field in (field for kind in kinds for field in fields(kind)):
-        assert decided.setdefault(field.name, field.metadata["help"].decides) == field.metadata["help"].decides
+
+
+# -- what is not read ---------------------------------------------------------------------------------------------------
+TOWERS = "--vision_model_name_or_path a --text_model_name_or_path b"
+RULES = [
+    # what leaves them unread, the flags, what lets them be read
+    ("--vision_model_name_or_path a", "vision_config=base", ""),
+    ("--text_model_name_or_path a", "text_config=base vocab_size=100", ""),
+    ("--fusion_layers 0 --objectives contrastive", "rerank_top_k=3", ""),
+    ("--objectives contrastive", "head_share=0.3", ""),
+    ("", "image_column=a caption_column=a image_root=. allow_outside_root=true", "--train_file x"),
+    ("--dataset_name sounds", "image_column=a caption_column=a", "--dataset_name x"),
+    ("", "trust_remote_code=true", "--text_model_name_or_path a"),
+    ("--eval_steps 0", "metric_for_best_model=loss", "--eval_steps 2"),
+    ("--train_file web-{0..1}.tar", "image_root=. allow_outside_root=true", "--train_file pairs.csv"),
+    ("", "hub_model_id=a/b hub_strategy=every_save", "--push_to_hub"),
+    (f"{TOWERS} --freeze_vision --cache_features", "min_crop_area=0.5 horizontal_flip=true", TOWERS),
+]
+UNREAD = r"^--{} is .*, and it would have no effect\. Drop it\.$"
+
+
+def check(words: list[str]) -> None:
+    given = parse_args(*KINDS["pretrain"], argv=words)
+    flags.check_flags(given)
+    attach("pretrain", given)
+
+
+@pytest.mark.parametrize(("unread", "settings", "read"), RULES)
+def test_unread_flags_are_refused(
+    unread: str,
+    settings: str,
+    read: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for each in ("mm_utils.run.flags.check_model", "mm_utils.training.teacher.check_model"):
+        monkeypatch.setattr(each, lambda *_: None)
+    check(unread.split())
+    for setting in settings.split():
+        name, _, value = setting.partition("=")
+        with pytest.raises(ValueError, match=UNREAD.format(name)):
+            check([*unread.split(), f"--{setting}"])
+        check([*read.split(), f"--{setting}"])
+        (tmp_path / "run.yaml").write_text(f'{name}: "{value}"\n')
+        check([*unread.split(), "--config", str(tmp_path / "run.yaml")])  # what a file has may be overruled
+        assert f"{name} is " in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "settings"),
+    [
+        (embed, "--model_name_or_path m --index_dir i --images d", "caption_column=a image_root=r max_eval_samples=2"),
+        (search, "--index_dir i words", "port=9000"),
+        (search, "--index_dir i --serve", "top_k=3 json=true"),
+    ],
+)
+def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, words: str, settings: str) -> None:
+    for name, value in (setting.split("=") for setting in settings.split()):
+        with pytest.raises(ValueError, match=UNREAD.format(name)):
+            script.main([*words.split(), f"--{name}={value}"])
+
+
+# -- a resume compares what is learnt -----------------------------------------------------------------------------------
+OTHERS = {
+    "dataset_name": "sounds", "train_file": "x.jsonl", "validation_file": "x.jsonl", "test_file": "x.jsonl",
+    "image_root": ".", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
+    "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8", "hub_strategy": "every_save",
+    "report_to": "none", "dataloader_num_workers": "1", "hub_model_id": "a/b",
+}  # fmt: skip
+UNTRIED = {
+    "max_steps num_train_epochs": "a longer run has another schedule, as docs/reliability.md says",
+    "output_dir resume_from_checkpoint dry_run push_to_hub callbacks evaluators": "they belong to one start",
+    "micro_batch_size torch_compile": "halves of a batch, and compiled kernels, differ by rounding; see docs/reliability.md",
+}
+
+
+def other(field: Field) -> str:
+    """Return a value that is neither the default nor off."""
+    if field.name in OTHERS:
+        return OTHERS[field.name]
+    if isinstance(field.default, bool):
+        return str(not field.default)
+    if isinstance(field.default, (int, float)):
+        return str(field.default / 2 if isinstance(field.default, float) and field.default else field.default + 2)
+    return "1" if "int" in str(field.type) or "float" in str(field.type) else "other"
+
+
+@pytest.fixture(scope="module")
+def interrupted(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 3 steps with the checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    words = [*tiny_flags, "--max_steps", "3", "--save_steps", "2", "--eval_steps", "2", "--no_load_best_model_at_end"]
+    pretrain.main([*words, "--output_dir", str(folder)])
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS["pretrain"], ids=lambda kind: kind.__name__)
+def test_a_resume_with_another_flag_is_refused_or_learns_the_same(
+    kind: Any, interrupted: Path, tmp_path: Path
+) -> None:
+    wanted, learnt = load_file(interrupted / "model.safetensors"), {}
+    resumed = [f"--config={interrupted}/config.yaml", f"--resume_from_checkpoint={interrupted}/checkpoint-2"]
+    for field in (field for field in fields(kind) if field.name not in " ".join(UNTRIED).split()):
+        output = tmp_path / field.name
+        try:
+            pretrain.main([*resumed, "--output_dir", str(output), f"--{field.name}={other(field)}"])
+        except (ValueError, SystemExit, RunError):
+            continue
+        found = load_file(output / "model.safetensors")
+        if found.keys() != wanted.keys() or not all(torch.allclose(found[name], wanted[name]) for name in wanted):
+            learnt[field.name] = other(field)
+    assert not learnt
 
 
 def test_a_moved_run_is_not_resumed_in_its_old_place(tmp_path: Path) -> None:
@@ -132,3 +172,55 @@ def test_a_batch_that_nobody_sized_is_at_most_all_rows(given: dict, rows: int, e
     sizes = flags.TrainingArguments(**given).batch_sizes.at_most(rows)
     assert sizes.sizes[-1] == expected
     assert flags.TrainingArguments(**given).settled(sizes, rows, False).batch_sizes == sizes
+
+
+# -- how a script ends --------------------------------------------------------------------------------------------------
+ANY_FILE, FULL, UNABLE = (
+    "A file of this run, or of a cache",
+    "No space left on device",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
+
+
+@pytest.mark.parametrize(
+    ("error", "start"),
+    [
+        (OSError(errno.ENOSPC, FULL, "/data/x.arrow"), f"/data/x.arrow: {FULL}. Free"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), f"{ANY_FILE}: Disk quota exceeded. Free some"),
+        (Exception(f"{FULL} (os error 28)"), f"{ANY_FILE}: {FULL}"),
+        (PermissionError(errno.EACCES, "Permission denied", "/data/out"), "/data/out: Permission denied. Change its"),
+        (FileExistsError(errno.EEXIST, "File exists", "/data/a.json"), "/data/a.json: File exists. Give a folder"),
+        (OSError(errno.EFBIG, "File too large", "/data/out"), "/data/out: File too large. Free some"),
+        (MemoryError("9 TiB"), "The memory is full; MemoryError: 9 TiB. Give smaller"),
+        (RuntimeError(UNABLE), f"The memory is full; RuntimeError: {UNABLE}"),
+        (RuntimeError(KILLED), f"{KILLED}Its memory or /dev/shm may have been full: pass a lower --data"),
+        (OSError(errno.EIO, "Input/output error", "/data/in"), ""),
+    ],
+)
+def test_a_disk_or_memory_that_refuses_is_explained_in_one_line(error: Exception, start: str) -> None:
+    line = explained(error)
+    assert line.startswith(start)
+    assert bool(line) == bool(start)
+
+
+def test_a_script_ends_with_one_line_a_traceback_or_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: BaseException) -> Any:
+        def main() -> None:
+            raise error
+
+        return main
+
+    caplog.set_level(logging.ERROR)
+    with pytest.raises(SystemExit) as ended:
+        run_script(raising(ValueError("--a is b; c. Do d.")))
+    assert (ended.value.code, caplog.messages) == (1, ["--a is b; c. Do d."])
+    with pytest.raises(OSError, match="Input/output error"):
+        run_script(raising(OSError(errno.EIO, "Input/output error", "/data/in")))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(KeyboardInterrupt) as caught:  # of which Python makes the exit status of the signal
+        run_script(raising(KeyboardInterrupt()))
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert not capsys.readouterr().err

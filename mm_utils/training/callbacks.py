@@ -13,7 +13,6 @@ from mm_utils import distributed
 from mm_utils.arguments import Parsed
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
-from mm_utils.evaluation.train_recall import MOST_IMAGES
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +20,9 @@ _FLAGS = ("should_log", "should_evaluate", "should_save", "should_training_stop"
 
 
 class CallbackRunner:
-    """Call the events of `TrainerCallback`s; keep their control flags equal on all ranks.
+    """Call the events of `TrainerCallback`s, in their order; keep their control flags equal on all ranks.
 
-    Args:
-        callbacks: the callbacks, in the order in which they are called.
-        context: returns the positional arguments (args, state) and the keyword arguments of every event.
-        device: the device of this rank's collectives.
-
-    Attributes:
-        control: the flags that callbacks set.
+    `context` returns the positional arguments (args, state) and the keyword arguments of every event.
     """
 
     def __init__(
@@ -86,18 +79,14 @@ class RunCallback(TrainerCallback):
 
     Ours are listed in `mm_utils.run.callbacks`; a user names them by `--callbacks` or to `main`. Any other callback may have
     these methods too.
-
-    Attributes:
-        scripts: the scripts that it is for.
-        flag: the flags, separated by spaces, of which one unlike its default asks for it; None if `attach` decides.
-        reads: the names of further flags that are not read without it, separated by spaces.
-        arguments: the dataclass of its flags, if it has any.
     """
 
-    scripts: ClassVar[tuple[str, ...]] = ("pretrain", "finetune")
-    flag: ClassVar[str | None] = None
-    reads: ClassVar[str] = ""
-    arguments: ClassVar[type | None] = None
+    scripts: ClassVar[tuple[str, ...]] = ("pretrain", "finetune")  # that it is for
+    flag: ClassVar[str | None] = (
+        None  # flags, with spaces, of which one unlike its default asks for it; None: `attach` decides
+    )
+    reads: ClassVar[str] = ""  # further flags that are not read without it, with spaces
+    arguments: ClassVar[type | None] = None  # the dataclass of its flags
 
     @classmethod
     def attach(cls, given: Parsed) -> "RunCallback | None":
@@ -151,19 +140,15 @@ class ProgressBar(TrainerCallback):
             if "pairs_per_second" in logs:
                 shown += [f"{logs['pairs_per_second']:.0f} pairs/s", f"{logs['data_wait']:.0%} data wait"]
             self.bar.set_postfix_str(", ".join(shown))
-        recalls = {
-            name: value for name, value in logs.items() if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))
-        }
-        if recalls and state.is_world_process_zero:
-            titles, few, data = {}, "", kwargs.get("data")
+        figures = [
+            f"{name.removeprefix('eval_').replace('_', ' ')} {value:.3f}"
+            for name, value in logs.items()
+            if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))
+        ]
+        if figures and state.is_world_process_zero:
+            data, few = kwargs.get("data"), ""
             if data is not None and "eval_mean_recall" in logs:
-                held_out, kind = len(data.splits["validation"]), data.medium
-                sampled = f"{min(data.num_rows, held_out, MOST_IMAGES):,} training {kind}s"
-                titles, few = {"eval_train_mean_recall": f"mean recall of {sampled}"}, too_few(held_out, kind)
-            figures = (
-                f"{titles.get(name) or name.removeprefix('eval_').replace('_', ' ')} {value:.3f}"
-                for name, value in recalls.items()
-            )
+                few = too_few(len(data.splits["validation"]), data.medium)
             self.bar.write(f"step {state.global_step}: {', '.join(figures)}{few and '. '}{few}")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

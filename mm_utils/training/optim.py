@@ -141,17 +141,11 @@ def _schedule_of(name: str, warmup: int, max_steps: int) -> Callable[[int], floa
 def build_optimizer(
     model: nn.Module, args: OptimizerArguments, *, pretrained: bool, device: torch.device, has_baseline: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `--optim`: matrices decay, backbones have their own rate.
+    """Build the optimizer of `--optim`: matrices decay, backbones have their own rate, a lower one if they are `pretrained`.
 
-    Low-rank adapters in a backbone learn at the rate of new parameters. Every group has its peak rate as `peak_lr`; the trainer
-    sets `lr` from it and `schedule`.
-
-    Args:
-        model: the model.
-        args: the optimizer's arguments.
-        pretrained: True if the backbones are pretrained, which lowers their default rate.
-        device: the device of the parameters.
-        has_baseline: True if projections and temperature are not new parameters either, and learn at the backbones' rate.
+    Low-rank adapters in a backbone learn at the rate of new parameters. With `has_baseline`, projections and temperature are not
+    new either, and learn at the backbones' rate. Every group has its peak rate as `peak_lr`; the trainer sets `lr` from it and
+    `schedule`.
     """
     rates = _peak_rates(model, args, pretrained, has_baseline)
     groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
@@ -159,17 +153,11 @@ def build_optimizer(
         if not parameter.requires_grad:
             continue
         backbone = any(f".{tower}" in f".{name}" for tower in TOWERS)
-        rate, decays = rates[name], _decays(name, parameter)
-        group = groups.setdefault(
-            (backbone, rate, decays),
-            {
-                "params": [],
-                "lr": rate,
-                "peak_lr": rate,
-                "weight_decay": args.weight_decay if decays else 0.0,
-            },
-        )
-        group["params"].append(parameter)
+        # Matrices of weights decay; learned tokens and positions do not.
+        decays = sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
+        rates_of = {"lr": rates[name], "peak_lr": rates[name]}
+        group = {"params": [], **rates_of, "weight_decay": args.weight_decay if decays else 0.0}
+        groups.setdefault((backbone, rates[name], decays), group)["params"].append(parameter)
     if not groups:
         raise ValueError("no parameter is left to train; drop --freeze_vision or --freeze_text")
     every, trained = (
@@ -180,11 +168,6 @@ def build_optimizer(
     if settings.get("fused") and device.type != "cuda":
         settings = {**settings, "fused": False}
     return kind(list(groups.values()), **settings)
-
-
-def _decays(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a matrix of weights, and no learned token or position."""
-    return sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
 
 
 def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool, has_baseline: bool) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Measure how well a run uses its hardware."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,10 +16,7 @@ class Throughput(TrainerCallback):
     """Add to each training row the rates since the row before, of this rank by default.
 
     pairs_per_second: pairs of all ranks. data_wait: share of the time. padding: share of the tokens. peak_memory_gib.
-    gpu_utilisation: share of the time in which the GPU ran a kernel.
-
-    Args:
-        device: this rank's device.
+    gpu_utilisation: share of the last sample period in which the GPU ran a kernel.
     """
 
     def __init__(self, device: torch.device):
@@ -50,9 +48,10 @@ class Throughput(TrainerCallback):
         logs["data_wait"] = self.wait / seconds
         logs["padding"] = 1 - self.real_tokens / self.tokens if self.tokens else 0.0
         logs["peak_memory_gib"] = peak_bytes(self.device) / 2**30
-        busy = gpu_utilisation(self.device)
-        if busy is not None:
-            logs["gpu_utilisation"] = busy
+        # NVML raises errors of many kinds: without nvidia-ml-py, without a driver, on a MIG slice. None matters.
+        with suppress(Exception):
+            if self.device.type == "cuda":
+                logs["gpu_utilisation"] = torch.cuda.utilization(self.device) / 100
         self._restart(time.perf_counter())
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -62,13 +61,3 @@ class Throughput(TrainerCallback):
     def _restart(self, start: float | None) -> None:
         self.start, self.wait = start, 0.0
         self.pairs = self.real_tokens = self.tokens = 0
-
-
-def gpu_utilisation(device: torch.device) -> float | None:
-    """Return the GPU's busy share of the last sample period; None where NVML cannot tell."""
-    if device.type != "cuda":
-        return None
-    try:
-        return torch.cuda.utilization(device) / 100
-    except Exception:  # without nvidia-ml-py, without a driver, on a MIG slice: each raises its own, and none matters
-        return None

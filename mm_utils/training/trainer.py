@@ -50,8 +50,7 @@ class Trainer:
     """Train an objective on global batches. It is built from parts, in the open.
 
     Args:
-        args, optimizer_args: the run's arguments.
-        accelerator: the accelerator, from `mm_utils.run.start.start_run`.
+        args, optimizer_args, accelerator: the run's arguments, and the accelerator from `mm_utils.run.start.start_run`.
         objective: the loss; called with (batch, step), it returns the value to optimise and the values to log.
         optimizer: an optimizer whose groups have a `peak_lr`.
         data: the training batches, and the batches to evaluate on.
@@ -139,12 +138,12 @@ class Trainer:
                     metrics = self._take_steps() or metrics
                 if self._evaluated_step != self.state.global_step and (self.ends_run or self.args.eval_steps > 0):
                     metrics = self.evaluate() if self.evaluators else metrics
-                if self.saves and self._saved_step != self.state.global_step:
+                if self.args.save_steps > 0 and self._saved_step != self.state.global_step:
                     self.save_checkpoint()
                 complete = self._finish_writing()
                 metrics = self._choose(metrics)
             except _StopRequested as stop:
-                self._save_and_exit(stop.signal)
+                self._save_and_exit(stop.args[0])
         self.callbacks.call("on_train_end")
         if self.ends_run:
             self.captured.save_model()
@@ -194,10 +193,9 @@ class Trainer:
             self._resume(resume_from)
         for name in (METRICS_FILE, NONFINITE_FILE):
             distributed.on_first(partial(truncate_rows, self.output_dir / name, self.state.global_step))
-        if self.saves:
+        if self.args.save_steps > 0:
             limit = self.args.save_total_limit
-            kept = None if limit is None else limit + 2 * self.args.keeps_best
-            check_room(self.output_dir, self.captured.nbytes, kept)
+            check_room(self.output_dir, self.captured.nbytes, limit and limit + 2 * self.args.keeps_best)
         self.callbacks.call("on_train_begin")
         if known and self.args.keeps_best and resume_from is None:
             self.state.log_history.append({"step": self.stage.begin, **known})
@@ -208,11 +206,12 @@ class Trainer:
 
     def _schedule_actions(self) -> None:
         """Set the actions that are due after this step; callbacks may change them."""
-        step, last = self.state.global_step, self.state.global_step >= self.state.max_steps
-        self.callbacks.control.should_log = last or _due(step, self.args.logging_steps)
-        evaluates = _due(step, self.args.eval_steps) or (last and (self.stage.is_last or self.args.eval_steps > 0))
-        self.callbacks.control.should_evaluate = bool(self.evaluators) and evaluates
-        self.callbacks.control.should_save = _due(step, self.args.save_steps)
+        args, control, step = self.args, self.callbacks.control, self.state.global_step
+        last = step >= self.state.max_steps
+        control.should_log = last or _due(step, args.logging_steps)
+        evaluates = _due(step, args.eval_steps) or (last and (self.stage.is_last or args.eval_steps > 0))
+        control.should_evaluate = bool(self.evaluators) and evaluates
+        control.should_save = _due(step, args.save_steps)
 
     def _sync_ranks(self) -> int:
         """Let all ranks do what is due on any: signals, clocks and disks differ.
@@ -312,11 +311,6 @@ class Trainer:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    @property
-    def saves(self) -> bool:
-        """True if checkpoints are written during training."""
-        return self.args.save_steps > 0
-
     def save_checkpoint(self) -> None:
         """Start writing all that a resumed run needs, in a folder for `from_pretrained`."""
         self.callbacks.call("on_save_begin")
@@ -371,11 +365,8 @@ class Trainer:
         """Load the best weights, where they are kept, and note what chose them; return their metrics."""
         history, last = self.state.log_history, self.state.global_step
         if waited := not self.stage.is_last and self.callbacks.exhausted():
-            logger.info(
-                "The encoders' stage ends early, at step %d, after %d evaluations without a better metric",
-                last,
-                waited,
-            )
+            text = "The encoders' stage ends early, at step %d, after %d evaluations without a better metric"
+            logger.info(text, last, waited)
         if self.args.keeps_best and (ranked := self.stage.ranked(history)):
             found = ((step, path) for step in ranked if (path := self._folder_of(step)))
             if (best := next(found, None)) is not None:
@@ -423,10 +414,9 @@ class Trainer:
     def _folder_of(self, step: int) -> Path | None:
         """Return the checkpoint of a step, maybe in the folder that the run was begun in; None if it is lost."""
         stored = self.state.best_model_checkpoint
-        earlier = (
-            {self._resumed_from.parent, *([Path(stored).parent] if stored else [])} if self._resumed_from else set()
-        )
-        places = [self.writer.path(step), *(folder / self.writer.path(step).name for folder in earlier)]
+        folders = [self._resumed_from.parent] if self._resumed_from else []
+        folders += [Path(stored).parent] if stored and folders else []
+        places = [self.writer.path(step), *(folder / self.writer.path(step).name for folder in folders)]
         return next((path for path in places if path.is_dir()), None)
 
     def _save_and_exit(self, signal: int) -> NoReturn:
@@ -470,11 +460,7 @@ class Trainer:
 
 
 class _StopRequested(Exception):
-    """A signal asked the run to stop; raised on all ranks at once."""
-
-    def __init__(self, signal: int):
-        super().__init__(signal)
-        self.signal = signal
+    """A signal, whose number is the argument, asked the run to stop; raised on all ranks at once."""
 
 
 def _due(step: int, every: int) -> bool:

@@ -57,9 +57,6 @@ def tokenized(rows: Dataset, tokenizer: PreTrainedTokenizerFast) -> Dataset:
     return tokenize_splits(DatasetDict(train=rows), tokenizer, 16, readers=READERS)["train"]
 
 
-# -- geometry -----------------------------------------------------------------------------------------------------------
-
-
 shares = st.floats(0, 0.7), st.floats(0, 0.7), st.floats(0.05, 0.3), st.floats(0.05, 0.3)
 
 
@@ -102,8 +99,7 @@ def whites(pixels: Tensor) -> list[float]:
     return [edges[1][0], edges[0][0], edges[1][1], edges[0][1]]
 
 
-@pytest.mark.parametrize(("width", "height"), [(90, 60), (60, 90), (700, 480)])
-@pytest.mark.parametrize("kind", ["png", "jpeg", "rotated"])
+@pytest.mark.parametrize(("kind", "width", "height"), [("png", 60, 90), ("jpeg", 700, 480), ("rotated", 700, 480)])
 @pytest.mark.parametrize(
     "transform",
     [
@@ -134,9 +130,6 @@ def test_boxes_are_where_the_pixels_are(
     assert seen >= 5
 
 
-# -- examples -----------------------------------------------------------------------------------------------------------
-
-
 def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast) -> None:
     listed = [a_region(2 * place, 1, 3, 5, f"picture {word}") for place, word in enumerate(WORDS)]
     rows = tokenized(rows_with([listed]), tokenizer)
@@ -150,9 +143,6 @@ def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast)
         assert keys == [key for key in everything if key in keys]
     evaluated = evaluation_pairs(rows, readers=READERS)[(0, 0)]
     assert len(evaluated["region_keys"]) > MAX_REGIONS
-
-
-# -- tokens -------------------------------------------------------------------------------------------------------------
 
 
 def test_phrases_become_tokens_once(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -185,9 +175,6 @@ def test_an_invalid_region_is_named(region: dict[str, Any], tokenizer: PreTraine
         tokenized(rows_with([[a_region(1, 1, 1, 1)], [region]]), tokenizer)
 
 
-# -- moments ------------------------------------------------------------------------------------------------------------
-
-
 def a_moment(start: float, end: float, phrase: str = "picture one") -> dict[str, Any]:
     return {"span": [start, end], "phrase": phrase}
 
@@ -216,9 +203,6 @@ def test_moments_follow_into_the_window(seconds: float, at: float, share: float,
         assert (top, bottom) == (0, 1)
         assert [(left + length * edge) * seconds for edge in (start, stop)] == pytest.approx(shown, abs=1e-5)
         assert (left + length * stop) <= 1 + 1e-6
-
-
-# -- batches ------------------------------------------------------------------------------------------------------------
 
 
 def loaders_with_regions() -> Loaders:

@@ -164,12 +164,6 @@ def test_a_start_that_cannot_be_computed_ends_on_all_processes(towers: dict[str,
     assert "at least 8 are needed. Give more images that can be read." in found[0]
 
 
-def test_a_sample(towers: dict[str, str]) -> None:
-    fresh, (half, _) = joined(towers), start(towers, 9)
-    assert not torch.equal(half.visual_projection.weight, fresh.visual_projection.weight)
-    torch.testing.assert_close(half.visual_projection.weight.norm(), fresh.visual_projection.weight.norm())
-
-
 # -- whole runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -219,19 +213,6 @@ def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: li
 
 
 # -- weights between the start and the end --------------------------------------------------------------------------------
-START = {"vision.weight": torch.zeros(2), "steps": torch.tensor(3)}
-END = {"vision.weight": torch.ones(2), "steps": torch.tensor(9), "classifier.weight": torch.full((2,), 5.0)}
-
-
-def test_weights_are_interpolated_where_there_are_two() -> None:
-    found = interpolate(START, {**END, "new.weight": torch.full((1,), 4.0)}, 0.25)
-    assert {name: value.tolist() for name, value in found.items()} == {
-        "vision.weight": [0.25, 0.25],
-        "steps": 9,
-        "classifier.weight": [5.0, 5.0],
-        "new.weight": [4.0],
-    }
-    assert torch.equal(interpolate(START, END, 1.0)["vision.weight"], END["vision.weight"])
 
 
 def tiny(**fields: Any) -> FusionDualEncoderModel:

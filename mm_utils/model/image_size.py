@@ -35,7 +35,13 @@ def resize(tower: Any, size: int) -> Any:
     own_size = input_shape(backbone)[-1]
     if own_size == size:
         return tower
-    made = _with_size(backbone, size)
+    config = copy.deepcopy(backbone.config)
+    own = getattr(config, "image_size", None)
+    if isinstance(backbone, Siglip2VisionModel):
+        config.num_patches = (size // config.patch_size) ** 2
+    elif own is not None:
+        config.image_size = [size] * len(own) if isinstance(own, (list, tuple)) else size
+    made = type(backbone)._from_config(config)
     weights, wanted = backbone.state_dict(), made.state_dict()
     for name in wanted.keys() | weights.keys():
         if name not in wanted or name not in weights or weights[name].shape != wanted[name].shape:
@@ -62,17 +68,6 @@ def resize(tower: Any, size: int) -> Any:
         raise ValueError(f"{what}, which cannot read it: {one_line(error)}. Choose another size.") from error
     logger.info("The image tower (%s) reads %d pixels a side in place of %d", made.config.model_type, size, own_size)
     return made.train(tower.training)
-
-
-def _with_size(backbone: Any, size: int) -> Any:
-    """Make a tower of random weights whose configuration says the size."""
-    config = copy.deepcopy(backbone.config)
-    own = getattr(config, "image_size", None)
-    if isinstance(backbone, Siglip2VisionModel):
-        config.num_patches = (size // config.patch_size) ** 2
-    elif own is not None:
-        config.image_size = [size] * len(own) if isinstance(own, (list, tuple)) else size
-    return type(backbone)._from_config(config)
 
 
 def _interpolated(made: Any, name: str, table: Tensor | None, wanted: Tensor | None, *sizes: int) -> Tensor | None:

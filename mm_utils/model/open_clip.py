@@ -6,7 +6,6 @@ datasets cache. Towers of timm, and text towers of transformers with their two-l
 """
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,18 @@ _TOWERS = {  # what the two towers have besides layers
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.ln_pre": "vision_model.pre_layrnorm",
-    "visual.ln_post": "vision_model.post_layernorm",
+    "visual.proj": "visual_projection.weight",
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "ln_final": "text_model.final_layer_norm",
+    "text_projection": "text_projection.weight",
     "logit_scale": "logit_scale",
 }
-_PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}  # transposed
+_TRANSPOSED = ("visual.proj", "text_projection")
+_NORMS = {
+    "visual.ln_pre": "vision_model.pre_layrnorm",
+    "visual.ln_post": "vision_model.post_layernorm",
+    "ln_final": "text_model.final_layer_norm",
+}
 _LAYERS = {
     "visual.transformer.resblocks": "vision_model.encoder.layers",
     "transformer.resblocks": "text_model.encoder.layers",
@@ -94,7 +97,7 @@ def _convert(place: Path, folder: Path, content: dict[str, Any], file: Path) -> 
         tokenizer.model_max_length = config.text_config.max_position_embeddings
     with explained(f"{folder} is in open_clip's format", str(folder)):
         model = CLIPModel(config)
-        model.load_state_dict(renamed(load_file(file)))
+        model.load_state_dict(_renamed(load_file(file), config))
     model.save_pretrained(place)
     seen, side = content.get("preprocess_cfg", {}), config.vision_config.image_size
     own: Any = {f"image_{each}": seen[each] for each in ("mean", "std") if each in seen}
@@ -138,30 +141,33 @@ def _config(name: str, given: dict[str, Any]) -> CLIPConfig:
     )
 
 
-def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _names(config: Any) -> dict[str, list[str]]:
+    """Return CLIP's name of each of open_clip's weights; three where that is one matrix."""
+    found = {theirs: [ours] for theirs, ours in _TOWERS.items()}
+    towers = zip(_LAYERS.items(), (config.vision_config, config.text_config), strict=True)
+    places = [
+        (f"{theirs}.{at}", f"{ours}.{at}") for (theirs, ours), own in towers for at in range(own.num_hidden_layers)
+    ]
+    for kind in ("weight", "bias"):
+        found |= {f"{theirs}.{kind}": [f"{ours}.{kind}"] for theirs, ours in _NORMS.items()}
+        for theirs, ours in places:
+            found |= {f"{theirs}.{part}.{kind}": [f"{ours}.{own}.{kind}"] for part, own in _PARTS.items()}
+            found[f"{theirs}.attn.in_proj_{kind}"] = [f"{ours}.self_attn.{side}_proj.{kind}" for side in "qkv"]
+    return found
+
+
+def _renamed(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Return open_clip's weights under CLIP's names."""
-    found = {}
-    for name, value in weights.items():
-        name = name.removeprefix("text.")  # of its class with a text tower apart
-        layer = re.fullmatch(r"(.*resblocks)\.(\d+)\.(.*)", name)
-        if layer is None:
-            start, _, kind = name.rpartition(".")
-            if name in _PROJECTIONS:
-                found[_PROJECTIONS[name]] = value.T.contiguous()
-            elif name in _TOWERS:
-                found[_TOWERS[name]] = value.squeeze() if name == "logit_scale" else value
-            elif start in _TOWERS:
-                found[f"{_TOWERS[start]}.{kind}"] = value
-            elif name not in ("attn_mask", "logit_bias"):
-                raise ValueError(f"it has {name}, and CLIP has no such weight")
-            continue
-        place, part = f"{_LAYERS[layer[1]]}.{layer[2]}", layer[3]
-        if part.startswith("attn.in_proj_"):
-            for side, each in zip("qkv", value.chunk(3), strict=True):
-                found[f"{place}.self_attn.{side}_proj.{part.removeprefix('attn.in_proj_')}"] = each.contiguous()
-        else:
-            start, _, kind = part.rpartition(".")
-            found[f"{place}.{_PARTS[start]}.{kind}"] = value
+    weights = {
+        name.removeprefix("text."): value for name, value in weights.items()
+    }  # of its class with a text tower apart
+    names, found = _names(config), dict[str, Tensor]()
+    if unknown := weights.keys() - names.keys() - {"attn_mask", "logit_bias"}:
+        raise ValueError(f"it has {min(unknown)}, and CLIP has no such weight")
+    for theirs, ours in names.items():
+        value = weights[theirs].T if theirs in _TRANSPOSED else weights[theirs]
+        parts = value.chunk(3) if len(ours) == 3 else [value.squeeze() if theirs == "logit_scale" else value]
+        found |= {name: part.contiguous() for name, part in zip(ours, parts, strict=True)}
     return found
 
 
@@ -204,24 +210,9 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
     seen = {"mean": mean, "std": std, "interpolation": "bicubic", "resize_mode": "shortest"}
     content = json.dumps({"model_cfg": config, "preprocess_cfg": seen}, indent=2)
     (folder / CONFIG).write_text(content + "\n", encoding="utf-8")
-    save_file(_back(stock.state_dict()), folder / WEIGHTS[0])
+    own, weights = stock.state_dict(), dict[str, Tensor]()
+    for theirs, ours in _names(stock.config).items():
+        value = torch.cat([own[name] for name in ours]) if len(ours) == 3 else own[ours[0]]
+        weights[theirs] = (value.T if theirs in _TRANSPOSED else value).contiguous()
+    save_file(weights, folder / WEIGHTS[0])
     processor.tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
-
-
-def _back(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return CLIP's weights under open_clip's names."""
-    towers, parts = ({ours: theirs for theirs, ours in names.items()} for names in (_TOWERS, _PARTS))
-    layers = {ours: theirs for theirs, ours in _LAYERS.items()}
-    found = {theirs: weights[ours].T.contiguous() for theirs, ours in _PROJECTIONS.items()}
-    for name, value in weights.items():
-        layer = re.fullmatch(r"(.*layers)\.(\d+)\.(.*)\.(weight|bias)", name)
-        start, _, kind = name.rpartition(".")
-        if layer is None:
-            if name in towers or start in towers:
-                found[towers.get(name) or f"{towers[start]}.{kind}"] = value.contiguous()
-        elif layer[3] in parts:
-            found[f"{layers[layer[1]]}.{layer[2]}.{parts[layer[3]]}.{layer[4]}"] = value.contiguous()
-        elif layer[3].endswith("q_proj"):
-            three = [weights[name.replace("q_proj", f"{side}_proj")] for side in "qkv"]
-            found[f"{layers[layer[1]]}.{layer[2]}.attn.in_proj_{layer[4]}"] = torch.cat(three)
-    return found

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,6 @@ from transformers import (
     ProcessorMixin,
     SequenceFeatureExtractor,
     VisionTextDualEncoderProcessor,
-    Wav2Vec2FeatureExtractor,
-    WhisperFeatureExtractor,
 )
 
 from mm_utils.data.media.medium import MOST_SECONDS
@@ -44,13 +43,7 @@ MOST_CAPTIONS = 1_000_000  # that a vocabulary knows of
 SAMPLE = 250_000  # of these, evenly spread, that it is learnt from: 10 s of CPU
 _TOKENIZER_VERSION = 1  # part of its key in the cache; raise it with every change of what is learnt
 ALPHABET = 1000  # letters of the vocabulary; rarer ones are unknown
-SPECIAL_TOKENS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 SOUND_RATE, HOP = 16000, 400  # samples a second, and from frame to frame, of a spectrogram for a tower from scratch
 _COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
 
@@ -101,10 +94,12 @@ def _own_frames(args: ModelArguments) -> int | None:
 
 def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixin:
     """Load the processor of a saved model; images become squares as in `load_processor`, by default of its own size."""
-    name = opened(name)
+    name, of_sounds = opened(name), False
     what = f"the model is {name}"
     with explained(f"the processor of {name} is missing or damaged", name):
-        kind: Any = ClapProcessor if _is_of_sounds(name) else VisionTextDualEncoderProcessor
+        with suppress(OSError):  # of sounds or of images
+            of_sounds = "sampling_rate" in SequenceFeatureExtractor.get_feature_extractor_dict(name)[0]
+        kind: Any = ClapProcessor if of_sounds else VisionTextDualEncoderProcessor
         processor = kind.from_pretrained(name, trust_remote_code=False)
         complete(processor.tokenizer)
     words = getattr(getattr(load_config(what, name), "text_config", None), "vocab_size", None)
@@ -225,50 +220,25 @@ def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
 # -- sounds -------------------------------------------------------------------------------------------------------------
 
 
-def _is_of_sounds(name: str) -> bool:
-    """Return whether a folder or a Hub id holds a feature extractor of sounds."""
-    try:
-        return "sampling_rate" in SequenceFeatureExtractor.get_feature_extractor_dict(name)[0]
-    except OSError:
-        return False
-
-
 def _feature_extractor(args: ModelArguments, seconds: float | None) -> SequenceFeatureExtractor:
     """Load the feature extractor of a pretrained sound tower, or make one."""
     name = args.vision_model_name_or_path
     if name:
-        what = f"--vision_model_name_or_path is {name}"
-        with explained(what, name):
+        with explained(f"--vision_model_name_or_path is {name}", name):
             found = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     else:
-        what = f"--vision_config is {args.vision_config}"
-        config = AutoConfig.for_model(**vision_preset(args, "sound"))
-        if isinstance(getattr(config, "image_size", ()), int) and not hasattr(config, "spec_size"):
+        size = vision_preset(args, "sound").get("image_size")
+        if not isinstance(size, list):
             raise ValueError(
-                f"{what}, a tower of images of {config.image_size} pixels; these are sounds. Give tiny, or a config whose "
-                "image_size is [frames, bands]."
+                f"--vision_config is {args.vision_config}, whose image_size is {size}; these are sounds. Give tiny, or a config of "
+                "a tower of images whose image_size is [frames, bands]."
             )
-        found = _new_feature_extractor(config, seconds or MOST_SECONDS)
+        found = ClapFeatureExtractor(
+            feature_size=size[1], sampling_rate=SOUND_RATE, hop_length=HOP, max_length_s=math.ceil(seconds or MOST_SECONDS),
+            fft_window_size=1024, frequency_min=30, frequency_max=SOUND_RATE // 2, truncation="rand_trunc", padding="pad",
+        )  # fmt: skip
     _set_window(found, seconds)
     return found
-
-
-def _new_feature_extractor(config: Any, seconds: float) -> SequenceFeatureExtractor:
-    """Make the feature extractor that fits a sound tower from scratch."""
-    if hasattr(config, "conv_stride"):
-        return Wav2Vec2FeatureExtractor(sampling_rate=SOUND_RATE)
-    if hasattr(config, "max_source_positions"):
-        return WhisperFeatureExtractor(config.num_mel_bins, chunk_length=config.max_source_positions // 50)
-    if hasattr(config, "frequency_stride"):
-        return ASTFeatureExtractor(num_mel_bins=config.num_mel_bins, max_length=config.max_length)
-    if hasattr(config, "spec_size"):  # of CLAP, 100 frames a second
-        mel, hop, most = config.num_mel_bins, SOUND_RATE // 100, config.spec_size**2 // config.num_mel_bins // 100
-    else:
-        mel, hop, most = config.image_size[1], HOP, math.ceil(seconds)
-    return ClapFeatureExtractor(
-        feature_size=mel, sampling_rate=SOUND_RATE, hop_length=hop, max_length_s=most, fft_window_size=1024,
-        frequency_min=30, frequency_max=SOUND_RATE // 2, truncation="rand_trunc", padding="pad",
-    )  # fmt: skip
 
 
 def _set_window(extractor: Any, seconds: float | None) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
+    ASTFeatureExtractor,
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
@@ -38,6 +39,8 @@ from transformers import (
     ViTMAEForPreTraining,
     ViTModel,
     VJEPA2VideoProcessor,
+    Wav2Vec2FeatureExtractor,
+    WhisperFeatureExtractor,
 )
 
 from mm_utils.data.media.medium import image_geometry, read_by, settle_window
@@ -481,31 +484,30 @@ def test_sound_tiny_encodes_as_evaluation_does_and_is_saved_whole(tmp_path: Path
         build_model(ModelArguments(model_name_or_path=str(tmp_path)), processor.tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["audio-spectrogram-transformer", "whisper", "wav2vec2", "clap_audio_model"])
-def test_sound_towers_have_their_own_extractor(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / f"{kind}.json"
-    path.write_text(json.dumps({"model_type": kind, **TOWERS[kind]}))
-    model, processor = build("sound", 0.9, vision_config=str(path))
-    processor.save_pretrained(tmp_path)
-    extractor = AutoProcessor.from_pretrained(tmp_path).feature_extractor
-    assert type(extractor) is type(processor.feature_extractor)
-    window = {"audio-spectrogram-transformer": 0.96, "wav2vec2": 0.9}.get(kind, 1.0)
-    assert extractor.window_seconds == pytest.approx(window)
-    assert model.encode(sounds=[(np.random.default_rng(0).normal(size=9000) / 9, 16000)]).shape[0] == 1
+EXTRACTORS = {
+    "audio-spectrogram-transformer": (ASTFeatureExtractor(num_mel_bins=32, max_length=96), 0.96),
+    "whisper": (WhisperFeatureExtractor(16, chunk_length=1), 1.0),
+    "wav2vec2": (Wav2Vec2FeatureExtractor(), 0.9),
+}
 
 
-@pytest.mark.parametrize("kind", ["whisper", "clap", "clap-fused"])
-def test_the_sound_tower_is_taken_from_a_whole_model(kind: str, tmp_path: Path) -> None:
-    if kind == "whisper":
+@pytest.mark.parametrize("kind", [*EXTRACTORS, "clap", "clap-fused"])
+def test_sound_towers_have_their_own_extractor_and_are_taken_from_whole_models(kind: str, tmp_path: Path) -> None:
+    extractor, window = EXTRACTORS.get(kind, (None, 1.0))
+    if extractor is not None:
         AutoModel.from_config(AutoConfig.for_model(kind, **TOWERS[kind])).save_pretrained(tmp_path)
-        processors.WhisperFeatureExtractor(16, chunk_length=1).save_pretrained(tmp_path)
+        extractor.save_pretrained(tmp_path)
     else:
         write_clap(tmp_path, fused=kind == "clap-fused")
         AutoProcessor.from_pretrained(tmp_path).feature_extractor.save_pretrained(tmp_path)
-    model, _ = build("sound", vision_model_name_or_path=str(tmp_path))
-    whole = AutoModel.from_pretrained(tmp_path)
-    found = model.vision_model.state_dict()
-    for name, value in (whole.encoder if kind == "whisper" else whole.audio_model).state_dict().items():
+    model, processor = build("sound", 0.9, vision_model_name_or_path=str(tmp_path))
+    assert processor.feature_extractor.window_seconds == pytest.approx(window)
+    assert model.encode(sounds=[(np.random.default_rng(0).normal(size=9000) / 9, 16000)]).shape[0] == 1
+    whole, found = AutoModel.from_pretrained(tmp_path), model.vision_model.state_dict()
+    part = getattr(
+        whole, {"whisper": "encoder", "clap": "audio_model", "clap-fused": "audio_model"}.get(kind, ""), whole
+    )
+    for name, value in part.state_dict().items():
         if name in found:
             torch.testing.assert_close(found[name], value)
 

@@ -68,7 +68,8 @@ class Medium(ABC):
         templates: captions of the name of a class, where a source has none.
         unused: flags of loading that mean nothing for it.
         lasts: whether it has a length in seconds.
-        dtype: of an example.
+        shape, dtype: of an example.
+        key: all that an evaluated example depends on besides the medium, by the names in the identities of runs.
     """
 
     kind: ClassVar[str]
@@ -81,16 +82,8 @@ class Medium(ABC):
     unused: ClassVar[tuple[str, ...]] = ()
     lasts: ClassVar[bool] = True
     dtype: ClassVar[torch.dtype] = torch.uint8
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Shape of an example."""
-
-    @property
-    @abstractmethod
-    def key(self) -> dict[str, Any]:
-        """All that an evaluated example depends on besides the medium, by the names in the identities of runs."""
+    shape: tuple[int, ...]
+    key: dict[str, Any]
 
     @abstractmethod
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
@@ -149,15 +142,9 @@ class Image(Medium):
     templates = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
     unused = ("clip_frames",)
 
-    @property
-    @override
-    def shape(self) -> tuple[int, ...]:
-        return 3, self.image_size, self.image_size
-
-    @property
-    @override
-    def key(self) -> dict[str, Any]:
-        return {"image_size": self.image_size, "image mean and std": [list(self.mean), list(self.std)]}
+    def __post_init__(self) -> None:
+        self.shape = (3, self.image_size, self.image_size)
+        self.key = {"image_size": self.image_size, "image mean and std": [list(self.mean), list(self.std)]}
 
     @override
     def features(self, shown: Tensor) -> Tensor:
@@ -201,15 +188,10 @@ class Clip(Image):
     templates = ("a video of a {}.", "a clip of a {}.", "a recording of a {}.")
     unused = ()
 
-    @property
-    @override
-    def shape(self) -> tuple[int, ...]:
-        return self.frames, *super().shape
-
-    @property
-    @override
-    def key(self) -> dict[str, Any]:
-        return {**super().key, "medium": ["clip", self.frames, self.image_size, self.seconds]}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.shape = (self.frames, *self.shape)
+        self.key["medium"] = ["clip", self.frames, self.image_size, self.seconds]
 
     @override
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
@@ -254,16 +236,10 @@ class Sound(Medium):
     templates = ("the sound of a {}.", "a recording of a {}.", "this is the sound of a {}.")
     unused = ("clip_frames", "horizontal_flip")
 
-    @property
-    @override
-    def shape(self) -> tuple[int, ...]:
-        return (round(self.seconds * self.log_mel.rate),)
-
-    @property
-    @override
-    def key(self) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        self.shape = (round(self.seconds * self.log_mel.rate),)
         own = ["sound", self.seconds, self.log_mel.describe()]
-        return {"image_size": 0, "image mean and std": [[], []], "medium": own}  # the first two as in earlier runs
+        self.key = {"image_size": 0, "image mean and std": [[], []], "medium": own}  # the first two as in earlier runs
 
     @override
     def features(self, shown: Tensor) -> Tensor:

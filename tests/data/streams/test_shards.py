@@ -16,14 +16,13 @@ from datasets import disable_progress_bars
 from mm_utils.data.rows import tars
 from mm_utils.data.rows.source import Source
 from mm_utils.data.streams import shards
-from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, expand, features_of, find_medium, rows_from
+from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, expand, find_medium, rows_from
 from tests.kit import numbered_shards as kit
 from tests.kit.reading import write_tar
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 SOURCE = Source("shards", medium="image")
-GOOD = {"image": b"bytes", "caption": "a picture", "id": 7, "languages": "en"}  # the last one is not read
 
 
 def numbers_in(rows: list[Any]) -> list[int]:
@@ -54,32 +53,18 @@ def test_rows_are_counted_and_read_from_any_row_on_in_any_order(kind: str, place
             assert numbers_in(reader.read(shard, start, stop)) == list(range(10 * shard + start, 10 * shard + stop))
 
 
-def test_a_remote_tar_is_counted_by_the_file_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_counted_by_what_lies_beside_them_and_again_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = fsspec.filesystem("memory")
 
     def by_name(self: Any, path: str, version_id: None = None, start: int = 0, end: int | None = None) -> bytes:
         return self.open(path, "rb").read()[start:end] if version_id is None else pytest.fail("as s3fs has it")
 
     monkeypatch.setattr(type(files), "cat_file", by_name)
-    files.pipe(
-        {"/counted/a.tar": b"never opened", "/counted/a_stats.json": b'{"successes": 12}', "/counted/b.tar": b"none"}
-    )
+    stats = b'{"successes": 12}'
+    files.pipe({"/counted/a.tar": b"never opened", "/counted/a_stats.json": stats, "/counted/b.tar": b"none"})
     assert [shard.rows for shard in count_shards(["memory://counted/a.tar", "memory://counted/b.tar"])] == [12]
-
-
-def test_a_server_without_ranges_and_a_missing_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kit.write_shards(tmp_path, "parquet", [3])
-    monkeypatch.setattr(kit.Server, "ranges", False)
-    with kit.serve(tmp_path) as address:
-        with pytest.raises(
-            ValueError, match=r"nothing.parquet cannot be opened .* Check its address, the credentials"
-        ):
-            count_shards([f"{address}/nothing.parquet"])
-        with pytest.raises(ValueError, match="1 of 1 shards cannot be read"):
-            count_shards([f"{address}/000.parquet"])
-
-
-def test_counts_are_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(kit.write_tar(tmp_path / "a.tar", range(5)))
     assert count_shards([path])[0].rows == 5
     with monkeypatch.context() as patch:
@@ -89,8 +74,14 @@ def test_counts_are_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytes
     assert count_shards([path])[0].rows == 7
 
 
-def test_patterns_are_expanded(tmp_path: Path) -> None:
-    assert expand("{a,b}/{08..09}.tar") == ["a/08.tar", "a/09.tar", "b/08.tar", "b/09.tar"]
+def test_a_server_without_ranges_and_a_missing_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit.write_shards(tmp_path, "parquet", [3])
+    monkeypatch.setattr(kit.Server, "ranges", False)
+    with kit.serve(tmp_path) as address:
+        with pytest.raises(ValueError, match=r"nothing.parquet cannot be opened .* Check its address, the cred"):
+            count_shards([f"{address}/nothing.parquet"])
+        with pytest.raises(ValueError, match="1 of 1 shards cannot be read"):
+            count_shards([f"{address}/000.parquet"])
     assert expand("https://host/x.parquet?download=true") == ["https://host/x.parquet?download=true"]
     kit.write_shards(tmp_path, "tar", [1, 1])
     for place in (str(tmp_path), f"file://{tmp_path}"):
@@ -115,9 +106,6 @@ def test_the_rows_lost_to_damage_do_not_depend_on_the_first_row_read(
     shard = [Shard(str(path), 0, 30)]
     straight = ShardReader(shard, SOURCE)
     whole = [straight.read(0, start, start + 5) for start in range(0, 30, 5)]
-    assert (
-        whole == [ShardReader(shard, SOURCE).read(0, start, start + 5) for start in range(0, 30, 5)] or kind == "tar"
-    )
     fresh = [ShardReader(shard, SOURCE).read(0, start, start + 5) for start in range(0, 30, 5)]
     assert list(map(numbers_in, whole)) == list(map(numbers_in, fresh))
     found = [number for rows in whole for number in numbers_in(rows)]
@@ -183,31 +171,16 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-
-
-def rows_of(folder: Path, *records: dict[str, Any], **columns: Any) -> list[Any]:
-    pq.write_table(pa.Table.from_pylist(list(records)), folder / "s.parquet")
-    return list(rows_from(str(folder / "s.parquet"), 0, Source("shards", medium="image", **columns)))
+Texts = list[str]
 
 
 @pytest.mark.parametrize(
-    ("changed", "captions"),
+    ("changed", "found"),
     [
         ({}, ["a picture"]),
         ({"caption": ["a", None, " ", "b", "a"]}, ["a", "b"]),
         ({"caption": ["two  spaces", "cat.jpg"]}, ["two spaces"]),
         ({"image": {"bytes": b"bytes", "path": "raw:1x1"}}, ["a picture"]),  # which says the size of stored pixels
-    ],
-)
-def test_usable_captions_are_kept(changed: dict[str, Any], captions: list[str], tmp_path: Path) -> None:
-    [row] = rows_of(tmp_path, {**GOOD, **changed})
-    assert row == {"id": "7", "image": changed.get("image", {"bytes": b"bytes", "path": None}), "captions": captions}
-    pa.Table.from_pylist([row], features_of("image").arrow_schema)
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
         ({"image": None}, "image_missing: the image is not in the shard"),
         ({"image": "photo.jpg"}, "the image is not in the shard"),
         ({"image": {"bytes": None, "path": "/etc/passwd"}}, "the image is not in the shard"),
@@ -216,22 +189,29 @@ def test_usable_captions_are_kept(changed: dict[str, Any], captions: list[str], 
         ({"id": None}, "id, the id, is empty"),
     ],
 )
-def test_an_unusable_row_gives_its_place_and_the_reason(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    [found] = rows_of(tmp_path, {**GOOD, **changed})
-    assert found.startswith(f"shard {tmp_path / 's.parquet'}, row 0: ")
-    assert reason in found
+def test_usable_captions_are_kept_and_an_unusable_row_gives_its_place_and_the_reason(
+    changed: dict[str, Any], found: Texts | str, tmp_path: Path
+) -> None:
+    good = {"image": b"bytes", "caption": "a picture", "id": 7, "languages": "en"}  # the last one is not read
+    pq.write_table(pa.Table.from_pylist([{**good, **changed}]), tmp_path / "s.parquet")
+    [row] = rows_from(str(tmp_path / "s.parquet"), 0, SOURCE)
+    if isinstance(found, str):
+        assert str(row).startswith(f"shard {tmp_path / 's.parquet'}, row 0: ")
+        assert found in row
+        return
+    image = changed.get("image", {"bytes": b"bytes", "path": None})
+    assert row == {"id": "7", "image": image, "captions": found}
 
 
 def test_columns_and_ids(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    record = {"pixels": b"x", "words": "a", "caption": "b", "split": "test"}
-    first, same, other = rows_of(tmp_path, record, record, {**record, "pixels": b"y"})
-    assert first["id"] == same["id"] != other["id"]  # of the bytes
-    assert first["captions"] == ["b"]
-    assert rows_of(tmp_path, record, caption_column="words")[0]["captions"] == ["a"]
-    assert find_medium(str(tmp_path / "s.parquet"), Source("shards")) == "image"
+    record, path = {"pixels": b"x", "words": "a", "caption": "b", "split": "test"}, str(tmp_path / "s.parquet")
+    pq.write_table(pa.Table.from_pylist([record, record, {**record, "pixels": b"y"}]), path)
+    first, same, other = rows_from(path, 0, SOURCE)
+    assert first["id"] == same["id"] != other["id"]  # type: ignore[index]  # of the bytes
+    [row, *_] = rows_from(path, 0, Source("shards", medium="image", caption_column="words"))
+    assert (first["captions"], row["captions"]) == (["b"], ["a"])  # type: ignore[index]
+    assert find_medium(path, Source("shards")) == "image"
     assert "rows of all splits are trained on" in caplog.text
-    with pytest.raises(ValueError, match="caption_column is word; there is no such column"):
-        find_medium(str(tmp_path / "s.parquet"), Source("shards", caption_column="word"))
 
 
 def test_a_sample_of_a_tar_is_read_by_the_rules_of_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,21 +219,17 @@ def test_a_sample_of_a_tar_is_read_by_the_rules_of_preparing(tmp_path: Path, mon
     members = {
         "0": {"png": b"x", "json": json.dumps(described).encode(), "txt": b"of txt"},
         "1": {"png": b"x", "json": json.dumps({**described, "split": "odd"}).encode()},
-        "2": {"png": b"x", "txt": b"\xff"},
-        "3": {"png": b"x", "txt": b"a", "pkl": b"."},
-        "4": {"txt": b"alone"},
-        "5": {"png": b"x", "json": b"[" * 10_000, "txt": b"a"},
-        "6": {"png": bytes(50), "txt": b"a"},
+        "2": {"png": b"x", "txt": b"a", "pkl": b"."},
+        "3": {"txt": b"alone"},
+        "4": {"png": bytes(50), "txt": b"a"},
     }
     monkeypatch.setattr(tars, "MOST_BYTES", 40)
     flat = [(f"{key}.{suffix}", content) for key, sample in members.items() for suffix, content in sample.items()]
     path = write_tar(tmp_path / "s.tar", flat)
     source = Source("shards", medium="image", split="train")
     plain, both, *bad = rows_from(path, 0, source)
-    assert isinstance(plain, dict)
-    assert isinstance(both, dict)
-    assert (plain["id"], plain["captions"], both["captions"]) == ("5", ["of txt"], ["of json", "zweite"])
-    reasons = ("bad_encoding", "unsafe_member", "incomplete_sample", "too_nested", "too_many_bytes")
-    for number, (row, reason) in enumerate(zip(bad, reasons, strict=True), 2):
-        assert str(row).startswith(f"shard {path}, row {number}: {reason}")
+    found = [(row["id"], row["captions"]) for row in (plain, both) if isinstance(row, dict)]
+    assert found == [("5", ["of txt"]), ("5", ["of json", "zweite"])]
+    for number, reason in enumerate(("unsafe_member", "incomplete_sample", "too_many_bytes"), 2):
+        assert str(bad[number - 2]).startswith(f"shard {path}, row {number}: {reason}")
     assert list(rows_from(path, 1, source)) == [both, *bad]

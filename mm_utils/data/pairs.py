@@ -41,13 +41,11 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
 
     Bad rows are set aside, with warnings that name them. With `hold_out`, by default the value of `need_train`, images are
     held out of train by the hash of their id where the source has no validation split: always the same ones. With
-    ``need_train=False``, for evaluation alone, there may be no train split. An image path in a data file leads to a file
-    below --image_root, or its row is bad. No file of a data set lies outside of its folder, unless with
-    --allow_outside_root. Nothing is downloaded but data sets from the Hub.
+    ``need_train=False``, for evaluation alone, there may be no train split. Nothing is downloaded but data sets from the Hub.
 
     Raises:
-        ValueError: in one line, if a file or column does not exist, a file cannot be parsed, an id names two images, more
-            than half of the rows of a source are bad, or train has fewer than 2 pairs.
+        ValueError: in one line, if a file or column does not exist, a file cannot be parsed or leads elsewhere, an id names two
+            images, more than half of the rows of a source are bad, or train has fewer than 2 pairs.
     """
     sources = sources_of(args)
     title = ", ".join(source.title for source in sources) or "no source is given"
@@ -67,11 +65,7 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
 
 
 def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
-    """Load a split for evaluation; rows held out of train are the validation split here, too.
-
-    Raises:
-        ValueError: as `load_pairs`, or if there is no such split.
-    """
+    """Load a split for evaluation; rows held out of train are the validation split here, too."""
     pairs = load_pairs(args, need_train=split == "train", hold_out=split != "test")
     if split not in pairs:
         raise ValueError(f"--split is {split}; the data has {', '.join(pairs)}.")
@@ -79,13 +73,10 @@ def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
 
 
 def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None = None) -> tuple[str, Dataset]:
-    """Load a retrieval benchmark's images with their first five captions; return the split too.
+    """Load a retrieval benchmark's images with their first five captions; return the split, by default the benchmark's, too.
 
-    The split is by default the benchmark's. The images are those of the source that `args` names, and without any from the
-    Hub. Other numbers of images than the benchmark's are logged.
-
-    Raises:
-        ValueError: in one line, if that fails, or there is no such split.
+    The images are those of the source that `args` names, and without any from the Hub. Other numbers of images than the
+    benchmark's are logged.
     """
     split, title = split or benchmark.split, f"--benchmark is {benchmark.name}"
     if sources_of(args):
@@ -109,11 +100,7 @@ def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None 
 
 
 def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, need_train: bool = True) -> DatasetDict:
-    """Keep the first rows of every split, as `--max_train_samples` and `--max_eval_samples` say.
-
-    Raises:
-        ValueError: begun by `title`, if `need_train` and train has fewer than 2 pairs then.
-    """
+    """Keep the first rows of every split, as the flags say; ValueError if `need_train` and train has fewer than 2 pairs then."""
     kept = DatasetDict()
     for name, rows in splits.items():
         most = args.max_train_samples if name == "train" else args.max_eval_samples

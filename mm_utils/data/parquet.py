@@ -21,15 +21,12 @@ _LEAST_ROWS = 8
 
 
 class ParquetRows:
-    """An open Parquet file, whose rows are read in batches.
+    """An open Parquet file, whose rows are read in batches; ValueError if it counts more rows than a file of its size holds.
 
     Args:
         source: the path, or a file that can seek.
         name: the file's name in errors.
-        buffer_size: bytes of a column that are read at a time; without, whole row groups come into memory.
-
-    Raises:
-        ValueError: if the footer counts more rows or values than a file of its size holds.
+        buffer_size: bytes of a column that are read at a time.
     """
 
     def __init__(self, source: str | BinaryIO, name: str, buffer_size: int = 1 << 20):
@@ -48,11 +45,7 @@ class ParquetRows:
             raise ValueError(f"{name} has {rows:,} rows in {size:,} bytes; these cannot all be in it. Write it anew.")
 
     def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[Any]:
-        """Read columns of a row group, at most `rows` rows at a time, fewer where cells are large.
-
-        Raises:
-            ValueError: if they are more bytes than a file of this size decodes to.
-        """
+        """Read columns of a row group, at most `rows` rows at a time, fewer where cells are large; ValueError as of `cells`."""
         about = self.file.metadata.row_group(group)
         chunks = [about.column(at) for at in range(about.num_columns)]
         chunks = [
@@ -67,7 +60,8 @@ class ParquetRows:
     def cells(self, columns: Sequence[str], batch_rows: int, first: int = 0) -> Iterator[dict[str, Any] | Fault]:
         """Read some columns from row `first` on; yield the cells of each row, or why it has none.
 
-        One row group is read after the other, so that batches are the same wherever the reading began.
+        One row group is read after the other, so that batches are the same wherever the reading began. Raises ValueError if they
+        are more bytes than a file of this size decodes to.
         """
         decoded = 0
         for group in range(self.file.num_row_groups):

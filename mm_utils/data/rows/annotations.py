@@ -53,7 +53,7 @@ def _is_row(line: str) -> bool:
 
 def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Join ``images`` and ``annotations`` by ``image_id``: one record an image; ValueError if no annotation has a caption."""
-    document, builder = _open_document(source, safety, ("images", "annotations"))
+    document, builder = _open_document(source, safety, "images", "annotations")
     annotations: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
     for at, item in enumerate(document["annotations"]):
         try:
@@ -88,7 +88,7 @@ def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
 
 def read_karpathy(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read ``images[].sentences[].raw`` with their splits; restval counts as train."""
-    document, builder = _open_document(source, safety, ("images",))
+    document, builder = _open_document(source, safety, "images")
     for at, item in enumerate(document["images"]):
         try:
             row = checked_object(item)
@@ -131,9 +131,7 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
             yield builder.bad(f"line {number}", fault, line)
 
 
-def _open_document(
-    source: Source, safety: PathArguments, keys: tuple[str, ...]
-) -> tuple[dict[str, Any], RecordBuilder]:
+def _open_document(source: Source, safety: PathArguments, *keys: str) -> tuple[dict[str, Any], RecordBuilder]:
     """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
     path, builder = Path(source.path), _builder(source, safety)
     with path.open("rb") as head:
@@ -143,11 +141,9 @@ def _open_document(
         document = parse_json(read_document(path))
     except Fault as fault:
         raise ValueError(f"{source.title}; it is {fault.detail}. Copy or repair the file.") from fault
-    missing = [key for key in keys if not isinstance(document, dict) or not isinstance(document.get(key), list)]
-    if missing:
-        raise ValueError(
-            f"{source.title}, format={source.format}; it has no list '{missing[0]}'. Set another format=."
-        )
+    for key in keys:
+        if not isinstance(document, dict) or not isinstance(document.get(key), list):
+            raise ValueError(f"{source.title}, format={source.format}; it has no list '{key}'. Set another format=.")
     return document, builder
 
 

@@ -115,7 +115,7 @@ class CellImage(ImageRef):
             raise Fault("read_error", f"{self.name}: {one_line(error)}") from error
         if isinstance(
             cell, dict
-        ):  # raw pixels (see `mm_utils.data.images.pixels`) that were saved anew are no image file
+        ):  # raw pixels that were saved anew are no image file, see `mm_utils.data.images.pixels`
             cell = encode(open_image(cell), "png") if raw_size(cell) else cell["bytes"]
         return checked_bytes(cell, self.name, limits)
 
@@ -185,11 +185,7 @@ class RecordBuilder:
     """
 
     def __init__(
-        self,
-        source: Source,
-        safety: PathArguments,
-        default_root: str | os.PathLike[str] = "",
-        id_root: str | None = None,
+        self, source: Source, safety: PathArguments, default_root: str | os.PathLike[str] = "", id_root: str = ""
     ) -> None:
         self.source, self.safety = source, safety
         given = source.image_root or safety.image_root
@@ -235,7 +231,6 @@ class RecordBuilder:
         where: str,
         image: tuple[ImageRef, str | None],
         captions: list[Any],
-        *,
         split: str | None = None,
         **beside: Any,
     ) -> Record:
@@ -256,10 +251,7 @@ class RecordBuilder:
 
 
 def image_path(value: Any, jail: Jail) -> str:
-    """Return the absolute path of an image from its cell.
-
-    Raises a `Fault`: image_empty for an empty cell, bad_path for what is not a text, url_not_allowed, or as `Jail` does.
-    """
+    """Return the absolute path of an image from its cell; raise a `Fault` of a cell that holds no path, or as `Jail` does."""
     if is_null(value):
         raise Fault("image_empty", "the cell of the image is empty")
     if isinstance(value, dict):
@@ -267,16 +259,11 @@ def image_path(value: Any, jail: Jail) -> str:
         raise Fault("object_cell", f"the cell is an object with the keys {keys}")
     if not isinstance(value, str):
         raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
-    refuse_encoded(value)
+    if _ENCODED.match(value):
+        raise Fault("encoded_picture", f"the cell has {len(value):,} characters of base64, {value[:16]}...")
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)
-
-
-def refuse_encoded(value: str) -> None:
-    """Raise encoded_picture if a cell is a picture as base64, which is no path."""
-    if _ENCODED.match(value):
-        raise Fault("encoded_picture", f"the cell has {len(value):,} characters of base64, {value[:16]}...")
 
 
 def path_id(path: str, id_root: str, written: Any) -> str:

@@ -13,21 +13,10 @@ from mm_utils.data.media import medium as media
 from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
 from mm_utils.text import redact
 
-FORMATS = {
-    "jsonl": "one JSON object a line",
-    "json": "an array of JSON objects",
-    "csv": "a table with a header; commas, semicolons, tabs or pipes between cells",
-    "tsv": "a table with a header, tabs between cells",
-    "parquet": "a Parquet file or a folder of them",
-    "imagefolder": "images with metadata.jsonl, .csv or .parquet, or each with a caption file of the same name (.txt)",
-    "datasets": "a data set on the Hub, a folder of one, or a folder of save_to_disk",
-    "classes": "a folder of images a class",
-    "coco": "COCO's annotations of captions",
-    "karpathy": "Karpathy's splits of COCO, Flickr8k and Flickr30k",
-    "flickr": "Flickr8k's and Flickr30k's lists of captions",
-    "sqlite": "a table of a database",
-    "webdataset": "tar shards",
-}
+FORMATS = (
+    *("jsonl", "json", "csv", "tsv", "parquet", "imagefolder", "datasets", "classes"),
+    *("coco", "karpathy", "flickr", "sqlite", "webdataset"),
+)
 EMBEDDED_SETS = ("clips", "sounds")
 """Data sets that are drawn, besides the scenes of a run without a source."""
 TEMPLATES = media.Image.templates
@@ -129,8 +118,7 @@ class Source:
 
     Attributes:
         path: a file, a folder, a pattern of shards, or a repository on the Hub.
-        format: a key of `FORMATS`, or a reader of one's own as ``module.function``; "" recognises
-            it by the path and the content.
+        format: one of `FORMATS`, or a reader of one's own as ``module.function``; "" recognises it by the path and the content.
         name: the source's name in rows, reports and warnings; by default the last part of `path`.
         image_root: folder that image paths are relative to and may not leave; by default the data file's.
         split: the split of all rows, whatever the rows say.
@@ -173,11 +161,10 @@ class Source:
         title = self.title or f"--sources has {self.path}"
         object.__setattr__(self, "title", title)
         object.__setattr__(self, "name", storable(redact(self.name or re.split(r"[\\/]", self.path.rstrip("/"))[-1])))
-        formats = FORMATS
-        if self.format and self.format not in formats and "." not in self.format:
+        if self.format and self.format not in FORMATS and "." not in self.format:
             raise ValueError(
-                f"{title}, format={self.format}; known are {', '.join(formats)}, and a function of your own as "
-                f"module.function.{close_to(self.format, formats)}"
+                f"{title}, format={self.format}; known are {', '.join(FORMATS)}, and a function of your own as "
+                f"module.function.{close_to(self.format, FORMATS)}"
             )
         if self.medium not in MEDIA:
             known = ", ".join(MEDIA)
@@ -185,7 +172,7 @@ class Source:
         if self.split is not None:
             if self.split.lower() not in SPLIT_NAMES:
                 raise ValueError(
-                    f"{title}, split={self.split}; a split is train, validation or test. Name one of them."
+                    f"{title}, split={self.split}; a split is train, validation or test. Name one of these."
                 )
             object.__setattr__(self, "split", SPLIT_NAMES[self.split.lower()])
         without = [template for template in self.templates if "{}" not in template]

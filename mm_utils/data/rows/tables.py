@@ -204,7 +204,7 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
 
 
 def _all_or_some(nulls: int, count: int) -> bool | None:
-    """Return whether cells hold bytes, by the number of those that do not; None if they differ."""
+    """Return whether cells hold bytes, by the number of those that do not; None if only some do."""
     return not nulls if nulls in (0, count) else None
 
 

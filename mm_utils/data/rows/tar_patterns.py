@@ -12,11 +12,7 @@ from mm_utils.data.paths import MOST_FILES
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for.
-
-    Raises:
-        ValueError: if they are more than `MOST_FILES`.
-    """
+    """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for; ValueError if they are more than `MOST_FILES`."""
     parts = [part.split(",") if at % 2 else [part] for at, part in enumerate(re.split(r"\{([^{}]+)\}", pattern))]
     counts = [1]
     for at, [first, *more] in enumerate(parts):
@@ -36,10 +32,8 @@ def expand_braces(pattern: str) -> list[str]:
 def files_of_pattern(pattern: str) -> list[str]:
     """Return the files that a path with ``*``, ``[..]``, ``{000..063}`` or ``{a,b}`` stands for, on disk or a server.
 
-    A part of it that finds no file is returned as it is written, so that whoever opens it names it.
-
-    Raises:
-        OSError: if a folder on its way cannot be listed, whose files would be left out.
+    A part of it that finds no file is returned as it is written, so that whoever opens it names it. Raises OSError if a folder
+    on its way cannot be listed, whose files would be left out.
     """
     found: list[str] = []
     for name in expand_braces(pattern):

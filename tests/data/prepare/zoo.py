@@ -21,7 +21,7 @@ from datasets import Dataset, DatasetDict
 from datasets import Image as ImageFeature
 from PIL import Image, ImageOps
 
-from mm_utils.data.images import simplejpeg
+from mm_utils.model.reading import simplejpeg
 from tests.kit.fault_images import BROKEN, ODD, draw, jpeg, jpeg_with_inner_damage, png, save
 from tests.kit.reading import add_member
 

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
 
 from mm_utils.arguments import arg, parse_args
@@ -112,18 +111,16 @@ def write_model_with_code(folder: Path, canary: Canary, kind: str) -> str:
 
 
 DOORS: dict[str, Callable[[str], Any]] = {
-    "load_model": load_model,
-    "load_processor_of": load_processor_of,
+    "--model_name_or_path": load_model,
+    "its processor": load_processor_of,
     "--vision_model_name_or_path": lambda name: build_model(
         ModelArguments(vision_model_name_or_path=name), new_tokenizer()
     ),
     "--text_model_name_or_path": lambda name: build_model(
         ModelArguments(text_model_name_or_path=name), new_tokenizer()
     ),
-    "the backbone's image processor": lambda name: load_processor(
-        ModelArguments(vision_model_name_or_path=name), ["a dog"]
-    ),
-    "the backbone's tokenizer": lambda name: load_processor(ModelArguments(text_model_name_or_path=name), ["a dog"]),
+    "its image processor": lambda name: load_processor(ModelArguments(vision_model_name_or_path=name), ["a dog"]),
+    "its tokenizer": lambda name: load_processor(ModelArguments(text_model_name_or_path=name), ["a dog"]),
 }
 
 
@@ -135,8 +132,7 @@ def test_code_that_a_model_brings_is_not_run(door: str, kind: str, canary: Canar
         DOORS[door](name)
     assert name in str(caught.value)
     assert not canary.sang
-    if kind == "marsupial" and door in ("load_model", "--vision_model_name_or_path", "--text_model_name_or_path"):
-        assert "--trust_remote_code" in str(caught.value)
+    assert kind == "bert" or not door.startswith("--") or "--trust_remote_code" in str(caught.value)
 
 
 def test_code_is_run_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,61 +147,54 @@ def test_code_is_run_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_compiled_code_that_a_config_names_is_not_fetched(tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "attn_implementation": "someone/attention"}))
+    replaced(attn_implementation="someone/attention")(tmp_path)
     with pytest.raises(ValueError, match=r"asks for the attention of someone/attention.*--trust_remote_code"):
-        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
+        DOORS["--text_model_name_or_path"](str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "adapter_model.bin"])
-@pytest.mark.parametrize("honest", [True, False], ids=["honest", "hostile"])
-def test_weights_that_are_a_pickle_are_refused(honest: bool, name: str, canary: Canary, tmp_path: Path) -> None:
+def test_weights_that_are_a_pickle_are_refused(name: str, canary: Canary, tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path / "bert")
-    folders = {"load_model": write_stock(tmp_path / "clip", "clip"), "--text_model_name_or_path": tmp_path / "bert"}
-    for door, folder in folders.items():
-        load, weights = DOORS[door], Path(folder, "model.safetensors")
-        torch.save(load_file(weights) if honest else {"weights": canary}, Path(folder, name))
-        weights.unlink()
+    stock = write_stock(tmp_path / "clip", "clip")
+    for door, folder in {"--model_name_or_path": stock, "--text_model_name_or_path": tmp_path / "bert"}.items():
+        torch.save({"weights": canary}, Path(folder, name))
+        if door != "--model_name_or_path":
+            DOORS[door](str(folder))  # beside safetensors, it is not read
+        Path(folder, "model.safetensors").unlink()
         with pytest.raises(ValueError, match=rf"^[^\n]*no model\.safetensors, but {name}[^\n]*save_pretrained[^\n]*$"):
-            load(str(folder))
+            DOORS[door](str(folder))
 
 
-def test_weights_beside_a_pickle_are_read_without_it(canary: Canary, tmp_path: Path) -> None:
-    BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
-    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        torch.save({"weights": canary}, tmp_path / name)
-    build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
+def replaced(**values: Any) -> Callable[[Path], object]:
+    """Put values into a configuration."""
+    return lambda folder: (folder / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), **values})
+    )
 
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "cut in half": lambda content: content[: len(content) // 2],
-    "a header of an exabyte": lambda content: (1 << 60).to_bytes(8, "little") + content[8:],
-    "a garbled header": lambda content: content[:8] + b"\0" * 20 + content[28:],
+def with_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    path = "model.safetensors"
+    return lambda folder: (folder / path).write_bytes(change((folder / path).read_bytes()))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut in half": with_weights(lambda content: content[: len(content) // 2]),
+    "a header of an exabyte": with_weights(lambda content: (1 << 60).to_bytes(8, "little") + content[8:]),
+    "a garbled header": with_weights(lambda content: content[:8] + b"\0" * 20 + content[28:]),
+    "a function as type": replaced(dtype="__import__"),
+    "no function": replaced(hidden_act="nonesuch"),
+    "a number for a table": replaced(quantization_config=5),
+    "a word for a number": replaced(hidden_size="wide"),
+    "nothing for a number": replaced(num_hidden_layers=None),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_weights_are_named(damage: str, tmp_path: Path) -> None:
+def test_damaged_weights_and_odd_configurations_are_one_line(damage: str, tmp_path: Path) -> None:
     BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    DAMAGE[damage](tmp_path)
     with pytest.raises(ValueError, match=rf"^[^\n]*{tmp_path}[^\n]*$"):
-        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
-
-
-ODD_VALUES: list[dict[str, Any]] = [
-    *({"dtype": "__import__"}, {"hidden_act": "nonesuch"}, {"quantization_config": 5}, {"hidden_size": "wide"}),
-    {"num_hidden_layers": None},
-]
-
-
-@pytest.mark.parametrize("odd", ODD_VALUES, ids=str)
-def test_odd_values_in_a_model_configuration_are_one_line(odd: dict[str, Any], tmp_path: Path) -> None:
-    BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **odd}))
-    with pytest.raises(ValueError, match=rf"^[^\n]*{tmp_path}[^\n]*$"):
-        build_model(ModelArguments(text_model_name_or_path=str(tmp_path)), new_tokenizer())
+        DOORS["--text_model_name_or_path"](str(tmp_path))
 
 
 # -- data ---------------------------------------------------------------------------------------------------------------
@@ -318,7 +307,6 @@ class Flags:
 
     output_dir: str = arg("out", "A folder.")
     max_steps: int = arg(1, "Steps.")
-    learning_rate: float = arg(1e-3, "Rate.")
 
 
 LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 9)}]\n" for at in range(1, 30))
@@ -328,12 +316,13 @@ CONFIGS = {
     "a tag that names a module": ("output_dir: !!python/name:os.system\n", "line 1"),
     "a billion laughs": (LAUGHS + "output_dir: *a29\n", "line 2"),
     "an alias to itself": ("output_dir: &a [*a]\n", "line 1"),
-    "a key twice": ("max_steps: 1\nlearning_rate: 1\nmax_steps: 2\n", "line 3"),
+    "a key twice": ("max_steps: 1\noutput_dir: a\nmax_steps: 2\n", "line 3"),
     "an open bracket": ("max_steps: [1\n", "line"),
     "5,000 brackets": ("max_steps: " + "[" * 5000 + "\n", "recursion"),
     "NUL characters": ("max_steps: \0\0\n", "not valid YAML"),
     "a merge of what is not there": ("<<: *defaults\nmax_steps: 1\n", "line 1"),
     "two megabytes": ("# " + "x" * (2 << 20) + "\n", "bytes"),
+    "UTF-16": ("max_steps: 1\n", "is not UTF-8 text"),
 }
 
 
@@ -343,7 +332,7 @@ def test_a_hostile_or_mistaken_config_ends_in_one_line(
 ) -> None:
     text, wanted = CONFIGS[kind]
     path = tmp_path / "config.yaml"
-    path.write_text(text.replace("{canary}", str(canary.path)))
+    path.write_text(text.replace("{canary}", str(canary.path)), encoding=kind if kind == "UTF-16" else "utf-8")
     with pytest.raises(SystemExit) as ended:
         parse_args(Flags, argv=["--config", str(path)])
     assert ended.value.code == 2
@@ -351,15 +340,6 @@ def test_a_hostile_or_mistaken_config_ends_in_one_line(
     assert "\n" not in message
     assert str(path) in message
     assert wanted in message
-
-
-@pytest.mark.parametrize("content", [b"max_steps: \xff\xfe1\n", "max_steps: 1\n".encode("utf-16")])
-def test_a_config_that_is_no_utf8_is_named(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_bytes(content)
-    with pytest.raises(SystemExit):
-        parse_args(Flags, argv=["--config", str(path)])
-    assert f"{path} is not valid YAML in UTF-8" in capsys.readouterr().err
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from mm_utils.run import restarts
 
@@ -96,22 +95,3 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-class FakeTrainer:
-    """Calls the events of callbacks as a trainer does; `args` are fields of the training arguments."""
-
-    def __init__(self, *callbacks: TrainerCallback, **args: Any):
-        self.callbacks, self.args, self.state = callbacks, SimpleNamespace(**args), TrainerState()
-        self.model: Any = SimpleNamespace(device=torch.device("cpu"))
-
-    def event(self, name: str, **values: Any) -> None:
-        for callback in self.callbacks:
-            if hasattr(callback, name):
-                getattr(callback, name)(self.args, self.state, TrainerControl(), model=self.model, **values)
-
-    def log(self, **logs: float) -> dict[str, float]:
-        """Return a training row as the callbacks leave it."""
-        logs = {"loss": 1.0, **logs}
-        self.event("on_log", logs=logs)
-        return logs

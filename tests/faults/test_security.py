@@ -322,7 +322,7 @@ CONFIGS = {
     "NUL characters": ("max_steps: \0\0\n", "not valid YAML"),
     "a merge of what is not there": ("<<: *defaults\nmax_steps: 1\n", "line 1"),
     "two megabytes": ("# " + "x" * (2 << 20) + "\n", "bytes"),
-    "UTF-16": ("max_steps: 1\n", "is not UTF-8 text"),
+    "UTF-16": ("max_steps: 1\n", "in UTF-8"),
 }
 
 

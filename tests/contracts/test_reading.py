@@ -1,6 +1,6 @@
 """One way to read a picture, a clip, a sound and a text: training, evaluation, search, the page and the model's own `encode`.
 
-Files of odd kinds and broken ones: tests/data/prepare/test_timed_media.py, tests/faults/test_images.py.
+Files of odd kinds and broken ones: tests/data/prepare/test_timed.py, tests/faults/test_images.py.
 """
 
 import contextlib
@@ -69,9 +69,8 @@ from mm_utils.search.listing import Listing, Reader, stock_file
 from mm_utils.search.searcher import read_query
 from tests.kit.awkward import RNG, TEXTS, awkward_pictures, photo, turn
 from tests.kit.fault_images import draw, save
-from tests.kit.made_media import picture as made_picture
-from tests.kit.made_media import steady, video, wav
-from tests.kit.media_files import clip, damaged, jpeg, media_rows, tone
+from tests.kit.media_files import clip, damaged, jpeg, media_rows, steady, tone, video, wav
+from tests.kit.media_files import picture as made_picture
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
 from tests.kit.prepared import pixels_apart
 

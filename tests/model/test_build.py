@@ -65,7 +65,7 @@ from mm_utils.model.reading import center_square
 from mm_utils.model.stock import to_dual_encoder
 from mm_utils.search.index import IndexInfo, check_same_model, model_fingerprint
 from scripts import pretrain
-from tests.kit.made_media import animation
+from tests.kit.media_files import animation
 from tests.kit.models import CAPTIONS, IMAGE, TOWER, TOWERS
 from tests.kit.stock_folders import chinese_tokenizer, noise, write_clap, write_stock
 

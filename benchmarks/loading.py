@@ -168,7 +168,7 @@ def plain_datasets(bench: Bench) -> Batches:
     def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
         return bench.collate([(example["pixels"], example["row"]) for example in examples])
 
-    batches = [[row for row, _ in RankBatches(bench.order, 0, ENDLESS)[step]] for step in range(2000)]
+    batches = [[row for row, _ in batch] for batch in RankBatches(bench.order, 0, 2000)]
     return bench.stock_loader(rows.with_transform(transformed), batches, collate)
 
 

@@ -53,28 +53,25 @@ def test_the_list_of_commands_needs_no_library() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_has_the_scripts_and_the_types(tmp_path: Path) -> None:
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            str(tmp_path),
-            str(ROOT),
-        ],
-        check=True,
-    )
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True)
     [wheel] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         names = set(files.namelist())
         files.extractall(tmp_path / "site")
-    assert {f"mm_utils/scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")} | {
-        "mm_utils/py.typed"
-    } <= names
+    scripts = {f"mm_utils/scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")}
+    assert scripts | {"mm_utils/py.typed"} <= names
     code = "from mm_utils.command import scripts_folder as f; print(f())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path / "site", check=True,
                            env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})  # fmt: skip

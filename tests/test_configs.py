@@ -1,15 +1,12 @@
 """Every file in `accelerate_configs/` and `recipes/` is what its reader takes."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 
-from mm_utils.run import flags
+from tests.kit.commands import ROOT, Command, parse
 
-ROOT = Path(__file__).parents[1]
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -18,6 +15,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 def test_accelerate_reads_the_file(path):
     config = load_config_from_file(str(path))
     assert (config.num_processes == 1) == (config.distributed_type.value == "NO")
+    assert f"accelerate_configs/{path.name}" in path.read_text()  # its command
 
 
 @pytest.mark.parametrize("name", ["multi_gpu", "fsdp2"])
@@ -30,25 +28,8 @@ def test_all_gpus_are_taken_unless_a_number_is_given(name, monkeypatch):
     assert started == ["gpu", "4"]
 
 
-@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
-def test_the_command_in_the_file_names_the_file(path):
-    assert f"accelerate_configs/{path.name}" in path.read_text()
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipes_command_takes_it(path, monkeypatch):
-    first = path.read_text().splitlines()[0]
-    script = first.split("scripts/")[1].split(".py")[0]
-    module = __import__(f"scripts.{script}", fromlist=["main"])
-
-    class Parsed(Exception):
-        pass
-
-    def stop(name, *parsed, **kwargs):
-        raise Parsed
-
-    monkeypatch.setattr(module, "start_run", stop)
-    monkeypatch.setattr(flags, "check_model", lambda *_: None)  # clip.yaml and sounds.yaml name models of the Hub
-    with pytest.raises(Parsed):
-        module.main(["--config", str(path)])
+    script = path.read_text().splitlines()[0].split("scripts/")[1].split(".py")[0]
+    parse(Command("", f"scripts.{script}", ["--config", str(path)]), monkeypatch)
     assert yaml.safe_load(path.read_text())

@@ -107,12 +107,10 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         assert not heading or heading in anchors(target), link
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*PRESENT, *CONFIGS],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_paths_and_modules_that_are_named_exist(path):
+@pytest.mark.parametrize("path", [*PRESENT, *CONFIGS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_modules_and_flags_that_are_named_exist(path):
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8")))
+    assert flags <= known_flags() | FOREIGN, flags - known_flags() - FOREIGN
     text = MADE_BY.sub("", path.read_text(encoding="utf-8"))
     folders = "mm_utils|scripts|benchmarks|tests|docs|recipes|accelerate_configs|launchers"
     for name in re.findall(rf"`((?:{folders})/[\w./*-]*)", text):
@@ -140,14 +138,6 @@ def known_flags() -> set[str]:
     for parser in (launch_command_parser(), torchrun_parser()):
         known |= {option for action in parser._actions for option in action.option_strings}
     return known
-
-
-@pytest.mark.parametrize("path", [*PRESENT, *CONFIGS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_flag_that_is_named_exists(path):
-    allowed = known_flags() | FOREIGN
-    text = path.read_text(encoding="utf-8")
-    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
-    assert found <= allowed, found - allowed
 
 
 # -- the README, run ----------------------------------------------------------------------------------------------------

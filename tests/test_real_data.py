@@ -16,39 +16,27 @@ DATA = Path(os.environ.get("TANDEM_REAL_DATA", "no such folder"))
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="TANDEM_REAL_DATA is not set")
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
-    ("name", "captions", "bad"), [slow("photos_en", 1, 0), ("photos_vi", 5, 2), slow("aerial_en", 5, 0)]
+    ("name", "captions", "near", "bad"),
+    [
+        ("aerial_en", 5, 0, 0),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("photos_en", 1, 2, 0), ("photos_vi", 5, 1, 2))),
+    ],
 )
-def test_every_good_row_is_loaded_with_its_captions(name, captions, bad):
-    """The bad ones have a full stop as their only caption."""
-    pairs = load_pairs(DataArguments(train_file=str(DATA / name / "captions.jsonl")))
+def test_every_good_row_is_loaded_and_preparing_finds_what_is_known(name, captions, near, bad, tmp_path):
+    """The leaks are real, and were looked at; the bad rows have a full stop as their only caption."""
+    source, output = DATA / name / "captions.jsonl", tmp_path / "out"
+    pairs = load_pairs(DataArguments(train_file=str(source)))
     assert set(pairs) == {"train", "validation", "test"}
     assert sum(map(len, pairs.values())) == len(list((DATA / name / "images").iterdir())) - bad
-    counts = [len(row["captions"]) for row in pairs["validation"].select_columns("captions")]
-    assert max(counts) >= captions
-    assert not set(pairs["train"]["id"]) & set(pairs["validation"]["id"])
-
-
-@pytest.mark.parametrize(
-    ("name", "near", "bad"), [slow("photos_en", 2, 0), slow("photos_vi", 1, 2), ("aerial_en", 0, 0)]
-)
-def test_preparing_finds_what_is_known_of_it(name, near, bad, tmp_path):
-    """The leaks are real, and were looked at; the faults are captions that are a full stop."""
-    source, output = str(DATA / name / "captions.jsonl"), tmp_path / "out"
-    prepare_data.main(["--sources", source, "--output_dir", str(output), "--on_leakage", "keep"])
+    assert max(len(row["captions"]) for row in pairs["validation"].select_columns("captions")) >= captions
+    prepare_data.main(["--sources", str(source), "--output_dir", str(output), "--on_leakage", "keep"])
     report = json.loads((output / "report.json").read_text())
     assert report["leakage"]["near"] == near
-    assert {reason: part["count"] for reason, part in report["quarantined"].items()} == (
-        {"caption_empty": bad} if bad else {}
-    )
-    rows = len(Path(source).read_text().splitlines())
-    assert (
-        sum(part["images"] for part in report["splits"].values()) == rows - bad - report["duplicates"]["merged_rows"]
-    )
+    found = {reason: part["count"] for reason, part in report["quarantined"].items()}
+    assert found == ({"caption_empty": bad} if bad else {})
+    left = len(source.read_text().splitlines()) - bad - report["duplicates"]["merged_rows"]
+    assert sum(part["images"] for part in report["splits"].values()) == left
 
 
 def test_planted_leaks_are_all_found_and_nothing_else_is(tmp_path):

@@ -3,7 +3,7 @@
 Scores are always products in fp32 with the stored embeddings, which are memory-mapped; an image may only be missing that the first
 pass has missed.
 
-Shape letters: N images of the index, Q queries, E embedding width.
+Shape letters: N images of the index, E embedding width.
 """
 
 import hashlib
@@ -61,10 +61,7 @@ class StoredVectors:
         return torch.stack(found).float() if found else torch.empty(0, self.width)
 
     def cosines(self, query: Tensor) -> Tensor:
-        """Return the products of all rows with a unit query `[E]` or `[E, Q]`: `[N]` or `[N, Q]`.
-
-        A block of the file stays in a core's cache.
-        """
+        """Return the products of all rows with a unit query `[E]`; a block of the file stays in a core's cache."""
         return torch.cat([block.float() @ query for block in self.blocks])
 
 

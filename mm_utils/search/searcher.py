@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from mm_utils.search.index import check_same_model, open_index
 from mm_utils.search.listing import stock_file
 
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
-_RANDOM_TEXTS, _RANDOM_TOKENS, _FLOOR = 100, 4, 0.5
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,10 @@ class Hit:
     """An image that was found.
 
     Attributes:
-        row: its row in the index.
+        row, id, path, captions: as the index has them.
         rank: its place in the answer, from 1.
         score: cosine of the query and the image.
         reranked: cosine + what the fusion head adds, divided by the logit scale; None if the head has not seen it.
-        id, path, captions: as the index has them.
         copies: ids of images of lower rank that show the same picture.
     """
 
@@ -171,11 +168,7 @@ class Searcher:
         return self.rerank_top_k > 0
 
     def search_text(self, text: str, top_k: int = 10, rerank: bool = True) -> list[Hit]:
-        """Return the images that a text describes best; without `rerank`, by the towers alone.
-
-        Raises:
-            ValueError: if it is not a text.
-        """
+        """Return the images that a text describes best; without `rerank`, by the towers alone."""
         with self._lock, torch.no_grad():
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
@@ -184,29 +177,12 @@ class Searcher:
         hits = sorted(hits[: len(head)], key=lambda hit: -head[hit[0]]) + hits[len(head) :]
         return self._hits(hits[:top_k], copies, head)
 
-    @cached_property
-    def floor(self) -> float:
-        """The cosine that a text's hits have to exceed: half of 100 random sequences of four tokens find nothing above it."""
-        assert self._model.processor is not None
-        tokenizer = self._model.processor.tokenizer  # type: ignore[attr-defined]
-        draw = torch.Generator().manual_seed(0)
-        drawn = torch.randint(len(tokenizer), (_RANDOM_TEXTS, _RANDOM_TOKENS), generator=draw).tolist()
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
-        with self._lock, torch.no_grad():
-            query_QE, _ = self._model.encode_text(*self._model.text_inputs(texts), with_states=False)
-            parts = normalize(query_QE.float().cpu(), dim=1).split(10)  # 40 MB of scores for a million images
-            return float(torch.cat([self._vectors.cosines(part.T).amax(0) for part in parts]).quantile(_FLOOR))
-
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
         return self._search(center_square(open_picture(image), self._medium.image_size), top_k)
 
     def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
-        """Return what is most similar to a file, by path or bytes: an image, or a WAV; best first.
-
-        Raises:
-            UnreadableError: if it cannot be read, or the index holds clips.
-        """
+        """Return what is most similar to a file, by path or bytes: an image, or a WAV; UnreadableError if it cannot be read."""
         return self._search(read_query(file, self._medium), top_k)
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
@@ -329,11 +305,7 @@ class Searcher:
 
 
 def read_query(file: str | bytes, medium: Any) -> Tensor:
-    """Return what evaluations take of a searched file, path or bytes: an image, or a WAV.
-
-    Raises:
-        UnreadableError: if it cannot be read, or the model is for clips.
-    """
+    """Return what evaluations take of a searched file, path or bytes: an image, or a WAV; UnreadableError if it cannot be read."""
     if medium.kind == "clip":
         raise UnreadableError("clips are found by texts and by clips of the index; write what the clip shows")
     if medium.kind == "image":

@@ -1,19 +1,6 @@
 """Serve a page and a JSON API that search an index, for one person on one machine.
 
-====================  =================================================================================================
-GET /                 the page, which loads nothing from elsewhere
-GET /search           hits of a text: q, and optionally k, offset, rerank (0 or 1), and folder, since and until of `Filter`
-POST /search          hits of an image, or of a sound as a WAV file, whose bytes are the body: k, offset, and the filter
-GET /start            a few images of the index
-GET /similar/ROW      hits of an image of the index: k, offset, and the filter
-GET /image/ROW        its thumbnail
-GET /large/ROW        the image in at most 1,600 pixels: its file if that is unchanged, decoded and encoded anew, else the thumbnail
-GET /content/ROW      a sound as a WAV file, or a clip as an animated WebP
-====================  =================================================================================================
-
-An answer is `{"total", "reranks", "more", "hits"}`, a mistake `{"error"}`. A hit has the fields of `searcher.Hit`, and `weak`: whether
-neither it nor what follows is above `Searcher.floor`. Addresses with a ROW take `id`, too: then the row is wherever that id is by now, or
-the answer is 404. No request names a file. An update of the index is seen after a new start.
+docs/search.md has the requests and their answers. No request names a file.
 
 Other web pages, open in the same browser, may send requests here. They are refused by the names in Host (DNS rebinding),
 Origin and Sec-Fetch-Site. For another machine, forward the port with ssh.
@@ -118,7 +105,7 @@ class _Api:
         if not 0 < len(query) <= MOST_LETTERS:
             raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
         hits = searcher.search_text(query, _wanted(request), request.query_params.get("rerank", "1") != "0")
-        return _page(request, searcher, hits, self.searcher.floor)
+        return _page(request, searcher, hits)
 
     async def file(self, request: Request) -> Response:
         async with self.uploads:
@@ -163,12 +150,9 @@ class _Api:
         return int(row) if name is None else self.searcher.row_of(name, int(row))
 
 
-def _page(request: Request, searcher: Searcher, hits: list[Hit], floor: float = -1.0) -> Response:
-    """Return a page of hits; those are weak behind which none has a cosine above the floor."""
+def _page(request: Request, searcher: Searcher, hits: list[Hit]) -> Response:
     end = _wanted(request) - 1
-    answers = max((hit.rank for hit in hits if hit.score > floor), default=0)
-    shown = [asdict(hit) | {"weak": hit.rank > answers} for hit in hits[_offset(request) : end]]
-    more = end < min(len(hits), MOST_HITS)
+    shown, more = [asdict(hit) for hit in hits[_offset(request) : end]], end < min(len(hits), MOST_HITS)
     return JSONResponse({"total": searcher.searched, "reranks": searcher.reranks, "more": more, "hits": shown})
 
 

@@ -18,7 +18,6 @@ import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from filelock import FileLock, Timeout
 from torch.nn.functional import normalize
 from tqdm.auto import tqdm
 
@@ -26,7 +25,7 @@ from mm_utils import distributed
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
-from mm_utils.files import is_about
+from mm_utils.files import folder_lock, is_about
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 from mm_utils.search.index import (
@@ -176,17 +175,11 @@ class _Plan:
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Let no other run write to the index."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--index_dir is {folder}; it cannot be made: {error.strerror}. Give another folder."
-        ) from error
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout as error:
-        raise RunError(f"--index_dir is {folder}; another run writes to it. Wait for its end, or end it.") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder_lock(folder) as is_locked:
+        if is_locked is False:
+            raise RunError(f"--index_dir is {folder}; another run writes to it. Wait for its end, or end it.")
+        yield
 
 
 @contextmanager

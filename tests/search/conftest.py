@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from accelerate import Accelerator
@@ -12,9 +14,11 @@ from PIL import Image
 from mm_utils.data.media.medium import read_by
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.search.listing import folder_listing
+from mm_utils.search.listing import Listing, folder_listing
+from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import Embedder, Outcome, update_index
 from scripts import pretrain
+from tests.search.serving import EVIL_CAPTION, EVIL_NAME, Served, served
 
 
 def write_photos(folder: Path, numbers: range, seed: int = 0) -> None:
@@ -71,3 +75,24 @@ def index(model: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("indexed") / "index"
     update(folder, model, photos)
     return folder
+
+
+@pytest.fixture(scope="session")
+def evil_searcher(reranking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Searcher:
+    """An index of 40 pictures, whose captions, and one of whose names, would run a script on a careless page."""
+    folder = tmp_path_factory.mktemp("served")
+    write_photos(folder / "photos", range(39))
+    write_photos(folder / "more", range(39, 40))
+    (folder / "more/1/039.png").rename(folder / "photos" / EVIL_NAME)
+    listing = folder_listing(str(folder / "photos"))
+    rows = {"image": listing.rows["image"][:], "captions": [[EVIL_CAPTION]] * len(listing.ids)}
+    listing = Listing(listing.ids, datasets.Dataset.from_dict(rows, listing.rows.features))
+    update_index(
+        folder / "index", str(reranking_model), listing, make_embedder(reranking_model), Accelerator(cpu=True)
+    )
+    return Searcher(folder / "index", device="cpu", rerank_top_k=8)
+
+
+@pytest.fixture(scope="session")
+def page(evil_searcher: Searcher) -> Iterator[Served]:
+    yield from served(evil_searcher)

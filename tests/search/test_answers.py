@@ -228,7 +228,6 @@ def test_a_part_is_searched_as_the_whole_is(part: Filter, fits, dated: Path, cap
     assert [hit.score for hit in hits if hit.id in every] == [every[hit.id].score for hit in hits if hit.id in every]
     assert found.search_text(QUERY, 2) == hits[:2]
     assert {hit.id for hit in found.similar(3, 30)} <= set(right)
-    assert found.floor == searcher.floor
     words = [word for name, value in vars(part).items() if value for word in (f"--{name}", value)]
     if right:
         search.main(["--index_dir", str(dated), QUERY, "--json", "--top_k", "30", *words])

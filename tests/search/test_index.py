@@ -19,11 +19,11 @@ import pyarrow as pa
 import pytest
 import torch
 from accelerate import Accelerator
-from filelock import FileLock
 from PIL import Image
 
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.distributed import RunError
+from mm_utils.files import folder_lock
 from mm_utils.search import index as index_folder
 from mm_utils.search import updating
 from mm_utils.search.index import open_index, read_parts, write_index
@@ -277,7 +277,7 @@ def test_parts_that_are_damaged_or_of_another_model_are_not_read(model: Path, tm
 
 def test_a_second_run_and_a_folder_of_something_else_are_refused(model: Path, photos: Path, tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
-    with FileLock(tmp_path / "index/.lock"), pytest.raises(RunError, match="another run writes"):
+    with folder_lock(tmp_path / "index"), pytest.raises(RunError, match="another run writes"):
         update(tmp_path / "index", model, photos)
     (tmp_path / "index/mine.txt").touch()
     with pytest.raises(ValueError, match="holds something else"):

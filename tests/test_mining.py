@@ -87,77 +87,41 @@ def test_negatives_are_those_of_plain_loops(seed: int, monkeypatch: pytest.Monke
 # -- the script ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of a few steps."""
-    folder = tmp_path_factory.mktemp("miner") / "run"
-    pretrain.main([*tiny_flags, "--output_dir", str(folder)])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirty images, of which the last two look alike, in three splits."""
-    folder, rows = tmp_path_factory.mktemp("pairs"), []
+def test_the_script_adds_a_column_that_may_be_mined_again(tiny_flags: list[str], tmp_path: Path, caplog) -> None:
+    """Thirty images, of which the last two look alike, in three splits: no negative is true, or of another split."""
+    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "run")])
+    rows = []
     for number in range(30):
-        draw(min(number, 28), (110, 90)).save(folder / f"{number}.jpg", quality=95 - 20 * (number == 29))
+        draw(min(number, 28), (110, 90)).save(tmp_path / f"{number}.jpg", quality=95 - 20 * (number == 29))
         split = "train" if number < 20 or number > 27 else "validation" if number < 24 else "test"
         captions = [f"picture {number}", f"a {split} image, number {number}", "an image"][: 2 + number % 2]
         rows.append({"image": f"{number}.jpg", "captions": captions, "split": split})
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--image_size", "32", "--num_proc", "1"]
-    prepare_data.main(["--sources", str(folder / "pairs.jsonl"), "--output_dir", str(folder / "data"), *words])
-    return folder / "data"
+    prepare_data.main(["--sources", str(tmp_path / "pairs.jsonl"), "--output_dir", str(tmp_path / "data"), *words])
 
+    def mine(data: str, output: str) -> datasets.DatasetDict:
+        names = ["--model_name_or_path", str(tmp_path / "run"), "--dataset_name", str(tmp_path / data)]
+        rest = ["--dataloader_num_workers", "0", "--relative_margin", "0", "--num_candidates", "12"]
+        mine_negatives.main([*names, "--output_dir", str(tmp_path / output), *rest])
+        return datasets.load_from_disk(str(tmp_path / output))
 
-def flags(model: Path, data: Path, output: Path) -> list[str]:
-    names = ("--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(output))
-    return [*names, "--dataloader_num_workers", "0", "--relative_margin", "0", "--num_candidates", "12"]
-
-
-@pytest.fixture(scope="module")
-def mined(model: Path, prepared: Path) -> Path:
-    folder = prepared.parent / "mined"
-    mine_negatives.main(flags(model, prepared, folder))
-    return folder
-
-
-def test_the_set_is_the_same_with_a_column_more(prepared: Path, mined: Path) -> None:
-    old, new = (datasets.load_from_disk(str(folder)) for folder in (prepared, mined))
-    assert old.keys() == new.keys() == {"train", "validation", "test"}
-    for split, rows in new.items():
-        assert rows.remove_columns("negatives").data.equals(old[split].data)
-    assert sum(map(len, new["train"]["negatives"])) > 10
-    assert not any(new["validation"]["negatives"]) and not any(new["test"]["negatives"])  # noqa: PT018
-    assert verify(str(mined)) == verify(str(prepared)) == 30
-    assert load_pairs(DataArguments(dataset_name=str(mined)))["train"].column_names[-1] == "negatives"
+    new, old = mine("data", "mined"), datasets.load_from_disk(str(tmp_path / "data"))
+    assert f"--dataset_name {tmp_path / 'mined'} --objectives contrastive:1,matching:1" in caplog.text
+    for split, kept in old.items():
+        assert new[split].remove_columns("negatives").data.equals(kept.data)
+        assert any(new[split]["negatives"]) == (split == "train")
+    assert verify(str(tmp_path / "mined")) == 30
+    assert load_pairs(DataArguments(dataset_name=str(tmp_path / "mined")))["train"].column_names[-1] == "negatives"
     assert old["train"]._fingerprint != new["train"]._fingerprint
-
-
-def test_no_negative_is_true_or_of_another_split(mined: Path) -> None:
-    train = datasets.load_from_disk(str(mined))["train"]
-    texts = {caption for captions in train["captions"] for caption in captions}
-    captions = {row["id"]: set(row["captions"]) for row in train}
-    for row in train:
+    texts = {caption for captions in new["train"]["captions"] for caption in captions}
+    alike = {"picture 28", "picture 29"}
+    for row in new["train"]:
         assert set(row["negatives"]) <= texts - set(row["captions"])
         assert len(set(row["negatives"])) == len(row["negatives"]) <= 5
-    alike = [name for name in captions if {"picture 28", "picture 29"} & captions[name]]
-    assert len(alike) == 2
-    for row in train:
-        if row["id"] in alike:
-            assert not set(row["negatives"]) & {"picture 28", "picture 29"}
-
-
-def test_the_column_may_be_mined_again(model: Path, mined: Path, tmp_path: Path, caplog) -> None:
-    mine_negatives.main(flags(model, mined, tmp_path / "again"))
-    assert f"--dataset_name {tmp_path / 'again'} --objectives contrastive:1,matching:1" in caplog.text
-    old, new = (datasets.load_from_disk(str(folder))["train"] for folder in (mined, tmp_path / "again"))
-    assert new["negatives"][:] == old["negatives"][:]
-    assert new.column_names == old.column_names
-
-
-def test_folders_that_are_refused(model: Path, prepared: Path, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="it was not prepared"):
-        mine_negatives.main(flags(model, corpus.parent, tmp_path / "new"))
+        assert not (alike & set(row["captions"]) and alike & set(row["negatives"]))
+    assert mine("mined", "again")["train"].data.equals(new["train"].data)
     with pytest.raises(ValueError, match="it exists"):
-        mine_negatives.main(flags(model, prepared, tmp_path))
+        mine("data", "again")
+    with pytest.raises(ValueError, match="it was not prepared"):
+        mine("run", "new")

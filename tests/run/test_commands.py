@@ -29,9 +29,8 @@ SHORT = ["--max_steps", "2", "--global_batch_size", "8", "--dataloader_num_worke
 
 
 class Finished(NamedTuple):
-    """A run: the arguments, the folder of the model, what it logged, and its metrics."""
+    """A run: the folder of the model, what it logged, and its metrics."""
 
-    argv: list[str]
     folder: Path
     log: str
     metrics: dict[str, float]
@@ -44,13 +43,11 @@ def write_pictures(place: Path) -> None:
     for number in range(60):
         colour, shape = list(COLOURS)[number % 4], ("circle", "square")[number // 4 % 2]
         image = draw(colour, shape)
-        spot = (noise.randrange(30), noise.randrange(30))
-        image.paste(Image.effect_noise((16, 16), noise.uniform(20, 90)).convert("RGB"), spot)
+        image.paste(Image.effect_noise((16, 16), 60).convert("RGB"), (noise.randrange(30), noise.randrange(30)))
         image.save(place / f"my photos/{number}.png")
         rows.append(f'{number}.png,"a {colour} {shape}, number {number}"')
-        questions.append(
-            json.dumps({"image": f"my photos/{number}.png", "question": "which colour?", "answer": colour})
-        )
+        row = {"image": f"my photos/{number}.png", "question": "which colour?", "answer": colour}
+        questions.append(json.dumps(row))
     (place / "odd pairs.csv").write_text("\n".join(["Bild,Text", *rows]) + "\n")
     (place / "my questions.jsonl").write_text("\n".join(questions) + "\n")
 
@@ -77,7 +74,7 @@ def run(module: object, argv: list[str], folder: str) -> Finished:
         metrics = module.main(argv)  # type: ignore[attr-defined]
     finally:
         logger.removeHandler(handler)
-    return Finished(argv, Path(folder), "\n".join(lines), metrics)
+    return Finished(Path(folder), "\n".join(lines), metrics)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluato
 from mm_utils.plots import RetrievalExample
 from mm_utils.run import finish
 from tests.kit.fault_images import save
-from tests.kit.media_files import clip, media_rows
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel
 
 draw_examples = finish.draw_examples  # a fixture leaves the drawing out
@@ -50,24 +49,6 @@ def test_examples_are_in_the_order_that_was_measured(
         assert example.scores == sorted(example.scores, reverse=True)
         assert f"right image: place {rank}" in example.note
         assert example.note.endswith(f"{int(ranks.cosine_Q[query])} of {len(images)}")
-
-
-def test_a_clip_with_a_damaged_frame_is_grey(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A tower that reads two frames of a clip has not seen it."""
-    evaluator = evaluated(0)
-    assert evaluator.split is not None
-    content = bytearray(clip(["red"] * 8))
-    second = content.index(b"\xff\xd8", content.index(b"\xff\xd8") + 2)
-    content[second + 2 : second + 200] = bytes(198)
-    captions = [["a"] * int((evaluator.split.caption_key_T == key).sum()) for key in evaluator.split.image_key_M]
-    rows = media_rows("clip", [bytes(content)] * len(captions), captions=captions)
-    drawn: list[RetrievalExample] = []
-    monkeypatch.setattr(finish, "draw_retrieval", lambda examples, path: drawn.extend(examples))
-    draw_examples(rows, evaluator, tmp_path / "retrieval.png")
-    assert {image.getpixel((0, 0)) for example in drawn for image in example.images} == {(211, 211, 211)}
-    assert "shows it grey" in caplog.text
 
 
 @pytest.mark.parametrize(

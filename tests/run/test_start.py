@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from mm_utils.run import checks, output_folder, restarts
 from mm_utils.run.flags import PRETRAINING
 from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
-from tests.kit.processes import PATIENCE, begin_training, launched
+from tests.kit.processes import begin_training, launched
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -252,66 +251,3 @@ def test_the_checkpoint_that_a_restart_resumes(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "checkpoint-9").rmdir()
     assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "there/checkpoint-4"
     assert restarts.resume_name(None, tmp_path, launched(monkeypatch, "b")) is None
-
-
-@pytest.mark.slow
-def test_a_launcher_that_restarts_finds_the_folder(tmp_path: Path, children: list[int]) -> None:
-    """The first attempt saves at step 2 and dies, as do all that follow."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import json, os\n"
-        "from pathlib import Path\n"
-        "from tests.run.test_start import begin_training, start\n"
-        "args = start(None)\n"
-        "folder = Path(args.output_dir)\n"
-        "found = [path.name for path in folder.glob('checkpoint-*')]\n"
-        "with open('attempts.jsonl', 'a') as file:\n"
-        "    file.write(json.dumps([str(folder), args.resume_from_checkpoint, found]) + '\\n')\n"
-        "begin_training(folder, 2)\n"
-        "(folder / 'checkpoint-2').mkdir(exist_ok=True)\n"
-        "os._exit(9)\n"
-    )
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-    (tmp_path / "outputs" / "pretrain-1").mkdir(parents=True)  # another run's
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",
-         "--max_restarts", "2", str(script)], cwd=tmp_path, env=variables,
-    )  # fmt: skip
-    children.append(launcher.pid)
-    assert launcher.wait(10 * PATIENCE) != 0
-    attempts = [json.loads(line) for line in (tmp_path / "attempts.jsonl").read_text().splitlines()]
-    assert attempts[0] == ["outputs/pretrain-2", None, []]
-    assert attempts[1:] == [["outputs/pretrain-2", "latest", ["checkpoint-2"]]] * 2
-    assert [each["restarts"] for each in starts(tmp_path / "outputs/pretrain-2")] == [0, 1, 2]
-
-
-# -- a machine with a GPU, and a run on its CPUs -------------------------------------------------------------------------
-PRETENDED_GPU = """
-import runpy, sys, torch
-
-def refuse(*_, **__):
-    raise AssertionError("a run on CPUs has used the GPU")
-
-torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
-torch.cuda._lazy_init = torch.cuda.mem_get_info = torch.cuda.get_device_properties = torch.Tensor.cuda = refuse
-torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None  # torch itself asks in each step
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_a_run_on_cpus_leaves_the_gpu_alone(tiny_flags: list[str], tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        "-c",
-        PRETENDED_GPU,
-        "scripts/pretrain.py",
-        *tiny_flags,
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "1 x cpu" in done.stdout + done.stderr

@@ -110,8 +110,8 @@ def test_towers_are_trained_first_and_then_the_head(tiny_flags, tmp_path, monkey
     assert not torch.equal(by_step[2]["token_head.bias"], by_step[3]["token_head.bias"])
 
 
-def test_regions_are_trained_measured_and_cut(tiny_flags, tmp_path):
-    """Also in parts of the batch, from which nothing else is learnt; and a later run goes on with the head."""
+def test_regions_are_trained_and_measured(tiny_flags, tmp_path):
+    """Also in parts of the batch, from which nothing else is learnt."""
     pairs, folder = write_corpus(tmp_path), tmp_path / "out"
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     for row in rows:
@@ -122,13 +122,8 @@ def test_regions_are_trained_measured_and_cut(tiny_flags, tmp_path):
     metrics = pretrain.main([*flags, "--output_dir", str(folder)])
     assert 0 <= metrics["eval_pointing_accuracy_low"] <= metrics["eval_pointing_accuracy"] <= 1
     assert 0.1 < metrics["eval_pointing_chance"] < 0.3
-    assert 0 <= rows_of(folder)[0]["regions_accuracy"] <= 1
     pretrain.main([*flags, "--micro_batch_size", "3", "--output_dir", str(tmp_path / "parts")])
     assert losses(tmp_path / "parts") == pytest.approx(losses(folder), rel=1e-4)
-    whole = [*flags[:2], *flags[4:], "--model_name_or_path", str(folder)]  # a size of images is that of its own
-    pretrain.main([*whole, "--output_dir", str(tmp_path / "later")])
-    head = "region_head.projection.weight"
-    assert not torch.equal(weights(folder)[head], weights(tmp_path / "later")[head])
 
 
 def test_a_real_run_starts_where_a_dry_run_was_and_learns_the_same(scratch_run, tiny_flags, tmp_path):

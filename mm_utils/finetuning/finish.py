@@ -12,7 +12,7 @@ from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.rows.source import EvaluatedDataArguments
-from mm_utils.evaluation.gained import Evaluations, read_evaluations
+from mm_utils.evaluation.gained import read_start
 from mm_utils.finetuning.confusion import report_classes
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.labels import LabelArguments, LabelledTask
@@ -142,7 +142,7 @@ def classifier_input(model: FusionDualEncoderForClassification) -> str:
     return _INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
 
 
-def _gained(metrics: Mapping[str, float], evaluations: Evaluations, rows: int) -> str:
+def _gained(metrics: Mapping[str, float], log: Path, rows: int) -> str:
     """Return a sentence on whether training gained accuracy beyond its interval."""
     accuracy, low, majority = (metrics[f"eval_{name}"] for name in ("accuracy", "accuracy_low", "majority"))
     if few := too_few(rows, "row", figure="accuracy"):
@@ -150,10 +150,10 @@ def _gained(metrics: Mapping[str, float], evaluations: Evaluations, rows: int) -
     if low <= majority:
         always = f"that of always the most frequent class, {majority:.3f}"
         return f"Accuracy {accuracy:.3f} is not above {always}: by this figure, nothing was learnt."
-    if not evaluations.starts:
+    before, keeps_start = read_start(log, "eval_accuracy")
+    if before is None:
         return f"Accuracy {accuracy:.3f} is above that of always the most frequent class, {majority:.3f}."
-    before = evaluations.first["eval_accuracy"]
-    if evaluations.saved_step == 0:
+    if keeps_start:
         return f"Accuracy {before:.3f} before training, and no later step was better: training gained nothing."
     noise = "" if low > before else ", within noise"
     return f"Accuracy {before:.3f} before training, {accuracy:.3f} after: {accuracy - before:+.3f}{noise}."
@@ -170,8 +170,8 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
             lines.append(f"  {split:<12}accuracy {accuracy}   {others}")
     commands = []
     if "eval_accuracy" in metrics:
-        evaluations = read_evaluations(run.output_dir / "metrics.jsonl", ("eval_accuracy",))
-        lines.append(f"  {_gained(metrics, evaluations, len(task.splits['validation']))}")
+        log = run.output_dir / "metrics.jsonl"
+        lines.append(f"  {_gained(metrics, log, len(task.splits['validation']))}")
     if model.config.classifier_inputs == "image" and any(run.settings[name] for name in SOURCES):
         # What the start does without training.
         words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]

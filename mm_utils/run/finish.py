@@ -18,7 +18,7 @@ from mm_utils.data.media import kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
 from mm_utils.evaluation.embeddings import Embeddings, right_items
-from mm_utils.evaluation.gained import chance, read_evaluations, recall_gained
+from mm_utils.evaluation.gained import chance, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
@@ -288,13 +288,13 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     whole, *starts = (run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
     gain = recall_gained(
         evaluator,
-        read_evaluations(folder / "metrics.jsonl", ("eval_head_mean_recall", "eval_mean_recall")),
+        folder / "metrics.jsonl",
         medium,
         is_paired=context.evaluates_start and context.resume_from is None,
         from_scratch=not (whole or all(starts)),
     )
     if gain is not None:
-        lines.append(f"  {gain.sentence[0].upper()}{gain.sentence[1:]}")
+        lines.append(f"  {gain[0].upper()}{gain[1:]}")
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
     if "eval_moment_iou0.5" in metrics:
         found, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]

@@ -9,12 +9,10 @@ import torch
 from torch.nn.functional import normalize
 
 from mm_utils.evaluation.embeddings import Embeddings
-from mm_utils.evaluation.gained import read_evaluations, recall_gained
+from mm_utils.evaluation.gained import recall_gained
 from mm_utils.evaluation.reranking import rank_directions
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from tests.kit.truthful_model import split_of
-
-NAMES = ("eval_head_mean_recall", "eval_mean_recall")
 
 
 def noisy(images: int, noise: float, seed: int = 0) -> Embeddings:
@@ -29,18 +27,18 @@ def mean_recall(split: Embeddings) -> float:
 
 
 CASES = [
-    # images, noise before (None: from scratch), noise after, saved step, what is said, gained, at chance
-    (200, None, 0.8, None, r"^mean recall 0\.\d{3} ± 0\.\d{3}, by chance 0\.027\.$", True, False),
-    (200, None, 1e6, None, r"by chance 0\.027: at chance, nothing was learnt\. Encoders from scratch", False, True),
-    (200, 1.6, 0.8, 9, r"before training, 0\.\d{3} after: \+0\.\d{3} ± 0\.\d{3}\.$", True, False),
-    (200, 0.8, 0.8, 9, r"after: [+-]0\.\d{3} ± 0\.\d{3}, within noise\. More pairs", False, False),
-    (200, 0.8, 0.8, 0, r"before training, and no later step was better: training gained nothing", False, False),
-    (200, 0.8, 1.6, 9, r"after: -0\.\d{3} ± 0\.\d{3}: training lost recall\. Lower", False, False),
-    (29, 1.6, 0.8, 9, r"^mean recall 0\.\d{3} ± 0\.\d{3}, by chance 0\.\d{3}\.$", False, False),
+    # images, noise before (None: from scratch), noise after, saved step, what is said
+    (200, None, 0.8, None, r"^mean recall 0\.\d{3} ± 0\.\d{3}, by chance 0\.027\.$"),
+    (200, None, 1e6, None, r"by chance 0\.027: at chance, nothing was learnt\. Encoders from scratch"),
+    (200, 1.6, 0.8, 9, r"before training, 0\.\d{3} after: \+0\.\d{3} ± 0\.\d{3}\.$"),
+    (200, 0.8, 0.8, 9, r"after: [+-]0\.\d{3} ± 0\.\d{3}, within noise\. More pairs"),
+    (200, 0.8, 0.8, 0, r"before training, and no later step was better: training gained nothing"),
+    (200, 0.8, 1.6, 9, r"after: -0\.\d{3} ± 0\.\d{3}: training lost recall\. Lower"),
+    (29, 1.6, 0.8, 9, r"^mean recall 0\.\d{3} ± 0\.\d{3}, by chance 0\.\d{3}\.$"),
 ]
 
 
-@pytest.mark.parametrize(("images", "before", "after", "saved", "said", "gained", "at_chance"), CASES)
+@pytest.mark.parametrize(("images", "before", "after", "saved", "said"), CASES)
 @pytest.mark.parametrize("is_paired", [True, False])
 def test_a_gain_is_stated_beside_its_noise(
     images: int,
@@ -48,8 +46,6 @@ def test_a_gain_is_stated_beside_its_noise(
     after: float,
     saved: int | None,
     said: str,
-    gained: bool,
-    at_chance: bool,
     is_paired: bool,
     tmp_path: Path,
 ) -> None:
@@ -65,13 +61,12 @@ def test_a_gain_is_stated_beside_its_noise(
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = recall_gained(
         evaluator,
-        read_evaluations(tmp_path / "metrics.jsonl", NAMES),
+        tmp_path / "metrics.jsonl",
         "image",
         is_paired=is_paired,
         from_scratch=before is None,
     )
     assert found is not None
-    assert (found.gained, found.at_chance) == (gained, at_chance)
     if not is_paired:  # a resumed run has no ranks of the start: the interval is that of the recall
         said = re.sub(r"after: .*? ± 0", "after ± 0", said)
-    assert re.search(said, found.sentence), found.sentence
+    assert re.search(said, found), found

@@ -37,8 +37,8 @@ class Captioning(RowTerm):
     is left out. All captions of an image are targets (up to `mm_utils.data.batches.dataset.MOST_CAPTIONS`), each of which costs
     one pair of the fusion head. `FusionDualEncoderModel.caption` then writes captions.
 
-    Of a large vocabulary of which the training captions have at most half, as that of a pretrained tower, these words alone are
-    predicted: of 30,522 words, 6,642 in the captions of 6,000 photographs, whose logits are four times as fast.
+    Of a large vocabulary, as that of a pretrained tower, only words that occur in the training captions are predicted, if these are
+    at most half: 6,642 words in captions of 6,000 photographs have logits that are four times as fast as those of 30,522.
 
     Captions of one image share its keys and values. Where copies of these would be large, about as many captions as there are
     images are read at a time, by length, which also pads less.

@@ -133,9 +133,9 @@ class Matching(RowTerm):
 
 
 def _one_below_the_other(*texts: Tensor) -> Tensor:
-    """Return texts, `[t, L]` each, padded to the longest."""
+    """Return texts, `[t, L]` or `[t, L, C]` each, padded to the longest."""
     width = max(part.shape[1] for part in texts)
-    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in texts])
+    return torch.cat([F.pad(part, (*(0, 0) * (part.dim() - 2), 0, width - part.shape[1])) for part in texts])
 
 
 def _texts(
@@ -163,10 +163,7 @@ def _texts(
         foreign_states = foreign_states.to(batch["text_states"].dtype).to(pooled)
     head: Any = model.fusion
     foreign_states = head.encode_text(foreign_states)
-    width = max(longest, encoded.text_states.shape[1])
-    states = torch.cat(
-        [F.pad(each, (0, 0, 0, width - each.shape[1])) for each in (encoded.text_states[:own], foreign_states)]
-    )
+    states = _one_below_the_other(encoded.text_states[:own], foreign_states)
     return states, _one_below_the_other(batch["attention_mask"], wanted_mask), place_P
 
 

@@ -14,12 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint_of
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.order import choose_captions
-from mm_utils.data.batches.tokens import (
-    caption_key,
-    encode_captions,
-    pad_captions,
-    tokenizer_content,
-)
+from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_captions, tokenizer_content
 from mm_utils.data.rows.columns import NEGATIVES
 
 NEGATIVE_IDS = "negative_input_ids"  # a column, and with `negative_attention_mask` a tensor of a batch, `[b, L]`
@@ -56,12 +51,11 @@ class Negatives(ColumnReader):
                 f"the column {NEGATIVES} holds {rows.features[NEGATIVES]}; it should have, for each image, a list of captions "
                 "that are wrong for it. Write it anew."
             )
-        content = NEGATIVES, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length
+        key = Hasher.hash((NEGATIVES, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
         compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
-        options: dict[str, Any] = {"title": "Tokenising negatives", "num_proc": num_proc}
-        features = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]})
+        features, read = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]}), [NEGATIVES, "caption_keys"]
         return add_columns(
-            rows, [NEGATIVES, "caption_keys"], compute, Hasher.hash(content), **options, features=features
+            rows, read, compute, key, title="Tokenising negatives", num_proc=num_proc, features=features
         )
 
     def example(self, row: dict[str, Any], shown: Shown | None, seed: int | None) -> dict[str, Any]:
@@ -80,10 +74,7 @@ class Negatives(ColumnReader):
 
 
 def _tokenize(
-    rows: Columns,
-    wanted: np.ndarray | None,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
+    rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> Columns:
     listed = [
         [text for text in given or () if own and caption_key(text) not in own]

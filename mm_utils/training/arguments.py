@@ -146,10 +146,7 @@ class TrainingArguments:
     def settled(self, sizes: BatchSizes, num_rows: int, has_baseline: bool) -> "TrainingArguments":
         """Return these arguments with what depends on the data: batches of `sizes`, and how often a run is evaluated.
 
-        Args:
-            sizes: of the batches.
-            num_rows: the training rows.
-            has_baseline: whether the weights before the first step are a model.
+        `has_baseline`: the weights before the first step are a model.
         """
         args = replace(self, global_batch_size=sizes.sizes[0]) if self.batch_size_schedule is None else self
         if args.eval_steps >= 0:
@@ -161,9 +158,7 @@ class TrainingArguments:
         if self.max_steps > 0:
             return self.max_steps
         pairs = round(self.num_train_epochs * num_rows)
-        step = self.batch_sizes.step_of(
-            pairs
-        )  # the step with the first pair too many; it is taken if half of its batch is wanted
+        step = self.batch_sizes.step_of(pairs)  # with the first pair too many: taken if half of its batch is wanted
         return max(1, step + (2 * (pairs - self.batch_sizes.before(step)) > self.batch_sizes.at(step)))
 
 

@@ -49,7 +49,6 @@ Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
 DTYPES = (torch.float16, torch.float32)
 ROUNDING = 1e-3  # largest error of a stored value, as a share of its row's largest; float16's own is 5e-4
 
-
 _AUGMENTS = "min_crop_area horizontal_flip"
 _OF_HEAD = "head_share rerank_top_k"
 _OTHERS = "streaming batch_size_schedule lora_rank teacher_name_or_path"

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -39,8 +38,7 @@ def prepare(
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     place_encoders(args, accelerator, objective)
     if isinstance(wrapped, FSDPModule):
-        root: Any = wrapped
-        initialise_fsdp_root(root)
+        initialise_fsdp_root(wrapped)
     return wrapped, optimizer
 
 

@@ -56,15 +56,10 @@ def configure_deepspeed(accelerator: Accelerator, objective: Objective, global_b
 
 def blocks(objective: nn.Module) -> list[str]:
     """Return the class names of large modules that are stacked in lists."""
-    rows = [module for module in objective.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    large = {
-        type(block).__name__
-        for row in rows
-        for block in row
-        if not type(block).__module__.startswith("torch.")
-        and sum(parameter.numel() for parameter in block.parameters()) >= MIN_BLOCK_PARAMETERS
-    }
-    return sorted(large)
+    lists = [module for module in objective.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    own = [block for each in lists for block in each if not type(block).__module__.startswith("torch.")]
+    sizes = {block: sum(parameter.numel() for parameter in block.parameters()) for block in own}
+    return sorted({type(block).__name__ for block, size in sizes.items() if size >= MIN_BLOCK_PARAMETERS})
 
 
 def make_shardable(objective: nn.Module) -> None:
@@ -85,11 +80,10 @@ def initialise_fsdp_root(objective: nn.Module) -> None:
             if isinstance(module, FSDPModule) and isinstance(module, kind):
                 for name in names:
                     register_fsdp_forward_method(module, name)
-    if isinstance(objective, FSDPModule):
-        # The warning is about writing into the view, which never happens here.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        root: Any = objective
-        root.do_nothing = lambda: None
-        register_fsdp_forward_method(root, "do_nothing")
-        root.do_nothing()
-        root.reshard()
+    # The warning is about writing into the view, which never happens here.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    root: Any = objective
+    root.do_nothing = lambda: None
+    register_fsdp_forward_method(root, "do_nothing")
+    root.do_nothing()
+    root.reshard()

@@ -30,30 +30,20 @@ _OF_ENCODERS = ("text_to_image_", "image_to_text_")  # how their figures begin; 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a `Trainer` trains, in which steps of the run, and what judges it.
+    """What a `Trainer` trains, in which steps of the run, and what judges it."""
 
-    Attributes:
-        name: "encoders", or "head" if the head is trained.
-        begin, end: the steps, counted over the whole run; checkpoints are named by them.
-        is_last: whether the run ends with this stage.
-        trains: the names of the objective's parameters that learn.
-        metric: the figure that chooses the best evaluation. Encoders are judged by their own, heads by what they add to it.
-        asked: `--metric_for_best_model`, if `metric` stands in for that; where it is not measured, the last head is the best.
-        judges_start: whether the weights at `begin` may be the best.
-        awaits_new_head: whether a later stage trains a head that was not trained before.
-        rate: a factor of the peak rates.
-    """
-
-    name: str
-    begin: int
+    name: str  # "encoders", or "head" if the head is trained
+    begin: int  # steps are counted over the whole run; checkpoints are named by them
     end: int
-    trains: frozenset[str]
-    metric: str
+    trains: frozenset[str]  # the names of the objective's parameters that learn
+    metric: str  # chooses the best evaluation: encoders are judged by their own figure, heads by what they add to it
     is_last: bool = True
-    asked: str | None = None
-    judges_start: bool = True
-    awaits_new_head: bool = False
-    rate: float = 1.0
+    asked: str | None = (
+        None  # `--metric_for_best_model`, if `metric` stands in for it; unmeasured, the last head is the best
+    )
+    judges_start: bool = True  # the weights at `begin` may be the best
+    awaits_new_head: bool = False  # a later stage trains a head that was not trained before
+    rate: float = 1.0  # a factor of the peak rates
 
     def freeze_others(self, objective: nn.Module) -> None:
         """Let the stage's parameters alone get gradients; called before the optimizer is built."""

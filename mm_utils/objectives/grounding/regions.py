@@ -78,12 +78,7 @@ class RegionReader(ColumnReader):
         max_seq_length: int,
         num_proc: int | None = None,
     ) -> datasets.Dataset:
-        """Add the columns above, computed once in the datasets cache.
-
-        Raises:
-            ValueError: if the split has no such column, if the training split has no region, or if one is not a box, or a
-                span, and a phrase.
-        """
+        """Add the columns above, once, in the datasets cache; raise ValueError without regions, or if one is none."""
         column = self.source(rows)
         if column not in rows.column_names:
             raise ValueError(
@@ -177,13 +172,9 @@ def _checked(row_id: str, value: Any, seconds: float | None) -> tuple[list[float
 def visible_regions(
     row: dict[str, Any], size: tuple[float, float], window: Window, rng: random.Random | None = None
 ) -> dict[str, Any]:
-    """Return the regions that a row's square or window shows, as fields of an example.
+    """Return the regions that a row's square or window shows, as fields of an example; of `Shown` are `size` and `window`.
 
-    Args:
-        row: the row's columns of `RegionReader`.
-        size: width and height of the stored image, in whose pixels the boxes are; (seconds, 1) of a clip or a sound.
-        window: the part of the image that the square shows; one of time may go on after the medium's end.
-        rng: draws `MAX_REGIONS` if there are more; None keeps all.
+    `rng` draws `MAX_REGIONS` if there are more; None keeps all.
     """
     boxes = np.asarray(row["region_boxes"], np.float64).reshape(-1, 4)
     boxes, is_visible = boxes_in(window, boxes / (size * 2))
@@ -198,15 +189,10 @@ def visible_regions(
 
 
 def boxes_in(window: Window, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Move boxes of an image into the square that shows `window`.
+    """Move boxes of an image, x, y, width, height in its shares `[r, 4]`, into the square that shows `window`.
 
-    Args:
-        window: the part of the image that the square shows.
-        boxes: x, y, width, height in shares of the image, `[r, 4]`.
-
-    Returns:
-        left, top, right, bottom of each box in shares of the square, clipped to it, float32 `[r, 4]`; and whether at least
-        half of the box's area is in the square, bool `[r]`.
+    Returns left, top, right, bottom of each box in shares of the square, clipped to it, float32 `[r, 4]`; and whether at least
+    half of the box's area is in the square, bool `[r]`.
     """
     corner, far = np.array(window[:2]), np.array(window[2:])
     edges = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
@@ -217,20 +203,13 @@ def boxes_in(window: Window, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 class Regions(NamedTuple):
-    """The R regions of a batch, one after the other.
+    """The R regions of a batch, one after the other."""
 
-    Attributes:
-        image: `[R]`, index of the region's image in the batch.
-        boxes: `[R, 4]`, left, top, right, bottom in shares of the square.
-        input_ids, attention_mask: `[R, L]`, the phrases.
-        keys: `[R]`, the same for equal phrases.
-    """
-
-    image: Tensor
-    boxes: Tensor
-    input_ids: Tensor
+    image: Tensor  # `[R]`, index of the region's image in the batch
+    boxes: Tensor  # `[R, 4]`, left, top, right, bottom in shares of the square
+    input_ids: Tensor  # `[R, L]`, the phrases
     attention_mask: Tensor
-    keys: Tensor
+    keys: Tensor  # `[R]`, the same for equal phrases
 
 
 def regions_of(batch: dict[str, Any]) -> tuple[Regions, int]:

@@ -87,28 +87,6 @@ def test_pointing_equals_a_loop() -> None:
     assert 0 <= metrics["pointing_accuracy_low"] < accuracy < metrics["pointing_accuracy_high"] <= 1
 
 
-def test_the_loss_is_the_probability_of_pointing_outside() -> None:
-    """Against a loop over the cells: of each, which share of its points lies in the box, and how likely it is."""
-    batch, model, scale = whole_batch(), GridModel(), torch.tensor(3.0)
-    taps = (batch["pixel_values"],)
-    encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), taps)
-    nothing: Any = None
-    loss, right = RegionPointing().part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
-    expected, told = 0.0, 0
-    for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
-        left, top, end, bottom = (CELLS * batch["region_boxes"][place, slot]).tolist()
-        chance = (scale * model.cell_embeds(taps)[place] @ batch["region_input_ids"][place, slot].float()).flatten()
-        chance = chance.double().softmax(0).view(CELLS, CELLS)
-        inside = torch.zeros(CELLS, CELLS)
-        for y in range(CELLS):
-            for x in range(CELLS):
-                width, height = min(end, x + 1) - max(left, x), min(bottom, y + 1) - max(top, y)
-                inside[y, x] = max(0, width) * max(0, height)
-        expected -= (chance * inside).sum().log().item()
-        told += int(inside.flatten()[chance.argmax()] > 0.5)
-    assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
-
-
 def test_ties_and_nan_count_against_the_model() -> None:
     heat, box = torch.zeros(4, 2, 2), torch.tensor([[0.0, 0.0, 0.4, 0.4]]).expand(4, -1)
     heat[1, 0, 0] = 1.0
@@ -224,22 +202,28 @@ def test_without_phrases_there_are_no_metrics() -> None:
     assert PointingEvaluator()(GridModel(), blank, ACCELERATOR) == {}  # type: ignore[arg-type]
 
 
-def test_the_loss_is_half_pointing_and_half_covering() -> None:
-    """Against a loop over the cells: how much of each lies in the span, and how likely it is."""
-    batch, model, scale = in_time(whole_batch()), TimeModel(), torch.tensor(3.0)
-    encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, scale, None, torch.zeros(0), (), (batch["pixel_values"],))
-    nothing: Any = None
-    loss, right = MomentCovering().part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
-    expected, told = 0.0, 0
+@pytest.mark.parametrize("term", [RegionPointing(), MomentCovering()])
+def test_the_loss_is_that_of_a_loop_over_the_cells(term: RegionPointing) -> None:
+    """Of each cell, which share of its points lies in the box, and how likely it is; of moments, half is covering."""
+    is_moment = isinstance(term, MomentCovering)
+    batch, model = (in_time(whole_batch()), TimeModel()) if is_moment else (whole_batch(), GridModel())
+    taps, nothing, expected, told = (batch["pixel_values"],), None, 0.0, 0
+    encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, torch.tensor(3.0), None, torch.zeros(0), (), taps)
+    loss, right = term.part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
+    cells_bhwE = model.cell_embeds(taps).double()
+    rows = cells_bhwE.shape[1]
     for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
-        start, end = (CELLS * batch["region_boxes"][place, slot, ::2].double()).tolist()
-        phrase = batch["region_input_ids"][place, slot].double()
-        chance = (3 * phrase @ batch["pixel_values"][place, :, 0].double()).softmax(0).tolist()
-        inside = [max(0.0, min(end, cell + 1) - max(start, cell)) for cell in range(CELLS)]
-        pointing = -math.log(sum(part * of for part, of in zip(inside, chance, strict=True)))
-        covering = -sum(part * math.log(of) for part, of in zip(inside, chance, strict=True)) / sum(inside)
-        expected += (pointing + covering) / 2
-        told += inside[chance.index(max(chance))] > 0.5
+        left, top, end, bottom = batch["region_boxes"][place, slot].double().tolist()
+        phrase, inside = batch["region_input_ids"][place, slot].double(), torch.zeros(rows, CELLS, dtype=torch.double)
+        chance = (3 * cells_bhwE[place] @ phrase).flatten().softmax(0)
+        for y in range(rows):
+            for x in range(CELLS):
+                width = min(CELLS * end, x + 1) - max(CELLS * left, x)
+                height = min(rows * bottom, y + 1) - max(rows * top, y)
+                inside[y, x] = max(0.0, width) * max(0.0, height)
+        share = inside.flatten()
+        pointing = -(chance * share).sum().log().item()
+        covering = -(share * chance.log()).sum().item() / share.sum().item()
+        expected += (pointing + covering) / 2 if is_moment else pointing
+        told += int(share[chance.argmax()] > 0.5)
     assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
-    alone, _ = RegionPointing().part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
-    assert alone < loss

@@ -1,8 +1,6 @@
 """The exact losses against ten lines of dense fp64, alone and between processes."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -132,30 +130,19 @@ def test_pairs_that_share_an_image_or_a_caption_are_no_negatives(column: int) ->
     assert tiled_info_nce(image, text, scale, apart) > before
 
 
-@pytest.mark.parametrize("tile", [None, Tile(1, 1), Tile(3, 2)])
-def test_no_negatives_at_all(tile: Tile | None) -> None:
-    for count, ids in ((1, torch.zeros(1, 2)), (5, torch.zeros(5, 2))):
-        image, text, _ = make_batch(count, 4)
-        scale = torch.tensor(7.0, dtype=torch.double)
-        for value in with_gradients(tiled_info_nce, image, text, scale, ids.long(), tile=tile):
-            assert torch.equal(value, torch.zeros_like(value))
-
-
 def test_fp16_under_a_loss_scaler() -> None:
     """Gradients of 1e-6 do not exist in fp16; multiplied by the scaler's 65536 in fp32 first, they are."""
     image, text, ids = make_batch(256, 8)
     image, text = image.half(), text.half()
     scaled = with_gradients(lambda *values: 65536 * tiled_info_nce(*values), image, text, torch.tensor(0.05), ids)
-    right = with_gradients(
-        lambda *values: 65536 * dense_info_nce(*values),
-        *(image.double(), text.double(), torch.tensor(0.05, dtype=torch.double), ids),
-    )
+    double = image.double(), text.double(), torch.tensor(0.05, dtype=torch.double), ids
+    right = with_gradients(lambda *values: 65536 * dense_info_nce(*values), *double)
     for value, expected in zip(scaled, right, strict=True):
         assert value.isfinite().all()
         assert relative_error(value, expected) < 1e-3
 
 
-class _Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """Remembers the largest tensor that any operation returned."""
 
     elements = 0
@@ -168,19 +155,13 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def largest_tensor() -> Iterator[_Largest]:
-    with _Largest() as largest:
-        yield largest
-
-
 def test_no_quadratic_tensor() -> None:
     count, width, tile = 128, 4, Tile(8, 16)
     image, text, ids = make_batch(count, width)
     scale = torch.tensor(10.0, dtype=torch.double)
-    with largest_tensor() as dense:
+    with Largest() as dense:
         with_gradients(dense_info_nce, image, text, scale, ids)
-    with largest_tensor() as tiled:
+    with Largest() as tiled:
         with_gradients(tiled_info_nce, image, text, scale, ids, tile=tile)
         hard_negatives(image, text, scale, gather_batch(image, text, ids), key=0, tile=tile)
         with_gradients(tiled_sigmoid, image, text, scale, -scale, ids, tile=tile)
@@ -232,19 +213,6 @@ def test_distribution_is_softmax() -> None:
     single = torch.bincount(draws.flatten(), minlength=count) / draws.numel()
     error = (single - probability.mean(0)).abs() / (probability.mean(0) / draws.numel()).sqrt()
     assert error.max() < 4.5  # standard deviations, of 256
-
-
-def test_no_underflow() -> None:
-    """At a scale of 1e4 only the nearest negative has a probability above 0 in fp32; it must be the one drawn."""
-    image, text, ids = make_batch(32, 8)
-    batch = gather_batch(image, text, ids)
-    hardest = (image @ text.T).fill_diagonal_(-torch.inf)
-    for scale in (1e4, 1e6):
-        drawn = hard_negatives(image, text, torch.tensor(scale), batch, key=3)
-        gap = hardest.amax(1) - hardest[torch.arange(32), drawn]
-        assert (gap * scale < 30).all()
-    repelled = hard_negatives(image, -text * 1e4, torch.tensor(1e4), batch, key=3)
-    assert (repelled >= 0).all()
 
 
 def test_draws_do_not_depend_on_the_order() -> None:

@@ -39,11 +39,6 @@ def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokeniz
     assert list(none[NEGATIVE_IDS]) == [[]] * 4
 
 
-def test_negatives_that_are_no_lists_are_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"the column negatives holds Value\('string'\); it should have.*a list"):
-        with_negatives(tokenizer, rows_of(2), ["a", "b"], Value("string"))
-
-
 def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedTokenizerFast) -> None:
     negatives = [[f"picture {WORDS[other]}" for other in range(index % 5)] for index in range(6)]
     plain = tokenize_captions(rows_of(6, broken=[5]), tokenizer, 16)

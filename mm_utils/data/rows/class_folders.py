@@ -41,7 +41,7 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
             continue
         if not parts or parts == ["."]:
             detail = f"{len(images):,} {builder.medium}s lie in no class's folder, such as {images[0]}"
-            yield builder.bad(f"folder {place}", Fault("unmatched_image", detail))
+            yield builder.bad(f"folder {place}", Fault("bad_label" if source.labelled else "unmatched_image", detail))
             continue
         label = parts[0] if source.labelled else _class_name(parts[0], names, source)
         if not label:

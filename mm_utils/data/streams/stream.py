@@ -129,7 +129,9 @@ def _find_urls(data: DataArguments) -> tuple[str, dict[str, list[str]]]:
     for split, part in named.items():  # train and restval are one split, and so are val and dev
         urls.setdefault(SPLIT_NAMES.get(split.lower(), split), []).extend(part)
     if not urls.get("train"):
-        raise ValueError(f"{title}; there are no such training shards. Check the path.")
+        raise ValueError(
+            f"{title}; it has no training shards ({', '.join(SHARDS)}). Check the path, or drop --streaming."
+        )
     for split in urls.keys() - {*SPLITS}:
         logger.warning("%s; its split %s is none of %s, and is not read", title, split, ", ".join(SPLITS))
     if other := next((url for url in (*urls["train"], *urls.get("validation", ())) if shard_kind(url) is None), None):

@@ -87,7 +87,7 @@ def test_a_set_is_streamed_from_a_store(store: Store, tmp_path: Path) -> None:
 
     words = ["--image_size", "16", "--max_bad_fraction", "0.5", "--num_proc", "1", "--validation_fraction", "0.3"]
     prepare_data.main(["--sources", str(tmp_path / "shards/*.tar"), "--output_dir", str(tmp_path / "local"), *words])
-    with pytest.raises(ValueError, match="s3://bucket/set; there are no such training shards"):
+    with pytest.raises(ValueError, match="s3://bucket/set; it has no training shards"):
         streamed("s3://bucket/set")
     files = fsspec.filesystem("s3")
     files.put(str(tmp_path / "local"), "bucket/set", recursive=True)

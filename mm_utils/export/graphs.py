@@ -36,12 +36,7 @@ IMAGES, TEXTS, LENGTH = 3, 2, 7
 def head_weights(model: FusionDualEncoderModel, wanted: str = "auto") -> dict[str, float]:
     """Return what each score of the head is multiplied by in its graph; empty for no graph.
 
-    Args:
-        model: the model.
-        wanted: `auto`: weights that training fitted and that are not 0; `yes`: these, or 1 if there are none; `no`.
-
-    Raises:
-        ValueError: if the head is wanted, and there is none or it has learnt nothing.
+    `auto` wants weights that training fitted and that are not 0; `yes` these, or 1 if there are none: ValueError if there is no head.
     """
     fitted = {name: weight for name, weight in (model.config.rerank_weights or {}).items() if weight}
     if wanted == "no" or (wanted == "auto" and not (fitted and model.fusion is not None)):
@@ -52,18 +47,11 @@ def head_weights(model: FusionDualEncoderModel, wanted: str = "auto") -> dict[st
 
 
 class Graph(NamedTuple):
-    """A part of a model and how it is traced.
-
-    Attributes:
-        module: the part, a function of tensors.
-        inputs: tensors by name, or a list of tensors for the last one.
-        axes: the axes of each input that may vary, as `torch.export` wants them.
-        outputs: names.
-    """
+    """A part of a model and how it is traced."""
 
     module: nn.Module
-    inputs: dict[str, Any]
-    axes: tuple[Any, ...]
+    inputs: dict[str, Any]  # tensors by name, or a list of tensors for the last one
+    axes: tuple[Any, ...]  # of each input that may vary, as `torch.export` wants them
     outputs: list[str]
 
 

@@ -75,14 +75,9 @@ def best(rows: np.ndarray, score_n: Tensor, count: int) -> Hits:
 
 
 def open_faiss(text: str, folder: Path, name: str, vectors: StoredVectors) -> Callable[[Tensor, int], Hits]:
-    """Return a search by a FAISS index, made and saved if these rows have none: a unit query `[E]` and a number to hits.
+    """Return a search by a FAISS index, made and saved if the rows of that name have none: a unit query `[E]` and a number to hits.
 
-    Args:
-        text: a string of FAISS's index factory; after a semicolon, settings of its `ParameterSpace`, such as
-            `IVF1024,PQ32;nprobe=64`. These need no new index.
-        folder: of the index.
-        name: of the rows.
-        vectors: of the rows.
+    `text` is a string of FAISS's index factory; after a semicolon, settings of its `ParameterSpace`, such as `IVF1024,PQ32;nprobe=64`.
 
     Raises:
         RunError: if FAISS is not installed.

@@ -156,9 +156,9 @@ def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
     """Open an index for reading; as `read_index`, but ValueError before the first run has ended."""
     found = read_index(folder)
     if found is None:
-        has_parts = any(folder.glob(f"{PARTS}*"))
-        what = "its images are not all embedded. Run" if has_parts else "there is no index. Make one with"
-        raise ValueError(f"--index_dir is {folder}; {what} scripts/embed.py{' again' * has_parts}.")
+        raise ValueError(
+            f"--index_dir is {folder}; there is no index, or not all of it. Run scripts/embed.py to its end."
+        )
     return found
 
 

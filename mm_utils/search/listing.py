@@ -1,8 +1,9 @@
 """List the media that an index should hold, of a folder or of pairs; and read them in data workers."""
 
 import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.folders import RAW_SUFFIXES, Unread, walk
 from mm_utils.files import changed_ns
-from mm_utils.model.reading import CLIP_FPS, MOST_PIXELS, UnreadableError, center_square, read_frames, read_sound
+from mm_utils.model.reading import CLIP_FPS, MOST_PIXELS, center_square, read_frames, read_sound
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +53,19 @@ class Listing:
     rows: datasets.Dataset
     skipped: list[Skip] = field(default_factory=list)
 
-    def stamps(self) -> list[dict[str, Any]]:
-        """Return path, `mtime_ns` and `stamp` of all rows, which tell whether an image has changed; files are not read for it."""
-        return [_stamp(image) for block in self.rows.select_columns(["image"]).iter(1000) for image in block["image"]]
+    def stamps(self) -> Iterator[dict[str, Any]]:
+        """Yield captions, path, and `mtime_ns` and `stamp`, which tell whether an image has changed; files are not read for it."""
+        for block in self.rows.iter(1000):
+            for image, captions in zip(block["image"], block["captions"], strict=True):
+                yield {"captions": captions, **_stamp(image)}
 
 
 def folder_listing(
     folder: str, allow_outside: bool = False, medium: str = "image", with_clips: bool = False
 ) -> Listing:
-    """List the media of a folder; their ids are the sorted relative paths.
+    """List the media of a folder, `with_clips` also clips among images; their ids are the sorted relative paths.
 
     A file counts by its ending; hidden files and folders are passed over, and links to folders are not followed.
-
-    Args:
-        with_clips: clips count among images, too.
 
     Raises:
         ValueError: if there is no such folder, or no such medium in it.
@@ -132,19 +132,14 @@ def _stamp(image: Mapping[str, Any]) -> dict[str, Any]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def moments_of(content: bytes, side: int) -> list[Image.Image]:
+def moments_of(content: bytes) -> list[Image.Image]:
     """Return eight moments, evenly spread over the first minute of a clip."""
-    try:
-        clip = store_clip(read_frames(content, CLIP_FPS), CLIP_FPS, side)
-    except UnreadableError as error:
-        if error.reason != "too_long":
-            raise
-        clip = store_clip(read_frames(content, CLIP_FPS, end=_SECONDS), CLIP_FPS, side)
-    shown: list[bytes] = []
-    for jpeg in clip.jpegs:  # one that is empty is as the one before
-        shown.append(jpeg or shown[-1])
-    places = [int((at + 0.5) / _FRAMES * len(shown)) for at in range(_FRAMES)]
-    return [open_image({"bytes": shown[place], "path": None}) for place in places]
+    first_minute = range(int(_SECONDS * CLIP_FPS))
+    count = sum(1 for _ in zip(first_minute, read_frames(content, CLIP_FPS, max_seconds=math.inf), strict=False))
+    places = [int((at + 0.5) / _FRAMES * count) for at in range(_FRAMES)]
+    frames = zip(range(places[-1] + 1), read_frames(content, CLIP_FPS, max_seconds=math.inf), strict=False)
+    moments = {at: frame.picture() for at, frame in frames if at in places}
+    return [moments[at] for at in places]
 
 
 def stock_file(content: bytes, medium: Medium, codecs: bool = True) -> bytes:
@@ -190,7 +185,7 @@ class Reader(Dataset):
             square, file = self.medium.read(stored)[0], {"content": stored["bytes"]}
             shown, side = picture(stored, self.medium.kind, THUMBNAIL // 2), THUMBNAIL
         elif is_clip:
-            frames = moments_of(content, side)
+            frames = moments_of(content)
             square, shown = torch.stack([center_square(frame, self.side) for frame in frames]), frames[_FRAMES // 2]
         else:
             image = {"bytes": content, "path": path}

@@ -73,13 +73,6 @@ class Outcome:
 def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder, accelerator: Accelerator) -> Outcome:
     """Bring an index up to date with a listing; called on all ranks.
 
-    Args:
-        folder: the folder of the index, which may not exist yet.
-        model: the name of the model.
-        listing: the images; the same on all ranks.
-        embedder: the model.
-        accelerator: its processes embed, each a share.
-
     Raises:
         RunError: if the index was made with another model, another run writes to it, or no image can be read.
         ValueError: if the folder holds something else.
@@ -89,7 +82,9 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
 
         def begin() -> tuple[IndexInfo, list[int]]:
             check_folder(folder)
-            locked.enter_context(_lock(folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            if locked.enter_context(folder_lock(folder)) is False:
+                raise RunError(f"--index_dir is {folder}; another run writes to it. Wait for its end, or end it.")
             name = os.path.abspath(model) if Path(model).is_dir() else model
             old = read_index(folder)
             if old is None:
@@ -122,11 +117,10 @@ class _Plan:
         known = pa.concat_tables([self.old, *self.parts.values()])
         self.before = len(known)
         row_of = {tuple(key.values()): row for row, key in enumerate(known.select(KEY).to_pylist())}
-        captions = listing.rows.select_columns(["captions"])["captions"]
         self.listed, self.rows = {}, dict[str, int | None]()  # path and captions by id, and the row of what is known
-        for name, stamp, texts in zip(listing.ids, listing.stamps(), captions, strict=True):
-            self.listed[name] = stamp["path"], texts
-            self.rows[name] = row_of.get((name, stamp["mtime_ns"], stamp["stamp"]))
+        for name, row in zip(listing.ids, listing.stamps(), strict=True):
+            self.listed[name] = row["path"], row["captions"]
+            self.rows[name] = row_of.get((name, row["mtime_ns"], row["stamp"]))
         self.todo = [place for place, row in enumerate(self.rows.values()) if row is None]
         # What lies below a folder that cannot be read at the moment, or is such a file, stays.
         passing, self.removed = {line["id"] for line in listing.skipped if line["reason"] in _PASSING}, 0
@@ -154,12 +148,10 @@ class _Plan:
             raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
         # A folder may have moved, and a caption been added.
         listed = [self.listed.get(name, (old[place]["path"], old[place]["captions"])) for name, place in chosen]
-        wanted = [(name, *listed[at]) for at, (name, _) in enumerate(chosen)]
-        is_new = wanted != [tuple(row.values()) for row in old[: len(self.old)]] or any(
-            at != place for at, (_, place) in enumerate(chosen)
-        )
-        tables = self._blocks(known, [place for _, place in chosen], listed) if is_new else None
-        write_index(self.folder, self.info, tables, lines)
+        before = [(row["path"], row["captions"]) for row in old[: len(self.old)]]
+        rows = [place for _, place in chosen]
+        is_new = listed != before or rows != list(range(len(before)))
+        write_index(self.folder, self.info, self._blocks(known, rows, listed) if is_new else None, lines)
         return Outcome(len(self.todo) - len(skipped), self.kept, self.removed, len(lines), len(chosen))
 
     def _blocks(self, known: pa.Table, places: list[int], listed: list[tuple[str, list[str]]]) -> Iterator[pa.Table]:
@@ -170,16 +162,6 @@ class _Plan:
                 at = table.column_names.index(name)
                 table = table.set_column(at, name, pa.array(values, self.info.columns.field(name).type))
             yield table
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Let no other run write to the index."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder_lock(folder) as is_locked:
-        if is_locked is False:
-            raise RunError(f"--index_dir is {folder}; another run writes to it. Wait for its end, or end it.")
-        yield
 
 
 @contextmanager

@@ -267,7 +267,7 @@ def test_parts_that_are_damaged_or_of_another_model_are_not_read(model: Path, tm
         place = tmp_path / f"index/parts-{name}"
         place.mkdir(parents=True)
         (place / "a.arrow").write_bytes(_rows(tmp_path / "whole").read_bytes()[:left])
-    with pytest.raises(ValueError, match=r"not all embedded. Run scripts/embed.py again"):
+    with pytest.raises(ValueError, match=r"Run scripts/embed\.py to its end"):
         open_index(tmp_path / "index")
     assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 6
     assert "is damaged" in caplog.text

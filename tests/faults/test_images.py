@@ -1,19 +1,16 @@
-"""Image files that are broken, odd or hostile, as training meets them: named, or shown as they should be."""
+"""Image files that are broken or hostile, as training meets them: named, and refused before they fill the memory."""
 
 import errno
 import os
 import resource
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from mm_utils.data.images import open_image, read_pixels
-from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.model.reading import UnreadableError
-from tests.kit.fault_images import ODD, UNDECODABLE, Broken, Odd, draw, png
-from tests.kit.prepared import CLOSE, pixels_apart
+from tests.kit.fault_images import UNDECODABLE, Broken, draw, png
 from tests.kit.tiny_run import alone
 
 
@@ -26,17 +23,6 @@ def test_a_broken_file_is_named_when_training_meets_it(case: Broken, tmp_path: P
     assert "\n" not in str(caught.value)
     with pytest.raises(UnreadableError):
         read_pixels({"bytes": path.read_bytes(), "path": None}, 64)
-
-
-@pytest.mark.parametrize("case", ODD, ids=lambda case: case.kind)
-def test_an_odd_file_is_shown_correctly_in_training(case: Odd) -> None:
-    picture = draw(2)
-    content = case.make(picture)
-    opened, checked = open_image({"bytes": content, "path": None}), check_image(content, CheckArguments()).image
-    assert np.array_equal(np.asarray(opened), np.asarray(checked))
-    pixels, _ = read_pixels({"bytes": content, "path": None}, 48)
-    wanted = case.shows(picture).convert("RGB")
-    assert pixels_apart(Image.fromarray(pixels).resize(wanted.size), wanted) < CLOSE
 
 
 BOMB_SIDES = (6_400, 9_000, 13_300)

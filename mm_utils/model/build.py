@@ -35,8 +35,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.open_clip import opened
-from mm_utils.model.pretrained import OwnCodeError, check_words, explained, load_config, load_tower
-from mm_utils.model.stock import identity_projection, load_stock
+from mm_utils.model.pretrained import check_words, explained, load_config, load_tower
+from mm_utils.model.stock import load_stock
 from mm_utils.places import missing
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,8 @@ def _with_text_tower(
         **head,
     )
     if isinstance(projection, nn.Identity):  # the stock class has a projection, and a product with ones is exact
-        projection = identity_projection(own.projection_dim)
+        projection = nn.Linear(own.projection_dim, own.projection_dim, bias=False)
+        nn.init.eye_(projection.weight)
     made.visual_projection = projection
     for part in (made.vision_model, made.visual_projection):
         part.requires_grad_(False)
@@ -194,26 +195,20 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
         ValueError: if there is no model, or it needs Python code of its own.
     """
     title, name = f"{name} holds no model", opened(name)
-    try:
-        config = load_config(title, name)
-        if config.model_type in DUAL_ENCODERS:
-            return load_stock(name, config, **head)
-        if config.model_type != FusionDualEncoderConfig.model_type:
-            raise ValueError(
-                f"{title} that can be taken as a whole; its type is {config.model_type}, and those that can are "
-                f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}. Choose one of these, or give it as "
-                "--vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
-            )
-        with explained(title, name):
-            model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
-            probe(model.vision_model, "vision")
-            probe(model.text_model, "text")
-            return model
-    except OwnCodeError as error:
+    config = load_config(title, name)
+    if config.model_type in DUAL_ENCODERS:
+        return load_stock(name, config, **head)
+    if config.model_type != FusionDualEncoderConfig.model_type:
         raise ValueError(
-            f"{title} that can be taken as a whole; it needs Python code of its own. Read that code, then give it as "
-            "--vision_model_name_or_path or --text_model_name_or_path with --trust_remote_code."
-        ) from error
+            f"{title} that can be taken as a whole; its type is {config.model_type}, and those that can are "
+            f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}. Choose one of these, or give it as "
+            "--vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
+        )
+    with explained(title, name):
+        model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
+        probe(model.vision_model, "vision")
+        probe(model.text_model, "text")
+        return model
 
 
 def freeze_unreached(model: FusionDualEncoderModel) -> int:

@@ -100,12 +100,7 @@ def encode_in_groups(
     lengths: Sequence[int] | None,
     with_states: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `model.encode_text` does of n texts, in groups if lengths are given.
-
-    Args:
-        input_ids, attention_mask: the texts, `[n, L]`.
-        lengths: the number of tokens of each text.
-    """
+    """Return what `model.encode_text` does of n texts `[n, L]`, in groups if their numbers of tokens are given."""
     if not lengths:
         return model.encode_text(input_ids, attention_mask, with_states)
     embeds, states = [], []

@@ -1,8 +1,7 @@
 """Let a trained image tower read images of another size: its table of positions is interpolated once, when it is loaded.
 
-The result has the new `image_size` in its configuration, and is what the family's own class computes with
-`interpolate_pos_encoding=True`, without computing it for every image. Towers without such a table, convolutions or rotary
-positions, read any size as they are.
+It is what the family's own class computes with `interpolate_pos_encoding=True` for every image. Towers without such a table,
+convolutions or rotary positions, read any size as they are.
 """
 
 import copy

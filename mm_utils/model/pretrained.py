@@ -35,10 +35,8 @@ _SOUND_PARTS = {"whisper": "encoder", "clap": "audio_model"}  # what a model has
 def load_tower(name: str, tower: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, str]:
     """Load a backbone; return it with its pooling: `auto`, or `mean` if the checkpoint holds no weights of its pooler.
 
-    Of a two-tower checkpoint, take one.
-
     Args:
-        name: a folder or a Hub id.
+        name: a folder or a Hub id; of a two-tower checkpoint, one is taken.
         tower: `vision` or `text`.
 
     Raises:
@@ -141,17 +139,9 @@ def check_words(what: str, tokenizer: Any, words: int) -> None:
         )
 
 
-class OwnCodeError(ValueError):
-    """Error for a model that needs Python code of its own, which is not run."""
-
-
 @contextmanager
 def explained(what: str, name: str) -> Iterator[None]:
-    """Turn any error of `from_pretrained(name)` into a ValueError that begins with `what` and says what to do.
-
-    Raises:
-        OwnCodeError: if the model needs Python code of its own.
-    """
+    """Turn any error of `from_pretrained(name)` into a ValueError that begins with `what` and says what to do."""
     if not Path(name).is_dir():
         if problem := missing(name):
             raise ValueError(f"{what}; {problem}")
@@ -160,9 +150,9 @@ def explained(what: str, name: str) -> Iterator[None]:
         yield
     except Exception as error:  # odd values in a config.json raise AttributeError, KeyError, ImportError ...
         if "trust_remote_code" in str(error):
-            raise OwnCodeError(
-                f"{what}; it needs Python code of its own, and no code of others is run unasked. Read that code, then "
-                "give --trust_remote_code, or choose another model."
+            raise ValueError(
+                f"{what}; it needs Python code of its own, and no code of others is run unasked. Read that code, then give it as "
+                "--vision_model_name_or_path or --text_model_name_or_path with --trust_remote_code, or choose another model."
             ) from error
         pickles = [path.name for path in sorted(Path(name).glob("*")) if path.suffix in _PICKLES]
         if "safetensors" in str(error) and (pickles or not Path(name).is_dir()):
@@ -187,7 +177,7 @@ def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTra
         config.audio_config.enable_fusion = False  # the path of sounds that are longer than a window
     attention = str(getattr(config, "_attn_implementation", None) or "")
     if "/" in attention and not trust_remote_code:  # a repository of compiled code
-        raise OwnCodeError(
+        raise ValueError(
             f"{what}; its config.json asks for the attention of {attention}, and no code of others is run unasked. Take "
             "attn_implementation out of it, or give --trust_remote_code."
         )

@@ -608,8 +608,7 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
 def frames_of(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
     """Return `count` frames of a clip, each the one that is shown in the middle of an equal part.
 
-    Args:
-        clip: a path, of which the middle `seconds` are taken if they are given, or PIL images, each shown for as long.
+    It is a path, of which the middle `seconds` are taken if they are given, or PIL images, each shown for as long.
     """
     if isinstance(clip, (list, tuple, range)):
         return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
@@ -652,18 +651,12 @@ def read_sound(
 ) -> np.ndarray:
     """Read a file's sound, the mean of its channels, from `start` to `end` on its clock: int16 `[n]`.
 
-    Sound that is missing at the beginning or in between, as time stamps have it, is silence.
+    Sound that is missing at the beginning or in between, as time stamps have it, is silence. Further arguments and errors are
+    those of `read_frames`.
 
     Args:
-        content: the whole file.
         rate: samples a second of the result.
-        start, end: seconds; None for the beginning and the end.
-        max_seconds: the longest sound that is wanted.
-        notes: keys of `mm_utils.data.faults.NOTES` are added.
         codecs: read more than WAV files of plain samples.
-
-    Raises:
-        UnreadableError: if there is no such sound, for whatever reason; nothing else is raised, whatever the bytes.
     """
     check_cut(start, end)
     if end is not None:
@@ -803,11 +796,7 @@ def _mono(frame: Any) -> np.ndarray:
 
 
 def samples_of(sound: Any, rate: int, seconds: float | None = None) -> np.ndarray:
-    """Return the samples `[n]` of a sound at a rate, int16; of the middle `seconds` if they are given.
-
-    Args:
-        sound: (samples in [-1, 1], their rate) or the path of a file.
-    """
+    """Return the samples `[n]` of a sound, (samples in [-1, 1], their rate) or a path, at a rate; of its middle `seconds`: int16."""
     if isinstance(sound, tuple):
         samples, own = np.asarray(sound[0]), sound[1]
         if samples.ndim != 1 or samples.dtype.kind != "f":  # filled up to the window, a second dimension is huge

@@ -21,7 +21,6 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
     """Load a stock model in float32.
 
     Args:
-        config: its configuration.
         fields: fields of the new configuration, such as those of the fusion head.
 
     Raises:
@@ -50,13 +49,6 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
             *(name, *(scale.exp().item() for scale in (model.logit_scale, stock.logit_scale_a, stock.logit_scale_t))),
         )
     return model
-
-
-def identity_projection(width: int) -> nn.Linear:
-    """Return a projection that changes nothing, to the last bit."""
-    projection = nn.Linear(width, width, bias=False)
-    projection.weight.data = torch.eye(width)
-    return projection
 
 
 def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:

@@ -25,14 +25,12 @@ _MOST_FRAMES = 32  # of a clip that moves
 def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None = None) -> Image.Image:
     """Return an RGB picture of a medium.
 
+    Of a clip these are four frames spread evenly over it, two by two: in a square tile they are twice as large as side by side.
+    Of a sound it is the spectrogram.
+
     Args:
         value: `{"bytes", "path"}`, as rows have it; a clip and a sound are files of `mm_utils.data.media.riff`.
-        kind: of `mm_utils.data.media.COLUMNS`.
         min_side: an image, or a frame, may be decoded at a reduced scale whose shorter side is at least this.
-
-    Returns:
-        For a clip, four frames spread evenly over it, in reading order, two by two: in a square tile they are twice as
-        large as side by side. For a sound, its spectrogram.
 
     Raises:
         UnreadableError: if it cannot be read.
@@ -116,8 +114,7 @@ def loudness_picture(samples: np.ndarray, rate: int) -> Image.Image:
     """Draw a sound's loudness, int16 `[n]`: 32 parts left to right, 32 mel bands downwards.
 
     White is the loudest cell, black 40 dB below it. Silence before and behind the sound is left out: what is 30 dB below
-    the loudest 20 ms. A picture is what `perceptual_hash.fingerprint` takes: copies that are
-    louder, compressed or cut a little have nearly the same lowest frequencies of it.
+    the loudest 20 ms. Copies that are louder, compressed or cut a little have nearly the same `fingerprint` of it.
     """
     floats, step = samples.astype(np.float32) / 32768, rate // 50
     steps = np.add.reduceat(floats**2, np.arange(0, len(floats), step))

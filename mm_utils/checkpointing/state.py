@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, TrainerState
 
@@ -293,38 +293,34 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
     Raises:
         ValueError: if the parameters are not those of the checkpoint.
     """
-    names = {parameter: name for name, parameter in objective.named_parameters()}
-    stored: dict[str, dict[str, str]] = {}
     try:
-        with safe_open(folder / OPTIMIZER_FILE, "pt") as file:
-            for entry in file.keys():  # noqa: SIM118  (it is not a dict)
-                name, _, key = entry.rpartition("|")
-                stored.setdefault(name, {})[key] = entry
-            state = optimizer.state_dict()
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            unknown = sorted(set(stored) - {names[parameter] for parameter in parameters})
-            if unknown:
-                raise ValueError(
-                    f"{folder} has the optimizer's state of {len(unknown)} parameters that are not trained now, such as "
-                    f"{unknown[0]}. Resume with the flags that froze or shaped the model when it was written."
-                )
-            fresh = [names[parameter] for parameter in parameters if names[parameter] not in stored]
-            if fresh:
-                text = "%s has no optimizer's state of %d parameters that are trained now, such as %s; it begins at 0"
-                logger.info(text, folder, len(fresh), fresh[0])
-            state["state"] = {
-                place: {
-                    # A moment is sharded like its parameter, a step count stays a scalar.
-                    key: file.get_tensor(entry) if key == "step" else shard_like(file.get_tensor(entry), parameter)
-                    for key, entry in stored[names[parameter]].items()
-                }
-                for place, parameter in enumerate(parameters)
-                if names[parameter] in stored
-            }
+        entries = load_file(folder / OPTIMIZER_FILE)
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"{folder / OPTIMIZER_FILE} cannot be read: {error}. Resume from another checkpoint."
         ) from error
+    stored: dict[str, dict[str, Tensor]] = {}
+    for entry, value in entries.items():
+        name, _, key = entry.rpartition("|")
+        stored.setdefault(name, {})[key] = value
+    names = {parameter: name for name, parameter in objective.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [names[parameter] for parameter in parameters]
+    if unknown := sorted(set(stored) - set(trained)):
+        raise ValueError(
+            f"{folder} has the optimizer's state of {len(unknown)} parameters that are not trained now, such as {unknown[0]}. "
+            "Resume with the flags that froze or shaped the model when it was written."
+        )
+    if fresh := [name for name in trained if name not in stored]:
+        text = "%s has no optimizer's state of %d parameters that are trained now, such as %s; it begins at 0"
+        logger.info(text, folder, len(fresh), fresh[0])
+    state = optimizer.state_dict()
+    state["state"] = {
+        # A moment is sharded like its parameter, a step count stays a scalar.
+        place: {key: value if key == "step" else shard_like(value, parameter) for key, value in stored[name].items()}
+        for place, (name, parameter) in enumerate(zip(trained, parameters, strict=True))
+        if name in stored
+    }
     optimizer.load_state_dict(state)
 
 
@@ -333,17 +329,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
 
 def settings(config: PretrainedConfig) -> dict[str, Any]:
     """Return a configuration by name, `text_config.hidden_size` for a part."""
-    found: dict[str, Any] = {}
 
-    def collect(prefix: str, values: Mapping[str, Any]) -> None:
+    def named(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
             if isinstance(value, Mapping) and name.endswith("_config"):
-                collect(f"{prefix}{name}.", value)
+                yield from named(f"{prefix}{name}.", value)
             elif name[0] != "_" and name not in _NOT_COMPARED:
-                found[prefix + name] = value
+                yield prefix + name, value
 
-    collect("", json.loads(config.to_json_string(use_diff=False)))
-    return found
+    return dict(named("", json.loads(config.to_json_string(use_diff=False))))
 
 
 def comparable(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Prepare data on the machines of a Ray cluster, with the result of one machine.
 
 The launching process reads the sources and cuts them into the chunks of one machine, which Ray's actors check, decode and store on a
-drive that all machines share; so rows, splits, report and digests are the same whatever the number of workers. Ray starts a lost
-actor again, and what it was doing; a job that was killed resumes, as on one machine, with the chunks that are on the drive.
+drive that all machines share. Ray starts a lost actor again, and what it was doing.
 """
 
 import os

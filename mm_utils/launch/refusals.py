@@ -1,7 +1,4 @@
-"""Mistakes that a restart would repeat: workers raise them, Ray's controller ends the run.
-
-Ray loads this module in its controller, so it imports little.
-"""
+"""Mistakes that a restart would repeat: workers raise them, Ray's controller, which loads this, ends the run."""
 
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sweep over a script's flags by Ray Tune: every combination is a run with a folder."""
 
-import csv
-import io
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -9,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from mm_utils.distributed import RunError
@@ -87,10 +86,5 @@ def ranked(trials: Sequence[Trial]) -> tuple[list[Trial], str]:
 
 
 def as_csv(trials: Sequence[Trial]) -> str:
-    """Return a CSV file: swept flags and metrics, folder, problem; best trial first."""
-    names = dict.fromkeys(name for trial in trials for name in trial if name not in ("folder", "problem"))
-    file = io.StringIO()
-    writer = csv.DictWriter(file, [*names, "folder", "problem"], restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: no_formula(cell) for name, cell in trial.items()} for trial in trials)
-    return file.getvalue()
+    """Return a CSV file of the trials in their order."""
+    return pd.DataFrame(list(trials)).map(no_formula).to_csv(index=False)

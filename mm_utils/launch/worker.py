@@ -1,8 +1,4 @@
-"""What a worker of Ray Train does: run a script's `main` in a thread of Ray's actor.
-
-Ray connects the workers, so that `torch.distributed` is set up when the script begins. It has its own working folder, which is
-left for that of the command. A user's mistake is raised as `Refused`, which is not tried again.
-"""
+"""What a worker of Ray Train does: run a script's `main` in a thread of Ray's actor, whose folder is left for the command's."""
 
 import importlib.util
 import os
@@ -17,7 +13,7 @@ from mm_utils.distributed import PeerError, RunError
 from mm_utils.run.restarts import LAUNCHER_VARIABLE
 from mm_utils.text import redact
 
-_OF_ONE_PROCESS = ("export", "launch_ray", "prepare_data", "search", "verify_checkpoints")
+_OF_ONE_PROCESS = ("export.py", "launch_ray.py", "search.py", "verify_checkpoints.py")
 
 
 def work(task: Mapping[str, Any]) -> dict[str, float]:
@@ -33,10 +29,8 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
 
     try:
         prepare(task)
-        if (name := Path(task["script"]).stem) in _OF_ONE_PROCESS:
-            raise ValueError(
-                f"the script is {name}.py, which several processes would run over each other. Start it with python."
-            )
+        if (name := Path(task["script"]).name) in _OF_ONE_PROCESS:
+            raise ValueError(f"the script is {name}; several processes would write over each other. Use python.")
         metrics = load_main(task["script"])(list(task["argv"]))
         end_workers()
     except PeerError:

@@ -51,8 +51,10 @@ class TooManyPairsError(ValueError):
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether memory ran out: in torch's allocator, or in a library that allocates by itself."""
-    libraries = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-    libraries += ("could not create a memory object", "could not create a primitive")  # oneDNN
+    libraries = (
+        *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+        *("could not create a memory object", "could not create a primitive"),  # oneDNN
+    )
     is_known = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
     return is_known or any(sign in str(error) for sign in libraries)
 

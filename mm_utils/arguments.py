@@ -292,13 +292,7 @@ def to_dict(*parsed: Any) -> dict[str, Any]:
 
 
 def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[str] = ()) -> list[str]:
-    """Return the command line of the fields of `arg_class` that `settings` change.
-
-    Args:
-        arg_class: a dataclass of flags.
-        settings: values by name, as `to_dict` returns them; a field that is not among them is left out.
-        leave_out: names of fields to leave out.
-    """
+    """Return the command line of the fields of `arg_class` that `settings`, values by name, have and change."""
     words: list[str] = []
     for each in dataclasses.fields(arg_class):
         value = settings.get(each.name)
@@ -308,15 +302,10 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
 
 
 def load_own(path: str, flag: str, base: type | None = None) -> Any:
-    """Import what is given as module.name, from the current folder, an installed package or `__main__`.
-
-    Args:
-        path: what was given.
-        flag: the flag that it was given by.
-        base: the class that it must be a subclass of; default: it must be a function, or callable as one.
+    """Import what a flag names as module.name, from the current folder, an installed package or `__main__`.
 
     Raises:
-        ValueError: if there is no such thing.
+        ValueError: if there is no such thing, or it is no subclass of `base`, or without one no function.
     """
     module, _, name = path.rpartition(".")
     sys.path.insert(0, os.getcwd())

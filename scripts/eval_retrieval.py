@@ -36,13 +36,15 @@ from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.benchmarks import RETRIEVAL, find_benchmark
 from mm_utils.data.pairs import load_benchmark, load_split
 from mm_utils.data.rows.source import EvaluatedDataArguments
+from mm_utils.evaluation.metrics import half_widths
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn, parse_weights
 from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.grounding.evaluation import of_split
-from mm_utils.run.results import record_retrieval, report_retrieval
-from mm_utils.run.start import make_accelerator, run_script
+from mm_utils.run.finish import recall_lines
+from mm_utils.run.results import record_retrieval
+from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 
     # 5. Report.
-    report_retrieval(accelerator, evaluator, metrics, loaders.medium.kind, split, args.output_dir)
+    if accelerator.is_main_process and evaluator.split is not None:
+        shown = {f"eval_{name}": value for name, value in metrics.items()}
+        lines = recall_lines(shown, evaluator.split, loaders.medium.kind, f"the {split} split")
+        report_metrics(accelerator, lines, metrics | half_widths(evaluator.directions), args.output_dir)
     named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
     record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium.kind)
     accelerator.end_training()

@@ -42,20 +42,13 @@ class RunContext:
     Callbacks go by the order of `KINDS` at the start, and the other way round at the end.
 
     Attributes:
-        run: processes, output folder, training arguments.
-        given: all flags.
-        data, model, objective: what is trained, and on what.
         evaluators: called in turn with (model, loader, accelerator); their metrics become those of an evaluation.
-        resume_from: the checkpoint that training goes on from.
-        has_baseline: whether the weights before the first step are a model already.
-        evaluates_start: whether they are evaluated, and kept if no later ones are better.
+        has_baseline, evaluates_start: whether the weights before the first step are a model already, and are evaluated.
         retrieval: in pre-training, the evaluator of the validation split, which is among `evaluators`.
-        metrics: after training, those of the saved model.
-        choice: after training, which weights are saved, and what chose them.
+        metrics, choice: after training, those of the saved model; which weights are saved, and what chose them.
         published: lines of the summary: where callbacks have published the output folder.
         passes: passes over training rows at the start: seconds, rows, and the most rows that a whole run takes.
         final_evaluations: how often callbacks evaluate after training.
-        callbacks: what `attach` returned.
     """
 
     run: Run

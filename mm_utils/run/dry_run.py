@@ -26,7 +26,6 @@ from mm_utils.run.output_folder import misplaced, occupied
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.memory import available_bytes
-from mm_utils.training.stages import stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def dry_run(
         main([*(sys.argv[1:] if argv is None else argv), *flags], (probe,))
         if not probe.is_main_process:
             return {}
-        figures = _forecast(args, settings.get("head_share") or 0.0, probe, scratch)
+        figures = _forecast(args, probe, scratch)
     logger.info(
         "The whole run, by this dry run:\n"
         f"  steps       {figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s\n"
@@ -167,31 +166,31 @@ class _Probe(TrainerCallback):
         self.seconds[name] = self.last - before
 
 
-def _forecast(args: TrainingArguments, share: float, probe: _Probe, folder: Path) -> dict[str, float]:
+def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str, float]:
     """Return what the whole run will take."""
     data, context, rows = probe.data, probe.context, probe.data.total_rows["train"]
     steps = args.total_steps(rows)
     trained, loaded = args.batch_sizes.sizes[-1] / probe.seconds["step"], probe.loaded
     rate = min(trained, loaded) if data.loaders.arguments.num_workers else 1 / (1 / trained + 1 / loaded)
     args = args.settled(args.batch_sizes, rows, context.has_baseline)
-    ends = {stage.end for stage in stages_of(context.objective, args, share, rows)}
-    first = 0 if context.evaluates_start else args.eval_steps
-    evaluated = {steps} | ({*ends, *range(first, steps, args.eval_steps)} if args.eval_steps > 0 else set())
-    saved = {*ends, *range(args.save_steps, steps, args.save_steps)} if args.save_steps > 0 else set()
-    if args.keeps_best:  # each may be the best so far
-        saved |= evaluated
-    again = args.keeps_best and len(evaluated) > 1  # if the best are not the last, they are measured once more
-    evaluations, kept = len(evaluated) + again + context.final_evaluations, len(saved)
-    if args.save_total_limit is not None:  # an old one is removed after a new one is complete, and the best ones stay
-        kept = min(kept, args.save_total_limit + 1 + args.keeps_best * len(ends))
+    saved = max(2, steps // args.save_steps) if args.save_steps > 0 else 0  # the ends of two stages at least
+    evaluations = (max(1, steps // args.eval_steps) if args.eval_steps > 0 else 1) + context.evaluates_start
+    if args.keeps_best:  # each may be the best so far, and is measured once more if it is not the last
+        saved, evaluations = max(saved, evaluations), evaluations + (evaluations > 1)
+    evaluations += context.final_evaluations
+    kept = saved
+    if (
+        args.save_total_limit is not None
+    ):  # an old one is removed after a new one is complete, and the best of a stage stays
+        kept = min(saved, args.save_total_limit + 1 + 2 * args.keeps_best)
     checkpoint = find_checkpoint("latest", folder)
     checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
     growth = data.total_rows["validation"] / len(data.splits["validation"])
     training = args.batch_sizes.before(steps) / rate
-    others = evaluations * growth * probe.seconds["evaluation"] + len(saved) * probe.seconds["checkpoint"]
+    others = evaluations * growth * probe.seconds["evaluation"] + saved * probe.seconds["checkpoint"]
     before = sum(seconds * min(rows, most) / passed for seconds, passed, most in context.passes)
     return {
-        **{"steps": steps, "evaluations": evaluations, "checkpoints": len(saved), "pairs_per_second": rate},
+        **{"steps": steps, "evaluations": evaluations, "checkpoints": saved, "pairs_per_second": rate},
         **{"hours": (before + training + others) / 3600, "training_hours": training / 3600},
         **{"peak_memory_gib": probe.logs["peak_memory_gib"], "free_memory_gib": probe.free_memory},
         "disk_gb": ((kept - 1) * checkpoint_bytes + size_of(folder)) / 1e9,

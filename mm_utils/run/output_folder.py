@@ -50,13 +50,9 @@ class Claim(NamedTuple):
 
 
 def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], launch: Sequence[str]) -> Claim:
-    """Find, create and lock the output folder; called on the main process.
+    """Find, create and lock the output folder of a script's start, on the main process; `config` has all arguments by name.
 
-    Args:
-        name: the script's name; without `--output_dir`, a new `outputs/<name>-N` is created.
-        args: the arguments of this start.
-        config: all arguments, by name.
-        launch: the launchers' names (`mm_utils.run.restarts.launcher_names`); a restart gets its first start's folder again.
+    Without `--output_dir`, a new `outputs/<name>-N` is created, and a restart by one of the launchers gets that of its first start.
     """
     try:
         folder = Path(args.output_dir) if args.output_dir else folder_of_launch(name, launch)
@@ -84,11 +80,7 @@ def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], 
 
 
 def save_config(name: str, folder: Path, config: Mapping[str, Any]) -> None:
-    """Write `config.yaml`, which `--config` reads back, without secrets.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write `config.yaml`, which `--config` reads back, without secrets."""
     saved = {key: value for key, value in config.items() if key not in _NOT_SAVED}
     shown = without_secrets(saved)
     for key in (key for key in saved if shown[key] != saved[key]):

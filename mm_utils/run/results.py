@@ -13,12 +13,9 @@ from yaml import YAMLError
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.evaluation.embeddings import Embeddings
-from mm_utils.evaluation.metrics import half_widths
-from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.files import write_atomic
 from mm_utils.reports.model_card import RETRIEVAL_TAGS, STAGES, EvaluatedData, data_names, retrieval_results
-from mm_utils.run.finish import EMBEDDED, recall_lines
-from mm_utils.run.start import report_metrics
+from mm_utils.run.finish import EMBEDDED
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -87,18 +84,3 @@ def update_results(folder: Path, results: Sequence[EvalResult]) -> bool:
         logger.warning("The card %s was left as it is: %s", path, one_line(error))
         return False
     return True
-
-
-def report_retrieval(
-    accelerator: Accelerator,
-    evaluator: RetrievalEvaluator,
-    metrics: dict[str, float],
-    medium: str,
-    split_name: str,
-    folder: str | None,
-) -> None:
-    """On the main process, log recalls as a run's summary has them, and write all metrics to `metrics.json` in a folder."""
-    if accelerator.is_main_process and evaluator.split is not None:
-        shown = {f"eval_{name}": value for name, value in metrics.items()}
-        lines = recall_lines(shown, evaluator.split, medium, f"the {split_name} split")
-        report_metrics(accelerator, lines, metrics | half_widths(evaluator.directions), folder)

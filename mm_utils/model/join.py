@@ -34,22 +34,19 @@ def join_backbones(vision_model: Any, text_model: PreTrainedModel, **config: Any
             one resolution, the last one and others at equal distances before it.
 
     Raises:
-        ValueError: if a backbone returns no hidden states, or lacks the pooling or a tap that `config` asks for.
+        ValueError: if a backbone returns no hidden states.
     """
     take_images(image_backbone(vision_model))
     medium = config.get("medium", FusionDualEncoderConfig.medium)
     vision, text = probe(vision_model, "vision"), probe(text_model, "text")
     for name, output in (("vision_pooling", vision), ("text_pooling", text)):
         pooler = output.get("pooler_output")
-        wanted = config.get(name, "auto")
-        if wanted == "pooler" and pooler is None:
-            raise ValueError(f"{name} is 'pooler'; this backbone has none. Set {name} to mean or cls.")
         first_token_only = name == "text_pooling" and has_bert_pooler(text_model)
         is_map = medium == "sound" and output["last_hidden_state"].dim() == 4
         is_map &= not hasattr(vision_model.config, "spec_size")  # CLAP's, which is four stretches of time
         best = "timed" if is_map else "pooler"
         best = "mean" if pooler is None or first_token_only else best
-        config[name] = best if wanted == "auto" else wanted
+        config[name] = best if config.get(name, "auto") == "auto" else config[name]
     pooled_width = pool_output(vision, config["vision_pooling"]).shape[-1]
     if medium == "clip" and len(input_shape(vision_model)) == 3:
         vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width)
@@ -63,7 +60,7 @@ def join_backbones(vision_model: Any, text_model: PreTrainedModel, **config: Any
     over_frames = isinstance(vision_model, FramesTower)
     config.setdefault("fusion_vision_taps", sorted(taps, key=lambda tap: over_frames and tap == -1))
     config.setdefault("fusion_text_taps", _default_taps([1] * len(text["hidden_states"]), most))
-    resolved = FusionDualEncoderConfig(
+    measured = FusionDualEncoderConfig(
         vision_model.config,
         text_model.config,
         vision_widths=[state.shape[1 if state.dim() == 4 else -1] for state in hidden_states],
@@ -71,14 +68,7 @@ def join_backbones(vision_model: Any, text_model: PreTrainedModel, **config: Any
         text_width=text["last_hidden_state"].shape[-1],
         **config,
     )
-    for name, states in (("vision", hidden_states), ("text", text["hidden_states"])):
-        for tap in getattr(resolved, f"fusion_{name}_taps"):
-            if not -len(states) <= tap < len(states):
-                raise ValueError(
-                    f"fusion_{name}_taps holds {tap}; the {name} backbone has {len(states)} hidden states, so give "
-                    f"indices from {-len(states)} to {len(states) - 1}."
-                )
-    return FusionDualEncoderModel(resolved, vision_model, text_model)
+    return FusionDualEncoderModel(measured, vision_model, text_model)
 
 
 def probe_input(backbone: Any, tower: str) -> dict[str, Tensor]:

@@ -63,10 +63,6 @@ def load_processor(
     Raises:
         ValueError: if a part is missing or damaged, or is of other media.
     """
-    if args.image_size and medium == "sound" and args.model_name_or_path:
-        raise ValueError(
-            f"--image_size is {args.image_size}; the data are sounds, which have no pixels. Drop the flag."
-        )
     if name := args.model_name_or_path:
         whole = load_processor_of(name, args.image_size)
         check_reads(name, ("sound",) if hasattr(whole, "feature_extractor") else ("image", "clip"), medium)

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -157,12 +156,11 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
         "max_steps": STEPS,
         "save_steps": 3,
         "eval_steps": 4,
-        "load_best_model_at_end": False,
         "logging_steps": 1,
         "ema_decay": 0.9,
-        "early_stopping_patience": run.patience,
     }
-    given |= {"global_batch_size": BATCH, "metric_for_best_model": "score"} | run.arguments
+    given |= {"load_best_model_at_end": False, "early_stopping_patience": run.patience, "global_batch_size": BATCH}
+    given |= {"metric_for_best_model": "score"} | run.arguments
     kind = type("Arguments", (TrainingArguments,), {"save_total_limit": given.pop("save_total_limit", 2)})
     args = kind(output_dir=str(run.folder), **given)
     objective = tiny_objective(run.kind)
@@ -184,10 +182,7 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
         identity=run.identity,
         processor=Processor(),
     )
-    watching = [
-        *(HangDetection(args.ddp_timeout), Throughput(accelerator.device), SkippedSamples()),
-        _Places(run.strike),
-    ]
+    watching = [HangDetection(args.ddp_timeout), Throughput(accelerator.device), SkippedSamples(), _Places(run.strike)]
     objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))
     for stage in remaining(stages_of(objective, args, run.head_share, run.rows), checkpoint):
         stage.freeze_others(objective)
@@ -263,19 +258,20 @@ def losses(folder: Path) -> dict[int, float]:
     return found[True]
 
 
+@dataclass
 class Signalled:
-    """Sends a signal to this process at a place of a step, n times, on the ranks that are named."""
+    """Sends a signal to this process at a place of a step, n times, on the one rank that is named, or on all."""
 
-    def __init__(
-        self, place: str, step: int, number: int, times: int = 1, pause: float = 0.0, only: int | None = None
-    ):
-        self.place, self.step, self.number, self.times, self.pause, self.only = place, step, number, times, pause, only
+    place: str
+    step: int
+    number: int
+    times: int = 1
+    only: int | None = None
 
     def __call__(self, place: str, step: int) -> None:
         if (place, step) == (self.place, self.step) and self.only in (None, distributed.rank()):
             for _ in range(self.times):
                 os.kill(os.getpid(), self.number)
-                time.sleep(self.pause)
 
 
 def exiting(run: TinyRun) -> None:

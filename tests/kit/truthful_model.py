@@ -17,7 +17,6 @@ from mm_utils.evaluation.embeddings import Embeddings, Texts
 
 CPU = torch.device("cpu")
 ACCELERATOR: Any = SimpleNamespace(device=CPU, is_main_process=False, autocast=nullcontext)
-MAIN_PROCESS: Any = SimpleNamespace(device=CPU, is_main_process=True, autocast=nullcontext)
 
 
 def split_of(image: Tensor, text: Tensor, owner: list[int]) -> Embeddings:
@@ -77,14 +76,14 @@ class TruthfulModel:
     logit_scale = torch.tensor(2.0)
     fusion: Any = True
 
-    def __init__(self, images: int = 23, truth: float = 1000.0):
+    def __init__(self, images: int = 23):
         generator = torch.Generator().manual_seed(9)
         counts = torch.randint(1, 4, (images,), generator=generator)
         self.owner = torch.repeat_interleave(torch.arange(images), counts).tolist()
         self.image, self.text = (
             normalize(torch.randn(count, 6, generator=generator), dim=1) for count in (images, len(self.owner))
         )
-        self.truth, self.scored, self.seen = truth, 0, 0
+        self.scored, self.seen = 0, 0
         self.config = SimpleNamespace(projection_dim=6, rerank_weights=None)
         self.logits: Tensor | None = None
 
@@ -111,7 +110,7 @@ class TruthfulModel:
         image = keys_values[0][0, :, 0, 0, 0]
         if self.logits is not None:
             return self.logits[image.long(), text_states[:, 1, 0].long()]
-        return torch.where(image == text_states[:, 2, 0], self.truth, -self.truth)
+        return torch.where(image == text_states[:, 2, 0], 1000.0, -1000.0)
 
     def voice_scores(
         self, voices: Sequence[str], keys_values: Any, states: Tensor, attention_mask: Tensor, input_ids: Tensor

@@ -111,7 +111,7 @@ def test_the_card_of_somebody_else_is_left_alone(content: str | None, tmp_path: 
 
 def test_card_shows_any_text_literally(tmp_path: Path) -> None:
     hostile = 'a | b\n---\n# <script> [x](javascript:y) `code` """ ``` {{ }} $x$ * _ ! \\ \x1b[31m \u202e'
-    texts = [
+    texts = (
         "name",
         "model",
         "vision_model",
@@ -120,9 +120,8 @@ def test_card_shows_any_text_literally(tmp_path: Path) -> None:
         "dataset_fingerprint",
         "hardware",
         "precision",
-        "summary",
-    ]
-    given: dict[str, object] = dict.fromkeys(texts, hostile)
+    )
+    given: dict[str, object] = dict.fromkeys((*texts, "summary"), hostile)
     given |= {"dataset_rows": {hostile: 3}, "metrics": {hostile: 0.5}, "base_models": [hostile]}
     hyperparameters = {"caption": hostile, hostile: 1, "empty": "", "none": None}
     results = retrieval_results(FIGURES, EvaluatedData(hostile, hostile, "test", {}))

@@ -27,6 +27,8 @@ from tests.kit.corpora import COLOURS, draw
 ROOT = Path(__file__).parents[2]
 SHORT = ["--max_steps", "2", "--global_batch_size", "8", "--dataloader_num_workers", "0", "--logging_steps", "1"]
 
+SMALL = ["--vision_config", "tiny", "--text_config", "tiny"]
+
 
 class Finished(NamedTuple):
     """A run: the folder of the model, what it logged, and its metrics."""
@@ -80,18 +82,7 @@ def run(module: object, argv: list[str], folder: str) -> Finished:
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Finished:
     columns = ["--image_column", "Bild", "--caption_column", "Text", "--image_root", "my photos"]
-    model = [
-        "--vision_config",
-        "tiny",
-        "--text_config",
-        "tiny",
-        "--image_size",
-        "32",
-        "--fusion_layers",
-        "1",
-        "--rerank_top_k",
-        "2",
-    ]
+    model = [*SMALL, "--image_size", "32", "--fusion_layers", "1", "--rerank_top_k", "2"]
     flags = ["--train_file", "odd pairs.csv", *columns, *model, *SHORT]
     with pytest.MonkeyPatch.context() as patch:  # too few pairs to fit weights on
         patch.setattr("mm_utils.evaluation.retrieval.fit_weights", lambda directions: [0.5])

@@ -117,9 +117,7 @@ def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     assert files_in(tmp_path) == {*RUNS_OWN, *FOREIGN}
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "config.yaml", "config.json", "tokenizer.json", "dual_encoder/notes.txt"]
-)
+@pytest.mark.parametrize("name", ["README.md", "config.yaml", "tokenizer.json", "dual_encoder/notes.txt"])
 def test_a_folder_with_files_of_others_that_a_run_would_replace_is_refused(name: str, tmp_path: Path) -> None:
     write_files(tmp_path, [name])
     problem = claim(tmp_path).problem or ""

@@ -8,7 +8,6 @@ import pytest
 from huggingface_hub import ModelCard
 
 from scripts import eval_retrieval, pretrain
-from tests.kit.launches import ROOT, launch
 
 
 @pytest.fixture
@@ -79,19 +78,6 @@ def test_memory_and_the_batch_size_change_nothing(flags: list[str], monkeypatch:
     monkeypatch.setattr("mm_utils.evaluation.retrieval.CACHE_GB", 1e-9)
     monkeypatch.setattr("scripts.eval_retrieval.EVALUATION_BATCH", 3)
     assert eval_retrieval.main(flags) == pytest.approx(whole, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_two_processes_find_what_one_finds(flags: list[str], tmp_path: Path) -> None:
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    flags = [*flags, "--max_eval_samples", "7"]
-    script = [str(ROOT / "scripts/eval_retrieval.py"), *flags, "--output_dir", str(tmp_path)]
-    two = launch(["--config_file", config, *script], tmp_path, ACCELERATE_USE_CPU="true")
-    assert two.returncode == 0, two.stderr
-    assert "2 x cpu" in two.stderr + two.stdout
-    one = eval_retrieval.main(flags)
-    two = json.loads((tmp_path / "metrics.json").read_text())
-    assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-4)
 
 
 def test_reranking_is_off_by_default_where_it_did_not_help(flags: list[str]) -> None:

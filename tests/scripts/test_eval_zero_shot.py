@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from scripts import eval_zero_shot, pretrain
+from scripts import eval_zero_shot
 from tests.kit.corpora import COLOURS, SHAPES, draw
-from tests.kit.launches import ROOT, launch
 from tests.kit.reading import write_tar
 
 
@@ -17,14 +16,6 @@ from tests.kit.reading import write_tar
 def started(pretrained: str, tmp_path: Path) -> str:
     """A model of a few steps, whose card is the test's own."""
     return str(shutil.copytree(pretrained, tmp_path / "run"))
-
-
-@pytest.fixture(scope="module")
-def trained(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that has seen the 8 kinds of picture often enough to tell most of them apart."""
-    folder = str(tmp_path_factory.mktemp("trained"))
-    pretrain.main([*tiny_flags, "--max_steps", "50", "--learning_rate", "2e-3", "--output_dir", folder])
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -84,25 +75,6 @@ def test_a_folder_of_clip_benchmark_gives_the_same_figures(
     assert {each.dataset_split for each in own} == {"test"}
     names = {"accuracy", "accuracy@5", "mean accuracy of the classes"}
     assert {each.metric_name.partition(",")[0] for each in own} == names
-
-
-@pytest.mark.slow
-def test_names_say_what_is_seen(trained: str, flags: list[str]) -> None:
-    found = eval_zero_shot.main([*flags, "--model_name_or_path", trained])
-    assert found["accuracy@1_low"] > 2 * found["chance@1"]
-
-
-@pytest.mark.slow
-def test_two_processes_find_what_one_finds(trained: str, flags: list[str], tmp_path: Path) -> None:
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    script = str(ROOT / "scripts/eval_zero_shot.py")
-    flags = [*flags, "--model_name_or_path", trained, "--max_eval_samples", "23"]
-    arguments = ["--config_file", config, script, *flags, "--output_dir", str(tmp_path)]
-    two = launch(arguments, tmp_path, ACCELERATE_USE_CPU="true")
-    assert two.returncode == 0, two.stderr
-    assert "2 x cpu" in two.stderr + two.stdout
-    one = eval_zero_shot.main(flags)
-    assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(one)
 
 
 def test_figures_of_training_rows_do_not_enter_the_card(

@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification
 from scripts import eval_zero_shot, finetune
 from tests.kit.corpora import COLOURS, SHAPES
 from tests.kit.hub import HubServer
-from tests.kit.launches import ROOT, launch, losses
 from tests.kit.media_files import clip, tone
 from tests.kit.models import save_model
 
@@ -49,20 +48,6 @@ def test_texts_alone_in_parts_as_large_as_fit(pretrained: str, tmp_path: Path) -
     metrics = finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "out")])
     assert 0 <= metrics["eval_accuracy"] <= 1  # of the few rows held out
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "text"
-
-
-@pytest.mark.slow
-def test_two_processes_learn_what_one_learns(finetuning_flags: list[str], tmp_path: Path) -> None:
-    finetuning_flags = [*finetuning_flags, "--global_batch_size", "7", "--classifier_dropout", "0"]
-    finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "one")])
-    script, config = str(ROOT / "scripts/finetune.py"), str(ROOT / "accelerate_configs/two_processes.yaml")
-    arguments = [
-        "--config_file", config, script, *finetuning_flags, "--micro_batch_size", "2", "--output_dir",
-        str(tmp_path / "two"),
-    ]  # fmt: skip
-    two = launch(arguments, tmp_path, ACCELERATE_USE_CPU="true")
-    assert two.returncode == 0, two.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
 # -- sounds and clips ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Shape letters: M images of the split, Q queries, B rows of a block, E embedding 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -169,18 +169,14 @@ def embedding_health(split: Embeddings) -> dict[str, float]:
     return figures
 
 
-def _blocks(rows: Tensor) -> Iterator[Tensor]:
-    """Yield the rows in double precision, a block at a time, on the CPU if the device has none."""
-    for block in rows.split(BLOCK):
-        yield (block.cpu() if block.device.type == "mps" else block).double()
-
-
 def _rank_and_spread(rows: Tensor) -> tuple[float, float]:
     """Return effective rank and spread, from the eigenvalues of the E x E Gram matrix."""
-    centroid_E = torch.stack([block_BE.sum(0) for block_BE in _blocks(rows)]).sum(0) / len(rows)
+    # In double precision, a block at a time; on the CPU if the device has none.
+    blocks = (rows.cpu() if rows.device.type == "mps" else rows).split(BLOCK)
+    centroid_E = torch.stack([block_BE.double().sum(0) for block_BE in blocks]).sum(0) / len(rows)
     gram_EE = torch.zeros(len(centroid_E), len(centroid_E), dtype=centroid_E.dtype, device=centroid_E.device)
-    for block_BE in _blocks(rows):
-        centred_BE = block_BE - centroid_E
+    for block_BE in blocks:
+        centred_BE = block_BE.double() - centroid_E
         gram_EE.addmm_(centred_BE.T, centred_BE)
     spread = gram_EE.trace().item() / len(rows)
     if not math.isfinite(spread):  # there are no eigenvalues

@@ -66,7 +66,9 @@ def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], o
         classes: names of the classes; of more than 50, those of the most frequent mistakes are shown.
         out_path: the PNG to write.
     """
-    shown = _most_confused(counts, len(classes))
+    mistakes = sorted((-count, pair) for pair, count in counts.items() if pair[0] != pair[1])
+    ranked = dict.fromkeys([*(label for _, pair in mistakes for label in pair), *range(len(classes))])
+    shown = sorted(list(ranked)[:_MAX_CLASSES])
     place = {label: index for index, label in enumerate(shown)}
     images = np.zeros(len(shown))
     matrix = np.zeros((len(shown), len(shown)))
@@ -95,10 +97,3 @@ def draw_confusion(counts: dict[tuple[int, int], int], classes: Sequence[str], o
     part = "" if len(shown) == len(classes) else f"; the {len(shown)} most confused of {len(classes):,} classes"
     set_title(ax, f"Rows of a class, in %{part}")
     save_figure(figure, out_path)
-
-
-def _most_confused(counts: dict[tuple[int, int], int], num_classes: int) -> list[int]:
-    """Return up to 50 classes in order: those of the most frequent mistakes, then the first."""
-    mistakes = sorted((-count, pair) for pair, count in counts.items() if pair[0] != pair[1])
-    ranked = dict.fromkeys([*(label for _, pair in mistakes for label in pair), *range(num_classes)])
-    return sorted(list(ranked)[:_MAX_CLASSES])

@@ -111,7 +111,6 @@ NOTES = {
     "caption_controls_removed": "Control characters or terminal escapes were removed.",
     "caption_surrogate_replaced": "Broken Unicode was replaced by U+FFFD.",
     "caption_cut": "The caption was cut at --max_caption_characters.",
-    "caption_special_token": "The caption holds text like a tokenizer's special token; it was kept as text.",
     "caption_composed": "Letters and their accents were composed (NFC).",
     "caption_spaces_joined": "Line breaks and runs of spaces became single spaces.",
     "caption_markup": "The caption holds HTML entities or tags, such as &amp;; it was kept. html.unescape() mends entities.",

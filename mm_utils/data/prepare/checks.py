@@ -240,8 +240,6 @@ _FILE_NAME = re.compile(
     r"|(?:img|dsc[a-z]?|pict?|pxl|mvimg|gopr?|dji|sam|cimg|p(?=\d{7}))[-_]?\d{3,}[-_\w]*(?: ?\(\d+\))?",  # of cameras
     re.IGNORECASE,
 )
-_SPECIAL_TOKEN = re.compile(r"\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS)\]|</?s>|<(?:pad|unk|mask|bos|eos)>|<\|\w{1,40}\|>")
-
 _MARKUP = re.compile(
     r"&(?:[a-z]{2,8}\d{0,2}|#\d{1,7}|#x[0-9a-f]{1,6});|"
     r"</?(?:a|b|br|div|em|font|h[1-6]|i|img|li|ol|p|span|strong|su[bp]|t[dr]|table|u|ul)(?:\s[^<>]{0,300})?/?>",
@@ -283,8 +281,6 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
         border = text.rfind(" ", limit // 2, limit + 1)
         text = text[: limit if border == -1 else border]
         notes.append("caption_cut")
-    if _SPECIAL_TOKEN.search(text):
-        notes.append("caption_special_token")
     if _MARKUP.search(text):
         notes.append("caption_markup")
     if not part.isascii() and _MOJIBAKE.search(part):

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _EXAMPLES = 20
 # From this many ids that splits share without any shared image on, ids are taken for row numbers.
 _COUNTERS = 10
-_LEAKS = {
+LEAKS = {
     "exact": "the very same",
     "near": "nearly the same",
     "by_id": "of the same id",
@@ -186,7 +186,6 @@ def _measure_duplicates(found: Reconciled, state: _State) -> None:
     copies_N = copies_N[(state.id_N[copies_N] < 0) | (state.id_N[copies_N] != state.id_N[first_N[copies_N]])]
     found.duplicates = {
         "exact_rows": len(copies_N),
-        "exact_groups": len(np.unique(state.image_N[copies_N])),
         "near_pairs": len(state.near_P),
         "largest_group": int(counts.max()),
         "examples": [names[at : at + 2] for at in range(0, len(names), 2)],
@@ -234,7 +233,7 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
             return "shows it"
         return f"has the same group {facts['group'][row]}"
 
-    counts = ", ".join(f"{len(rows):,} {_LEAKS[kind]}" for kind, rows in kinds.items() if len(rows))
+    counts = ", ".join(f"{len(rows):,} {LEAKS[kind]}" for kind, rows in kinds.items() if len(rows))
     found.leaks = (
         f"{len(pairs):,} rows have an image or group that is in another split too ({counts}), such as "
         f"{in_split(pairs[0, 0])} and {in_split(pairs[0, 1])}"

@@ -25,7 +25,7 @@ from mm_utils.data.faults import NOTES, REASONS
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.prepare.arguments import PrepareArguments
-from mm_utils.data.prepare.dedup_and_split import Reconciled
+from mm_utils.data.prepare.dedup_and_split import LEAKS, Reconciled
 from mm_utils.data.prepare.ingest import Ingested
 from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.rows.columns import too_few
@@ -204,8 +204,7 @@ def _total(summary: dict[str, Any], name: str) -> int:
 
 def _leaks(leakage: dict[str, Any]) -> tuple[int, int]:
     """Return the number of images found in two splits, and of the rows dropped for that."""
-    copies = sum(leakage.get(kind, 0) for kind in ("exact", "near", "by_id", "by_group"))
-    return copies, sum(leakage["dropped"].values())
+    return sum(leakage.get(kind, 0) for kind in LEAKS), sum(leakage["dropped"].values())
 
 
 def _look_first(summary: dict[str, Any]) -> list[str]:

@@ -116,10 +116,9 @@ def records_of(
     table: Table, builder: RecordBuilder, prefix: str = "", split: str | None = None, by_folder: bool = False
 ) -> Iterator[Record | BadRow]:
     """Return the records of a table's rows, `split` where they name none."""
-    for number, values in table.rows:
+    for number, found in table.rows:
         where = f"{prefix}{table.unit} {number}"
-        if isinstance(values, Fault):
-            values = BadLine(values, "")
+        values = BadLine(found, "") if isinstance(found, Fault) else found
         if isinstance(values, BadLine):
             yield builder.bad(where, values.fault, values.text, split)
             continue

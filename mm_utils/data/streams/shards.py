@@ -177,9 +177,9 @@ def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = 
             records = _table_records(shard, first, builder)
         for number, record in enumerate(records, first):
             try:
-                row: Row = _training_row(record, source.medium)
-                if held_out and (row["id"] in held_out or stored_hash(row["image"]["bytes"]) in held_out):
-                    row = f"shard {url}, row {number}: {SHOWN_IN_VALIDATION}"
+                good = _training_row(record, source.medium)
+                shown = held_out and (good["id"] in held_out or stored_hash(good["image"]["bytes"]) in held_out)
+                row: Row = f"shard {url}, row {number}: {SHOWN_IN_VALIDATION}" if shown else good
             except Fault as fault:
                 row = f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
             yield row

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from torchvision.models import ResNet50_Weights
 
-from mm_utils.data.rows.class_folders import WORDNET_ID
+from mm_utils.data.rows.media_folders import WORDNET_ID
 from mm_utils.data.rows.source import Source, close_to
 from mm_utils.stored import place_of
 from mm_utils.text import one_line

@@ -25,8 +25,8 @@ from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
-from mm_utils.data.rows.class_folders import readable
 from mm_utils.data.rows.columns import SPLITS, hold_out, wrong_kind
+from mm_utils.data.rows.media_folders import readable
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.data.scenes import colour_questions, load_scenes
 from mm_utils.data.training_data import Schedule, TrainingData, make_data

@@ -28,9 +28,9 @@ from mm_utils.data.media import Image, medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
 from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.rows.class_folders import WORDNET_ID, class_names, readable
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.detect import detect
+from mm_utils.data.rows.media_folders import WORDNET_ID, class_names, readable
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.evaluation.embeddings import best_rank

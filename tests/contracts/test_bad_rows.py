@@ -28,11 +28,10 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.parquet import ParquetRows, check_files
-from mm_utils.data.paths import MOST_FILES, Limits
+from mm_utils.data.paths import MOST_FILES, Limits, expand_braces, files_of_pattern
 from mm_utils.data.rows import text_files
 from mm_utils.data.rows.records import CellImage
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.rows.tar_patterns import expand_braces, files_of_pattern
 from mm_utils.data.rows.text_files import BadLine, text_records
 from scripts.prepare_data import main
 from tests.data.prepare.zoo import Corpus, Pair, build, line

@@ -11,15 +11,20 @@ from pathlib import Path
 from mm_utils.arguments import load_own
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
-from mm_utils.data.rows.caption_files import is_captioned, read_caption_files
-from mm_utils.data.rows.class_folders import check_classes, read_classes
 from mm_utils.data.rows.columns import SUFFIXES, wrong_kind
 from mm_utils.data.rows.folders import is_service, walk
+from mm_utils.data.rows.media_folders import check_classes, is_captioned, read_caption_files, read_classes
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import FORMATS, PathArguments, Source, set_medium
-from mm_utils.data.rows.sql import read_sqlite
 from mm_utils.data.rows.stored import is_saved
-from mm_utils.data.rows.tables import METADATA_FILES, read_datasets, read_metadata, read_parquet, read_text
+from mm_utils.data.rows.tables import (
+    METADATA_FILES,
+    read_datasets,
+    read_metadata,
+    read_parquet,
+    read_sqlite,
+    read_text,
+)
 from mm_utils.data.rows.tars import read_webdataset
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array
 

@@ -1,10 +1,12 @@
-"""Records of tables: text files, Parquet files, and `datasets` of any kind."""
+"""Records of tables: text files, Parquet files, `datasets` of any kind, and databases of SQLite."""
 
 import itertools
 import os
+import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from datasets import Audio, ClassLabel, Dataset, Features, Image, Video
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import ParquetRows, cells_of
-from mm_utils.data.paths import Jail, check_own_file
+from mm_utils.data.paths import Jail, Limits, check_own_file
 from mm_utils.data.rows.columns import (
     BESIDE,
     BESIDE_TIME,
@@ -30,7 +32,7 @@ from mm_utils.data.rows.columns import (
     split_of,
 )
 from mm_utils.data.rows.folders import Unread, own_files, split_of_path, walk
-from mm_utils.data.rows.records import NO_MEDIUM, BadRow, CellImage, ImageRef, Record, RecordBuilder
+from mm_utils.data.rows.records import NO_MEDIUM, BadRow, CellImage, ImageRef, Record, RecordBuilder, checked_bytes
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.text_files import BadLine, Rows, text_records
@@ -286,3 +288,70 @@ def read_columns(columns: Columns, names: list[str], with_image: bool) -> list[s
     time = () if columns.medium == "image" else BESIDE_TIME
     wanted = (columns.caption, *columns.parts, columns.id, columns.group, columns.label, "split", *BESIDE, *time)
     return [name for name in names if (with_image if name == columns.image else name in wanted)]
+
+
+@dataclass(frozen=True, slots=True)
+class SqliteImage(ImageRef):
+    """A cell in the row of a key."""
+
+    path: str
+    query: str
+    key: int
+
+    def read(self, limits: Limits) -> bytes:
+        """Read the cell alone."""
+        try:
+            row = _database(self.path, os.getpid()).execute(self.query, (self.key,)).fetchone()
+        except sqlite3.Error as error:
+            raise Fault("read_error", f"{self.name}: {one_line(error)}") from error
+        return checked_bytes(row and row[0], self.name, limits)
+
+
+def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read the only table of a database, or the one that `config` names."""
+    builder, path = RecordBuilder(source, safety), os.path.abspath(source.path)
+    try:
+        database = _database(path, os.getpid())
+        found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        tables = [name for (name,) in found if not name.startswith("sqlite_")]  # of AUTOINCREMENT, ANALYZE
+        if source.config not in tables and (source.config or len(tables) != 1):
+            raise ValueError(
+                f"{source.title}; its tables are {', '.join(tables) or 'none'}. Name one of them, by config=NAME."
+            )
+        table = _quoted(source.config or tables[0])
+        names = [
+            row[1] for row in database.execute(f"PRAGMA table_xinfo({table})") if row[6] != 1
+        ]  # generated ones, too
+        columns = find_columns(names, source.title, source.columns)
+        image = "NULL" if columns.image is None else _quoted(columns.image)
+        hidden = {name.lower() for name in names}  # a column of that name hides SQLite's own key
+        key_name = next((name for name in ("rowid", "_rowid_", "oid") if name not in hidden), "rowid")
+        path_only = f"iif(typeof({image}) = 'blob', NULL, {image})"
+        cells = [path_only if cell == image else cell for cell in map(_quoted, names)]
+
+        def rows() -> Rows:
+            query = f"SELECT {key_name}, typeof({image}), {', '.join(cells)} FROM {table} ORDER BY {key_name}"
+            for key, kind, *row in database.execute(query):
+                values = dict(zip(names, row, strict=True))
+                if kind == "blob":
+                    cell = f"SELECT {image} FROM {table} WHERE {key_name} = ?"
+                    values[str(columns.image)] = SqliteImage(f"{path}, row {key}", path, cell, key)
+                yield key, values
+
+        yield from records_of(Table("row", columns, rows(), builder.jail), builder)
+    except sqlite3.Error as error:
+        raise ValueError(
+            f"{source.title}; it cannot be read as SQLite ({one_line(error)}). Check the file; a table needs rowids."
+        ) from error
+
+
+def _quoted(name: str) -> str:
+    return '"{}"'.format(name.replace('"', '""'))
+
+
+@lru_cache(maxsize=4)
+def _database(path: str, process: int) -> sqlite3.Connection:
+    """Open a database for reading, in each process anew."""
+    database = sqlite3.connect(f"{Path(path).as_uri()}?mode=ro", uri=True, check_same_thread=False)
+    database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
+    return database

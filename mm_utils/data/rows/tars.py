@@ -15,13 +15,12 @@ from typing import Any
 
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media.medium import MEDIA
-from mm_utils.data.paths import Limits, is_url, read_file
-from mm_utils.data.rows.class_folders import captions_of_class, class_names
+from mm_utils.data.paths import Limits, files_of_pattern, is_url, read_file
 from mm_utils.data.rows.columns import BESIDE, LABEL_NAMES, SUFFIXES, TEXT_NAMES, USUAL_NAMES, answers_of, split_of
 from mm_utils.data.rows.folders import Unread, own_files, split_of_path
+from mm_utils.data.rows.media_folders import captions_of_class, class_names
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source, set_medium
-from mm_utils.data.rows.tar_patterns import files_of_pattern
 from mm_utils.data.rows.text_files import checked_object, parse_json
 from mm_utils.files import read_regular_file
 from mm_utils.model.reading import MOST_BYTES

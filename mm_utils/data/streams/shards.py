@@ -26,14 +26,13 @@ from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
 from mm_utils.data.faults import Fault, is_hopeless, unreadable_as_fault
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.data.parquet import ParquetRows, cells_of
-from mm_utils.data.paths import shard_kind
+from mm_utils.data.paths import files_of_pattern, shard_kind
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import USUAL_NAMES, is_null
 from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tables import Table, find_table_columns, read_columns, records_of
-from mm_utils.data.rows.tar_patterns import files_of_pattern
 from mm_utils.data.rows.tars import BoundedHeader, medium_of_samples, read_samples, record_of_sample
 from mm_utils.data.rows.text_files import Rows
 from mm_utils.files import is_passing, regular_file, retry

@@ -20,8 +20,8 @@ from datasets import Dataset
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.arguments import parse_source
-from mm_utils.data.rows.caption_files import read_cues
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_of, texts_of
+from mm_utils.data.rows.media_folders import read_cues
 from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, UrlImage
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.rows.tars import read_shard

@@ -195,15 +195,9 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
         ValueError: if there is no model, or it needs Python code of its own.
     """
     title, name = f"{name} holds no model", opened(name)
-    config = load_config(title, name)
+    config = _config_of_whole(title, name)
     if config.model_type in DUAL_ENCODERS:
         return load_stock(name, config, **head)
-    if config.model_type != FusionDualEncoderConfig.model_type:
-        raise ValueError(
-            f"{title} that can be taken as a whole; its type is {config.model_type}, and those that can are "
-            f"{', '.join((FusionDualEncoderConfig.model_type, *DUAL_ENCODERS))}. Choose one of these, or give it as "
-            "--vision_model_name_or_path or --text_model_name_or_path to take a tower of it."
-        )
     with explained(title, name):
         model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
         probe(model.vision_model, "vision")
@@ -285,15 +279,20 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
                 else "Give the folder of a run that has ended."
             )
         )
+    _config_of_whole(title, name)
+
+
+def _config_of_whole(title: str, name: str) -> Any:
+    """Load the configuration of a whole model, one of ours or of `DUAL_ENCODERS`; ValueError if it is another's."""
     config = load_config(title, name)
     if config.model_type in (FusionDualEncoderConfig.model_type, *DUAL_ENCODERS):
-        return
+        return config
     towers = [tower for tower, sign in (("vision", "num_channels"), ("text", "vocab_size")) if hasattr(config, sign)]
     towers = ["vision", "text"] if hasattr(config, "vision_config") else towers or ["vision", "text"]
     flags = " and ".join(f"--{tower}_model_name_or_path {shlex.quote(name)}" for tower in towers)
     raise ValueError(
-        f"{title}; that is a {config.model_type}, and a whole model has both encoders of scripts/pretrain.py. To train one "
-        f"from it, give scripts/pretrain.py {flags}."
+        f"{title}; that is a {config.model_type}, and those that are taken as a whole are {', '.join(DUAL_ENCODERS)} and runs of "
+        f"scripts/pretrain.py. To train one from it, give scripts/pretrain.py {flags}."
     )
 
 

@@ -199,5 +199,6 @@ class Reader(Dataset):
             if min(shown.size) < min(side, shorter):  # decoded at a reduced scale
                 shown = open_image(image, side)
         small = shrink(shown, side)
-        print_ = fingerprint(small) if self.medium.kind == "image" and not is_clip else bytes(FINGERPRINT.itemsize)
-        return {"square": square, "thumbnail": encode(small, "jpeg", _QUALITY), "print": print_, **file}
+        # Sounds and clips of their own models resemble nothing, as flat images do.
+        near = bytes(FINGERPRINT.itemsize) if self.medium.lasts else fingerprint(small)
+        return {"square": square, "thumbnail": encode(small, "jpeg", _QUALITY), "print": near, **file}

@@ -25,7 +25,7 @@ from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint
 from mm_utils.data.rows.columns import SUFFIXES
-from mm_utils.data.rows.folders import RAW_SUFFIXES, Unread, walk
+from mm_utils.data.rows.folders import Unread, is_raw, walk
 from mm_utils.files import changed_ns
 from mm_utils.model.reading import CLIP_FPS, MOST_PIXELS, center_square, read_frames, read_sound
 
@@ -77,12 +77,11 @@ def folder_listing(
     skipped: list[Skip] = []
     for place, files in walk(folder, unread):
         for name in files:
-            is_raw = medium == "image" and name.lower().endswith(RAW_SUFFIXES)
-            if not (is_raw or name.lower().endswith(suffixes)):
+            if not (is_raw(name, medium) or name.lower().endswith(suffixes)):
                 continue
             path = os.path.relpath(os.path.join(place, name), folder)
             try:
-                if is_raw:
+                if is_raw(name, medium):
                     raise Fault("image_unknown_format", "a RAW photograph is not read")
                 jail.resolve(path)
                 if storable(path) != path:

@@ -10,7 +10,7 @@ from mm_utils.data.paths import check_own_file, file_fault
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, SUFFIXES
 from mm_utils.data.rows.records import BadRow, RecordBuilder
 
-RAW_SUFFIXES = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".pef", ".raf", ".raw", ".rw2", ".srw")
+_RAW_SUFFIXES = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".pef", ".raf", ".raw", ".rw2", ".srw")
 _SERVICE = {  # of NAS, archivers and systems
     *("@eadir", "@recycle", "#recycle", "__macosx", "__pycache__", "$recycle.bin", "lost+found", "thumbs.db"),
     *("system volume information", "desktop.ini"),
@@ -26,6 +26,11 @@ _PASSED = {
 def is_service(name: str) -> bool:
     """Return whether a file or folder is hidden, or a system, a NAS or an archiver put it beside the data."""
     return (name.startswith(".") and name not in (".", "..")) or name.lower() in _SERVICE
+
+
+def is_raw(name: str, medium: str) -> bool:
+    """Return whether a file among images is a RAW photograph, which only its camera's maker decodes."""
+    return medium == "image" and name.lower().endswith(_RAW_SUFFIXES)
 
 
 def split_of_path(path: str, by_words: bool = False) -> str | None:
@@ -60,9 +65,8 @@ class Unread:
         """Count the files in a place of `folder` that end in none of `read`, RAW photographs apart."""
         for name in names:
             if not name.lower().endswith(read):
-                is_raw = medium == "image" and name.lower().endswith(RAW_SUFFIXES)
                 path = os.path.relpath(os.path.join(place, name), folder)
-                self.add("image_unknown_format" if is_raw else "not_read", path)
+                self.add("image_unknown_format" if is_raw(name, medium) else "not_read", path)
 
     def rows(self, builder: RecordBuilder) -> Iterator[BadRow]:
         """Yield a bad row for every folder that was not entered, and one for all files of a reason."""

@@ -4,7 +4,6 @@ Shape letters: n this rank's rows, N all ranks' rows.
 """
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TensorLike = TypeVar("TensorLike", bound=Tensor)
@@ -222,16 +219,16 @@ def on_first(work: Callable[[], T]) -> T:
 @contextmanager
 def first_then_others() -> Iterator[None]:
     """Let rank 0 go first, which fills caches; no rank goes on if one fails. Entered on all ranks."""
-    is_first, failed = rank() == 0, None
-    if not is_first:
+    failed = None
+    if rank():
         _agree(None)  # on what rank 0 did
     try:
         yield
     except Exception as error:
         failed = error
-    if is_first:
+    if not rank():
         _agree(failed)
-    _agree(None if is_first else failed)
+    _agree(failed if rank() else None)
 
 
 def _agree(error: Exception | None) -> None:

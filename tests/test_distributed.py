@@ -9,23 +9,12 @@ from hypothesis import strategies as st
 
 from mm_utils import distributed
 from mm_utils.distributed import RunError
-from mm_utils.objectives.losses import call_roll
 from tests.kit.ranks import run_on_ranks
 
 
 def one_tensor_per_rank(sizes: list[int]) -> list[torch.Tensor]:
     everything = torch.arange(3.0 * sum(sizes)).view(-1, 3)
     return list(everything.split(sizes))
-
-
-def called(sizes: list[int], twin: bool) -> list[Any]:
-    """The answer to a roll call of rows with ids of their own; or with one caption of the first and the last row."""
-    ids = torch.arange(2 * sum(sizes)).view(-1, 2)
-    if twin and len(ids):
-        ids[-1, 1] = ids[0, 1]
-    rank = distributed.rank()
-    roll = call_roll(ids.split(sizes)[rank], 3 + rank)
-    return [roll.sizes, roll.longest, roll.ids_N2.tolist(), roll.shared_ids]
 
 
 def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:
@@ -43,7 +32,6 @@ def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:
                 "ragged": distributed.gather_ragged(ragged, seen, pad=7),
                 "sum": distributed.sum_over_ranks(summed),
                 "untouched": summed.tolist(),
-                "roll": [called(sizes, twin) for twin in (False, True)],
             }
         )
     return found
@@ -64,11 +52,6 @@ def test_collectives_between_processes() -> None:
             assert seen["sum"].tolist() == [world, sum(range(world))]
             assert not seen["sum"].requires_grad
             assert seen["untouched"] == [1.0, rank]
-            for twin, answers in enumerate(seen["roll"]):
-                ids = torch.arange(2 * sum(sizes)).view(-1, 2).tolist()
-                if twin and ids:
-                    ids[-1][1] = ids[0][1]
-                assert answers == [sizes, 2 + world, ids, bool(twin) and len(ids) > 1]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64))

@@ -102,7 +102,6 @@ class RetrievalEvaluator:
     Attributes:
         split: embeddings of the last evaluation.
         directions: its ranks in each direction.
-        scores: its pair scores; None without a head.
         first: the ranks of the first evaluation by the two encoders, by direction.
         reads_features: True for an evaluator that reads batches with the output of frozen towers in place of the media.
     """
@@ -121,7 +120,6 @@ class RetrievalEvaluator:
         self.own_captions, self.fits, self.weights = own_captions, fits, weights
         self.split: Embeddings | None = None
         self.directions: dict[str, DirectionRanks] = {}
-        self.scores: PairScores | None = None
         self.first: dict[str, Tensor] = {}
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
@@ -146,7 +144,7 @@ class RetrievalEvaluator:
         cosine_P2, blind_P2 = probe_cosines(model, split, probes, accelerator)
         others = probes.measure(cosine_P2, blind_P2)
         if not reranks:
-            self.directions, self.scores = rank_directions(split), None
+            self.directions = rank_directions(split)
             return retrieval_metrics(split, self.directions) | others | embedding_health(split)
         texts = Texts.cat([split.texts, probes.texts])
         candidates, pair_P2 = find_candidates(split, self.args.rerank_top_k, len(texts)), probes.pairs(split)
@@ -155,8 +153,7 @@ class RetrievalEvaluator:
         if "caption" in weights:
             voice = list(weights).index("caption")
             scores = scores.minus_priors(voice, candidates["text_to_image"].pair, len(texts))
-        self.scores, weight_FV = scores, torch.tensor([list(weights.values())] * FOLDS)
-        of_head: dict[str, DirectionRanks] | None = None
+        weight_FV, of_head = torch.tensor([list(weights.values())] * FOLDS), None
         if self.fits:
             weight_FV, of_head = self._fit(model, split, candidates, scores, scale, list(weights))
         ranked = self.directions = rank_directions(split, candidates, scores, scale, weight_FV)

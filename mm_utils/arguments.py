@@ -385,7 +385,7 @@ def read_flat_yaml(path: str) -> dict[str, Entry]:
                 raise ValueError(f"{path}, line {token.start_mark.line + 1}, is an alias; write the value out")
         node = yaml.compose(text, yaml.SafeLoader)
         if node is not None and not isinstance(node, yaml.MappingNode):
-            raise ValueError(f"{path} holds a {node.id}; {flat}")
+            raise ValueError(f"{path} holds no mapping; {flat}")
         for key, value in node.value if node else ():
             name, line = str(key.value), key.start_mark.line + 1
             if name in entries:

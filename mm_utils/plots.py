@@ -149,7 +149,12 @@ def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
         look |= {"linewidth": 1.5, "linestyle": ("-", "--", ":")[min(cutoffs.index(cutoff), 2)]}
         ax.plot(steps, values, label=label, marker="o" * (len(steps) < 30), markersize=3, **look)
     if len(names) > 1:  # above the axes, right of the title, where it covers no curve
-        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "ncols": 3, "columnspacing": 1.2}
+        place: dict[str, Any] = {
+            "loc": "lower right",
+            "bbox_to_anchor": (1.02, 0.98),
+            "ncols": 3,
+            "columnspacing": 1.2,
+        }
         ax.legend(fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, **place)
 
 

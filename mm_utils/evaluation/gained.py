@@ -25,7 +25,7 @@ def read_start(log: Path, name: str) -> tuple[float | None, bool]:
         name: the figure's.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
-    first = next((row for row in rows if name in row), {})
+    first: dict[str, float] = next((row for row in rows if name in row), {})
     saved = next((row["saved_step"] for row in reversed(rows) if "saved_step" in row), None)
     return first[name] if first.get("step") == 0 else None, saved == 0
 

@@ -17,7 +17,7 @@ Shape letters: M images, T captions, K candidates of an image, N rows.
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ from mm_utils.data.images import open_image
 from mm_utils.data.prepare.on_disk import content_fingerprint, write_splits
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, groups, near_pairs
 from mm_utils.data.rows.columns import NEGATIVES
-from mm_utils.evaluation.embeddings import Embeddings, embed_split, top_candidates
+from mm_utils.evaluation.embeddings import Embeddings, top_candidates
 from mm_utils.files import atomic_folder
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import UnreadableError
 
 logger = logging.getLogger(__name__)
@@ -73,18 +72,6 @@ class Mined:
 
     negatives: list[list[str]]
     left_out: dict[str, int]
-
-
-def mine(
-    model: FusionDualEncoderModel,
-    rows: datasets.Dataset,
-    loader: Iterable,
-    args: MiningArguments,
-    accelerator: Accelerator,
-) -> Mined:
-    """Find the negatives of tokenised rows among their captions; called on all ranks, with the rows' evaluation loader."""
-    split = embed_split(model, loader, accelerator)
-    return choose(split, rows, same_pictures(rows, accelerator), args)
 
 
 def choose(split: Embeddings, rows: datasets.Dataset, group_N: np.ndarray, args: MiningArguments) -> Mined:
@@ -141,11 +128,7 @@ def same_pictures(rows: datasets.Dataset, accelerator: Accelerator) -> np.ndarra
 def write_mined(
     pairs: datasets.DatasetDict, mined: Mined, source: str, folder: Path, settings: dict[str, Any]
 ) -> None:
-    """Write the prepared set of `source` again, `train` with its negatives, and `negatives.json`; called on all ranks."""
-    distributed.on_first(lambda: _write(pairs, mined, source, folder, settings))
-
-
-def _write(pairs: datasets.DatasetDict, mined: Mined, source: str, folder: Path, settings: dict[str, Any]) -> None:
+    """Write the prepared set of `source` again, `train` with its negatives, and `negatives.json`; called on the main process."""
     counts = [len(texts) for texts in mined.negatives]
     said: dict[str, Any] = {"images": len(counts), "negatives": sum(counts), "images_without": counts.count(0)}
     said |= {"left_out": mined.left_out, "settings": settings}

@@ -28,7 +28,8 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.mining import MiningArguments, mine, write_mined
+from mm_utils.evaluation.embeddings import embed_split
+from mm_utils.mining import MiningArguments, choose, same_pictures, write_mined
 from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.start import make_accelerator, run_script
@@ -79,10 +80,12 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
     # 4. Mine.
     loader = loaders.evaluation(rows, EVALUATION_BATCH)
-    mined = mine(accelerator.unwrap_model(model), rows, loader, mining, accelerator)
+    split = embed_split(accelerator.unwrap_model(model), loader, accelerator)
+    mined = choose(split, rows, same_pictures(rows, accelerator), mining)
 
     # 5. Write the data set, and the report.
-    write_mined(pairs, mined, args.dataset_name, Path(args.output_dir), to_dict(args, mining))
+    settings = to_dict(args, mining)
+    distributed.on_first(lambda: write_mined(pairs, mined, args.dataset_name, Path(args.output_dir), settings))
     words = [
         "--dataset_name",
         args.output_dir,

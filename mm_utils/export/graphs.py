@@ -215,7 +215,7 @@ def trace(graph: Graph, path: Path) -> None:
         RunError: if torch cannot export it, with torch's reason.
     """
     model: Any = graph.module.model
-    embeddings = model.vision_model.embeddings if isinstance(model.vision_model, Siglip2VisionModel) else None
+    embeddings: Any = model.vision_model.embeddings if isinstance(model.vision_model, Siglip2VisionModel) else None
     try:
         with _quiet(), torch.no_grad():
             if embeddings is not None:  # its positions are resized once for all, not for each image of a batch

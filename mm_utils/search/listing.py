@@ -98,8 +98,8 @@ def folder_listing(
             "folders are not followed."
         )
     names.sort()
-    files = [{"bytes": None, "path": os.path.join(os.path.abspath(folder), name)} for name in names]
-    table = pa.Table.from_pydict({"image": files, "captions": [[]] * len(names)}, _FEATURES.arrow_schema)
+    media = [{"bytes": None, "path": os.path.join(os.path.abspath(folder), name)} for name in names]
+    table = pa.Table.from_pydict({"image": media, "captions": [[]] * len(names)}, _FEATURES.arrow_schema)
     features = datasets.Features({**_FEATURES, "image": FEATURES[medium]})
     rows = datasets.Dataset(table.cast(features.arrow_schema))
     return Listing(names, rows, sorted(skipped, key=lambda line: line["id"]))

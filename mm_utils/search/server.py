@@ -69,7 +69,12 @@ def make_config(searcher: Searcher) -> uvicorn.Config:
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     page = page.replace('data-medium="image"', f'data-medium="{medium}"')
     api = _Api(searcher)
-    answers = {"start": api.start, "similar/{row}": api.similar, "search": api.text, "image/{row}": api.thumbnail}
+    answers: dict[str, Any] = {
+        "start": api.start,
+        "similar/{row}": api.similar,
+        "search": api.text,
+        "image/{row}": api.thumbnail,
+    }
     answers |= {"large/{row}": api.large, "content/{row}": api.content}
     routes = [Route("/", lambda request: HTMLResponse(page)), Route("/search", api.file, methods=["POST"])]
     routes += [Route(f"/{path}", answer) for path, answer in answers.items()]

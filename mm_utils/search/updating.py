@@ -118,9 +118,9 @@ class _Plan:
         self.before = len(known)
         row_of = {tuple(key.values()): row for row, key in enumerate(known.select(KEY).to_pylist())}
         self.listed, self.rows = {}, dict[str, int | None]()  # path and captions by id, and the row of what is known
-        for name, row in zip(listing.ids, listing.stamps(), strict=True):
-            self.listed[name] = row["path"], row["captions"]
-            self.rows[name] = row_of.get((name, row["mtime_ns"], row["stamp"]))
+        for name, media in zip(listing.ids, listing.stamps(), strict=True):
+            self.listed[name] = media["path"], media["captions"]
+            self.rows[name] = row_of.get((name, media["mtime_ns"], media["stamp"]))
         self.todo = [place for place, row in enumerate(self.rows.values()) if row is None]
         # What lies below a folder that cannot be read at the moment, or is such a file, stays.
         passing, self.removed = {line["id"] for line in listing.skipped if line["reason"] in _PASSING}, 0

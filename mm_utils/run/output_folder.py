@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple
 import yaml
 
 from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders
+from mm_utils.distributed import RunError
 from mm_utils.files import write_atomic
 from mm_utils.run.commands import again_command
 from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch, newest_run, resume_name
@@ -42,17 +43,19 @@ _held: dict[tuple[int, Path], IO[str]] = {}  # the one folder that this process 
 
 
 class Claim(NamedTuple):
-    """The output folder and the checkpoint to resume from; or the problem in its way."""
+    """The output folder and the checkpoint to resume from."""
 
     folder: str
     resume_from: str | None
-    problem: str | None = None
 
 
 def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], launch: Sequence[str]) -> Claim:
     """Find, create and lock the output folder of a script's start, on the main process; `config` has all arguments by name.
 
     Without `--output_dir`, a new `outputs/<name>-N` is created, and a restart by one of the launchers gets that of its first start.
+
+    Raises:
+        RunError: if it cannot be used.
     """
     try:
         folder = Path(args.output_dir) if args.output_dir else folder_of_launch(name, launch)
@@ -73,10 +76,10 @@ def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], 
             problem = lock_folder(folder) or occupied(folder, goes_on)
     except (OSError, ValueError) as error:  # a ValueError comes from a name that no file can have
         where, why = args.output_dir or Path("outputs").absolute(), getattr(error, "strerror", None) or str(error)
-        return Claim(
-            str(where), None, f"--output_dir is {where}; it cannot be written: {why}. Give a folder that can."
-        )
-    return Claim(str(folder), resume_from, problem)
+        problem = f"--output_dir is {where}; it cannot be written: {why}. Give a folder that can."
+    if problem:
+        raise RunError(problem)
+    return Claim(str(folder), resume_from)
 
 
 def save_config(name: str, folder: Path, config: Mapping[str, Any]) -> None:

@@ -85,8 +85,6 @@ def start_run(name: str, given: Parsed) -> Run:
     settings = {**settings, **to_dict(args)}
 
     def write() -> None:
-        if claim.problem:
-            raise RunError(claim.problem)
         try:
             if not (claim.resume_from and (Path(claim.folder) / CONFIG_FILE).is_file()):  # else once the run may go on
                 save_config(name, Path(claim.folder), settings)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mm_utils.distributed import RunError
 from mm_utils.run import output_folder
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.processes import PATIENCE, fork, is_alive, read_report
@@ -49,7 +50,7 @@ def test_a_run_that_was_done_meanwhile_is_not_replaced(tmp_path: Path, children:
 
     _, reading = fork(children, hold)
     assert read_report(reading) == "locked\n"
-    assert "already holds a run" in (claim(tmp_path).problem or "")
+    assert "already holds a run" in problem(tmp_path)
     assert output_folder.lock_folder(tmp_path, PATIENCE) is None
 
 
@@ -107,29 +108,32 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
 
 
-def claim(folder: Path) -> output_folder.Claim:
-    return output_folder.claim_folder("pretrain", TrainingArguments(output_dir=str(folder)), {}, [])
+def problem(folder: Path) -> str:
+    """Why a start cannot have a folder; "" if it can."""
+    try:
+        output_folder.claim_folder("pretrain", TrainingArguments(output_dir=str(folder)), {}, [])
+        return ""
+    except RunError as error:
+        return str(error)
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path, [*RUNS_OWN, *FOREIGN])
-    assert "already holds a run" in (claim(tmp_path).problem or "")
+    assert "already holds a run" in problem(tmp_path)
     assert files_in(tmp_path) == {*RUNS_OWN, *FOREIGN}
 
 
 @pytest.mark.parametrize("name", ["README.md", "config.yaml", "tokenizer.json", "dual_encoder/notes.txt"])
 def test_a_folder_with_files_of_others_that_a_run_would_replace_is_refused(name: str, tmp_path: Path) -> None:
     write_files(tmp_path, [name])
-    problem = claim(tmp_path).problem or ""
-    assert (
-        f"--output_dir is {tmp_path}; it holds {name.partition('/')[0]}, which no run of this project wrote" in problem
-    )
+    said = problem(tmp_path)
+    assert f"--output_dir is {tmp_path}; it holds {name.partition('/')[0]}, which no run of this project wrote" in said
     assert files_in(tmp_path) == {name}
 
 
 def test_a_folder_with_files_that_no_run_writes_is_used(tmp_path: Path) -> None:
     write_files(tmp_path, FOREIGN)
-    assert claim(tmp_path).problem is None
+    assert not problem(tmp_path)
     assert files_in(tmp_path) == set(FOREIGN)
 
 

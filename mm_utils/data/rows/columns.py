@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 
@@ -76,38 +77,39 @@ class Columns:
         return re.findall(r"{([^{}]*)}", self.template or "")
 
 
-def find_columns(
-    names: Sequence[str],
-    title: str,
-    wanted: Columns,
-    spare_image: str | None = None,
-    typed: Mapping[str, str] | None = None,
-    first: Mapping[str, Any] | None = None,
-    labels: Mapping[str, Sequence[str]] | None = None,
-) -> Columns:
-    """Find the columns of a table, by `wanted` or else by their usual names in any case.
+class Known(NamedTuple):
+    """What a table says of its columns besides their names.
 
-    Args:
-        title: begins error messages.
+    Attributes:
         spare_image: the image column if no usual name is found.
         typed: the kinds of columns whose type says it.
         first: values of the first rows, which tell the kind of files in columns such as `path`.
         labels: the names of the classes of columns whose type has them.
+    """
+
+    spare_image: str | None = None
+    typed: Mapping[str, str] = MappingProxyType({})
+    first: Mapping[str, Any] = MappingProxyType({})
+    labels: Mapping[str, Sequence[str]] = MappingProxyType({})
+
+
+def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known = Known()) -> Columns:  # noqa: B008
+    """Find the columns of a table, by `wanted` or else by their usual names in any case; `title` begins error messages.
 
     Raises:
         ValueError: if a wanted column, or any for images or captions, is missing, two columns share a name, or columns
             are for media of several kinds; the message lists the columns.
     """
-    typed, first, option = typed or {}, first or {}, wanted.option.format
+    option = wanted.option.format
     if (twice := first_repeated(names)) is not None:
         raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
     for part in wanted.parts:
         find_column("caption_template", names, title, part, ())
     group = find_column("group_column", names, title, wanted.group, ())
-    medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed, first)
+    medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, known)
     if wanted.labelled:
-        return _find_labelled(names, title, wanted, spare_image, typed, first, labels or {})
-    image = find_column(option("image"), names, title, wanted.image, names_of(medium)) or spare_image
+        return _find_labelled(names, title, wanted, known)
+    image = find_column(option("image"), names, title, wanted.image, names_of(medium)) or known.spare_image
     template = wanted.parts[0] if wanted.parts else wanted.caption
     caption = find_column(option("caption"), names, title, template, USUAL_NAMES["caption"])
     for kind, shown, column in (("image", medium, image), ("caption", "caption", caption)):
@@ -115,7 +117,7 @@ def find_columns(
             by = option(kind)
             advice = f"Set {by}." if by.startswith("--") else f"Write it behind the path: ,{by}=NAME."
             raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
-    if (kind := typed.get(str(image), medium)) != medium:
+    if (kind := known.typed.get(str(image), medium)) != medium:
         raise ValueError(
             f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
         )
@@ -124,30 +126,22 @@ def find_columns(
     return Columns(image, caption, key, medium=medium, template=wanted.template, group=group)
 
 
-def _find_labelled(
-    names: Sequence[str],
-    title: str,
-    wanted: Columns,
-    spare_image: str | None,
-    typed: Mapping[str, str],
-    first: Mapping[str, Any],
-    labels: Mapping[str, Sequence[str]],
-) -> Columns:
+def _find_labelled(names: Sequence[str], title: str, wanted: Columns, known: Known) -> Columns:
     """Find the columns of labels, and of media, texts or both; see `find_columns`."""
     option, medium = wanted.option.format, wanted.medium
-    of_type = list(labels) if wanted.label is None else []
+    of_type = list(known.labels) if wanted.label is None else []
     label = of_type[0] if len(of_type) == 1 else find_column(
         option("label"), of_type or names, title, wanted.label, LABEL_NAMES
     )  # fmt: skip
     if label is None:
         raise ValueError(f"{title}; no label column was recognised. {listed(names)} Set {option('label')}.")
     others = [name for name in names if name != label]
-    image = find_column(option("image"), others, title, wanted.image, names_of(medium)) or spare_image
+    image = find_column(option("image"), others, title, wanted.image, names_of(medium)) or known.spare_image
     others = [name for name in others if name != image]
     text = find_column(option("caption"), others, title, wanted.caption, TEXT_NAMES)
     own = {name: kind for kind in MEDIA for name in MEDIUM_NAMES[kind] if kind != medium and name not in _ANY_FILE}
     other = next((name for name in others if image is None and name.lower() in own and name != text), None)
-    kind = own[other.lower()] if other is not None else typed.get(str(image), medium)
+    kind = own[other.lower()] if other is not None else known.typed.get(str(image), medium)
     if kind != medium:
         raise wrong_kind(f"{title}; the column {other or image}", kind, medium)
     if image is None and text is None:
@@ -155,11 +149,11 @@ def _find_labelled(
             f"{title}; no {medium} column and no text column was recognised. {listed(names)} Set {option('image')}, "
             f"{option('caption')} or both."
         )
-    files = [name for name in others if str(first.get(name)).lower().endswith(SUFFIXES[medium])]
+    files = [name for name in others if str(known.first.get(name)).lower().endswith(SUFFIXES[medium])]
     if image is None and files:
         said = f"the column {files[0]} names files of {medium}s and is not read. Set {option('image')} to read them"
         logger.warning("%s: %s.", title, said)
-    return Columns(image, text, medium=medium, labelled=True, label=label, classes=tuple(labels.get(label, ())))
+    return Columns(image, text, medium=medium, labelled=True, label=label, classes=tuple(known.labels.get(label, ())))
 
 
 def wrong_kind(what: str, kind: str, medium: str) -> ValueError:
@@ -182,23 +176,21 @@ def names_of(medium: str) -> list[str]:
     return USUAL_NAMES["image"] if medium == "image" else [*MEDIUM_NAMES[medium], *_ANY_FILE]
 
 
-def _find_medium(
-    names: Sequence[str], title: str, wanted: Columns, typed: Mapping[str, str], first: Mapping[str, Any]
-) -> str:
+def _find_medium(names: Sequence[str], title: str, wanted: Columns, known: Known) -> str:
     """Return the kind of the medium that a table holds; images where nothing tells it."""
     own = {name: kind for kind, usual in MEDIUM_NAMES.items() for name in usual if name not in _ANY_FILE}
     if wanted.image is not None:
-        known = typed.get(wanted.image) or own.get(wanted.image.lower())
-        return known or kind_of_value(first.get(wanted.image)) or "image"
+        kind = known.typed.get(wanted.image) or own.get(wanted.image.lower())
+        return kind or kind_of_value(known.first.get(wanted.image)) or "image"
     found = {own[name.lower()]: name for name in reversed(names) if name.lower() in own}
-    found = {kind: name for name, kind in typed.items()} | found
+    found = {kind: name for name, kind in known.typed.items()} | found
     if len(found) > 1:
         flag = wanted.option.format("image")
         advice = f"Name one by {flag}" if flag.startswith("--") else f"Set ,medium={' or '.join(found)}"
         raise ValueError(f"{title}; the columns {' and '.join(found.values())} may all be the medium. {advice}.")
     files = next((name for name in names if name.lower() in _ANY_FILE), None)
-    known = next(iter(found), None) or kind_of_value(first.get(str(files)))
-    return known or next((kind for kind in ("clip", "sound") if _spelt_otherwise(names, MEDIUM_NAMES[kind])), "image")
+    told = next(iter(found), None) or kind_of_value(known.first.get(str(files)))
+    return told or next((kind for kind in ("clip", "sound") if _spelt_otherwise(names, MEDIUM_NAMES[kind])), "image")
 
 
 def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:

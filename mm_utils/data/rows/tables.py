@@ -24,6 +24,7 @@ from mm_utils.data.rows.columns import (
     SPLIT_NAMES,
     SUFFIXES,
     Columns,
+    Known,
     answers_of,
     captions_of,
     find_columns,
@@ -178,7 +179,7 @@ def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> 
         raise ValueError(values.describe(path, f"{unit} {number}"))
     names = dict.fromkeys(name for row in read for name in row if name is not None)
     first = {name: value for row in reversed(read) for name, value in row.items() if not is_null(value)}
-    columns = find_columns(list(names), title, builder.source.columns, first=first)
+    columns = find_columns(list(names), title, builder.source.columns, Known(first=first))
     return Table(unit, columns, itertools.chain(head, rows), builder.jail)
 
 
@@ -218,7 +219,7 @@ def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Column
     features = Features.from_arrow_schema(pa.schema(known, metadata=schema.metadata))
     typed = {name: _KINDS[type(feature)] for name, feature in features.items() if type(feature) in _KINDS}
     labels = {name: feature.names for name, feature in features.items() if isinstance(feature, ClassLabel)}
-    return find_columns(schema.names, title, wanted, spare_image=spare, typed=typed, labels=labels)
+    return find_columns(schema.names, title, wanted, Known(spare, typed, labels=labels))
 
 
 def _is_image(kind: pa.DataType) -> bool:

@@ -174,7 +174,7 @@ def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> 
     if not head:
         raise ValueError(f"{title}; the file holds no rows. Give a file with one image and its caption per row.")
     number, values = head[0]
-    read = [row for _, row in head if not isinstance(row, BadLine)]
+    read = [row for _, row in head if isinstance(row, dict)]
     if isinstance(values, BadLine) and not read:
         raise ValueError(values.describe(path, f"{unit} {number}"))
     names = dict.fromkeys(name for row in read for name in row if name is not None)

@@ -524,7 +524,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         Raises:
             ValueError: if weights are missing, in whose place transformers would put random ones.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        model, info = loaded
         # A classifier may start from a model without one.
         new = () if cls.__name__ in (model.config.architectures or ()) else "classifier."
         for kind in ("unexpected", "missing"):
@@ -763,7 +764,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if return_loss:
             target = torch.arange(len(output.logits_per_text), device=output.logits_per_text.device)
             both = output.logits_per_text, output.logits_per_image
-            output.loss = sum(F.cross_entropy(logits, target) for logits in both) / 2
+            output.loss = torch.stack([F.cross_entropy(logits, target) for logits in both]).mean()
         return FusionDualEncoderOutput(**output, logit_scale=self.logit_scale)  # in the order of the fields
 
     # -- for people: pictures and sentences in, numbers out ---------------------------------------------------------

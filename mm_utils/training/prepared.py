@@ -38,7 +38,7 @@ def prepare(
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     place_encoders(args, accelerator, objective)
     if isinstance(wrapped, FSDPModule):
-        initialise_fsdp_root(wrapped)
+        initialise_fsdp_root(wrapped)  # type: ignore[arg-type]
     return wrapped, optimizer
 
 

@@ -130,7 +130,7 @@ class Image(Medium):
     std: Sequence[float] = (0.5,) * 3
     min_crop_area: float = 1.0
     kind, column, feature, lasts = "image", "image", datasets.Image(decode=False), False
-    suffixes = (
+    suffixes: ClassVar[tuple[str, ...]] = (
         *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
         *(".ppm", ".pgm", ".avif", ".heic", ".heif", ".jp2"),
     )
@@ -140,7 +140,7 @@ class Image(Medium):
     ]
     holders = ("image",)
     templates = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
-    unused = ("clip_frames",)
+    unused: ClassVar[tuple[str, ...]] = ("clip_frames",)
 
     def __post_init__(self) -> None:
         self.shape = (3, self.image_size, self.image_size)

@@ -16,7 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed, arg
-from mm_utils.checkpointing.files import CONFIG_FILE, checkpoint_folders, checkpoint_path, size_of
+from mm_utils.checkpointing.files import CONFIG_FILE, checkpoint_folders, size_of
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
 
@@ -177,16 +177,12 @@ class HubPusher(RunCallback):
             logger.warning(text + "check `hf auth whoami`", self.repository.name, error)
 
     def on_save(
-        self, args: Any, state: TrainerState, control: TrainerControl, checkpoint: Path | None = None, **kwargs: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, checkpoint: Path, **kwargs: Any
     ) -> None:
         """Push `checkpoint` in the background, unless the push before it is still in progress."""
-        if (
-            state.is_world_process_zero
-            and self.args.hub_strategy != "end"
-            and all(push.done() for push in self.pushes)
-        ):
+        is_free = all(push.done() for push in self.pushes)
+        if state.is_world_process_zero and self.args.hub_strategy != "end" and is_free:
             self._settle()
-            checkpoint = checkpoint or checkpoint_path(args.output_dir, state.global_step)
             self._push(checkpoint, commit_message=checkpoint.name, ignore_patterns=list(_RESUME_STATE))
             self._push_state(checkpoint)
 

@@ -53,19 +53,8 @@ def test_the_list_of_commands_needs_no_library() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_has_the_scripts_and_the_types(tmp_path: Path) -> None:
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(build, check=True)
+    build = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run([sys.executable, "-m", *build], check=True)
     [wheel] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         names = set(files.namelist())

@@ -3,25 +3,16 @@
 import json
 import logging
 import os
-import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import pytest
 
 from mm_utils import files
-from mm_utils.files import (
-    allow_open_files,
-    append_rows,
-    atomic_folder,
-    replace_folder,
-    restore_folder,
-    truncate_rows,
-    write_atomic,
-)
+from mm_utils.files import append_rows, atomic_folder, replace_folder, restore_folder, truncate_rows, write_atomic
 from mm_utils.stored import key_of, open_rows, place_of, stamp, stored, stored_value, version_of
 from tests.kit.processes import wait_until
 
@@ -114,20 +105,6 @@ def test_readers_see_the_old_folder_or_the_new(
     assert (final / "number").read_text() == "2"
 
 
-@pytest.fixture
-def open_files() -> Iterator[int]:
-    """The hard limit of open files; the limits are put back afterwards."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield before[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_the_limit_of_open_files_is_raised(open_files: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, open_files))
-    allow_open_files()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512 or open_files == 512
-
-
 # -- stored results -----------------------------------------------------------------------------------------------------
 KEY = key_of("settings", 1)
 
@@ -199,12 +176,6 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file.* cannot be written: .* set HF_DATASETS_CACHE to another folder"):
         stored("things", KEY, make, tmp_path / "file")
-
-    def unreadable(folder: Path) -> None:
-        raise PermissionError(13, "Permission denied", "/somewhere/else")
-
-    with pytest.raises(PermissionError):
-        stored("things", KEY, unreadable, tmp_path)
 
 
 def test_a_key_changes_with_every_part_and_every_file(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import logging
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -76,11 +76,7 @@ def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
 
 def model_title(name: str) -> str:
     """Return a model's name for people: that on the Hub, or the last two parts of a path."""
-    if not Path(name).exists():
-        return name
-    parts = Path(name).absolute().parts
-    cached = next((part for part in parts if part.startswith("models--")), None)  # in the cache of the Hub
-    return "/".join(cached.split("--")[1:] if cached else parts[-2:])
+    return "/".join(Path(name).absolute().parts[-2:]) if Path(name).exists() else name
 
 
 def is_on_hub(dataset_name: str) -> bool:
@@ -115,11 +111,6 @@ EXAMPLES = {  # of code: the folder of a person's files, which files, and a text
 }
 _HEALTH = re.compile(r".*_(effective_rank|spread)")  # figures for those who train
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
-_PICTURES = {
-    "Training curves": "training.png",
-    "Retrieved {}s": "retrieval.png",
-    "Confusions": "confusion.png",
-}
 
 
 def library_versions() -> dict[str, str]:
@@ -181,6 +172,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items() if not _HEALTH.fullmatch(name)]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
     hyperparameters = without_secrets(card.hyperparameters, publishable)
+    pictures = {"Training curves": "training.png", "Retrieved {}s": "retrieval.png", "Confusions": "confusion.png"}
     name = json.dumps(card.model, ensure_ascii=False)
     # Code runs as pasted, in any folder.
     usage = _fenced("python", card.usage(name, card.medium) if card.usage else _search_code(name, card))
@@ -197,7 +189,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         _details("All metrics", markdown_table(["metric", "value"], metrics)),
         *(
             f"![{title.format(card.medium)}]({name})"
-            for title, name in _PICTURES.items()
+            for title, name in pictures.items()
             if (output_dir / name).is_file()
         ),
         "## Data",
@@ -227,20 +219,20 @@ def _what_it_is(card: CardInfo) -> str:
     names = (f"{card.medium} encoder ({_text(card.vision_model)})", f"text encoder ({_text(card.text_model)})")
     image, text = (f"a frozen {name}" if frozen else an(name) for name, frozen in zip(names, card.frozen, strict=True))
     size, trained = (f"{count / 1e6:,.1f} million" for count in (card.num_parameters, card.num_trained))
-    of_these = f", of which {trained} were trained" if any(card.frozen) else ""
+    size = f"{size} parameters in all{f', of which {trained} were trained' if any(card.frozen) else ''}"
+    both = f"{image[0].upper()}{image[1:]} and {text}"
     if card.summary is not None:
-        return f"{_text(card.summary)} {image[0].upper()}{image[1:]} and {text}: {size} parameters in all{of_these}."
-    terms = [_text(term) for term in card.terms]
-    losses = " and ".join([*filter(None, [", ".join(terms[:-1])]), terms[-1]])
-    losses = f"the {losses} loss{'es' * (len(terms) > 1)}"
-    head = "a cross-attention fusion head that re-ranks the best candidates"
-    if all(card.frozen):
-        parts = f"A projection and {head}" if card.has_fusion else "A projection"
-        made = f"{parts} ({trained} parameters), trained between {image} and {text} with {losses}"
-    else:
-        fusion = f", and {head}" if card.has_fusion else ""
-        made = f"{image[0].upper()}{image[1:]} and {text}, trained together with {losses}{fusion}: {size} parameters in all{of_these}"
-    return f"{made}. It finds {card.medium}s for a text and texts for {an(card.medium)}."
+        return f"{_text(card.summary)} {both}: {size}."
+    head = ", and a cross-attention fusion head that re-ranks the best candidates" if card.has_fusion else ""
+    losses = f"the {listed([_text(term) for term in card.terms])} loss{'es' * (len(card.terms) > 1)}"
+    found = f"It finds {card.medium}s for a text and texts for {an(card.medium)}."
+    made = "joined" if all(card.frozen) else "trained together"
+    return f"{both}, {made} with {losses}{head}: {size}. {found}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words with commas and an "and"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def an(medium: str) -> str:

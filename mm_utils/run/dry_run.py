@@ -123,6 +123,8 @@ class _Probe(TrainerCallback):
         """Start the clock: a step does not count the time that it waited for data."""
         self.last = time.perf_counter()
 
+    on_evaluate_begin = on_step_begin
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the time of a step; stop if others would take too long."""
         self._lap("step")
@@ -137,10 +139,6 @@ class _Probe(TrainerCallback):
                     f"loss is {self.logs['loss']} in step {state.global_step} of the dry run. Lower --learning_rate, train "
                     "in bf16 or fp32, or look at the images."
                 )
-
-    def on_evaluate_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start the clock."""
-        self.last = time.perf_counter()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the time of the evaluation."""
@@ -179,12 +177,9 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
         saved, evaluations = max(saved, evaluations), evaluations + (evaluations > 1)
     evaluations += context.final_evaluations
     kept = saved
-    if (
-        args.save_total_limit is not None
-    ):  # an old one is removed after a new one is complete, and the best of a stage stays
+    if args.save_total_limit is not None:  # an old one goes after a new one is complete, and the best of a stage stays
         kept = min(saved, args.save_total_limit + 1 + 2 * args.keeps_best)
     checkpoint = find_checkpoint("latest", folder)
-    checkpoint_bytes = size_of(checkpoint) if checkpoint else 0
     growth = data.total_rows["validation"] / len(data.splits["validation"])
     training = args.batch_sizes.before(steps) / rate
     others = evaluations * growth * probe.seconds["evaluation"] + saved * probe.seconds["checkpoint"]
@@ -193,6 +188,6 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
         **{"steps": steps, "evaluations": evaluations, "checkpoints": saved, "pairs_per_second": rate},
         **{"hours": (before + training + others) / 3600, "training_hours": training / 3600},
         **{"peak_memory_gib": probe.logs["peak_memory_gib"], "free_memory_gib": probe.free_memory},
-        "disk_gb": ((kept - 1) * checkpoint_bytes + size_of(folder)) / 1e9,
+        "disk_gb": ((kept - 1) * (size_of(checkpoint) if checkpoint else 0) + size_of(folder)) / 1e9,
         "free_disk_gb": shutil.disk_usage(folder).free / 1e9,
     }

@@ -32,6 +32,7 @@ from mm_utils.reports.model_card import (
     EvaluatedData,
     data_names,
     is_on_hub,
+    listed,
     model_title,
     retrieval_results,
     write_model_card,
@@ -48,19 +49,6 @@ EMBEDDED = "The embedded scenes"
 _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
 MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
-CONTENTS = {
-    "model.safetensors": "the model, with config.json and its processor",
-    "dual_encoder": "the two towers for stock transformers",
-    "README.md": "the model card, with code to use the model",
-    "training.png": "curves",
-    "retrieval.png": "what some captions find",
-    "confusion.png": "which classes are mistaken for which",
-    "classes.csv": "recall and precision of every class",
-    "results.json": "the metrics above",
-    "wise_ft.json": "figures of the weights between the start and the end",
-    "metrics.jsonl": "every figure that was logged",
-    "config.yaml": "the arguments, to run it again",
-}
 
 
 def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence[str] | None) -> CardInfo:
@@ -99,19 +87,16 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
-        has_fusion=_reranks(model),
+        has_fusion=model.fusion is not None and bool(stored_weights(model)),
         dual_encoder=AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else "",
         base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
 
 
-def _reranks(model: FusionDualEncoderModel) -> bool:
-    return model.fusion is not None and bool(stored_weights(model))
-
-
 def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> dict[str, float]:
     """Return the metrics; without those of a head of weight 0, which reorders nothing."""
-    return {name: value for name, value in metrics.items() if _reranks(model) or not name.startswith("eval_rerank_")}
+    reranks = model.fusion is not None and stored_weights(model)
+    return {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
 
 
 def terms_of(settings: Mapping[str, Any]) -> list[str]:
@@ -130,11 +115,9 @@ def chosen_on_validation(context: RunContext, model: FusionDualEncoderModel | No
         *(["the weights of re-ranking"] if model and model.fusion is not None and model.config.rerank_weights else []),
         *(["alpha"] if "eval_wise_ft_alpha" in context.metrics else []),
     ]
-    if not chosen:
-        return context.choice
-    named = " and ".join([*filter(None, [", ".join(chosen[:-1])]), chosen[-1]])
-    saved = f"{context.choice} " if context.choice else ""
-    return f"{saved}The validation split also chose {named}, so its figures are slightly too high; those of a test split are not."
+    too_high = "so its figures are slightly too high; those of a test split are not."
+    also = f"The validation split also chose {listed(chosen)}, {too_high}" if chosen else ""
+    return " ".join(filter(None, [context.choice, also]))
 
 
 def _retrieval_rows(
@@ -310,11 +293,13 @@ def _retrieval_summary(context: RunContext) -> list[str]:
 def closing_lines(
     context: RunContext, commands: Sequence[str], model: FusionDualEncoderModel | None = None
 ) -> list[str]:
-    """Return the last lines of a summary: what validation has chosen, what lies in the folder, and what to try next."""
+    """Return the last lines of a summary: what validation has chosen, where everything is, and what to try next."""
     folder, alpha = context.run.output_dir, context.metrics.get("eval_wise_ft_alpha")
     lines = [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
     lines += [f"  {sentence}" for sentence in [chosen_on_validation(context, model)] if sentence]
-    lines += ["", f"Everything is in {folder}:"]
-    lines += [f"  {name:<20}{text}" for name, text in CONTENTS.items() if (folder / name).exists()]
-    lines += [f"  {place}" for place in context.published]
+    lines += [
+        "",
+        f"Everything is in {folder}; its README.md has the figures, and code to use the model.",
+        *context.published,
+    ]
     return [*lines, *(["", "Next:"] if commands else []), *(f"  {command}" for command in commands)]

@@ -19,7 +19,11 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in rows_of(folder) if "loss" in row}
+    return logged(folder, "loss")
+
+
+def logged(folder: Path, name: str) -> dict[int, float]:
+    return {row["step"]: row[name] for row in rows_of(folder) if name in row}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,8 +40,3 @@ def launch(arguments: list[str], cwd: Path, **environment: str) -> subprocess.Co
         text=True,
         timeout=600,
     )
-
-
-def logged(folder: Path, name: str) -> dict[int, float]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row[name] for row in rows if name in row}

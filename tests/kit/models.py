@@ -120,11 +120,6 @@ def batch_for(model: FusionDualEncoderModel, lengths: tuple[int, ...] = (7, 3, 5
 LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 WAVES = {**LAYERS, "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2,
          "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}  # fmt: skip
-
-
-CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "layer_scale_init_value": 1.0}
-
-
 TOWERS: dict[str, dict[str, Any]] = {
     "videomae": {**LAYERS, "image_size": 16, "patch_size": 8, "num_frames": 8, "tubelet_size": 2},
     "timesformer": {**LAYERS, "image_size": 16, "patch_size": 8, "num_frames": 8},
@@ -142,11 +137,10 @@ TOWERS: dict[str, dict[str, Any]] = {
                 "decoder_start_token_id": 1},
     "clap_audio_model": {"spec_size": 32, "num_mel_bins": 8, "patch_size": 4, "patch_stride": [4, 4], "window_size": 4,
                          "patch_embeds_hidden_size": 8, "hidden_size": 16, "depths": [1, 1], "num_attention_heads": [1, 2]},
-    "convnext": {**CONVNEXT, "num_channels": 1, "image_size": [128, 16]},
+    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "layer_scale_init_value": 1.0,
+                 "num_channels": 1, "image_size": [128, 16]},
     "vit": {**LAYERS, "image_size": 16, "patch_size": 8},
 }  # fmt: skip
-
-
 CAPTIONS = [
     f"{text} number {number}"
     for number in range(20)

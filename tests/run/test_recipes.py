@@ -15,19 +15,17 @@ from tests.kit.hub import HubServer
 from tests.kit.stock_folders import write_stock
 
 ROOT = Path(__file__).parents[2]
-IMAGES, SOUNDS, CLIPS, SHARDS = '{"image": "a.png"', '{"audio": "a.wav"', '{"video": "a.mp4"', "--streaming"
+IMAGES, SOUNDS, CLIPS = '{"image": "a.png"', '{"audio": "a.wav"', '{"video": "a.mp4"'
 
 
 @pytest.mark.parametrize(
     ("words", "row", "recipe"),
     [
         ("", IMAGES, "photographs"),
-        ("--learning_rate 1e-3 --fusion_layers 1", IMAGES, "photographs"),
         ("", SOUNDS, "sounds"),
         ("", CLIPS, "photographs"),
         ("--streaming --max_steps 9", IMAGES, "clip"),
         ("--vision_config small", IMAGES, None),
-        ("--text_config tiny", IMAGES, None),
         ("--model_name_or_path some/clip", SOUNDS, None),
         ("--vision_model_name_or_path some/vit", IMAGES, None),
         ("", None, None),

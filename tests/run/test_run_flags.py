@@ -157,44 +157,26 @@ def test_a_moved_run_is_not_resumed_in_its_old_place(tmp_path: Path) -> None:
     words = ["--config", str(config), "--resume_from_checkpoint", "latest"]
     with pytest.raises(ValueError, match=f"Add --output_dir {tmp_path / 'new'} to go on with it there"):
         flags.check_flags(parse_args(*flags.PRETRAINING, argv=words))
-    flags.check_flags(parse_args(*flags.PRETRAINING, argv=words[:2]))  # run once more
-    for place in ("new", "third"):  # as it says, or where a trial writes
-        flags.check_flags(parse_args(*flags.PRETRAINING, argv=[*words, "--output_dir", str(tmp_path / place)]))
-    (tmp_path / "new/checkpoint-2").rmdir()
-    flags.check_flags(parse_args(*flags.PRETRAINING, argv=words))  # a recipe, on a first start
-
-
-@pytest.mark.parametrize(
-    ("given", "rows", "expected"),
-    [({}, 300, 64), ({}, 40, 40), ({"batch_size_schedule": "0:16,9:64"}, 40, 64), ({}, 1, 64)],
-)
-def test_a_batch_that_nobody_sized_is_at_most_all_rows(given: dict, rows: int, expected: int) -> None:
-    sizes = flags.TrainingArguments(**given).batch_sizes.at_most(rows)
-    assert sizes.sizes[-1] == expected
-    assert flags.TrainingArguments(**given).settled(sizes, rows, False).batch_sizes == sizes
+    for others in (words[:2], [*words, "--output_dir", str(tmp_path / "new")]):  # run once more, or as it says
+        flags.check_flags(parse_args(*flags.PRETRAINING, argv=others))
 
 
 # -- how a script ends --------------------------------------------------------------------------------------------------
-ANY_FILE, FULL, UNABLE = (
-    "A file of this run, or of a cache",
-    "No space left on device",
-    "DefaultCPUAllocator: can't allocate memory",
-)
-KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
 
 
 @pytest.mark.parametrize(
     ("error", "start"),
     [
-        (OSError(errno.ENOSPC, FULL, "/data/x.arrow"), f"/data/x.arrow: {FULL}. Free"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), f"{ANY_FILE}: Disk quota exceeded. Free some"),
-        (Exception(f"{FULL} (os error 28)"), f"{ANY_FILE}: {FULL}"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/data/x"), "/data/x: Disk quota exceeded. Free some"),
+        (Exception("No space left on device (os error 28)"), "A file of this run, or of a cache: No space left on"),
         (PermissionError(errno.EACCES, "Permission denied", "/data/out"), "/data/out: Permission denied. Change its"),
         (FileExistsError(errno.EEXIST, "File exists", "/data/a.json"), "/data/a.json: File exists. Give a folder"),
-        (OSError(errno.EFBIG, "File too large", "/data/out"), "/data/out: File too large. Free some"),
-        (MemoryError("9 TiB"), "The memory is full; MemoryError: 9 TiB. Give smaller"),
-        (RuntimeError(UNABLE), f"The memory is full; RuntimeError: {UNABLE}"),
-        (RuntimeError(KILLED), f"{KILLED}Its memory or /dev/shm may have been full: pass a lower --data"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "The memory is full; RuntimeError: DefaultCPU"),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
+            "DataLoader worker (pid 7) is killed by "
+            "signal: Killed. Its memory or /dev/shm may have been full: pass a lower --data",
+        ),
         (OSError(errno.EIO, "Input/output error", "/data/in"), ""),
     ],
 )

@@ -30,10 +30,8 @@ def test_all_figures_are_left_with_their_intervals(flags: list[str], tmp_path: P
             assert all(0 < written[f"{stage}{name}_half_width_95"] < 1 for stage in ("", "rerank_", "rerank_gain_"))
 
 
-def test_the_card_gets_the_figures_of_the_split(flags: list[str], tmp_path: Path) -> None:
-    path, foreign = Path(flags[1], "README.md"), tmp_path / "model"
-    shutil.copytree(flags[1], foreign)
-    (foreign / "README.md").write_text("# A card of somebody else\n")
+def test_the_card_gets_the_figures_of_the_split(flags: list[str]) -> None:
+    path = Path(flags[1], "README.md")
     before = ModelCard.load(path)
     found = eval_retrieval.main([*flags, "--max_eval_samples", "5"])
     card = ModelCard.load(path)
@@ -45,8 +43,6 @@ def test_the_card_gets_the_figures_of_the_split(flags: list[str], tmp_path: Path
     assert new.metric_value == round(found["text_to_image_recall@1"], 4)
     assert (new.dataset_split, new.dataset_args["images"]) == ("validation", 5)
     assert len(card.data.eval_results) == 12, "6 figures of the two encoders, and 6 after re-ranking"
-    eval_retrieval.main(["--model_name_or_path", str(foreign), *flags[2:]])
-    assert (foreign / "README.md").read_text() == "# A card of somebody else\n"
 
 
 def test_the_screen_has_recalls_and_the_card_no_figure_of_training_rows(
@@ -78,9 +74,3 @@ def test_memory_and_the_batch_size_change_nothing(flags: list[str], monkeypatch:
     monkeypatch.setattr("mm_utils.evaluation.retrieval.CACHE_GB", 1e-9)
     monkeypatch.setattr("scripts.eval_retrieval.EVALUATION_BATCH", 3)
     assert eval_retrieval.main(flags) == pytest.approx(whole, rel=1e-4)
-
-
-def test_reranking_is_off_by_default_where_it_did_not_help(flags: list[str]) -> None:
-    """Eight images fit no weight."""
-    found = eval_retrieval.main([*flags, "--rerank_weights", "fitted"])
-    assert not any(name.startswith("rerank") for name in found)

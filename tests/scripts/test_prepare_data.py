@@ -151,11 +151,7 @@ def test_no_secret_and_no_folder_of_the_machine_is_published(
 STATE, INFO, NAMES, REPORT = "train/state.json", "train/dataset_info.json", "dataset_dict.json", "report.json"
 SHARD = "train/data-00000-of-00001.arrow"
 DAMAGED: dict[str, tuple[str, Any]] = {
-    **{
-        f"{name} is {text[:20]!r}": (name, text)
-        for name in (STATE, INFO, NAMES, REPORT)
-        for text in ("", "[]", "\udcff")
-    },
+    **{f"{name} is {text!r}": (name, text) for name in (STATE, INFO, NAMES, REPORT) for text in ("", "[]", "\udcff")},
     "a nested state": (STATE, "[" * 100_000),
     "an empty state": (STATE, "{}"),
     "no state of a split": (STATE, None),
@@ -238,14 +234,9 @@ def test_a_lost_row_and_another_order_are_found(damage: str, saved: Path, tmp_pa
 def test_what_is_corrected_and_prepared_again_is_trained_on(tmp_path: Path) -> None:
     """Boxes and phrases too: the same images and captions must not find the tokens of the old set."""
     output, tokenizer = str(tmp_path / "out"), cached_tokenizer(["picture number", "a red door", "wrong words"], 300)
-    regions = [
-        {"box": box, "phrase": phrase}
-        for box, phrase in (
-            ([0, 0, 10, 10], "wrong words"),
-            ([30, 30, 20, 20], "wrong words"),
-            ([0, 0, 10, 10], "a red door"),
-        )
-    ]
+    one, other = [0, 0, 10, 10], [30, 30, 20, 20]
+    named = ((one, "wrong words"), (other, "wrong words"), (one, "a red door"))
+    regions = [{"box": box, "phrase": phrase} for box, phrase in named]
     flags = ["--output_dir", output, "--num_proc", "1", "--overwrite_output_dir", "--validation_fraction", "0"]
     read = []
     for region in regions:

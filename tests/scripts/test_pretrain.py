@@ -43,8 +43,7 @@ def test_the_average_of_the_weights_is_kept_and_resumed(tiny_flags, tmp_path):
     name = "visual_projection.weight"
     torch.testing.assert_close(weights(tmp_path / "a")[name], weights(tmp_path / "b")[name])
     assert not torch.equal(weights(tmp_path / "a")[name], weights(tmp_path / "c")[name])
-    rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
-    [measured] = [row for row in rows if "eval_text_to_image_mean_rank" in row]
+    [measured] = [row for row in rows_of(tmp_path / "a") if "eval_text_to_image_mean_rank" in row]
     assert {name.replace("eval_", "eval_raw_") for name in measured if "eval_t" in name} <= set(measured)
     pretrain.main([*flags, "--eval_steps", "1", "--output_dir", str(tmp_path / "d")])
     assert losses(tmp_path / "d")[2] == losses(tmp_path / "c")[2]  # an evaluation of the average leaves the weights
@@ -68,9 +67,7 @@ def test_the_best_checkpoint_is_kept(tiny_flags, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "save_total_limit", 1)
     values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0, 0.5])  # the best is measured once more
 
-    flags = [
-        "--max_steps", "6", "--eval_steps", "1", "--save_steps", "100", "--head_share", "0",
-    ]  # fmt: skip
+    flags = ["--max_steps", "6", "--eval_steps", "1", "--save_steps", "100", "--head_share", "0"]
     kept = ["--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
     pretrain.main([*tiny_flags, *flags, *kept], evaluators=[lambda *_: {"quality": next(values)}])
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
@@ -124,16 +121,6 @@ def test_regions_are_trained_and_measured(tiny_flags, tmp_path):
     assert 0.1 < metrics["eval_pointing_chance"] < 0.3
     pretrain.main([*flags, "--micro_batch_size", "3", "--output_dir", str(tmp_path / "parts")])
     assert losses(tmp_path / "parts") == pytest.approx(losses(folder), rel=1e-4)
-
-
-def test_a_real_run_starts_where_a_dry_run_was_and_learns_the_same(scratch_run, tiny_flags, tmp_path):
-    folder, metrics = scratch_run
-    flags = [*tiny_flags, "--eval_steps", "2", "--output_dir", str(tmp_path / "out")]
-    found = pretrain.main([*flags, "--dry_run"])
-    assert found["dry_run_steps"] == 4
-    assert not (tmp_path / "out").exists()
-    assert pretrain.main(flags) == metrics
-    assert losses(tmp_path / "out") == losses(folder)
 
 
 # -- the two dials ------------------------------------------------------------------------------------------------------
@@ -193,34 +180,22 @@ def test_a_run_is_not_resumed_with_other_images_or_words(tiny_flags, tmp_path, m
 
 def test_siglips_frozen_text_tower_which_reads_padding_runs_once_and_gives_the_same(tiny_flags, tmp_path):
     start = write_stock(tmp_path / "start", "siglip")
-    flags = [
-        *tiny_flags[:2], *tiny_flags[4:], "--model_name_or_path", start, "--objectives", "sigmoid,matching",
-        "--max_steps", "2", "--freeze_text",
-    ]  # fmt: skip
+    own = ["--model_name_or_path", start, "--objectives", "sigmoid,matching", "--max_steps", "2", "--freeze_text"]
+    flags = [*tiny_flags[:2], *tiny_flags[4:], *own]
     for name, cache in (("plain", []), ("cached", ["--cache_features"])):
         pretrain.main([*flags, *cache, "--output_dir", str(tmp_path / name)])
-    plain, cached = (
-        [json.loads(line).get("loss") for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("plain", "cached")
-    )
-    assert [loss for loss in cached if loss] == pytest.approx([loss for loss in plain if loss], rel=2e-3)
+    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "plain"), rel=2e-3)
 
 
 # -- real launches ------------------------------------------------------------------------------------------------------
+TWO = ["--config_file", str(ROOT / "accelerate_configs/two_processes.yaml"), str(ROOT / "scripts/pretrain.py")]
 
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_learns(tiny_flags, tmp_path):
-    script, flags = (
-        str(ROOT / "scripts/pretrain.py"),
-        [*tiny_flags, "--max_train_samples", "15", "--global_batch_size", "7"],
-    )
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    two = launch(
-        ["--config_file", config, script, *flags, "--output_dir", str(tmp_path / "two")],
-        tmp_path,
-        ACCELERATE_USE_CPU="true",
-    )
+    flags = [*tiny_flags, "--max_train_samples", "15", "--global_batch_size", "7"]
+    words = [*TWO, *flags, "--output_dir", str(tmp_path / "two")]
+    two = launch(words, tmp_path, ACCELERATE_USE_CPU="true")
     assert two.returncode == 0, two.stderr
     assert "2 x cpu" in two.stderr + two.stdout
     pretrain.main([*flags, "--output_dir", str(tmp_path / "one")])
@@ -236,10 +211,7 @@ def test_two_processes_learn_what_one_learns(tiny_flags, tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_do_not_see_each_other_are_refused(tiny_flags, tmp_path):
-    config = str(ROOT / "accelerate_configs/two_processes.yaml")
-    found = launch(
-        ["--config_file", config, str(ROOT / "scripts/pretrain.py"), *tiny_flags], tmp_path, ACCELERATE_USE_CPU="false"
-    )
+    found = launch([*TWO, *tiny_flags], tmp_path, ACCELERATE_USE_CPU="false")
     if torch.cuda.is_available():
         pytest.skip("on GPUs they do see each other")
     assert found.returncode != 0

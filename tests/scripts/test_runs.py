@@ -44,9 +44,8 @@ def media(folder: Path, kind: str) -> list[str]:
     column, suffix = {"sound": ("audio", "wav"), "video": ("video", "avi")}[kind]
     rows = []
     for number in range(24):
-        content = (
-            tone(300 + 60 * number, each=0.4) if kind == "sound" else clip(("red", "lime") * 2, (32 + number, 32))
-        )
+        sound, shown = tone(300 + 60 * number, each=0.4), clip(("red", "lime") * 2, (32 + number, 32))
+        content = sound if kind == "sound" else shown
         (folder / f"{number}.{suffix}").write_bytes(content)
         split = "validation" if number % 3 == 2 else "train"
         rows.append({column: f"{number}.{suffix}", "caption": f"something of number {number}", "split": split})
@@ -62,11 +61,8 @@ def flags_of(start: str, folder: Path, tiny: list[str], request: pytest.FixtureR
     if start == "scratch":
         return tiny
     if start == "classes":
-        return [
-            *request.getfixturevalue("finetuning_flags"),
-            "--test_file",
-            str(request.getfixturevalue("questions") / "test.jsonl"),
-        ]
+        test = str(request.getfixturevalue("questions") / "test.jsonl")
+        return [*request.getfixturevalue("finetuning_flags"), "--test_file", test]
     if start == "stream":
         return ["--streaming", "--train_file", write_shards(folder / "shards", "tar", [11, 9, 12]), *tiny[2:]]
     if start in ("sound", "video"):
@@ -98,15 +94,8 @@ def finished(
 def test_everything_is_left_behind(finished: Finished) -> None:
     folder, metrics, is_task = finished.folder, finished.metrics, finished.start == "classes"
     own = ("confusion.png", "classes.csv", "results.json") if is_task else ("retrieval.png",)
-    files = (
-        "model.safetensors",
-        "config.json",
-        "metrics.jsonl",
-        "training.png",
-        "environment.json",
-        "checkpoint-2/run.json",
-    )
-    for name in (*files, *own):
+    files = ["model.safetensors", "config.json", "metrics.jsonl", "training.png", "environment.json"]
+    for name in (*files, "checkpoint-2/run.json", *own):
         assert (folder / name).stat().st_size > 0, name
     assert yaml.safe_load((folder / "config.yaml").read_text())["global_batch_size"] == 8
     rows = [row for row in rows_of(folder) if "loss" in row]
@@ -198,11 +187,8 @@ def test_the_evaluation_script_gives_the_figures_of_the_run(finished: Finished, 
 def test_a_checkpoint_classifies_in_a_pipeline(finished: Finished) -> None:
     if finished.start != "scratch":
         return
-    checkpoint, image, texts = (
-        str(finished.folder / "checkpoint-2"),
-        draw("red", "circle"),
-        ["a red circle", "one blue square"],
-    )
+    checkpoint, image = str(finished.folder / "checkpoint-2"), draw("red", "circle")
+    texts = ["a red circle", "one blue square"]
     model: Any = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
     image_embeds, text_embeds = model.encode(images=image, texts=texts)
     expected = (model.logit_scale.exp() * model.similarity(text_embeds, image_embeds)[:, 0]).softmax(0).tolist()

@@ -356,30 +356,6 @@ def test_training_asks_no_server(port: int, tmp_path: Path) -> None:
     assert sum(map(len, load_pairs(DataArguments(train_file=str(tmp_path / "pairs.parquet"))).values())) == 4
 
 
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "it is gone": lambda path: None,
-    "it is a pipe": os.mkfifo,
-    "it is a folder": os.mkdir,
-    "it is an endless device": lambda path: path.symlink_to("/dev/zero"),
-    "it is empty": lambda path: path.write_bytes(b""),
-    "it is cut in half": lambda path: path.write_bytes(png(draw(3))[:300]),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_changes_while_training_is_named_and_the_run_goes_on(change: str, tmp_path: Path) -> None:
-    names = [f"{number}.png" for number in range(6)]
-    for number, name in enumerate(names):
-        (tmp_path / name).write_bytes(png(draw(number)))
-    file = write_rows(tmp_path, names)
-    rows = tokenize_splits(load_pairs(DataArguments(train_file=file, validation_file=file)), new_tokenizer(), 16)
-    (tmp_path / "3.png").unlink()
-    CHANGES[change](tmp_path / "3.png")
-    [batch] = loaders().evaluation(rows["train"], 6)
-    assert batch["image_ids"] == [name for name in names if name != "3.png"]
-    assert ["3.png" in str(reason) for reason in batch["skipped"]] == [True]
-
-
 # -- downloads ----------------------------------------------------------------------------------------------------------
 BODY = b"an image" * 100
 

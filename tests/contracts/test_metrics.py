@@ -1,6 +1,5 @@
 """Each metric equals its definition, whatever the batches, the rows that cannot be read, ties, NaN and the number of processes."""
 
-import math
 from collections.abc import Callable
 from statistics import mean
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch.nn.functional import normalize
 
 from mm_utils.evaluation import embeddings, reranking, retrieval
 from mm_utils.evaluation.embeddings import Embeddings, Texts, count_right
-from mm_utils.evaluation.metrics import embedding_health, retrieval_metrics, wilson_interval
+from mm_utils.evaluation.metrics import retrieval_metrics, wilson_interval
 from mm_utils.evaluation.probes import Probes
 from mm_utils.evaluation.reranking import rank_directions
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
@@ -320,18 +319,3 @@ def test_figures_by_hand() -> None:
     figures = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")
     assert [found[f"text_to_image_{figure}"] for figure in figures] == [0.25, 1, 1, 2, 2]
     assert [found[f"image_to_text_{figure}"] for figure in figures] == pytest.approx([2 / 3, 1, 1, 4 / 3, 1])
-
-
-def test_the_evaluator_embeds_what_the_loader_yields() -> None:
-    model: Any = TruthfulModel()
-    evaluator = RetrievalEvaluator()
-    found = evaluator(model, model.batches(5), ACCELERATOR)
-    expected = retrieval_metrics(model.split(), rank_directions(model.split())) | embedding_health(model.split())
-    assert found == pytest.approx(expected)
-    split = evaluator.split
-    assert split is not None
-    assert split.keys_values is None
-    assert split.rows_M.tolist() == list(range(23))
-    assert split.texts.input_ids[:, :3].tolist() == [[1, text, image] for text, image in enumerate(model.owner)]
-    assert split.texts.attention_mask.sum(1).tolist() == [3 + text % 9 for text in range(len(model.owner))]
-    assert math.isfinite(found["image_effective_rank"])

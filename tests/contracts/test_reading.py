@@ -35,7 +35,7 @@ from transformers import (
     VisionTextDualEncoderProcessor,
 )
 
-from mm_utils.data.batches.dataset import Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
+from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import encode, open_image, pixels, read_pixels, shrink
@@ -371,19 +371,6 @@ def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
             assert np.array_equal(sound.log_mel.window(read, len(trained)), trained)
 
 
-def test_what_is_no_whole_sound_is_refused(tmp_path: Path) -> None:
-    """As by preparing and by search; a stream leaves open in its header how long it is."""
-    sound, path = wav(np.arange(900, dtype=np.int16), 8000), tmp_path / "a.wav"
-    path.write_bytes(sound[:40] + b"\xff" * 4 + sound[44:])
-    assert len(samples_of(path, 8000)) == 900
-    for content in (sound[:901], sound[:900], sound[:40] + bytes(4), b"no sound"):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"a.wav: .*Give another file"):
-            samples_of(path, 8000)
-        with pytest.raises(ValueError, match=r"a.wav: (a WAV file|it is not a WAV file)"):
-            read_query(str(path), sounds(1.0, 8000))
-
-
 @given(st.integers(20, 6000), st.integers(0, 99), st.sampled_from([1.0, 0.7, 0.1]))
 @settings(max_examples=30)
 def test_a_sound_begins_where_its_window_says(count: int, seed: int, share: float) -> None:
@@ -494,30 +481,6 @@ def examples_of(kind: str, media: list[dict[str, Any]], seconds: list[float]) ->
         "caption_keys": [[n] for n in numbers],
     }
     return media_rows(kind, [value["bytes"] for value in media], seconds=seconds, **ids)
-
-
-def test_damage_is_named_and_replaced() -> None:
-    media = [counting(3000), {"bytes": counting(3000)["bytes"][:50], "path": None}, counting(2500), counting(100)]
-    transform = TrainingTransform(sounds(2.0))
-    pairs = TrainingPairs(examples_of("sound", media, [3.0, 3.0, 2.5, 0.1]), transform)
-    examples = pairs.__getitems__([(row, 0) for row in range(4)])
-    assert [example.get("skipped_id") for example in examples] == [None, "m1", None, None]
-    assert "6 of 6,000 bytes" in examples[1]["skipped"]
-    batch = Collator(0, transform.medium, longest_first=True)(examples)
-    assert (batch["pixel_values"].shape, batch["pixel_values"].dtype) == ((4, 2000), torch.int16)
-    assert Collator(0, transform.medium)([])["pixel_values"].shape == (0, 2000)
-
-
-@pytest.mark.parametrize("kind", ["clip", "sound"])
-def test_an_example_is_a_function_of_seed_epoch_and_id(kind: str) -> None:
-    media = [brightening(n + 5) if kind == "clip" else counting(2000 + n) for n in range(4)]
-    medium = Clip(16, min_crop_area=0.5, frames=3, seconds=1.0) if kind == "clip" else sounds(2.0, jitter=6.0)
-    rows, transform = examples_of(kind, media, [2.0] * 4), TrainingTransform(medium, seed=1)
-    pairs, moved = TrainingPairs(rows, transform), TrainingPairs(rows.select([2, 0]), transform)
-    for place, row in enumerate([2, 0]):
-        assert torch.equal(moved[place, 7]["pixel_values"], pairs[row, 7]["pixel_values"])
-    shown = [pairs[2, epoch]["pixel_values"] for epoch in range(4)]
-    assert not all(torch.equal(shown[0], other) for other in shown[1:])
 
 
 def test_rows_with_the_same_captions_are_no_negatives_in_training() -> None:

@@ -320,9 +320,6 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
         (task_of, "sound", {"dataset_name": "sounds"}, "its rows have no labels. Give a labelled set"),
         *((labelled_of, "image", {"dataset_name": save(tmp_path / f"saved {n}", *case)}, message)
           for n, (*case, message) in enumerate(not_a_class)),
-        (labelled_of, "image", {"dataset_name": sounds, "split": "dev2"}, "--split is dev2; a split is train, validation or test"),
-        (labelled_of, "image", {"dataset_name": str(tmp_path / "no")}, "there is no such folder"),
-        (labelled_of, "image", {}, "--dataset_name is missing"),
         (labelled_of, "image", {"classes": "no.txt"}, "--classes is no.txt; there is no such file and no such benchmark"),
         *((door, "clip", {"dataset_name": sounds}, "media; it holds sounds, and the model is for clips")
           for door in (task_of, labelled_of)),

@@ -12,20 +12,18 @@ from datasets import Dataset, disable_progress_bars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils import distributed
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments
+from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.batches.workers import end_workers, worker_loader
 from mm_utils.data.images import encode
 from tests.kit.numbered_rows import (
-    CPU,
     FEATURES,
     SIZE,
     WORDS,
@@ -225,19 +223,6 @@ def test_batches_stay_as_they_are_while_workers_go_on(workers: int, tokenizer: P
     assert len(again) == len(loader) == 20
     assert all(equal(*both) for both in zip(first, again, strict=False))
     assert all(equal(*both) for both in zip(again, loaders(0).train(rows, order, 0, 20), strict=True))
-
-
-def test_images_are_normalised_on_the_device() -> None:
-    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
-    loader = DeviceLoader(
-        DataLoader([{"pixel_values": pixels, "skipped": []}], batch_size=None), CPU, media.Image(4, mean, std)
-    )
-    [batch] = loader
-    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    torch.testing.assert_close(batch["pixel_values"], expected, rtol=1e-5, atol=1e-5)
-    assert batch["pixel_values"].dtype == torch.float32
-    assert len(loader) == 1
 
 
 def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

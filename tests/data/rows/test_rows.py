@@ -20,7 +20,7 @@ from datasets import Dataset
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.arguments import parse_source
-from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_of, texts_of
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_of
 from mm_utils.data.rows.media_folders import read_cues
 from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, UrlImage
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
@@ -102,22 +102,6 @@ def test_columns_have_usual_names_in_any_case_and_those_that_are_asked_for_win()
     names = ["image", "photo", "caption", "alt", "id", "lang"]
     assert find_columns(names, "t", Columns("photo", "alt", "lang")) == Columns("photo", "alt", "lang")
     assert find_columns(["image", "text"], "t", Columns(id="image")).id is None
-
-
-@pytest.mark.parametrize(
-    ("written", "texts"),
-    [
-        ('["a", null]', ["a", None]), ("['a', \"it's\"]", ["a", "it's"]), ("('a', 'b')", ["a", "b"]), ("['a' 'b']", ["a", "b"]),
-        ("array(['a'], dtype=object)", ["a"]), (["['a']", "b"], ["a", "b"]), ("[a dog] barks", ["[a dog] barks"]),
-        ("(a dog)", ["(a dog)"]), ("['a', b]", Fault), ("['a', 'b", Fault),
-    ],
-)  # fmt: skip
-def test_lists_that_a_program_wrote_as_text_are_lists(written: Any, texts: Any) -> None:
-    if texts is Fault:
-        with pytest.raises(Fault, match="looks like a list of texts"):
-            texts_of(written)
-    else:
-        assert texts_of(written) == texts
 
 
 def test_splits_and_nulls_have_many_names_and_no_others() -> None:
@@ -478,19 +462,6 @@ def test_a_large_extended_header_is_refused_before_it_is_searched(kind: bytes, t
     [sample] = read_shard(str(tmp_path / "a.tar"))
     assert time.process_time() - began < 20
     assert "an extended header has 1,048,576 bytes" in str(sample.fault)
-
-
-@pytest.mark.parametrize("first", ["jpg", "txt"])
-def test_a_cut_leaves_out_the_sample_that_it_goes_through_alone(tmp_path: Path, first: str) -> None:
-    second = {"jpg": "txt", "txt": "jpg"}[first]
-    members = [(f"{key}.{kind}", key.encode() * 900) for key in "abc" for kind in (first, second)]
-    whole = Path(write_tar(tmp_path / "whole.tar", members, tarfile.USTAR_FORMAT)).read_bytes()
-    each = 512 + 1024  # bytes of a header and of a content
-    for at, known in ((4 * each + 600, "ab"), (5 * each + 600, "ab"), (4 * each + 300, "a"), (3 * each + 600, "a")):
-        (tmp_path / "cut.tar").write_bytes(whole[:at])
-        *found, last = read_shard(str(tmp_path / "cut.tar"))
-        assert ([sample.key for sample in found], last.key) == (list(known), "")
-        assert f"{len(known)} whole samples come before" in str(last.fault)
 
 
 @pytest.mark.parametrize(

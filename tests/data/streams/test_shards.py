@@ -179,12 +179,10 @@ Texts = list[str]
     [
         ({}, ["a picture"]),
         ({"caption": ["a", None, " ", "b", "a"]}, ["a", "b"]),
-        ({"caption": ["two  spaces", "cat.jpg"]}, ["two spaces"]),
         ({"image": {"bytes": b"bytes", "path": "raw:1x1"}}, ["a picture"]),  # which says the size of stored pixels
         ({"image": None}, "image_missing: the image is not in the shard"),
         ({"image": "photo.jpg"}, "the image is not in the shard"),
         ({"image": {"bytes": None, "path": "/etc/passwd"}}, "the image is not in the shard"),
-        ({"caption": None}, "caption_null"),
         ({"caption": [3, 4]}, "caption_not_text"),
         ({"id": None}, "id, the id, is empty"),
     ],

@@ -152,12 +152,15 @@ def test_where_a_picture_was_taken_is_not_kept(tmp_path: Path) -> None:
     assert [row for row in rows if b"Jane Doe" in row["image"]["bytes"]] == []
 
 
-def test_a_row_survives_bad_negatives(tmp_path: Path) -> None:
+def test_a_row_survives_bad_captions_and_negatives(tmp_path: Path) -> None:
     content = save(draw(0), "JPEG")
     given = [["a  dog", None, "a dog", ""], "a cat", [], None, 5]
-    rows, result = stored(tmp_path, *(record(content, negatives=each) for each in given))
-    assert [row["negatives"] for row in rows] == [["a dog"], ["a cat"], None, None, []]
-    assert [fault["reason"] for fault in result.faults] == ["caption_null", "caption_empty", "caption_not_text"]
+    items = [*(record(content, negatives=each) for each in given), record(content, "good", None)]
+    rows, result = stored(tmp_path, *items)
+    assert rows[-1]["captions"] == ["good"]
+    assert [row["negatives"] for row in rows] == [["a dog"], ["a cat"], None, None, [], None]
+    reasons = [fault["reason"] for fault in result.faults]
+    assert reasons == ["caption_null", "caption_empty", "caption_not_text", "caption_null"]
     assert not sum(result.bad.values())
 
 

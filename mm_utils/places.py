@@ -4,58 +4,30 @@ import difflib
 import logging
 import os
 import re
-import sys
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_ON_HUB = [
-    *("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path", "teacher_name_or_path"),
-    *("dataset_name", "sources"),
-]
 _NOT_A_PATH = re.compile(r".*://|(pipe|data|st):|.*[*?\[{]")  # addresses, and patterns of many files
 _OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".tar", ".zip", ".db", ".sqlite")
 
 
-def missing(name: str, kind: str = "folder", on_hub: bool = True) -> str:
+def missing(name: str) -> str:
     """Return the fault of a name that leads nowhere, for a message; empty if it may be right.
 
-    Args:
-        name: a path, or where `on_hub` a Hub id, too: a name without a slash, or owner/name where there is no folder owner.
-        kind: what is wanted, folder or file.
+    It may be a path or a Hub id: a name without a slash, or owner/name where there is no folder owner.
     """
     path = Path(name).expanduser()
     if not name or os.path.lexists(path) or _NOT_A_PATH.match(name):
         return ""
     owner, *rest = name.split("/")
     is_id = not rest or (len(rest) == 1 and rest[0] != "" and not os.path.isdir(owner))
-    if on_hub and is_id and name[0] not in "./~" and not name.lower().endswith(_OF_DATA):
+    if is_id and name[0] not in "./~" and not name.lower().endswith(_OF_DATA):
         return ""
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
-    return f"there is no such {kind}. {f'Did you mean {path.parent / close[0]}?' if close else 'Check the path.'}"
-
-
-def check_words(script: str, words: Sequence[str]) -> None:
-    """End the program with one line if a path on the command line of a script leads nowhere."""
-    places = {f"--{name}": ("folder", True) for name in _ON_HUB}
-    places |= {"--train_file": ("file", False), "--images": ("folder", False)}
-    if script == "search.py":
-        places["--index_dir"] = ("folder", False)
-    flag = ""
-    for word in words:
-        if word.startswith("--"):
-            flag, _, word = word.partition("=")
-        if flag not in places or not word:
-            continue
-        # A source is PATH,key=value.
-        name = re.split(r"(?<!\\),", word)[0].replace("\\,", ",") if flag == "--sources" else word
-        if problem := missing(name, *places[flag]):
-            sys.stderr.write(f"{script}: error: {flag} is {name}; {problem}\n")
-            sys.exit(2)
-        flag = flag if flag == "--sources" else ""  # a text to search for may follow
+    return f"there is no such folder. {f'Did you mean {path.parent / close[0]}?' if close else 'Check the path.'}"
 
 
 @cache

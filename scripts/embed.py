@@ -7,14 +7,6 @@ A prepared data set with its captions, or any other source that scripts/pretrain
     python scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
 """
 
-import sys
-
-from mm_utils.places import check_words
-
-if __name__ == "__main__":
-    check_words("embed.py", sys.argv[1:])  # before the libraries load, which takes 8 s
-
-# isort: split
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -15,14 +15,6 @@ A benchmark by its protocol, from the Hub; or from your files:
 The figures also go into the model card of the run's folder, where the Hub reads them.
 """
 
-import sys
-
-from mm_utils.places import check_words
-
-if __name__ == "__main__":
-    check_words("eval_retrieval.py", sys.argv[1:])  # before the libraries load, which takes 8 s
-
-# isort: split
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,14 +8,6 @@ For a web page (transformers.js), or for the photo library Immich:
     python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/immich --layout immich
 """
 
-import sys
-
-from mm_utils.places import check_words
-
-if __name__ == "__main__":
-    check_words("export.py", sys.argv[1:])  # before the libraries load, which takes 8 s
-
-# isort: split
 import importlib.util
 import logging
 import os

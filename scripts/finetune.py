@@ -18,14 +18,6 @@ A folder of images per class; adapters in a vision transformer, and weights betw
         --lora_rank 8 --freeze_text --wise_ft
 """
 
-import sys
-
-from mm_utils.places import check_words
-
-if __name__ == "__main__":
-    check_words("finetune.py", sys.argv[1:])  # before the libraries load, which takes 8 s
-
-# isort: split
 import logging
 from collections.abc import Sequence
 

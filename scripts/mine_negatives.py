@@ -9,14 +9,6 @@ A model that has not seen the pairs finds better ones than one that was trained 
         --dataset_name data/mine --output_dir data/mined
 """
 
-import sys
-
-from mm_utils.places import check_words
-
-if __name__ == "__main__":
-    check_words("mine_negatives.py", sys.argv[1:])  # before the libraries load, which takes 8 s
-
-# isort: split
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,14 +13,6 @@ A table with columns of other names, its first thousand rows, to try:
 An interrupted run continues where it stopped when the same command is given again.
 """
 
-import sys
-
-from mm_utils.places import check_words
-
-if __name__ == "__main__":
-    check_words("prepare_data.py", sys.argv[1:])  # before the libraries load, which takes 8 s
-
-# isort: split
 import logging
 import time
 

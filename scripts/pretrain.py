@@ -20,14 +20,6 @@ Continue after an interruption, on any number of GPUs:
     python scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
 """
 
-import sys
-
-from mm_utils.places import check_words
-
-if __name__ == "__main__":
-    check_words("pretrain.py", sys.argv[1:])  # before the libraries load, which takes 8 s
-
-# isort: split
 from collections.abc import Sequence
 from functools import partial
 

@@ -12,16 +12,9 @@ A page and a JSON API on this machine (pip install starlette uvicorn):
     python scripts/search.py --index_dir outputs/index --serve
 """
 
-import sys
-
-from mm_utils.places import check_words
-
-if __name__ == "__main__":
-    check_words("search.py", sys.argv[1:])  # before the libraries load, which takes 8 s
-
-# isort: split
 import errno
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 

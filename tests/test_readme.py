@@ -29,7 +29,6 @@ CONFIGS = sorted(
 )
 SOURCES = sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/[a-z]*.py")])
 PROGRAMS = [path for path in SOURCES if "\ndef main(" in path.read_text(encoding="utf-8")]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Flags of other programs that the pages name.
 FOREIGN = {
     *("--batch-size", "--accum-freq", "--precision", "--train-data", "--epochs", "--warmup", "--resume", "--siglip"),

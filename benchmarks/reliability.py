@@ -40,12 +40,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from benchmarks.harness import flags_of, names, numbers, print_table
 from scripts import pretrain
 
-STEPS, BATCH, SEED, RANKS = (
-    16,
-    4,
-    7,
-    2,
-)  # passes of the loop, pairs of a process in each, seed of everything, processes
+# Passes of the loop, pairs of a process in each, seed of everything, processes
+STEPS, BATCH, SEED, RANKS = 16, 4, 7, 2
 SECONDS = 300  # that a run may take
 
 

@@ -23,10 +23,8 @@ from mm_utils.training.callbacks import RunCallback
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
-_START_TIMEOUT, _TIMEOUT = (
-    30.0,
-    600.0,
-)  # seconds that start and end wait for the Hub; the end, also as long as 1 MB/s takes
+# Seconds that start and end wait for the Hub; the end, also as long as 1 MB/s takes
+_START_TIMEOUT, _TIMEOUT = 30.0, 600.0
 # Files that resume a run and are not a part of a model.
 _RESUME_STATE = (
     *("optimizer*", "scheduler*", "scaler*", "random_states*", "ema.safetensors", "adapters.safetensors"),

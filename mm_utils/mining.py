@@ -78,9 +78,8 @@ def choose(split: Embeddings, rows: datasets.Dataset, group_N: np.ndarray, args:
     """Choose negatives among all captions of a split, given the group of pictures of each row."""
     rows_M, device = split.rows_M.tolist(), split.text_TE.device
     words = rows.select_columns(["captions", "caption_keys"])[rows_M]
-    texts = [
-        text for captions in words["captions"] for text in captions
-    ]  # an image's side by side, as they were embedded
+    # An image's side by side, as they were embedded
+    texts = [text for captions in words["captions"] for text in captions]
     count_M = torch.tensor([len(captions) for captions in words["captions"]], device=device)
     owner_T = torch.arange(len(rows_M), device=device).repeat_interleave(count_M)
     key_T = torch.tensor([key for keys in words["caption_keys"] for key in keys], device=device)

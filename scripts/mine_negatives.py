@@ -78,12 +78,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 5. Write the data set, and the report.
     settings = to_dict(args, mining)
     distributed.on_first(lambda: write_mined(pairs, mined, args.dataset_name, Path(args.output_dir), settings))
-    words = [
-        "--dataset_name",
-        args.output_dir,
-        "--objectives",
-        "contrastive:1,matching:1",
-    ]  # which alone reads negatives
+    # Which alone reads negatives
+    words = ["--dataset_name", args.output_dir, "--objectives", "contrastive:1,matching:1"]
     logger.info("Train on it: %s", launch_command("pretrain", words))
     accelerator.end_training()
     return {"images": len(rows), "negatives": sum(map(len, mined.negatives))}

@@ -74,9 +74,8 @@ def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for path in (temporary / MANIFEST, *(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             _sync(path)
-        replace_folder(
-            temporary, final
-        )  # a second stage begins with a checkpoint of the step that the first ended with
+        # A second stage begins with a checkpoint of the step that the first ended with
+        replace_folder(temporary, final)
         _sync(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -90,9 +90,8 @@ def fetch(benchmark: Benchmark, title: str, everything: bool = False) -> str:
     Raises:
         ValueError: if that fails.
     """
-    folder = place_of(
-        "benchmarks", benchmark.name
-    )  # huggingface_hub checks what lies there, and goes on where it stopped
+    # `huggingface_hub` checks what lies there, and goes on where it stopped
+    folder = place_of("benchmarks", benchmark.name)
     files = None if everything else [benchmark.files, "*.txt"]
     advice = f"Check the connection and your access to {benchmark.dataset}, or give a local folder of it."
     try:

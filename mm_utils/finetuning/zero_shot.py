@@ -82,9 +82,8 @@ class ZeroShotArguments(LabelArguments):
             raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
         if self.templates is not None and len(self.templates) == 1 and Path(self.templates[0]).is_file():
             lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
-            self.templates = [
-                line.strip().replace("{c}", "{}") for line in lines if line.strip()
-            ]  # as CLIP_benchmark has it
+            # As CLIP_benchmark has it
+            self.templates = [line.strip().replace("{c}", "{}") for line in lines if line.strip()]
         without = [template for template in self.templates or () if "{}" not in template]
         if without or self.templates == []:
             shown = without[0] if without else "an empty file"

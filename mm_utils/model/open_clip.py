@@ -158,9 +158,8 @@ def _names(config: Any) -> dict[str, list[str]]:
 
 def _renamed(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Return open_clip's weights under CLIP's names."""
-    weights = {
-        name.removeprefix("text."): value for name, value in weights.items()
-    }  # of its class with a text tower apart
+    # Of its class with a text tower apart
+    weights = {name.removeprefix("text."): value for name, value in weights.items()}
     names, found = _names(config), dict[str, Tensor]()
     if unknown := weights.keys() - names.keys() - {"attn_mask", "logit_bias"}:
         raise ValueError(f"it has {min(unknown)}, and CLIP has no such weight")

@@ -24,9 +24,8 @@ from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, 
 class Plan:
     """The decisions for one step, made without gradient from the embeddings of the whole batch."""
 
-    gradients: dict[str, Tensor | None] = field(
-        default_factory=dict
-    )  # of the embedding losses at this rank's `leaves`
+    # Of the embedding losses at this rank's `leaves`
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
     metrics: Report = field(default_factory=dict)  # global values to log
     rows: dict[str, RowPlan] = field(default_factory=dict)  # of each row term, by name
 

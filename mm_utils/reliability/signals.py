@@ -70,8 +70,7 @@ class Interruption:
                     os.write(2, _MESSAGE)
             else:
                 signal.alarm(_WORKER_SECONDS)
-        elif (
-            number == self.number and now - self._since > _REPEAT_SECONDS
-        ):  # another number comes from launchers that end
+        # Another number comes from launchers that end
+        elif number == self.number and now - self._since > _REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

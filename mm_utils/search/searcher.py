@@ -97,9 +97,8 @@ def _span(name: str, text: str) -> tuple[int, int]:
         begin = datetime.datetime.strptime(f"{text}-01-01"[: max(10, len(text))], "%Y-%m-%d")
         end = begin + datetime.timedelta(days={4: 366, 7: 31}.get(len(text), 1))
         end = end.replace(day=end.day if len(text) == 10 else 1, month=1 if len(text) == 4 else end.month)
-        first, last = (
-            min(max(0, int(each.timestamp())), 2**33) * 10**9 for each in (begin, end)
-        )  # 64 bits hold the year 2242
+        # 64 bits hold the year 2242
+        first, last = (min(max(0, int(each.timestamp())), 2**33) * 10**9 for each in (begin, end))
         return first, last
     except (ValueError, OverflowError, OSError) as error:
         raise ValueError(f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year.") from error

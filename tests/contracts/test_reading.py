@@ -456,12 +456,10 @@ def test_stored_files_that_are_cut_or_damaged(content: bytes) -> None:
 
 def test_what_would_fill_the_memory_is_refused() -> None:
     fast = bytearray(write_wav(np.arange(5, dtype=np.int16), 8000))
-    fast[24:28] = (MOST_RATE + 1).to_bytes(
-        4, "little"
-    )  # resampled by a filter of twenty numbers for every sample of a second
-    png = save(
-        Image.new("RGB", (48, 32)), "PNG"
-    )  # is decoded whole, whatever is asked for: 512 of 40 million pixels would be 60 GB
+    # Resampled by a filter of twenty numbers for every sample of a second
+    fast[24:28] = (MOST_RATE + 1).to_bytes(4, "little")
+    # Is decoded whole, whatever is asked for: 512 of 40 million pixels would be 60 GB
+    png = save(Image.new("RGB", (48, 32)), "PNG")
     for read, content, message in (
         (read_wav, bytes(fast), "samples a second"),
         (read_wav, wav(channels=2), "it is no WAV file of one channel"),

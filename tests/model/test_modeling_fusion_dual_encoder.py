@@ -352,10 +352,8 @@ def test_frames_tower_begins_as_the_mean_of_frames_and_reads_any_number():
     pooled, taps = model.vision_features(clips)
     frames = tower.backbone(clips.flatten(0, 1)).pooler_output.unflatten(0, (2, 6))
     torch.testing.assert_close(pooled, frames.mean(1))
-    assert [tuple(tap.shape[2:]) for tap in taps] == [
-        (5, 6),
-        (1, 6),
-    ]  # places and frames; the layers over time are last
+    # Places and frames; the layers over time are last
+    assert [tuple(tap.shape[2:]) for tap in taps] == [(5, 6), (1, 6)]
     with torch.no_grad():
         for parameter in tower.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

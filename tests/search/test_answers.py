@@ -321,9 +321,8 @@ def test_an_index_of_sounds_or_clips(medium: str, tmp_path: Path, monkeypatch: p
     for file in (media[3], str(tmp_path / "query.wav")):
         first = found.search_file(file, 1)[0]
         assert (first.row, first.score) == (3, pytest.approx(1, abs=2e-3))
-    monkeypatch.setitem(
-        sys.modules, "av", None
-    )  # no codec opens a stranger's file: a WAV file may hold MP3 and much else
+    # No codec opens a stranger's file: a WAV file may hold MP3 and much else
+    monkeypatch.setitem(sys.modules, "av", None)
     compressed = bytearray(media[0])
     compressed[20:22] = (0x55).to_bytes(2, "little")
     for wrong in (bytes(compressed), b"OggS" + bytes(99), media[3][:99], b"", tone(0), str(tmp_path / "nowhere.wav")):

@@ -122,9 +122,8 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
             frames.append(data)
     if not fps or not frames or not len(frames[0]):
         raise UnreadableError("an AVI file without JPEG frames; prepared clips have one stream of them", _REASON)
-    if any(
-        len(frame) and bytes(frame[:2]) != b"\xff\xd8" for frame in frames
-    ):  # only JPEG is decoded at a small scale
+    # Only JPEG is decoded at a small scale
+    if any(len(frame) and bytes(frame[:2]) != b"\xff\xd8" for frame in frames):
         raise UnreadableError("an AVI file with frames that are not JPEG files", _REASON)
     for at, frame in enumerate(frames):
         frames[at] = frame if len(frame) else frames[at - 1]

@@ -174,9 +174,8 @@ def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence
 
 def _distinct(prints_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return first rows of distinct fingerprints that are not flat, and pairs of copies."""
-    parts = np.split(
-        prints_N["thumbnail"], range(_CHUNK, len(prints_N), _CHUNK)
-    )  # as fp32 all take four times the memory
+    # As fp32 all take four times the memory
+    parts = np.split(prints_N["thumbnail"], range(_CHUNK, len(prints_N), _CHUNK))
     spread = np.concatenate([(part.reshape(len(part), 64, 3) @ _GREY_WEIGHTS).std(axis=1) for part in parts])
     rows = np.flatnonzero(spread >= _FLAT)
     whole = np.ascontiguousarray(prints_N[rows]).view(f"V{FINGERPRINT.itemsize}")

@@ -295,9 +295,8 @@ def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
         if classes and isinstance(answer, int):
             found += [classes[answer]] if 0 <= answer < len(classes) else []
         elif not is_null(answer):
-            found.append(
-                re.sub(r"^(-?\d+)\.0+$", r"\1", str(answer).strip())
-            )  # pandas writes a class 3 beside an empty cell as 3.0
+            # Pandas writes a class 3 beside an empty cell as 3.0
+            found.append(re.sub(r"^(-?\d+)\.0+$", r"\1", str(answer).strip()))
     return found
 
 

@@ -113,9 +113,8 @@ class CellImage(ImageRef):
         except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
             _cursor.cache_clear()
             raise Fault("read_error", f"{self.name}: {one_line(error)}") from error
-        if isinstance(
-            cell, dict
-        ):  # raw pixels that were saved anew are no image file, see `mm_utils.data.images.pixels`
+        # Raw pixels that were saved anew are no image file, see `mm_utils.data.images.pixels`
+        if isinstance(cell, dict):
             cell = encode(open_image(cell), "png") if raw_size(cell) else cell["bytes"]
         return checked_bytes(cell, self.name, limits)
 

@@ -320,9 +320,8 @@ def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadR
                 f"{source.title}; its tables are {', '.join(tables) or 'none'}. Name one of them, by config=NAME."
             )
         table = _quoted(source.config or tables[0])
-        names = [
-            row[1] for row in database.execute(f"PRAGMA table_xinfo({table})") if row[6] != 1
-        ]  # generated ones, too
+        # Generated ones, too
+        names = [row[1] for row in database.execute(f"PRAGMA table_xinfo({table})") if row[6] != 1]
         columns = find_columns(names, source.title, source.columns)
         image = "NULL" if columns.image is None else _quoted(columns.image)
         hidden = {name.lower() for name in names}  # a column of that name hides SQLite's own key

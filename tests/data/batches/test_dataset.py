@@ -178,11 +178,8 @@ def test_collator_puts_the_longest_caption_first() -> None:
     assert batch["rows"].tolist() == batch["pixel_values"][:, 0, 0, 0].tolist() == [1, 3, 4, 0, 2]
     assert batch["ids"][:, 0].tolist() == [101, 103, 104, 100, 102]
     assert batch["attention_mask"].sum(1).tolist() == batch["lengths"]
-    assert batch["all_input_ids"].shape == (
-        5,
-        4,
-        4,
-    )  # rows have as many captions as their number, of 1, 2, 3 ... tokens
+    # Rows have as many captions as their number, of 1, 2, 3 ... tokens
+    assert batch["all_input_ids"].shape == (5, 4, 4)
     for row, mask, ids in zip(
         batch["rows"].tolist(), batch["all_attention_mask"], batch["all_input_ids"], strict=True
     ):

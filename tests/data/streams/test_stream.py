@@ -250,10 +250,8 @@ def test_images_of_validation_are_kept_out_of_training(tmp_path: Path, tokenizer
     rows[40]["image"] = rows[1]["image"]  # a held-out image under another id
     path = str(shards.write_parquet(tmp_path / "a.parquet", rows))
     stream = opened(path, BatchSizes((0,), (10,)), 1, max_eval_samples=1)
-    assert (stream.validation["id"], stream.order.num_rows) == (
-        ["id-0"],
-        48,
-    )  # twelve are held out, whatever is evaluated
+    # Twelve are held out, whatever is evaluated
+    assert (stream.validation["id"], stream.order.num_rows) == (["id-0"], 48)
     batches = batches_of(steps_of(stream, tokenizer), 0, 48)
     shown = [image_id for batch in batches for image_id in batch["image_ids"]]
     assert set(shown) == {f"id-{number}" for number in range(12, 60) if number not in (30, 40)}

@@ -33,8 +33,7 @@ class EmbedArguments:
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
     index_dir: str = required("The folder of the index; a new one, or one that is brought up to date.")
     images: str | None = arg(
-        None,
-        "A folder of images, with all folders in it, instead of pairs. For a model of clips or sounds, of these.",
+        None, "A folder of images, with all folders in it, instead of pairs. For a model of clips or sounds, of these."
     )
     with_clips: bool = arg(
         False,

@@ -85,11 +85,7 @@ def main(
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
     model = build_classifier(
-        classifier_args,
-        given[LoraArguments],
-        task.classes,
-        has_images=task.has_images,
-        has_texts=task.has_texts,
+        classifier_args, given[LoraArguments], task.classes, has_images=task.has_images, has_texts=task.has_texts
     )
     labels = torch.tensor(rows["label"][:])
     weights = weigh_classes(labels, classes, classifier_args.class_weights)

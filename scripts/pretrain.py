@@ -97,9 +97,7 @@ def main(
     ]
     measures: list[Evaluate] = [retrieval, *others, *train_recall(data, args.seed)]
     context = RunContext(
-        *(run, given, data, model, objective, measures, resume_from, is_model),
-        retrieval=retrieval,
-        callbacks=attached,
+        *(run, given, data, model, objective, measures, resume_from, is_model), retrieval=retrieval, callbacks=attached
     )
     context.call("on_start")
     optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, attached)

@@ -210,10 +210,7 @@ class TrainingState:
 
 
 def write_model(
-    folder: Path,
-    model: FusionDualEncoderModel,
-    processor: ProcessorMixin,
-    weights: dict[str, Tensor] | None = None,
+    folder: Path, model: FusionDualEncoderModel, processor: ProcessorMixin, weights: dict[str, Tensor] | None = None
 ) -> None:
     """Write model and processor, with `weights` if given, and the stock model to `dual_encoder/`, where there is one."""
     (folder / SUMS_FILE).unlink(missing_ok=True)

@@ -13,13 +13,7 @@ from transformers import ProcessorMixin
 
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.loaders import (
-    EVALUATION_BATCH,
-    DeviceLoader,
-    LoaderArguments,
-    Loaders,
-    make_loaders,
-)
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, DeviceLoader, LoaderArguments, Loaders, make_loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of, settle_window

@@ -29,8 +29,7 @@ class ClassifierArguments:
     """The model to start from, and the input of its classifier."""
 
     model_name_or_path: str = required(
-        "The model to start from: the output folder of pretrain, a checkpoint, or a Hub id.",
-        usual=True,
+        "The model to start from: the output folder of pretrain, a checkpoint, or a Hub id.", usual=True
     )
     classifier_inputs: str | None = arg(
         None,
@@ -44,9 +43,7 @@ class ClassifierArguments:
     freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
     freeze_text: bool = arg(False, "Do not train the text backbone.", usual=True)
     gradient_checkpointing: bool = arg(
-        False,
-        "Recompute activations in the backward pass: less memory, a third slower.",
-        decides="speed",
+        False, "Recompute activations in the backward pass: less memory, a third slower.", decides="speed"
     )
 
     def __post_init__(self) -> None:

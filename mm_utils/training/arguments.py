@@ -86,9 +86,7 @@ class TrainingArguments:
         decides="speed",
     )
     vision_device: str | None = arg(
-        None,
-        "The device of the image encoder, e.g. cuda:1, in a run of one process.",
-        decides="speed",
+        None, "The device of the image encoder, e.g. cuda:1, in a run of one process.", decides="speed"
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)
     # No flags:

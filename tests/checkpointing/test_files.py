@@ -166,7 +166,7 @@ def test_the_sums_of_a_model_name_its_files(tmp_path: Path) -> None:
     seal_model(tmp_path)
     lines = (tmp_path / SUMS_FILE).read_text().splitlines()
     assert [line.split("  ")[1] for line in lines] == [
-        *("config.json", "dual_encoder/config.json", "fusion.py", "model.safetensors"),
+        *("config.json", "dual_encoder/config.json", "fusion.py", "model.safetensors")
     ]
     (tmp_path / "config.json").unlink()
     (tmp_path / "README.md").write_text("my own words")

@@ -57,13 +57,7 @@ CASES = [
 @pytest.mark.parametrize(("images", "before", "after", "saved", "said"), CASES)
 @pytest.mark.parametrize("is_paired", [True, False])
 def test_a_gain_is_stated_beside_its_noise(
-    images: int,
-    before: float | None,
-    after: float,
-    saved: int | None,
-    said: str,
-    is_paired: bool,
-    tmp_path: Path,
+    images: int, before: float | None, after: float, saved: int | None, said: str, is_paired: bool, tmp_path: Path
 ) -> None:
     evaluator, rows = RetrievalEvaluator(), []
     evaluator.split = noisy(images, after)
@@ -76,11 +70,7 @@ def test_a_gain_is_stated_beside_its_noise(
     rows += [{"step": 9, "saved_step": saved}] if saved is not None else []
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = recall_gained(
-        evaluator,
-        tmp_path / "metrics.jsonl",
-        "image",
-        is_paired=is_paired,
-        from_scratch=before is None,
+        evaluator, tmp_path / "metrics.jsonl", "image", is_paired=is_paired, from_scratch=before is None
     )
     assert found is not None
     if not is_paired:  # a resumed run has no ranks of the start: the interval is that of the recall

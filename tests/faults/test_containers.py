@@ -78,10 +78,7 @@ def has_finished(count: int) -> Callable[[Path], bool]:
 
 # Each: when a run is killed, and again the run that resumes. Chunks are two files each, eight in all.
 MOMENTS: dict[str, list[Callable[[Path], bool]]] = {
-    "while chunks are made": [
-        lambda work: work.exists(),
-        *map(has_finished, (2, 4, 8, 12)),
-    ],
+    "while chunks are made": [lambda work: work.exists(), *map(has_finished, (2, 4, 8, 12))],
     "while the result is written": [
         lambda work: (work / "result").exists(),
         lambda work: (work / "result" / "dataset_dict.json").exists(),

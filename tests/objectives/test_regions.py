@@ -20,13 +20,7 @@ from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_
 from mm_utils.data.images import encode
 from mm_utils.data.media.medium import Window
 from mm_utils.data.scenes import load_scenes
-from mm_utils.objectives.grounding.regions import (
-    MAX_REGIONS,
-    SLACK,
-    RegionReader,
-    boxes_in,
-    visible_regions,
-)
+from mm_utils.objectives.grounding.regions import MAX_REGIONS, SLACK, RegionReader, boxes_in, visible_regions
 from tests.kit.fault_images import save
 from tests.kit.media_files import rows_with_moments
 from tests.kit.numbered_rows import CPU, FEATURES, SIZE, WORDS, evaluation_pairs, training_pairs

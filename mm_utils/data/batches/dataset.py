@@ -89,10 +89,7 @@ class EvaluationTransform(Transform):
 
     def _show(self, row: dict[str, Any]) -> Example:
         count, shown = len(row["input_ids"]), None
-        example = {
-            "input_ids": row["input_ids"],
-            "caption_keys": row["caption_keys"],
-        }
+        example = {"input_ids": row["input_ids"], "caption_keys": row["caption_keys"]}
         if SKIPPED not in row:
             example["pixel_values"], size, window = self.medium.read(row["image"])
             shown = Shown(size, window)

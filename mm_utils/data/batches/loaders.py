@@ -15,14 +15,7 @@ from mm_utils.arguments import arg
 from mm_utils.copies import DeviceCopies
 from mm_utils.data.batches.column_cache import OF_TEACHER, column_digest, empty_features, image_digest
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.dataset import (
-    Batch,
-    Collator,
-    EvaluationTransform,
-    Pairs,
-    TrainingPairs,
-    TrainingTransform,
-)
+from mm_utils.data.batches.dataset import Batch, Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.order import EvaluationBatches, GlobalOrder, RankBatches
 from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.batches.workers import worker_loader
@@ -215,10 +208,7 @@ class Loaders:
 
 
 def make_loaders(
-    arguments: ReadingArguments,
-    device: torch.device,
-    processor: ProcessorMixin,
-    readers: Sequence[ColumnReader] = (),
+    arguments: ReadingArguments, device: torch.device, processor: ProcessorMixin, readers: Sequence[ColumnReader] = ()
 ) -> Loaders:
     """Return the loaders of a model's media, whose kind, size and window its processor knows.
 

@@ -87,12 +87,7 @@ def test_a_near_copy_is_kept_or_dropped(tmp_path: Path) -> None:
     assert "line 7" in fault["detail"]
 
 
-KINDS = {
-    "exact": row(0),
-    "near": row(0, near=True),
-    "by_id": row(5, id="x"),
-    "by_group": row(5, group="p7"),
-}
+KINDS = {"exact": row(0), "near": row(0, near=True), "by_id": row(5, id="x"), "by_group": row(5, group="p7")}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -307,7 +307,7 @@ SOUNDS: Cases = {
             wav(clicking(6.0)),
             encoded(clicking(6.0, 16_000), 16_000, "mp3", "libmp3lame"),
             (SOUND, {"start": 0, "end": 7}),
-        ),
+        )
     ],
     "span_outside": [
         *((MP3, {"start": 4, "end": 4.5}), (SOUND, {"start": 0.5, "end": 2}), (SOUND, {"start": -1, "end": 0.5})),
@@ -320,7 +320,7 @@ SOUNDS: Cases = {
         (SOUND, moments("early", "late")),
     ],
     "bad_moments": [
-        *((SOUND, {"moments": [{"phrase": "a click"}]}), (SOUND, {"moments": [{"span": [1], "phrase": "x"}]})),
+        *((SOUND, {"moments": [{"phrase": "a click"}]}), (SOUND, {"moments": [{"span": [1], "phrase": "x"}]}))
     ],
     "bad_moments!": [(SOUND, {"moments": "0.2-0.6: a click"})],
     "caption_empty": [(SOUND, moments(0.2, 0.6, " "))],
@@ -348,10 +348,7 @@ CLIPS: Cases = {
     "medium_truncated": [MKV[: len(MKV) // 2]],
     "too_many_parts": [many_streams()],
     "too_long": [video(steady(5, 6)), animation(8, duration=900)],
-    "too_many_pixels": [
-        video([0.0, 0.1], size=(128, 128)),
-        patched(CLIP, 6, struct.pack("<HH", 7200, 7200)),
-    ],
+    "too_many_pixels": [video([0.0, 0.1], size=(128, 128)), patched(CLIP, 6, struct.pack("<HH", 7200, 7200))],
     "span_outside": [(MKV, {"start": 4, "end": 4.5}), (MKV, {"start": 1, "end": 4}), (CLIP, moments(30, 40))],
     "span_reversed": [(MKV, {"start": 1, "end": 0.5})],
     "": [

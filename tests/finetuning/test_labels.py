@@ -332,17 +332,11 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
 
 
 def test_rows_that_cannot_be_used_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A line that is no row, a missing image, a file that is no sound; a split that is not read may lack all."""
-    file = write(tmp_path, [question(n, str(n % 2)) for n in range(5)])
-    (tmp_path / "3.png").unlink()
-    Path(file).write_text("{broken\n" + Path(file).read_text())
-    assert len(task_of(train_file=file, validation_file=file).splits["train"]) == 4
-    assert "malformed_row, 1 times in 6 rows (line 1)" in caplog.text
-    assert f"image_missing, 1 times in 6 rows (line 5), such as: {tmp_path / '3.png'}" in caplog.text
+    """A file that is no sound; a split that is not read may lack all."""
+    files(tmp_path, {f"{n}.png": grey(n) for n in range(5)})
     rows = [f"{n}.png,{n},{'train' if n > 4 else 'test'}\n" for n in range(20)]
     (tmp_path / "rows.csv").write_text("image,label,split\n" + "".join(rows))
     (tmp_path / "names.txt").write_text("".join(f"name {n}\n" for n in range(5)))
-    (tmp_path / "3.png").write_bytes(grey(3))
     flags = {"train_file": str(tmp_path / "rows.csv"), "classes": str(tmp_path / "names.txt")}
     assert len(labelled_of(split="test", **flags).rows) == 5
     names = {f"{name}/{copy}.wav": tone(200) for name in "ab" for copy in range(2)} | {"a/0.wav": b"nothing"}

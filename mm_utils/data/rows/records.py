@@ -289,14 +289,8 @@ class _Cursor:
         return self._held[self._column]
 
 
-@lru_cache(maxsize=2)
-def _cursor(path: str, column: str) -> _Cursor:
-    return _Cursor(path, column)
-
-
-@lru_cache(maxsize=8)
-def _mapped(path: str) -> MemoryMappedTable:
-    return MemoryMappedTable.from_file(path)
+_cursor = lru_cache(maxsize=2)(_Cursor)
+_mapped = lru_cache(maxsize=8)(MemoryMappedTable.from_file)
 
 
 def checked_bytes(data: bytes | None, name: str, limits: Limits) -> bytes:

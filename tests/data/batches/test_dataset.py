@@ -3,7 +3,6 @@
 import io
 import multiprocessing
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -28,12 +27,10 @@ from tests.kit.numbered_rows import (
     SIZE,
     WORDS,
     equal,
-    evaluation_pairs,
     loaders,
     number_said,
     number_shown,
     pairs_of,
-    png,
     rows_of,
     training_pairs,
 )
@@ -73,22 +70,6 @@ def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedToke
         assert max(map(said.count, said)) < 20  # 10 each in expectation
         assert len({example["pixel_values"].numpy().tobytes() for example in examples}) == 40
     assert any(not equal(one, other) for one, other in zip(found[0], found[1], strict=True))
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_raw_pixels_make_the_same_examples(mixed: bool, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = rows_of()
-
-    def to_raw(row: dict[str, Any], place: int) -> dict[str, Any]:
-        image = Image.open(io.BytesIO(png(place)))
-        raw = {"bytes": encode(image, "raw"), "path": f"raw:{image.width}x{image.height}"}
-        return {"image": row["image"] if mixed and place % 2 else raw}
-
-    raw = rows.map(to_raw, with_indices=True, features=FEATURES)
-    rows, raw = (tokenize_captions(either, tokenizer, 16) for either in (rows, raw))
-    for make in (partial(training_pairs, min_crop_area=0.4), training_pairs, evaluation_pairs):
-        for row in range(12):
-            assert equal(make(raw)[(row, 1)], make(rows)[(row, 1)])
 
 
 # -- broken images ------------------------------------------------------------------------------------------------------

@@ -207,15 +207,6 @@ def test_a_chunk_is_done_again_when_what_it_depends_on_changes(
     assert stored(tmp_path, *items)[1].key != key
 
 
-def test_an_interrupted_chunk_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(module.json, "dumps", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            stored(tmp_path, record(save(draw(0), "JPEG")))
-    assert not list(tmp_path.glob("*.json"))
-    assert len(stored(tmp_path, record(save(draw(0), "JPEG")))[0]) == 1
-
-
 def test_chunks_hold_all_rows_in_order() -> None:
     rows = [BadRow("pairs", f"line {at}", Fault("malformed_row", "")) for at in range(20_000)]
     chunks = list(cut_into_chunks(iter(rows)))

@@ -354,16 +354,6 @@ def test_a_source_that_cannot_be_streamed_is_refused_in_one_line(flags: dict[str
     assert "\n" not in str(caught.value)
 
 
-def test_shards_without_captions_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    datasets.Dataset.from_list([{"image": b"x", "number": 1}] * 30).to_parquet(path)
-    with pytest.raises(ValueError, match="no caption column was recognised"):
-        opened(str(path))
-    datasets.Dataset.from_list([{"image": "a.png", "caption": "a"}] * 30).to_parquet(path)
-    with pytest.raises(ValueError, match=r"no row of validation can be used .* the image is not in the shard"):
-        opened(str(path))
-
-
 # -- sounds and clips --------------------------------------------------------------------------------------------------
 
 

@@ -24,8 +24,7 @@ from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, 
 class Plan:
     """The decisions for one step, made without gradient from the embeddings of the whole batch."""
 
-    # Of the embedding losses at this rank's `leaves`
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)  # of the losses at this rank's `leaves`
     metrics: Report = field(default_factory=dict)  # global values to log
     rows: dict[str, RowPlan] = field(default_factory=dict)  # of each row term, by name
 
@@ -40,21 +39,15 @@ class Objective(nn.Module):
         model: what is trained.
         seed: of dropout by row (`mm_utils.model.row_noise`).
         added: names of the weights that the model got for this run.
-
-    Attributes:
-        groups_texts: True if texts go through their tower in groups of about one length; False where all ranks must run it
-            equally often, as with FSDP.
-        row_ids: the name of the ids of a batch's rows, from which dropout by row draws.
-        pairs_per_image: how many pairs the fusion head scores for each image.
-        embeds_taps: True if a term reads intermediate levels of the vision tower without the head.
-        highest_scale: the bound of the inverse temperature; None for an objective without one.
     """
 
-    highest_scale: float | None = None
-    groups_texts = True
-    row_ids = "ids"
-    pairs_per_image = 0
-    embeds_taps = False
+    highest_scale: float | None = None  # the bound of the inverse temperature; None for an objective without one
+    groups_texts = (
+        True  # by about one length in their tower; not where all ranks must run it equally often, as in FSDP
+    )
+    row_ids = "ids"  # the name of the ids of a batch's rows, from which dropout by row draws
+    pairs_per_image = 0  # that the fusion head scores
+    embeds_taps = False  # whether a term reads intermediate levels of the vision tower without the head
 
     def __init__(self, model: FusionDualEncoderModel, seed: int = 0, added: frozenset[str] = frozenset()):
         super().__init__()

@@ -70,12 +70,8 @@ class Term:
     pairs_per_image: ClassVar[int] = 0  # how many pairs the fusion head scores for each image
     reads_taps: ClassVar[bool] = False  # whether it reads `Encoded.taps`
     readers: ClassVar[Sequence[ColumnReader]] = ()  # of what it reads of rows besides media and captions
-    refuses: ClassVar[
-        Mapping[str, str]
-    ] = {}  # flags, or a flag and a value: the end of a sentence that begins with the flag
-    has_bias: ClassVar[bool] = (
-        False  # whether it reads the bias of the logits, which a model has for such a term alone
-    )
+    refuses: ClassVar[Mapping[str, str]] = {}  # flags, or a flag and a value, with the rest of a sentence about it
+    has_bias: ClassVar[bool] = False  # whether it reads the bias of the logits, which the model then has
 
     def __init__(self, seed: int = 0):
         self.seed = seed

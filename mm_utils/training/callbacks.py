@@ -62,10 +62,8 @@ class CallbackRunner:
                 setattr(callback, name, value)
         if patience := self.exhausted():
             self.control.should_training_stop = True
-            logger.info(
-                "The run had stopped early, after %d evaluations without a better metric; to go on, give more than "
-                "that as --early_stopping_patience", patience,
-            )  # fmt: skip
+            text = "The run had stopped early; to go on, give --early_stopping_patience above its %d evaluations"
+            logger.info(text, patience)
 
     def exhausted(self) -> int:
         """Return after how many evaluations without a better metric early stopping has ended the stage; 0 if it has not."""
@@ -82,9 +80,7 @@ class RunCallback(TrainerCallback):
     """
 
     scripts: ClassVar[tuple[str, ...]] = ("pretrain", "finetune")  # that it is for
-    flag: ClassVar[str | None] = (
-        None  # flags, with spaces, of which one unlike its default asks for it; None: `attach` decides
-    )
+    flag: ClassVar[str | None] = None  # flags, with spaces: one unlike its default asks for it; None: `attach` decides
     reads: ClassVar[str] = ""  # further flags that are not read without it, with spaces
     arguments: ClassVar[type | None] = None  # the dataclass of its flags
 
@@ -119,13 +115,9 @@ class ProgressBar(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start at the step where the run starts or resumes."""
+        steps, others = (state.global_step, state.max_steps), not state.is_world_process_zero
         self.bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            desc="Training",
-            unit="step",
-            disable=not state.is_world_process_zero,
-            dynamic_ncols=True,
+            initial=steps[0], total=steps[1], desc="Training", unit="step", disable=others, dynamic_ncols=True
         )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -120,10 +120,16 @@ def fit(features: Features, width: int) -> ClosedForm:
     features = features.unit()
     given = (features.image_MA, features.text_TB, features.names_MB)
     if not all(rows.isfinite().all() for rows in given if rows is not None):
-        raise ValueError("a backbone's output is not finite. Train in bf16 or fp32, or choose another backbone.")
+        raise ValueError(
+            "the closed-form start cannot be computed; a backbone's output is not finite. Train in bf16 or fp32, or choose another "
+            "backbone."
+        )
     images = len(features.image_MA)
     if images < 2 * FOLDS:
-        raise ValueError(f"{images} images are too few to fit projections to; at least {2 * FOLDS} are needed.")
+        raise ValueError(
+            f"{images} images are too few for the closed-form start; at least {2 * FOLDS} are needed. Give more images that can be "
+            "read."
+        )
     fold_M = torch.arange(images) % FOLDS
     held_out, total = [features.take(fold_M == fold) for fold in range(FOLDS)], features.moments()
     others = [Maps([whole - part for whole, part in zip(total, fold.moments(), strict=True)]) for fold in held_out]

@@ -21,7 +21,6 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from accelerate import Accelerator
 from datasets.arrow_writer import ArrowWriter
@@ -30,7 +29,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg
-from mm_utils.data.batches.column_cache import SKIPPED, add_weights, image_digest, to_arrow
+from mm_utils.data.batches.column_cache import SKIPPED, add_weights, column_digest, image_digest, to_arrow
 from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
@@ -142,10 +141,9 @@ def cache_features(
         for source in frozen:
             features = source.open_or_compute()
             if source.name == "vision":
-                skipped = features.data.column(SKIPPED).drop_null()
-                if len(skipped):
-                    kind, first = {"train": "training"}.get(split, split), skipped[:3].to_pylist()
-                    logger.warning("%d %s images cannot be decoded: %s", len(skipped), kind, first)
+                if len(skipped := features.data.column(SKIPPED).drop_null()):
+                    text = "%d images of the %s split cannot be decoded: %s"
+                    logger.warning(text, len(skipped), split, skipped[:3].to_pylist())
                 rows = rows.remove_columns("image")
             rows = datasets.concatenate_datasets([rows, features], axis=1)
         data.features[split] = rows
@@ -153,18 +151,11 @@ def cache_features(
 
 
 class Source:
-    """A model that computes features, and the rows that it runs over.
+    """A model whose tower computes features, and the rows that it runs over."""
 
-    Attributes:
-        name: what the store is of.
-        flag: the flag that asks for it.
-        dtypes: features are stored in the first of these types that holds all of them.
-        model, tower: the model, and the part of it that runs.
-    """
-
-    name: str
-    flag = "--cache_features"
-    dtypes: Sequence[torch.dtype] = DTYPES
+    name: str  # what the store is of
+    flag = "--cache_features"  # that asks for it
+    dtypes: Sequence[torch.dtype] = DTYPES  # features are stored in the first that holds all of them
 
     def __init__(self, data: TrainingData, split: str, model: Any, tower: Any, accelerator: Accelerator):
         self.rows, self.loaders, self.batch_size = data.splits[split], data.loaders, data.eval_batch_size
@@ -202,9 +193,7 @@ class Source:
                 self._compute(temporary)
                 self.accelerator.wait_for_everyone()
             distributed.on_first(writing.close)
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        if size >= 1e8:
-            logger.info("%s features: %.1f GB in %s", self.name.capitalize(), size / 1e9, folder)
+        logger.info("%s features are in %s", self.name.capitalize(), folder)
         return open_rows(folder)
 
     def _compute(self, folder: Path) -> None:
@@ -298,7 +287,8 @@ class _Text(_Tower):
 
     def depends_on(self) -> tuple:
         config = self.model.config
-        return config.text_pooling, config.fusion_text_taps if self.reads_pairs else None, _token_digest(self.rows)
+        taps = config.fusion_text_taps if self.reads_pairs else None
+        return config.text_pooling, taps, column_digest(self.rows, "input_ids")
 
     def blocks(self) -> Iterator[Block]:
         tokens = self.rows.select_columns(["input_ids"])
@@ -317,25 +307,23 @@ class _Text(_Tower):
 
         They run in groups of about one length, without which half of the tokens are padding.
         """
-        if not captions:
-            width, taps = self.model.config.text_width, len(self.model.config.fusion_text_taps)
-            return torch.zeros(0, width), torch.zeros(0, taps * width), []
-        device, lengths = self.accelerator.device, [len(ids) for ids in captions]
+        device, lengths, width = self.accelerator.device, [len(ids) for ids in captions], self.model.config.text_width
         order = sorted(range(len(captions)), key=lambda place: -lengths[place])
-        pooled, states = [], []
-        for group in length_groups([lengths[place] for place in order], device.type):
-            padded = pad_captions(
-                [captions[place] for place in order[group.start : group.stop]], self.loaders.pad_token_id
-            )
-            input_ids, attention_mask = (part.to(device) for part in padded)
+        pooled, none = (
+            torch.zeros(len(captions), width),
+            torch.zeros(0, len(self.model.config.fusion_text_taps) * width),
+        )
+        states = [none] * len(captions)
+        for group in length_groups([lengths[place] for place in order], device.type) if captions else ():
+            places = order[group.start : group.stop]
+            padded = pad_captions([captions[place] for place in places], self.loaders.pad_token_id)
+            input_ids, mask = (part.to(device) for part in padded)
             with self.accelerator.autocast():
-                pooled_tC, states_tLC = self.model.text_features(input_ids, attention_mask, with_taps=self.reads_pairs)
-            pooled.append(pooled_tC.float())
-            if self.reads_pairs:
-                states += states_tLC[attention_mask.bool()].float().split(attention_mask.sum(1).tolist())
-        back = torch.tensor(order).argsort().tolist()
-        flat = torch.cat([states[place] for place in back]) if states else torch.empty(0)
-        return torch.cat(pooled)[back], flat, lengths
+                pooled_tC, states_tLC = self.model.text_features(input_ids, mask, with_taps=self.reads_pairs)
+            pooled[places] = pooled_tC.float().cpu()
+            for place, state_LC in zip(places, states_tLC if self.reads_pairs else (), strict=False):
+                states[place] = state_LC[: lengths[place]].float().cpu()
+        return pooled, torch.cat([none, *states]), lengths
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
@@ -353,15 +341,4 @@ def weights_digest(tower: nn.Module) -> str:
     kept = sorted((name, value) for name, value in config.items() if name[0] != "_" and name not in passing)
     digest.update(f"{type(tower).__name__} {kept}".encode())
     add_weights(digest, tower.state_dict())
-    return digest.hexdigest()
-
-
-def _token_digest(rows: datasets.Dataset) -> str:
-    """Hash the token ids of all captions."""
-    digest = hashlib.blake2b(digest_size=16)
-    for batch in rows.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
-        captions = pc.list_flatten(batch["input_ids"])
-        lengths = (pc.list_value_length(column) for column in (batch["input_ids"], captions))
-        for column in (*lengths, pc.list_flatten(captions)):
-            digest.update(column.to_numpy().tobytes())
     return digest.hexdigest()

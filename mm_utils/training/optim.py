@@ -155,15 +155,13 @@ def build_optimizer(
         backbone = any(f".{tower}" in f".{name}" for tower in TOWERS)
         # Matrices of weights decay; learned tokens and positions do not.
         decays = sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
-        rates_of = {"lr": rates[name], "peak_lr": rates[name]}
-        group = {"params": [], **rates_of, "weight_decay": args.weight_decay if decays else 0.0}
-        groups.setdefault((backbone, rates[name], decays), group)["params"].append(parameter)
+        group = {"lr": rates[name], "peak_lr": rates[name], "weight_decay": args.weight_decay if decays else 0.0}
+        groups.setdefault((backbone, rates[name], decays), {"params": [], **group})["params"].append(parameter)
     if not groups:
         raise ValueError("no parameter is left to train; drop --freeze_vision or --freeze_text")
-    every, trained = (
-        sum(each.numel() for each in model.parameters() if each.requires_grad >= only) for only in (0, 1)
-    )
-    logger.info("%s parameters, %s of them trained", f"{every:,}", f"{trained:,}")
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    every, trained = (f"{sum(size for size, is_trained in sizes if is_trained >= only):,}" for only in (0, 1))
+    logger.info("%s parameters, %s of them trained", every, trained)
     kind, settings = OPTIMIZERS[args.optim]
     if settings.get("fused") and device.type != "cuda":
         settings = {**settings, "fused": False}
@@ -179,11 +177,11 @@ def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool, ha
         if not inside:
             continue
         rate = args.backbone_learning_rate
-        if rate is None and pretrained:
-            rate = 0.1 * new
+        if rate is None and (pretrained or args.learning_rate is not None):
+            rate = 0.1 * new if pretrained else new
         elif rate is None:
             backbone: Any = model.get_submodule(inside[0].rpartition(tower)[0] + tower.rstrip("."))
-            rate = new if args.learning_rate is not None else scratch_rate(backbone.config)
+            rate = scratch_rate(backbone.config)
         rates |= {name: rate for name in inside if ".lora_" not in name}
         if has_baseline:  # projections and temperature are no new parameters either
             rates |= {name: rate for name in rates if name.split(".")[0] in _JOINTS}

@@ -39,7 +39,7 @@ class Stage:
     metric: str  # chooses the best evaluation: encoders are judged by their own figure, heads by what they add to it
     is_last: bool = True
     asked: str | None = (
-        None  # `--metric_for_best_model`, if `metric` stands in for it; unmeasured, the last head is the best
+        None  # the metric that `metric` stands in for; where that is not measured, the last head is best
     )
     judges_start: bool = True  # the weights at `begin` may be the best
     awaits_new_head: bool = False  # a later stage trains a head that was not trained before
@@ -113,9 +113,7 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
         "head", 0, steps, trained, of_head, asked=metric if of_head != metric else None, judges_start=not is_new
     )
     if head_share and not any(name.startswith(ENCODERS) for name in trained):
-        logger.info(
-            "Both encoders are frozen, so the fusion head is trained from the first step on, without --head_share"
-        )
+        logger.info("Both encoders are frozen; the head is trained from the first step on, without --head_share")
         head_share = 0.0
     if not head_share:
         return [head]
@@ -132,11 +130,7 @@ def remaining(stages: Sequence[Stage], checkpoint: Path | None) -> list[Stage]:
     """Return the stages from that of a checkpoint on; a stage that had begun keeps its begin if the run is longer now."""
     if checkpoint is None:
         return list(stages)
-    stored = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8")).get("stage")
-    if stored is None:
-        raise ValueError(
-            f"--resume_from_checkpoint is {checkpoint}; it was written before runs had stages. Begin the run anew."
-        )
+    stored = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["stage"]
     place = next((place for place, stage in enumerate(stages) if stage.name == stored["name"]), 0)
     begun, later = replace(stages[place], begin=stored["begin"]), stages[place + 1 :]
     return [begun, *(replace(stage, begin=max(stage.begin, step_of(checkpoint.resolve()))) for stage in later)]

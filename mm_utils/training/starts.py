@@ -94,16 +94,7 @@ def start_projections(
     """
     begin = time.monotonic()
     features = paired_features(model, images, data, accelerator, vision_name)
-
-    def fitted() -> ClosedForm:
-        try:
-            return fit(features, model.config.projection_dim)
-        except (ValueError, torch.linalg.LinAlgError) as error:
-            raise ValueError(
-                f"the closed-form start cannot be computed; {str(error).rstrip('.')}. Give more images that can be read."
-            ) from error
-
-    found = distributed.on_first(fitted)
+    found = distributed.on_first(partial(fit, features, model.config.projection_dim))
     if not found.image_AE.any():
         logger.warning("Images or captions are embedded all alike, so the projections start from random values")
         return
@@ -150,31 +141,29 @@ def paired_features(
             found, _ = model.text_features(batch["input_ids"], batch["attention_mask"], with_taps=False)
         return (model.project_text(found)[0] if keeps_text else found).float()
 
-    def embed(names: list[str]) -> Tensor:
-        """Return the unit text features of the names of classes, `[classes, B]`."""
-        ids, found = encode_captions(data.processor.tokenizer, names, data.max_seq_length), []
-        for start in range(0, len(ids), data.eval_batch_size):
-            padded = pad_captions(ids[start : start + data.eval_batch_size], data.loaders.pad_token_id)
-            found.append(
-                text_features(
-                    dict(zip(("input_ids", "attention_mask"), (part.to(device) for part in padded), strict=True))
-                )
-            )
-        return F.normalize(torch.cat(found), dim=-1)
-
     pool = partial(pool_output, pooling=config.vision_pooling)
     with read_classes(vision_name, model.vision_model, pool) as classes, accelerator.autocast():
         rows = data.rows("train") if classes is None or classes.reads_pooled else data.splits["train"]
         if images < len(rows):
             rows = rows.select([place * len(rows) // images for place in range(images)])  # at equal distances
-        name_NB = None if classes is None else embed(classes.names)
+        name_NB = torch.zeros(0)
+        if classes is not None:
+            ids = encode_captions(data.processor.tokenizer, classes.names, data.max_seq_length)
+            padded = (
+                part.to(device).split(data.eval_batch_size) for part in pad_captions(ids, data.loaders.pad_token_id)
+            )
+            parts = [
+                text_features({"input_ids": tokens, "attention_mask": mask})
+                for tokens, mask in zip(*padded, strict=True)
+            ]
+            name_NB = F.normalize(torch.cat(parts), dim=-1)
         loader = data.loaders.evaluation(rows, data.eval_batch_size)
         for batch in tqdm(loader, desc="Closed form", leave=False, disable=not accelerator.is_main_process, delay=2):
             if not len(batch["rows"]):
                 continue
             seen_BC, _ = vision_features(model, batch, with_taps=False)
             pooled.append((seen_BC if vision_name else model.project_image(seen_BC, ())[0]).float())
-            if classes is not None and name_NB is not None:
+            if classes is not None:
                 seen.append(classes.probabilities(pooled[-1] if "vision_pooled" in batch else None) @ name_NB)
             texts.append(text_features(batch))
             owners.append(batch["caption_image"] + number)

@@ -1,6 +1,6 @@
 """Embed all training media and captions with a teacher once, into the store of frozen towers' features."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ class Teacher(nn.Module):
 
                 safe = {"use_safetensors": True, "dtype": "float32"}
                 self.model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=False, model_kwargs=safe)
-                both = [self.media([Image.new("RGB", (64, 64))]), self.texts(["a"])]
+                both = [self.embed([each]) for each in (Image.new("RGB", (64, 64)), "a")]
                 self.width = torch.cat(both).shape[1]  # one width, or this is an error
             except Exception as error:  # of any kind: its modules are of many classes
                 raise ValueError(
@@ -57,25 +57,21 @@ class Teacher(nn.Module):
         self.config = SimpleNamespace(to_dict=lambda: settings)
 
     def read(self, value: dict[str, Any]) -> Any:
-        """Return a stored medium as `media` takes it; None if it cannot be decoded, which is never shown."""
+        """Return a stored medium as `embed` takes it; None if it cannot be decoded, which is never shown."""
         try:
             return open_image(value) if self.medium is None else self.medium.read(value)[0]
         except UnreadableError:
             return None
 
-    def media(self, shown: Sequence[Any]) -> Tensor:
-        """Return unit embeddings `[n, E]`."""
+    def embed(self, given: list[Any]) -> Tensor:
+        """Return unit embeddings `[n, E]` of texts, or of media as `read` returns them."""
         if self.medium is None:
-            return self.texts(shown)
-        pixels = self.medium.features(torch.stack(list(shown)).to(self.model.logit_scale.device))
+            options = {"convert_to_tensor": True, "normalize_embeddings": True, "show_progress_bar": False}
+            return self.model.encode(given, **options).float().cpu()
+        if isinstance(given[0], str):
+            return self.model.encode(texts=given)
+        pixels = self.medium.features(torch.stack(given).to(self.model.logit_scale.device))
         return self.model.encode_image(pixels, with_keys_values=False)[0].float().cpu()
-
-    def texts(self, texts: Sequence[Any]) -> Tensor:
-        """Return unit embeddings `[n, E]`."""
-        if self.medium is not None:
-            return self.model.encode(texts=list(texts))
-        options = {"convert_to_tensor": True, "normalize_embeddings": True, "show_progress_bar": False}
-        return self.model.encode(list(texts), **options).float().cpu()
 
 
 class _Embeddings(Source):
@@ -95,8 +91,8 @@ class _Embeddings(Source):
                 image_nE, text_tE = (torch.zeros(size, self.model.width) for size in (len(rows), sum(counts)))
                 media = dict(enumerate(pool.map(self.model.read, [row["image"] for row in rows])))
                 if there := [place for place, medium in media.items() if medium is not None]:
-                    image_nE[there] = self.model.media([media[place] for place in there])
-                    text_tE = self.model.texts([text for row in rows for text in row["captions"]])
+                    image_nE[there] = self.model.embed([media[place] for place in there])
+                    text_tE = self.model.embed([text for row in rows for text in row["captions"]])
                 yield {"teacher_image": (image_nE,), "teacher_text": (text_tE, counts)}, {}
 
 

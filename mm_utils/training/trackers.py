@@ -39,8 +39,7 @@ class TrackerArguments:
     @property
     def names(self) -> list[str]:
         """Names of the trackers."""
-        names = [name.strip() for name in (self.report_to or "none").split(",")]
-        return [name for name in names if name != "none"]
+        return [name for word in (self.report_to or "").split(",") if (name := word.strip()) not in ("", "none")]
 
 
 class Tracking(RunCallback):
@@ -63,11 +62,10 @@ class Tracking(RunCallback):
         """Start the trackers."""
         if not run.run.accelerator.is_main_process:
             return
-        settings, folder = without_secrets(run.run.settings), str(run.run.output_dir)
+        folder, settings = str(run.run.output_dir), without_secrets(run.run.settings).items()
+        given = {name: value for name, value in settings if value is not None}
         config = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in settings.items()
-            if value is not None
+            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
         }
 
         def start(name: str) -> None:

@@ -280,10 +280,7 @@ class Trainer:
 
     def measure(self) -> dict[str, float]:
         """Evaluate the current weights, without logging."""
-        if not self.evaluators or self.data.eval_loader is None:
-            raise ValueError(
-                "this Trainer was given nothing to evaluate; pass data with an eval_loader, and evaluators"
-            )
+        assert self.data.eval_loader is not None
         self.objective.eval()
         with unsharded(self.objective):
             loader = self.data.eval_loader.with_check(self._check_stop_signal)
@@ -351,12 +348,12 @@ class Trainer:
         """Wait for the last checkpoint and call the callbacks; return whether it could be written."""
         self.callbacks.call("on_save_begin")
         self.writer.wait()
-        while True:
+        saved = 1
+        while saved:
             flags = [self.writer.saved(), self.writer.failures]
             saved, failures = distributed.max_over_ranks(flags, self.accelerator.device)
-            if not saved:
-                break
-            self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
+            if saved:
+                self.callbacks.call("on_save", checkpoint=self.writer.path(saved))
         if self.accelerator.is_main_process:
             remove_old_checkpoints(self.output_dir, self.writer.limit, self._kept())
         return not failures
@@ -364,13 +361,12 @@ class Trainer:
     def _choose(self, metrics: dict[str, float]) -> dict[str, float]:
         """Load the best weights, where they are kept, and note what chose them; return their metrics."""
         history, last = self.state.log_history, self.state.global_step
-        if waited := not self.stage.is_last and self.callbacks.exhausted():
-            text = "The encoders' stage ends early, at step %d, after %d evaluations without a better metric"
-            logger.info(text, last, waited)
+        if not self.stage.is_last and (waited := self.callbacks.exhausted()):
+            logger.info("The encoders' stage ends early at step %d: %d evaluations were not better", last, waited)
         if self.args.keeps_best and (ranked := self.stage.ranked(history)):
-            found = ((step, path) for step in ranked if (path := self._folder_of(step)))
-            if (best := next(found, None)) is not None:
-                metrics = self._load_best(*best)
+            written = [(step, path) for step in ranked if (path := self._folder_of(step))]
+            if written:
+                metrics = self._load_best(*written[0])
             else:
                 lost = self.writer.path(ranked[0])
                 logger.warning("%s could not be written, so the last weights are kept in place of the best", lost)
@@ -413,11 +409,9 @@ class Trainer:
 
     def _folder_of(self, step: int) -> Path | None:
         """Return the checkpoint of a step, maybe in the folder that the run was begun in; None if it is lost."""
-        stored = self.state.best_model_checkpoint
-        folders = [self._resumed_from.parent] if self._resumed_from else []
-        folders += [Path(stored).parent] if stored and folders else []
-        places = [self.writer.path(step), *(folder / self.writer.path(step).name for folder in folders)]
-        return next((path for path in places if path.is_dir()), None)
+        place, stored, resumed = self.writer.path(step), self.state.best_model_checkpoint, self._resumed_from
+        others = [path.parent / place.name for path in (resumed, stored and Path(stored)) if resumed and path]
+        return next((path for path in (place, *others) if path.is_dir()), None)
 
     def _save_and_exit(self, signal: int) -> NoReturn:
         """Save and stop, as a signal asked."""

@@ -26,9 +26,7 @@ Row = dict[str, float]
 SHARE, MAX_STEPS, MIN_ROWS = 0.1, 500, 5  # a finding must last this share of the run, and this many log rows
 NEAR = 0.02  # a loss within this share of chance is at chance, and a loss that falls by less does not fall
 ONE_POINT = 0.01  # spread, which is a mean cosine of 0.99
-FORGOTTEN = (
-    0.1  # share of the best mean recall by which a later one is lower; of 165 photographs it varies by half of it
-)
+FORGOTTEN = 0.1  # of the best mean recall, by which a later one is lower; of 165 photographs it varies by half of it
 COLLAPSED, STILL, COLLAPSE_STEPS = 0.01, 0.01, 50  # within 1 % of chance, at a gradient norm below 0.01, for 50 steps
 FEW_STEPS = 50  # the smallest encoders from scratch need about 20 to leave chance
 

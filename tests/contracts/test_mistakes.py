@@ -109,6 +109,7 @@ FOUND_LATER = [  # pretrain's words behind those of a tiny run, and what the lin
     ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint is nowhere"),
     ("--metric_for_best_model accuracy", "--metric_for_best_model is accuracy"),
     ("--fusion_layers 0", "--fusion_layers"),
+    ("--wise_ft", "--wise_ft is set; the run does not start from a model"),
 ]
 
 

@@ -1,12 +1,20 @@
 """Tiny models of every family of backbones."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    ViTImageProcessor,
+)
 
 from mm_utils.data.media.medium import settle_window
 from mm_utils.model.arguments import ModelArguments
@@ -28,6 +36,22 @@ def save_model(folder: Path, medium: str) -> Path:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def write_towers(
+    folder: Path, kind: str, classes: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """Write a vision backbone that knows named classes, and a text backbone; return their folders, by flag."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(VISION[kind])
+    config.id2label = dict(enumerate(classes))
+    AutoModelForImageClassification.from_config(config).save_pretrained(folder / "vision")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vision")
+    AutoModel.from_config(AutoConfig.for_model("bert", **TOWER, vocab_size=len(tokenizer))).save_pretrained(
+        folder / "text"
+    )
+    tokenizer.save_pretrained(folder / "text")
+    return {f"{name}_model_name_or_path": str(folder / name) for name in ("vision", "text")}
 
 
 VOCABULARY = 50

@@ -5,7 +5,7 @@ from typing import Any
 
 import datasets
 import torch
-from datasets import Dataset, Features, Value
+from datasets import Dataset, DatasetDict, Features, Value
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.training_data import TrainingData
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.fault_images import save
 
@@ -50,9 +52,25 @@ def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
     return Dataset.from_list(rows, features=FEATURES)
 
 
-def loaders(num_workers: int | str = 0, min_crop_area: float = 0.5, max_seq_length: int = 16) -> Loaders:
+def loaders(
+    num_workers: int | str = 0,
+    min_crop_area: float = 0.5,
+    max_seq_length: int = 16,
+    size: int = SIZE,
+    mean: float = 0.5,
+    std: float = 0.2,
+) -> Loaders:
     arguments = LoaderArguments(max_seq_length, min_crop_area=min_crop_area, dataloader_num_workers=str(num_workers))
-    return Loaders(arguments, CPU, 0, media.Image(SIZE, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), min_crop_area))
+    return Loaders(arguments, CPU, 0, media.Image(size, (mean, 0.4, 0.3), (std, 0.3, 0.4), min_crop_area))
+
+
+def training_data(
+    rows: Dataset, eval_batch_size: int = 5, pairs: int = 2, processor: Any = None, **options: Any
+) -> TrainingData:
+    """A train split alone, in batches of some pairs, whose images are seen as a whole."""
+    order = GlobalOrder(len(rows), BatchSizes((0,), (pairs,)), seed=0)
+    loader = loaders(**{"min_crop_area": 1.0} | options)
+    return TrainingData(DatasetDict(train=rows), processor, loader, order, {}, eval_batch_size)
 
 
 def training_pairs(rows: Dataset, min_crop_area: float = 1.0, **options: Any) -> TrainingPairs:

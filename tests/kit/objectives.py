@@ -111,74 +111,47 @@ def tiny_objective(kind: str) -> JointObjective:
         for name, parameter in model.named_parameters():
             if name.startswith(("token_head", "caption_adapter", "region_head")):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
-    given: dict[type, dict[str, Any]] = {Distillation: {"scale": 4.0}}
     for term in objective.weights:
-        vars(term).update(given.get(type(term), {}))
+        if isinstance(term, Distillation):
+            term.scale = 4.0
     if kind == "captioning_of_few_words" and model.token_head is not None:
         model.token_head.bias.data[40:] = TokenHead.ABSENT
     if kind == "captioning_on_resting_towers":
-        objective.model.vision_model.requires_grad_(False)
-        objective.model.text_model.requires_grad_(False)
+        model.vision_model.requires_grad_(False)
+        model.text_model.requires_grad_(False)
     return objective
 
 
 def global_batch(kind: str = "") -> dict[str, Any]:
-    """Captions of 3 to 11 tokens; two pairs share an image, two others a caption. Negatives for the kind that has them."""
+    """Two pairs share an image, two others a caption. Images have up to three captions and two regions, and a teacher's embeddings.
+
+    Negatives, of which two images have none, are for the kind that has them.
+    """
     generator = torch.Generator().manual_seed(2)
     lengths = torch.tensor([3, 11, 4, 5, 9, 3, 7, 6, 10])
-    mask = (torch.arange(16) < lengths[:, None]).long()
+    captions = torch.stack([lengths, lengths.roll(1), lengths.roll(2)], 1)
+    captions[::2, 1:], captions[3, 2] = 0, 0
+    phrases = torch.randint(1, 5, (PAIRS, 3), generator=generator)
+    phrases[2], phrases[:, 2] = 0, 0
+    texts = {"": (lengths, 16), "all_": (captions, 16), "region_": (phrases, 4)}
+    texts |= {"negative_": (torch.tensor([4, 0, 13, 1, 2, 9, 5, 0, 6]), 13)} if "negatives" in kind else {}
     ids = torch.arange(2 * PAIRS).view(PAIRS, 2)
     ids[7, 0], ids[6, 1] = ids[1, 0], ids[3, 1]
-    return {
+    batch = {
         "pixel_values": torch.randn(PAIRS, 3, 16, 16, generator=generator, dtype=torch.double),
-        "input_ids": torch.randint(1, 50, (PAIRS, 16), generator=generator) * mask,
-        "attention_mask": mask,
         "ids": ids,
         "lengths": lengths.tolist(),
-        **regions(),
-        **teacher(),
-        **all_captions(generator, torch.where(mask.bool(), 1, 0)),
-        **(negatives() if "negatives" in kind else {}),
-    }
-
-
-def negatives() -> dict[str, Tensor]:
-    """Texts of 1 to 13 tokens; two images have none."""
-    generator = torch.Generator().manual_seed(7)
-    mask = (torch.arange(13) < torch.tensor([4, 0, 13, 1, 2, 9, 5, 0, 6])[:, None]).long()
-    ids = torch.randint(1, 50, mask.shape, generator=generator) * mask
-    return {"negative_input_ids": ids, "negative_attention_mask": mask}
-
-
-def all_captions(generator: torch.Generator, mask: Tensor) -> dict[str, Any]:
-    """Up to three captions an image, the places of missing ones empty."""
-    masks = torch.stack([mask, mask.roll(1, 0), mask.roll(2, 0)], 1)
-    masks[::2, 1:], masks[3, 2] = 0, 0
-    return {
-        "all_input_ids": torch.randint(1, 50, masks.shape, generator=generator) * masks,
-        "all_attention_mask": masks,
-        "all_lengths": masks.sum(2).tolist(),
-    }
-
-
-def regions() -> dict[str, Tensor]:
-    """Images have two regions, one has none."""
-    generator = torch.Generator().manual_seed(5)
-    mask = (torch.arange(4) < torch.randint(1, 5, (PAIRS, 3, 1), generator=generator)).long()
-    mask[2], mask[:, 2] = 0, 0
-    return {
+        "all_lengths": captions.tolist(),
         "region_boxes": torch.rand(PAIRS, 3, 2, 2, generator=generator).sort(2).values.flatten(2),
-        "region_input_ids": torch.randint(1, 50, (PAIRS, 3, 4), generator=generator) * mask,
-        "region_attention_mask": mask,
         "region_keys": torch.arange(3 * PAIRS).view(PAIRS, 3),
     }
-
-
-def teacher() -> dict[str, Tensor]:
-    """Unit embeddings of another width."""
-    generator = torch.Generator().manual_seed(6)
-    shape = {"generator": generator, "dtype": torch.double}
-    return {f"teacher_{side}": normalize(torch.randn(PAIRS, 7, **shape), dim=1) for side in ("image", "text")}  # type: ignore[call-overload]
+    for name, (tokens, longest) in texts.items():
+        mask = (torch.arange(longest) < tokens[..., None]).long()
+        batch[f"{name}input_ids"] = torch.randint(1, 50, mask.shape, generator=generator) * mask
+        batch[f"{name}attention_mask"] = mask
+    for side in ("image", "text"):  # unit embeddings of another width
+        batch[f"teacher_{side}"] = normalize(torch.randn(PAIRS, 7, generator=generator, dtype=torch.double), dim=1)
+    return batch
 
 
 def share_of(batch: dict[str, Any], low: int, high: int) -> dict[str, Any]:
@@ -246,8 +219,7 @@ class Uniformity(EmbeddingTerm):
 def sharded(objective: JointObjective) -> JointObjective:
     make_shardable(objective)
     objective.groups_texts = False
-    mesh = init_device_mesh("cpu", (distributed.world_size(),))
-    model = objective.model
+    mesh, model = init_device_mesh("cpu", (distributed.world_size(),)), objective.model
     layers = model.fusion.layers if model.fusion is not None else ()
     for part in (model.vision_model, model.text_model, *layers, objective):
         fully_shard(part, mesh=mesh)

@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import DatasetDict
 from torch import Tensor
 
-from mm_utils.data import media
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image
 from mm_utils.data.training_data import TrainingData
@@ -27,10 +23,11 @@ from mm_utils.training.feature_cache import Source, cache_features
 from mm_utils.training.teacher import CacheTeacher
 from scripts import pretrain
 from tests.kit.launches import losses, weights
-from tests.kit.numbered_rows import new_tokenizer, rows_of
+from tests.kit.numbered_rows import SIZE, new_tokenizer, rows_of, training_data
 from tests.kit.stock_folders import write_stock
 
-SIZE, BROKEN = 16, (2, 7)
+BROKEN = (2, 7)
+WITHOUT_HEAD = ["--objectives", "contrastive:1", "--fusion_layers", "0", "--rerank_top_k", "0"]
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -43,11 +40,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 def student(teacher: str, **fields: Any) -> tuple[TrainingData, JointObjective]:
     torch.manual_seed(0)
     model = build_model(ModelArguments(image_size=SIZE, fusion_layers=0, **fields), new_tokenizer())
-    rows = tokenize_captions(rows_of(12, BROKEN), new_tokenizer(), 16)
-    arguments = LoaderArguments(16, min_crop_area=0.5, dataloader_num_workers="0")
-    loaders = Loaders(arguments, Accelerator(cpu=True).device, 0, media.Image(SIZE, (0.5,) * 3, (0.2,) * 3))
-    order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
-    data = TrainingData(DatasetDict(train=rows), SimpleNamespace(), loaders, order, {}, 5)
+    data = training_data(tokenize_captions(rows_of(12, BROKEN), new_tokenizer(), 16), pairs=4)
     return data, build_objective(model, ObjectiveArguments("contrastive", teacher), 0)
 
 
@@ -64,18 +57,12 @@ def opened(teacher: str, **fields: Any) -> tuple[TrainingData, float | None]:
 
 def as_the_teacher(folder: str) -> tuple[Tensor, dict[str, Tensor], float]:
     """Embeddings of all images that can be decoded, by row; of captions, by the words; and the scale."""
-    model, processor = load_model(folder, fusion_layers=0).eval(), load_processor_of(folder)
-    model.processor = processor
-    rows, images = rows_of(12, BROKEN), torch.zeros(12, model.config.projection_dim)
-    arguments, pixels = LoaderArguments(16, dataloader_num_workers="0"), processor.image_processor
-    loaders = Loaders(arguments, torch.device("cpu"), 0, media.Image(32, pixels.image_mean, pixels.image_std))
-    texts = {}
-    with torch.no_grad():
-        for batch in loaders.evaluation(tokenize_captions(rows, processor.tokenizer, 16), 12):
-            images[batch["rows"]] = model.encode_image(batch["pixel_values"], with_keys_values=False)[0]
-    for caption in {caption for row in rows["captions"] for caption in row}:
-        texts[caption] = model.encode(texts=caption)[0]
-    return images, texts, model.logit_scale.exp().item()
+    model, rows = load_model(folder, fusion_layers=0), rows_of(12, BROKEN)
+    model.processor, images = load_processor_of(folder), torch.zeros(12, model.config.projection_dim)
+    there = [row for row in range(12) if row not in BROKEN]
+    images[there] = model.encode(images=[open_image(rows[row]["image"]) for row in there])
+    captions = sorted({caption for row in rows["captions"] for caption in row})
+    return images, dict(zip(captions, model.encode(texts=captions), strict=True)), model.logit_scale.exp().item()
 
 
 @pytest.mark.parametrize("fields", [{}, {"freeze_vision": True}, {"freeze_vision": True, "freeze_text": True}])
@@ -113,10 +100,7 @@ def test_a_second_run_does_not_run_the_teacher(teacher: str, monkeypatch: pytest
 def test_a_run_learns_from_its_teacher_and_goes_on_with_no_other(
     teacher: str, tiny_flags: list[str], tmp_path: Path
 ) -> None:
-    run = [
-        *tiny_flags,
-        *["--objectives", "contrastive:1", "--fusion_layers", "0", "--rerank_top_k", "0", "--save_steps", "2"],
-    ]
+    run = [*tiny_flags, *WITHOUT_HEAD, "--save_steps", "2"]
     flags = [*run, "--teacher_name_or_path", teacher]
     pretrain.main([*flags, "--output_dir", str(tmp_path / "out")])
     rows = (tmp_path / "out/metrics.jsonl").read_text()
@@ -157,6 +141,5 @@ def test_a_sentence_transformer_of_images_and_texts_teaches(
         first = torch.tensor(values if column == "teacher_image" else [value[0] for value in values])
         right = theirs.encode(items, convert_to_tensor=True, normalize_embeddings=True)
         torch.testing.assert_close(first.view_as(right), right, rtol=0, atol=2e-3)
-    run = [*tiny_flags, "--objectives", "contrastive:1", "--fusion_layers", "0", "--rerank_top_k", "0"]
-    pretrain.main([*run, "--teacher_name_or_path", name, "--output_dir", str(tmp_path / "out")])
+    pretrain.main([*tiny_flags, *WITHOUT_HEAD, "--teacher_name_or_path", name, "--output_dir", str(tmp_path / "out")])
     assert (tmp_path / "out/metrics.jsonl").read_text().count("distillation_loss") == 4

@@ -120,17 +120,17 @@ def iou(one: list[float], other: list[float]) -> float:
     return shared / (one[1] - one[0] + other[1] - other[0] - shared)
 
 
-def nearest_box(profile: list[float]) -> tuple[float, float]:
-    """The definition: the least squared distance over all boxes, and over both of their heights, which are means."""
-    cells, best = len(profile), (math.inf, 0, 0)
-    for start in range(cells):
-        for end in range(start + 1, cells + 1):
-            inside, outside = profile[start:end], profile[:start] + profile[end:]
-            if not outside or sum(inside) / len(inside) < sum(outside) / len(outside):
-                continue
-            parts = [(value - sum(part) / len(part)) ** 2 for part in (inside, outside) for value in part]
-            best = min(best, (round(sum(parts), 9), start, end))
-    return best[1] / cells, best[2] / cells
+def distance(profile: list[float], start: int, end: int) -> float:
+    """The squared distance of a box, whose heights inside and outside are means; none that is lower inside is a box."""
+    inside, outside = profile[start:end], profile[:start] + profile[end:]
+    if not outside or sum(inside) / len(inside) < sum(outside) / len(outside):
+        return math.inf
+    return round(sum((value - sum(part) / len(part)) ** 2 for part in (inside, outside) for value in part), 9)
+
+
+def nearest_box(profile: list[float]) -> tuple[int, int]:
+    ends = range(1, len(profile) + 1)
+    return min(((start, end) for end in ends for start in range(end)), key=lambda box: (distance(profile, *box), box))
 
 
 def moments_by_hand() -> list[tuple[int, list[float], list[float]]]:
@@ -139,8 +139,8 @@ def moments_by_hand() -> list[tuple[int, list[float], list[float]]]:
     for place, slot in whole["region_attention_mask"].any(-1).nonzero().tolist():
         phrase = whole["region_input_ids"][place, slot].float()
         logits = TimeModel.logit_scale.exp() * (phrase @ whole["pixel_values"][place, :, 0])
-        start, end = nearest_box(logits.softmax(0).tolist())
-        found.append((int(whole["rows"][place]), whole["region_boxes"][place, slot, ::2].tolist(), [start, end]))
+        span = [edge / CELLS for edge in nearest_box(logits.softmax(0).tolist())]
+        found.append((int(whole["rows"][place]), whole["region_boxes"][place, slot, ::2].tolist(), span))
     return found
 
 
@@ -155,17 +155,9 @@ def in_space_and_time(size: int) -> dict[str, float]:
 def test_the_span_is_the_nearest_box(values: list[int]) -> None:
     profile = torch.tensor([values]) / sum(values)
     [span] = fit_span(profile).tolist()
-    start, end = (round(len(values) * edge) for edge in span)
-    expected = nearest_box(profile[0].tolist())
-    if span != pytest.approx(expected):  # then both are as near
-        found = [profile[0, start:end].tolist(), [*profile[0, :start].tolist(), *profile[0, end:].tolist()]]
-        best = [round(len(values) * edge) for edge in expected]
-        other = [profile[0, best[0] : best[1]].tolist(),
-                 [*profile[0, : best[0]].tolist(), *profile[0, best[1] :].tolist()]]  # fmt: skip
-        error, least = (
-            sum((v - sum(part) / len(part)) ** 2 for part in parts for v in part) for parts in (found, other)
-        )
-        assert error == pytest.approx(least, abs=1e-6)
+    found = [round(len(values) * edge) for edge in span]
+    least = distance(profile[0].tolist(), *nearest_box(profile[0].tolist()))
+    assert distance(profile[0].tolist(), *found) == pytest.approx(least, abs=1e-6)
 
 
 def test_metrics_equal_a_loop() -> None:

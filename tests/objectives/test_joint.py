@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor
 from torch.nn.functional import softplus
 
 from mm_utils.model.fusion import KeysValues, target_mask
@@ -17,14 +16,13 @@ from mm_utils.objectives.captioning import Captioning, token_cross_entropy
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.losses import gather_batch, same_pair
 from mm_utils.objectives.masked_language import MaskedLanguageModelling
-from mm_utils.objectives.matching import Matching, Pairs
+from mm_utils.objectives.matching import Matching
 from tests.kit.objectives import (
     PAIRS,
     global_batch,
     step,
     tiny_model,
     tiny_objective,
-    tiny_tokenizer,
 )
 
 
@@ -41,68 +39,36 @@ def matching_of(objective: JointObjective) -> Matching:
     return next(term for term in objective.weights if isinstance(term, Matching))
 
 
-@pytest.mark.parametrize("number", range(8))
-def test_matching_pairs(number: int) -> None:
-    """Every pair as a positive, and each image and each text once with a wrong partner that is not a known positive."""
-    objective, batch = tiny_objective("contrastive_matching"), global_batch()
-    encoded = objective.encode(batch)
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("kind", ["", "negatives", "negatives of one image"])
+def test_matching_is_the_cross_entropy_of_its_pairs(kind: str, number: int) -> None:
+    """All matches, and each image and each text with a wrong partner, if there is one.
+
+    An image's negative takes half of the weight of its wrong text, or all of it where no other is wrong.
+    """
+    objective, batch, pairs = tiny_objective("contrastive_matching"), global_batch(kind), list[tuple[Any, ...]]()
+    if kind.endswith("one image"):
+        batch["ids"][:, 0] = 5
+    encoded, model, known = objective.encode(batch), objective.model, same_pair(batch["ids"], batch["ids"])
     shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
-    plan = matching_of(objective).plan(batch, shared, encoded.scale.detach(), number)
-    image, text, is_match, weight = plan.pairs
-    assert (weight == 1).all()
-    assert plan.total == len(image) == len(text) == 3 * PAIRS
-    everyone = list(range(PAIRS))
-    assert image[is_match].tolist() == text[is_match].tolist() == everyone
-    assert image[PAIRS : 2 * PAIRS].tolist() == text[2 * PAIRS :].tolist() == everyone
-    assert not same_pair(batch["ids"], batch["ids"])[image[~is_match], text[~is_match]].any()
-
-
-def test_the_negative_of_an_image_is_one_more_wrong_text() -> None:
-    """It takes half of the weight of the wrong text; all else is as without it."""
-    objective, batch = tiny_objective("contrastive_matching"), global_batch()
-    with_negatives = global_batch("negatives")
-    plans, values = [], []
-    for each in (batch, with_negatives):
-        encoded = objective.encode(each)
-        shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], each["ids"])
-        plans.append(matching_of(objective).plan(each, shared, encoded.scale.detach(), 4))
-        parts = encoded, each, plans[-1], 0
-        values.append(matching_of(objective).part(objective.model, *parts))
-    assert plans[0].total == plans[1].total == 3 * PAIRS
-    plain, plan = (Pairs(*map(torch.from_numpy, each.pairs)) for each in plans)
-    count, has_one = 3 * PAIRS, with_negatives["negative_attention_mask"].any(1)
-    for name in ("image_P", "text_P", "is_match_P"):
-        assert torch.equal(getattr(plan, name)[:count], getattr(plain, name))
-    assert torch.equal(plan.image_P[count:], has_one.nonzero()[:, 0])
-    assert torch.equal(plan.weight_P[PAIRS : 2 * PAIRS], 1 - has_one.float() / 2)
-    assert torch.equal(plan.weight_P[count:], torch.full((7,), 0.5))
-    assert plan.weight_P.sum() == count
-
-    def losses(texts: Tensor, mask: Tensor, images: Tensor) -> Tensor:
-        _, states = objective.model.encode_text(texts, mask)
-        keys_values = tuple(layer[:, images] for layer in encoded.keys_values)
-        return softplus(objective.model.match_pairs(keys_values, states, mask).float())
-
-    wrong = losses(batch["input_ids"][plain.text_P], batch["attention_mask"][plain.text_P], plain.image_P)
-    own = losses(
-        *(with_negatives[f"negative_{name}"][has_one] for name in ("input_ids", "attention_mask")),
-        plan.image_P[count:],
-    )
-    replaced = wrong[PAIRS : 2 * PAIRS][has_one]
-    difference = (own - replaced).sum() / 2
-    assert (values[1][0] - values[0][0]).item() == pytest.approx(difference.item(), rel=1e-4)
-
-
-def test_an_image_without_a_wrong_text_in_the_batch_has_its_negative() -> None:
-    batch = global_batch("negatives")
-    batch["ids"][:, 0] = 5
-    found = step(tiny_objective("contrastive_matching"), batch, 0)
-    encoded = tiny_objective("contrastive_matching").encode(batch)
-    shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
-    plan = Matching().plan(batch, shared, encoded.scale.detach(), 0)
-    assert (plan.pairs.weight_P == 1).all()
-    assert plan.total == len(plan.pairs.image_P) == PAIRS + 7
-    assert math.isfinite(found["report"]["matching_loss"])
+    has_one = batch["negative_attention_mask"].any(1) if kind else torch.zeros(PAIRS, dtype=torch.bool)
+    drawn = matching_of(objective).draw(shared, encoded.scale.detach(), number)
+    for place, (text, image, negative) in enumerate(zip(*(each.tolist() for each in (*drawn, has_one)), strict=True)):
+        weight = 1 / max(1, (text >= 0) + negative)
+        pairs += [(place, "", place, -1, 1.0)]
+        pairs += [(place, "", text, 1, weight)] * (text >= 0) + [(image, "", place, 1, 1.0)] * (image >= 0)
+        pairs += [(place, "negative_", place, 1, weight)] * negative
+        assert text < 0 or not known[place, text]
+        assert image < 0 or not known[image, place]
+    losses = []
+    for image, prefix, text, sign, weight in pairs:
+        ids, mask = (batch[f"{prefix}{name}"][text, None] for name in ("input_ids", "attention_mask"))
+        keys_values = tuple(layer[:, image, None] for layer in encoded.keys_values)
+        logit = model.match_pairs(keys_values, model.encode_text(ids, mask)[1], mask).float()
+        losses.append(weight * softplus(sign * logit).item())
+    total = sum(pair[-1] for pair in pairs)
+    assert total == (PAIRS + 7 if kind.endswith("one image") else 3 * PAIRS)
+    assert step(objective, batch, number)["report"]["matching_loss"] == pytest.approx(sum(losses) / total, rel=1e-5)
 
 
 def test_build_objective() -> None:
@@ -129,7 +95,9 @@ def test_masked_lm_is_the_cross_entropy_of_what_it_masks(monkeypatch: pytest.Mon
     objective, batch = tiny_objective("masked_lm"), global_batch()
     model, term = objective.model, next(t for t in objective.weights if isinstance(t, MaskedLanguageModelling))
     shared = gather_batch(*(objective.encode(batch).embeds[name] for name in ("image", "text")), batch["ids"])
-    plan = term.plan(batch, shared, torch.tensor(1.0), 5)
+    plan, again, later = (term.plan(batch, shared, torch.tensor(1.0), number) for number in (5, 5, 6))
+    assert torch.equal(plan.is_target, again.is_target)
+    assert not torch.equal(plan.is_target, later.is_target)
     asked, seen, real = plan.is_target, plan.input_ids, batch["input_ids"]
     assert plan.total == asked.sum() > 10
     assert not (asked & (batch["attention_mask"] == 0)).any()
@@ -147,23 +115,6 @@ def test_masked_lm_is_the_cross_entropy_of_what_it_masks(monkeypatch: pytest.Mon
     report = step(objective, batch, 5)["report"]
     assert report["masked_lm_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
     assert set(report) >= {"masked_lm_loss", "masked_lm_accuracy"}
-
-
-def test_masks_follow_the_step() -> None:
-    tokenizer, generator = tiny_tokenizer(), torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 50, (400, 12), generator=generator)
-    ids[:, 0] = 2
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "ids": torch.arange(800).view(400, 2)}
-    shared = gather_batch(torch.ones(400, 2), torch.ones(400, 2), batch["ids"])
-
-    def asked(step: int) -> Tensor:
-        term = MaskedLanguageModelling(tokenizer, 0)
-        return term.plan(batch, shared, torch.tensor(1.0), step).is_target
-
-    first = asked(0)
-    assert torch.equal(first, asked(0))
-    assert not torch.equal(first, asked(1))
-    assert first[:, 1:].float().mean().item() == pytest.approx(0.15, abs=0.015)
 
 
 def caption_logits(

@@ -1,6 +1,5 @@
-"""The exact losses against ten lines of dense fp64, alone and between processes."""
+"""The exact losses against ten lines of dense fp64; `tests/contracts/test_terms.py` divides their batch among processes."""
 
-import math
 from typing import Any
 
 import pytest
@@ -11,14 +10,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mm_utils import distributed
 from mm_utils.objectives.contrastive import sigmoid_loss
 from mm_utils.objectives.losses import Tile, gather_batch, info_nce, same_pair
 from mm_utils.objectives.matching import hard_negatives
 from tests.kit.objectives import dense_info_nce, dense_sigmoid
-from tests.kit.ranks import run_on_ranks
-
-UNEVEN = [(3, 3, 2), (1, 5, 2), (4, 0, 4), (0, 0, 8)]
 
 
 def tiled_info_nce(image: Tensor, text: Tensor, scale: Tensor, ids: Tensor, tile: Tile | None = None) -> Tensor:
@@ -70,7 +65,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
 
 
-# -- one process --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", LOSSES)
 @given(batch=BATCHES, scale=SCALES, tile=TILES, bias=st.floats(-40, 40))
 @settings(max_examples=120)
@@ -169,7 +163,7 @@ def test_no_quadratic_tensor() -> None:
     assert tiled.elements <= 2 * count * width  # the embeddings
 
 
-# -- hard negatives, one process ----------------------------------------------------------------------------------------
+# -- hard negatives --------------------------------------------------------------------------------------------------------
 @given(
     count=st.integers(1, 20),
     images=st.integers(1, 12),
@@ -213,64 +207,3 @@ def test_distribution_is_softmax() -> None:
     single = torch.bincount(draws.flatten(), minlength=count) / draws.numel()
     error = (single - probability.mean(0)).abs() / (probability.mean(0) / draws.numel()).sqrt()
     assert error.max() < 4.5  # standard deviations, of 256
-
-
-def test_draws_do_not_depend_on_the_order() -> None:
-    image, text, ids = make_batch(24, 6, images=20, captions=20)
-    mixed = torch.randperm(24, generator=torch.Generator().manual_seed(0))
-    scale = torch.tensor(5.0)
-    drawn = hard_negatives(image, text, scale, gather_batch(image, text, ids), key=11)
-    again = hard_negatives(image[mixed], text[mixed], scale, gather_batch(image[mixed], text[mixed], ids[mixed]), 11)
-    assert torch.equal(mixed[again], drawn[mixed])
-
-
-# -- between processes --------------------------------------------------------------------------------------------------
-def towers(features: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    image_weight, text_weight, log_scale = weights
-    image, text = normalize(features[:, 0] @ image_weight, dim=1), normalize(features[:, 1] @ text_weight, dim=1)
-    return image, text, log_scale.exp()
-
-
-def training_batch() -> tuple[Tensor, Tensor, list[Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    features = torch.randn(8, 2, 6, generator=generator, dtype=torch.double)
-    weights = [torch.randn(6, 4, generator=generator, dtype=torch.double) for _ in range(2)]
-    ids = torch.arange(16).view(8, 2)
-    ids[6, 0], ids[4, 1] = ids[1, 0], ids[3, 1]
-    return features, ids, [*weights, torch.tensor(1.3, dtype=torch.double)]
-
-
-def step_on_this_rank(cases: list[tuple[int, ...]]) -> list[dict[str, Any]]:
-    features, ids, weights = training_batch()
-    weights = [weight.requires_grad_() for weight in weights]
-    results = []
-    for sizes in cases:
-        mine = slice(sum(sizes[: distributed.rank()]), sum(sizes[: distributed.rank() + 1]))
-        image, text, scale = towers(features[mine], weights)
-        batch = gather_batch(image, text, ids[mine])
-        loss = info_nce(image, text, scale, batch, tile=Tile(2, 3))
-        drawn = [hard_negatives(image.detach(), batch.text_NE, scale.detach(), batch, key) for key in range(5)]
-        gradients = torch.autograd.grad(loss, weights)
-        results.append(
-            {"loss": loss.item(), "gradients": [g.tolist() for g in gradients], "drawn": [d.tolist() for d in drawn]}
-        )
-    return results
-
-
-def test_average_over_ranks_is_the_single_process_gradient() -> None:
-    features, ids, weights = training_batch()
-    weights = [weight.requires_grad_() for weight in weights]
-    image, text, scale = towers(features, weights)
-    right = dense_info_nce(image, text, scale, ids)
-    right_gradients = torch.autograd.grad(right, weights)
-    batch = gather_batch(image, text, ids)
-    right_draws = [hard_negatives(image, text, scale, batch, key).tolist() for key in range(5)]
-
-    by_rank = run_on_ranks(3, step_on_this_rank, UNEVEN)
-    for by_case in zip(*by_rank, strict=True):
-        assert all(math.isclose(found["loss"], right.item(), rel_tol=1e-12) for found in by_case)
-        for place, expected in enumerate(right_gradients):
-            average = torch.tensor([found["gradients"][place] for found in by_case], dtype=torch.double).mean(0)
-            torch.testing.assert_close(average, expected, rtol=1e-10, atol=1e-13)
-        for key, expected in enumerate(right_draws):
-            assert [row for found in by_case for row in found["drawn"][key]] == expected

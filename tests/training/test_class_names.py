@@ -11,21 +11,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForAudioClassification,
 
 from mm_utils.model.modeling_fusion_dual_encoder import pool_output
 from mm_utils.training.class_names import TEMPERATURE, read_classes
+from tests.kit.models import IMAGE, TOWER
 
 NAMES = {0: "tench, Tinca tinca", 1: "great white shark", 2: "cock"}
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "image_size": 32,
-}
+SMALL = TOWER | IMAGE
 KINDS: dict[str, dict[str, Any]] = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
-    "vit": {**SMALL, "patch_size": 8},
-    "dinov2": {**SMALL, "patch_size": 8},
+    "vit": SMALL,
+    "dinov2": SMALL,
     "audio-spectrogram-transformer": {**SMALL, "max_length": 32, "num_mel_bins": 32},
-}  # fmt: skip
+}
 
 FIRST = partial(pool_output, pooling="cls")
 

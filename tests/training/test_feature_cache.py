@@ -1,30 +1,21 @@
 """Frozen towers run once, and training from what they returned is training with them."""
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import pyarrow as pa
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, ViTImageProcessor
 
 from mm_utils.arguments import parse_args
-from mm_utils.data import media
-from mm_utils.data.batches.column_cache import to_arrow, to_tensor
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation import train_recall
 from mm_utils.evaluation.probes import Probes
 from mm_utils.model.arguments import ModelArguments
@@ -37,8 +28,8 @@ from mm_utils.run.flags import PRETRAINING
 from mm_utils.training import feature_cache
 from mm_utils.training.feature_cache import FROZEN_DEFAULTS, MLP_RATE, CacheFeatures, cache_features
 from scripts import pretrain
-from tests.kit.launches import losses, weights
-from tests.kit.numbered_rows import new_tokenizer, rows_of
+from tests.kit.models import write_towers
+from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of, training_data
 from tests.kit.ranks import run_on_ranks
 
 SIZE = 16
@@ -63,21 +54,10 @@ def frozen(
     return build_objective(model, ObjectiveArguments(objectives), 0)
 
 
-def loaders(workers: int = 0, size: int = SIZE, mean: float = 0.5, std: float = 0.2) -> Loaders:
-    arguments = LoaderArguments(16, min_crop_area=1, dataloader_num_workers=str(workers))
-    return Loaders(arguments, Accelerator().device, 0, media.Image(size, (mean, 0.4, 0.3), (std, 0.3, 0.4)))
-
-
-def cached(rows: Dataset, objective: Objective, batch_size: int = 5, **changes: Any) -> Dataset:
-    data = training_data(rows, batch_size, **changes)
+def cached(rows: Dataset, objective: Objective, **changes: Any) -> Dataset:
+    data = training_data(rows, **changes)
     cache_features(data, objective, Accelerator())
     return data.features["train"]
-
-
-def training_data(rows: Dataset, batch_size: int = 5, **changes: Any) -> TrainingData:
-    order = GlobalOrder(len(rows), BatchSizes((0,), (2,)), seed=0)
-    processor = SimpleNamespace()  # a cache needs none
-    return TrainingData(DatasetDict(train=rows), processor, loaders(**changes), order, {}, batch_size)
 
 
 def stores(folder: Path) -> set[str]:
@@ -92,31 +72,14 @@ def no_tower(*_: Any, **__: Any) -> None:
     pytest.fail("a frozen tower ran")
 
 
-# -- in and out of Arrow ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(3,), (4, 3, 2)])
-def test_what_goes_into_arrow_comes_out(shape: tuple[int, ...]) -> None:
-    values = torch.randn(7, *shape).half()
-    flat = to_arrow(values.transpose(0, -1).contiguous().transpose(0, -1))
-    ragged = to_arrow(values, [1, 0, 2, 3, 1], [2, 3])
-    pages = pa.chunked_array([flat.slice(1, 3), flat.slice(4)])
-    for row, value in zip(pages, values[1:], strict=True):
-        assert torch.equal(to_tensor(row), value)
-    first, second = ragged
-    assert [len(caption) for caption in first.values] == [1, 0]
-    assert torch.equal(to_tensor(second.values[1]), values[3:6])
-    assert torch.equal(to_tensor(second.values[2]), values[6:])
-
-
 @pytest.mark.parametrize("objectives", ["contrastive", "contrastive,matching"])
 def test_a_batch_holds_what_the_towers_give(objectives: str, rows: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     objective, matches = frozen(objectives=objectives), "matching" in objectives
     model, found = objective.model.eval(), cached(rows, objective)
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
-    live = list(loaders().train(rows, order, 0, 6))
+    live = list(loaders(min_crop_area=1.0).train(rows, order, 0, 6))
     monkeypatch.setattr("mm_utils.data.media.medium.read_pixels", lambda *_: pytest.fail("an image was opened"))
-    for batch, expected in zip(loaders().train(found, order, 0, 6), live, strict=True):
+    for batch, expected in zip(loaders(min_crop_area=1.0).train(found, order, 0, 6), live, strict=True):
         assert "pixel_values" not in batch
         for name in ("rows", "skipped", "lengths", "image_ids"):
             assert list(batch[name]) == list(expected[name])
@@ -137,7 +100,7 @@ def test_a_batch_holds_what_the_towers_give(objectives: str, rows: Dataset, monk
 
 
 def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """From now on, the vision tower is loud, or silent, about images 9 to 11, the reddest ones."""
+    """From now on, the vision tower is loud, or nearly silent, about images 9 to 11, the reddest ones."""
     run = FusionDualEncoderModel.vision_features
 
     def other(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool = True) -> tuple:
@@ -147,12 +110,11 @@ def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     monkeypatch.setattr(FusionDualEncoderModel, "vision_features", other)
 
 
-@pytest.mark.parametrize("factor", [1e6, 1e-6])
 def test_what_float16_cannot_hold_is_stored_as_float32(
-    factor: float, rows: Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own_cache: Path
+    rows: Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own_cache: Path
 ) -> None:
     objective = frozen(text=False)
-    scaled(monkeypatch, factor)
+    scaled(monkeypatch, 1e-6)
     found = cached(rows, objective)
     assert "torch.float16 cannot hold the vision features of training rows 8 to 11" in caplog.text
     [batch] = loaders().evaluation(rows, 12)
@@ -163,11 +125,10 @@ def test_what_float16_cannot_hold_is_stored_as_float32(
     assert not leftovers(own_cache)
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_a_tower_that_gives_no_numbers_is_refused(
-    factor: float, rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+    rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    scaled(monkeypatch, factor)
+    scaled(monkeypatch, float("inf"))
     with pytest.raises(ValueError, match="the frozen vision tower computes values that are not finite"):
         cached(rows, frozen(text=False))
     assert not stores(own_cache)
@@ -179,7 +140,7 @@ def test_a_second_run_does_not_run_the_towers(rows: Dataset, monkeypatch: pytest
     assert len(stores(own_cache)) == 2
     for name in ("vision_features", "text_features"):
         monkeypatch.setattr(FusionDualEncoderModel, name, no_tower)
-    after = cached(rows, again, batch_size=3)
+    after = cached(rows, again, eval_batch_size=3)
     assert after.with_format("arrow")[:].equals(before.with_format("arrow")[:])
     assert len(stores(own_cache)) == 2
 
@@ -215,8 +176,8 @@ MODELS: dict[str, tuple[Callable[[Objective], Any], bool, bool]] = {
     "objective": (lambda objective: setattr(objective, "pairs_per_image", 0), True, True),
 }
 OTHERS: dict[str, tuple[dict[str, Any], Callable[[], Dataset] | None, bool, bool]] = {
-    "batch size": ({"batch_size": 7}, None, False, False),
-    "workers": ({"workers": 2}, None, False, False),
+    "batch size": ({"eval_batch_size": 7}, None, False, False),
+    "workers": ({"num_workers": 2}, None, False, False),
     "image size": ({"size": 32}, None, True, False),
     "mean": ({"mean": 0.25}, None, True, False),
     "std": ({"std": 0.25}, None, True, False),
@@ -249,30 +210,6 @@ def test_a_store_is_for_one_model_one_preprocessing_one_data_set_and_one_precisi
     check("stored precision", 2, frozen())
 
 
-def test_an_interrupted_computation_is_not_taken_for_a_store(
-    rows: Dataset, monkeypatch: pytest.MonkeyPatch, own_cache: Path
-) -> None:
-    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr(FusionDualEncoderModel, "vision_features", interrupted_at(3))
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a killed process does not even clean up
-        cached(rows, frozen(text=False))
-    assert (stores(own_cache), len(leftovers(own_cache))) == (set(), 1)
-    assert len(cached(rows, frozen(text=False))) == 12
-    assert (len(stores(own_cache)), leftovers(own_cache)) == (1, [])
-
-
-def interrupted_at(most: int) -> Callable[..., Any]:
-    run, calls = FusionDualEncoderModel.vision_features, []
-
-    def interrupted(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool) -> Any:
-        calls.append(len(pixels))
-        if len(calls) == most:
-            raise KeyboardInterrupt
-        return run(self, pixels, with_taps)
-
-    return interrupted
-
-
 def cached_on_this_rank(folder: Path) -> Any:
     datasets.config.HF_DATASETS_CACHE = folder
     return cached(other_rows(), frozen())["vision_pooled"]
@@ -289,37 +226,6 @@ def test_two_processes_share_the_work(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(found), torch.tensor(alone["vision_pooled"]), rtol=1e-3, atol=1e-3)
 
 
-def test_training_from_features_is_training_with_frozen_towers(
-    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Plain descent is smooth in the gradient, whose rounding Adam would enlarge.
-    flags = [*tiny_flags, "--freeze_vision", "--freeze_text", "--optim", "sgd", "--learning_rate", "1"]
-    pretrain.main([*flags, "--min_crop_area", "1", "--output_dir", str(tmp_path / "live")])
-    monkeypatch.setattr(feature_cache, "DTYPES", (torch.float32,))
-    pretrain.main([*flags, "--cache_features", "--output_dir", str(tmp_path / "cached")])
-    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "live"), rel=1e-5)
-    found = weights(tmp_path / "cached")
-    for name, value in weights(tmp_path / "live").items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def write_towers(folder: Path) -> list[str]:
-    """Folders of a vision backbone whose classifier reads the pooled output, and of a text backbone; the flags that take them."""
-    torch.manual_seed(0)
-    names = dict(enumerate(("red", "blue", "round")))
-    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-    vision = AutoConfig.for_model("resnet", **shape, id2label=names)
-    AutoModelForImageClassification.from_config(vision).save_pretrained(folder / "vision")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vision")
-    tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    tokenizer = new_tokenizer()
-    AutoModel.from_config(AutoConfig.for_model("bert", **tower, vocab_size=len(tokenizer))).save_pretrained(
-        folder / "text"
-    )
-    tokenizer.save_pretrained(folder / "text")
-    return [word for name in ("vision", "text") for word in (f"--{name}_model_name_or_path", str(folder / name))]
-
-
 def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower_once(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +240,9 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
 
         monkeypatch.setattr(FusionDualEncoderModel, name, noted)
     monkeypatch.setattr(train_recall, "caption_probes", lambda *_, **__: Probes.none())
-    flags = ["--train_file", str(corpus), *write_towers(tmp_path), "--freeze_vision", "--freeze_text"]
+    flags = ["--train_file", str(corpus), "--freeze_vision", "--freeze_text"]
+    towers = write_towers(tmp_path, "resnet", ["red", "blue", "round"], new_tokenizer())
+    flags += [word for name, folder in towers.items() for word in (f"--{name}", folder)]
     small = ["--max_steps", "4", "--dataloader_num_workers", "0"]  # fewer rows than the default batch
     pretrain.main([*flags, *small, "--output_dir", str(tmp_path / "run")])
     lines = [json.loads(line) for line in corpus.read_text().splitlines()]
@@ -350,6 +258,8 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
 @pytest.mark.parametrize(
     ("flags", "cached"),
     [
+        ("--model_name_or_path whole", False),
+        ("--model_name_or_path whole --freeze_vision --freeze_text", True),
         ("--freeze_vision --freeze_text", True),
         ("--freeze_vision --freeze_text --projection mlp", True),
         ("--freeze_vision", False),
@@ -360,19 +270,19 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
         ("--freeze_vision --freeze_text --streaming", False),
     ],
 )
-def test_the_defaults_of_frozen_towers_yield_to_what_is_given(flags: str, cached: bool) -> None:
-    argv = ["--vision_model_name_or_path", "a", "--text_model_name_or_path", "b", *flags.split()]
-    given = parse_args(*PRETRAINING, *flags_of_callbacks("pretrain"), argv=argv)
+def test_the_defaults_of_frozen_towers_yield_to_what_is_given(
+    flags: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run from a whole model without a head asks for none in any case."""
+    monkeypatch.chdir(tmp_path)
+    Path("whole").mkdir()
+    Path("whole/config.json").write_text('{"model_type": "fusion-dual-encoder", "fusion_layers": 0}')
+    towers = [] if "whole" in flags else ["--vision_model_name_or_path", "a", "--text_model_name_or_path", "b"]
+    given = parse_args(*PRETRAINING, *flags_of_callbacks("pretrain"), argv=[*towers, *flags.split()])
     attached = CacheFeatures.attach(given)
     assert (attached is not None) == given["cache_features"] == cached
+    if "whole" in flags:
+        assert given["objectives"] == "contrastive:1"
+        return
     wanted = {**FROZEN_DEFAULTS, **({"backbone_learning_rate": MLP_RATE} if "mlp" in flags else {})}
     assert all((given[name] == value) == cached for name, value in wanted.items())
-
-
-def test_a_run_from_one_without_a_head_asks_for_none(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "fusion-dual-encoder", "fusion_layers": 0}')
-    for flags, cached in (("", False), ("--freeze_vision --freeze_text", True)):
-        argv = ["--model_name_or_path", str(tmp_path), *flags.split()]
-        given = parse_args(*PRETRAINING, *flags_of_callbacks("pretrain"), argv=argv)
-        assert (CacheFeatures.attach(given) is not None) == cached
-        assert given["objectives"] == "contrastive:1"

@@ -1,14 +1,11 @@
 """Which parameters decay and learn how fast, and the learning rate over the steps."""
 
 import copy
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreTrainedConfig, ViTConfig
 
@@ -106,20 +103,13 @@ def test_frozen_parameters_have_no_group(model: FusionDualEncoderModel) -> None:
         build_optimizer(frozen.requires_grad_(False), OptimizerArguments(), pretrained=True, device=CPU)
 
 
-@given(st.integers(1, 300), st.floats(0, 1))
-@settings(max_examples=80)
-def test_cosine_rises_once_and_falls_once(max_steps: int, warmup: float) -> None:
-    args = OptimizerArguments(warmup_ratio=warmup)
-    rates = [schedule(step, max_steps, args) for step in range(max_steps)]
-    assert all(0 < rate <= 1 for rate in rates)
-    peak = rates.index(max(rates))
-    assert all(low < high for low, high in itertools.pairwise(rates[: peak + 1]))
-    assert all(high >= low for high, low in itertools.pairwise(rates[peak:]))
-    if max_steps >= 3:
-        assert max(rates) > 0.7
-
-
-def test_cosine() -> None:
+def test_cosine_rises_once_and_falls_once() -> None:
+    for steps, share in ((1, 0.5), (7, 0.0), (7, 1.0), (300, 0.2)):
+        rates = [schedule(step, steps, OptimizerArguments(warmup_ratio=share)) for step in range(steps)]
+        assert all(0 < rate <= 1 for rate in rates)
+        peak = rates.index(max(rates))
+        assert rates[: peak + 1] == sorted(set(rates[: peak + 1]))
+        assert rates[peak:] == sorted(rates[peak:], reverse=True)
     args = OptimizerArguments(warmup_ratio=0.1)
     rates = [schedule(step, 1000, args) for step in range(1000)]
     assert rates[0] == pytest.approx(0.01)

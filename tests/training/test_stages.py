@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.stages import stages_of
-from tests.kit.launches import logged
+from tests.kit.launches import logged, rows_of
 from tests.kit.objectives import tiny_objective
 from tests.kit.ranks import run_on_ranks
 from tests.kit.tiny_run import Signalled, TinyRun, alone, exiting, train, trainers
@@ -27,19 +27,15 @@ def run_of(folder: Path, recalls: Recalls, reranks: bool = True, **more: Any) ->
         recalls: by step, the encoders' recall, and that by the head.
         reranks: whether re-ranking is on, so that its recall is the head's.
     """
-    figures = {}
-    for step, (own, head) in recalls.items():
-        figures[step] = {"mean_recall": own, "head_mean_recall": head, "rerank_mean_recall": head if reranks else own}
+    figures = {
+        step: {"mean_recall": own, "head_mean_recall": head, "rerank_mean_recall": head if reranks else own}
+        for step, (own, head) in recalls.items()
+    }
     given: dict[str, Any] = {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "mean_recall"}
     arguments = given | {"save_total_limit": None, "ema_decay": 0.0} | more.pop("arguments", {})
-    return TinyRun(
-        folder,
-        figures=figures,
-        rerank_weights={"match": 0.5} if reranks else {},
-        arguments=arguments,
-        head_share=0.5,
-        **{"new_head": True} | more,
-    )
+    weights = {"match": 0.5} if reranks else {}
+    more = {"new_head": True, "head_share": 0.5, "rerank_weights": weights} | more
+    return TinyRun(folder, figures=figures, arguments=arguments, **more)
 
 
 def weights(folder: Path, *begin: str) -> dict[str, torch.Tensor]:
@@ -54,8 +50,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def saved(folder: Path) -> dict[str, Any]:
     """The row that names what was saved; there is one."""
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    [found] = [row for row in rows if "saved_step" in row]
+    [found] = [row for row in rows_of(folder) if "saved_step" in row]
     return found
 
 

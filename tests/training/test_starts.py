@@ -9,57 +9,31 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    VisionTextDualEncoderModel,
-    ViTImageProcessor,
-)
+from transformers import AutoTokenizer, VisionTextDualEncoderModel
 
-from mm_utils.arguments import parse_args
-from mm_utils.data import media
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.training_data import TrainingData
-from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import train_tokenizer
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
-from mm_utils.run.callbacks import attach, flags_of_callbacks
-from mm_utils.run.flags import PRETRAINING
 from mm_utils.training import closed_form
-from mm_utils.training.closed_form import Features
 from mm_utils.training.starts import interpolate, paired_features, start_projections, weights_of_start
 from scripts import pretrain
 from tests.kit.corpora import COLOURS, SHAPES
+from tests.kit.launches import logged
 from tests.kit.launches import rows_of as logged_rows
 from tests.kit.launches import weights as saved_weights
-from tests.kit.numbered_rows import new_tokenizer, rows_of
+from tests.kit.models import write_towers
+from tests.kit.numbered_rows import new_tokenizer, rows_of, training_data
 from tests.kit.ranks import run_on_ranks
-
-TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of a vision backbone that knows named classes, and of a text backbone."""
-    root = tmp_path_factory.mktemp("towers")
-    torch.manual_seed(0)
-    names = dict(enumerate([*COLOURS, *SHAPES]))
-    vision = AutoConfig.for_model("vit", **TOWER, image_size=32, patch_size=8, id2label=names)
-    AutoModelForImageClassification.from_config(vision).save_pretrained(root / "vision")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(root / "vision")
     tokenizer = train_tokenizer([f"a {colour} {shape}, number one" for colour in COLOURS for shape in SHAPES], 200)
-    text = AutoConfig.for_model("bert", **TOWER, vocab_size=len(tokenizer))
-    AutoModel.from_config(text).save_pretrained(root / "text")
-    tokenizer.save_pretrained(root / "text")
-    return {f"{name}_model_name_or_path": str(root / name) for name in ("vision", "text")}
+    return write_towers(tmp_path_factory.mktemp("towers"), "vit", [*COLOURS, *SHAPES], tokenizer)
 
 
 def joined(towers: dict[str, str], **changes: Any) -> FusionDualEncoderModel:
@@ -68,27 +42,16 @@ def joined(towers: dict[str, str], **changes: Any) -> FusionDualEncoderModel:
     return build_model(args, train_tokenizer(["a"], 100))
 
 
-def training_data(towers: dict[str, str], batch_size: int = 4) -> TrainingData:
-    """12 images of which two cannot be decoded, each with 1 to 4 captions."""
+def data_of(towers: dict[str, str], images: int = 12) -> TrainingData:
+    """Images of which two cannot be decoded, each with 1 to 4 captions."""
     processor: Any = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(towers["text_model_name_or_path"]))
-    rows: Dataset = tokenize_captions(rows_of(12, broken=[2, 7]), processor.tokenizer, 16)
-    arguments = LoaderArguments(16, dataloader_num_workers="0")
-    loaders = Loaders(arguments, Accelerator().device, 0, media.Image(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
-    order = GlobalOrder(len(rows), BatchSizes((0,), (2,)), seed=0)
-    return TrainingData(DatasetDict(train=rows), processor, loaders, order, {}, batch_size)
-
-
-def start(towers: dict[str, str], images: int = 100, batch_size: int = 4) -> tuple[FusionDualEncoderModel, Features]:
-    Accelerator(cpu=True)
-    data, model = training_data(towers, batch_size), joined(towers)
-    start_projections(images, towers["vision_model_name_or_path"], data, model, Accelerator())
-    features = paired_features(model, 100, data, Accelerator(), towers["vision_model_name_or_path"])
-    return model, features
+    rows = tokenize_captions(rows_of(images, broken=[2, 7]), processor.tokenizer, 16)
+    return training_data(rows, 4, processor=processor, size=32)
 
 
 def test_a_residual_projection_starts_from_the_same_cosines(towers: dict[str, str]) -> None:
     Accelerator(cpu=True)
-    data, cosines = training_data(towers), []
+    data, cosines = data_of(towers), []
     [batch] = data.loaders.evaluation(data.splits["train"], 20)
     for projection in ("linear", "mlp"):
         model = joined(towers, projection=projection)
@@ -104,7 +67,7 @@ def test_a_residual_projection_starts_from_the_same_cosines(towers: dict[str, st
 def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> None:
     """The images' map is that of the fit to the texts' embeddings, which stay."""
     Accelerator(cpu=True)
-    data, model, name = training_data(towers), joined(towers), towers["vision_model_name_or_path"]
+    data, model, name = data_of(towers), joined(towers), towers["vision_model_name_or_path"]
     before = model.text_projection.requires_grad_(False).weight.clone()
     features = paired_features(model, 100, data, Accelerator(), name)
     start_projections(100, name, data, model, Accelerator())
@@ -119,42 +82,30 @@ def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> N
     torch.testing.assert_close(torch.nn.functional.normalize(expected_ME, dim=-1).float(), image_ME)
 
 
-def start_on_rank(towers: dict[str, str]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    model, features = start(towers)
-    weights = [
-        model.visual_projection.weight.detach(),
-        model.text_projection.weight.detach(),
-        model.logit_scale.detach(),
-    ]
-    return weights, [features.image_MA, features.text_TB, features.owner_T, features.names_MB]
-
-
-def assert_equal_fits(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
-    """Compare what the maps give: single directions of nearly equal strength may turn into each other."""
-    torch.manual_seed(1)
-    image, text = torch.randn(50, 32), torch.randn(50, 32)
-    scores = [(image @ weights[0].T) @ (text @ weights[1].T).T for weights in (first, second)]
-    torch.testing.assert_close(*scores, rtol=0, atol=1e-4)
-    assert torch.equal(first[2], second[2])
+def start_on_rank(towers: dict[str, str]) -> list[Any]:
+    """The temperature, what the maps give of all features, and these: single directions of equal strength may turn into each other."""
+    Accelerator(cpu=True)
+    data, model, name = data_of(towers), joined(towers), towers["vision_model_name_or_path"]
+    start_projections(100, name, data, model, Accelerator())
+    found = paired_features(model, 100, data, Accelerator(), name)
+    with torch.no_grad():
+        scores = model.visual_projection(found.image_MA) @ model.text_projection(found.text_TB).T
+    return [model.logit_scale.detach(), scores, found.image_MA, found.text_TB, found.owner_T, found.names_MB]
 
 
 def test_the_start_is_the_same_on_any_number_of_processes(towers: dict[str, str]) -> None:
-    alone, features = start_on_rank(towers)
-    assert features[0] is not None
-    assert features[3] is not None
-    assert len(features[0]) == len(features[3]) == 10
-    for weights, found in run_on_ranks(3, start_on_rank, towers):
-        assert_equal_fits(alone, weights)
-        for one, other in zip(features, found, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    alone = start_on_rank(towers)
+    assert len(alone[2]) == len(alone[5]) == 10
+    for found in run_on_ranks(3, start_on_rank, towers):
+        assert torch.equal(found[0], alone[0])
+        for one, other in zip(alone, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
 def refused_on_rank(towers: dict[str, str]) -> str:
-    data = training_data(towers)
-    data.splits["train"] = data.splits["train"].select(range(9))  # of which two cannot be decoded
     Accelerator(cpu=True)
     with pytest.raises(ValueError, match="7 images are too few") as refused:
-        start_projections(100, towers["vision_model_name_or_path"], data, joined(towers), Accelerator())
+        start_projections(100, towers["vision_model_name_or_path"], data_of(towers, 9), joined(towers), Accelerator())
     return str(refused.value)
 
 
@@ -172,11 +123,6 @@ def flags_of(towers: dict[str, str], tiny_flags: list[str], folder: Path, *more:
     return [*tiny_flags, *paths, "--output_dir", str(folder), "--learning_rate", "0.5", *more]
 
 
-def evaluations(folder: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["eval_mean_recall"] for row in rows if "eval_mean_recall" in row}
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
     frozen: bool, towers: dict[str, str], tiny_flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -184,7 +130,7 @@ def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
     """The learning rate destroys towers and projections, and those of the start are saved, with a head that was trained."""
     more = ["--freeze_vision", "--freeze_text"] if frozen else []
     metrics = pretrain.main(flags_of(towers, tiny_flags, tmp_path / "run", *more))
-    found = evaluations(tmp_path / "run")
+    found = logged(tmp_path / "run", "eval_mean_recall")
     assert list(found) == [0, 1, 2, 3, 4]
     assert metrics["eval_mean_recall"] == max(found.values()) == found[0]
     saved = FusionDualEncoderModel.from_pretrained(tmp_path / "run").state_dict()
@@ -193,7 +139,7 @@ def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
     head = {name for name in first if name.startswith(("fusion.", "token_head.", "caption_adapter."))}
     assert all(torch.equal(saved[name], first[name]) for name in first.keys() - head)
     assert not all(torch.equal(saved[name], first[name]) for name in head)
-    *_, evaluated, chosen = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    *_, evaluated, chosen = logged_rows(tmp_path / "run")
     assert evaluated["step"] == 4  # the evaluation behind the pictures is not logged twice
     assert (chosen["saved_part"], chosen["saved_projections_step"]) == ("head", begin)
     sentence = f"Saved is the model with the fusion head of step {chosen['saved_step']}, the best of"
@@ -209,7 +155,7 @@ def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: li
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}", ignore_errors=True)
     again = pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
     assert again == metrics
-    assert list(evaluations(tmp_path / "run")) == [0, 1, 2, 3, 4]
+    assert list(logged(tmp_path / "run", "eval_mean_recall")) == [0, 1, 2, 3, 4]
 
 
 # -- weights between the start and the end --------------------------------------------------------------------------------
@@ -228,27 +174,6 @@ def test_a_head_that_was_never_trained_is_not_interpolated() -> None:
     assert {name.split(".")[0] for name in weights_of_start(new)} >= {"fusion", "caption_adapter"}
     again = build_objective(new, objectives, 0).added  # a model whose head was trained
     assert weights_of_start(new, again).keys() == weights_of_start(new).keys()
-
-
-@pytest.mark.parametrize(
-    ("flags", "refused"),
-    [
-        ("", True),
-        ("--vision_model_name_or_path a", True),
-        ("--vision_model_name_or_path a --text_model_name_or_path b --streaming", True),
-        ("--vision_model_name_or_path a --text_model_name_or_path b", False),
-        ("--model_name_or_path a", False),
-    ],
-)
-def test_a_run_that_starts_from_no_model_is_refused(flags: str, refused: bool) -> None:
-    given = parse_args(*PRETRAINING, *flags_of_callbacks("pretrain"), argv=[*flags.split(), "--wise_ft"])
-    if not refused:
-        attach("pretrain", given)
-        return
-    with pytest.raises(
-        ValueError, match=r"--wise_ft is set; the run does not start from a model.*Give --model_name_or_path"
-    ):
-        attach("pretrain", given)
 
 
 @pytest.fixture(scope="module")
@@ -279,19 +204,3 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
     assert torch.equal(stock["visual_projection.weight"], found["visual_projection.weight"])
     resume = ["--resume_from_checkpoint", str(tmp_path / "wise/checkpoint-2")]
     assert pretrain.main([*flags, *resume, "--output_dir", str(tmp_path / "again")]) == metrics
-
-
-def test_the_start_is_measured_once_and_the_end_is_of_a_later_step(
-    begun: Path, tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = ["--model_name_or_path", str(begun), "--learning_rate", "1e-2", "--wise_ft"]
-    flags = [*tiny_flags[:2], *tiny_flags[4:], *model]
-    forecast = pretrain.main([*flags, "--dry_run", "--output_dir", str(tmp_path)])
-    assert forecast["dry_run_evaluations"] == 4 + 1 + 5 + 1  # the best, five alphas, and the chosen one again
-    real, calls = RetrievalEvaluator.__call__, list[int]()
-    monkeypatch.setattr(RetrievalEvaluator, "__call__", lambda *given: calls.append(1) or real(*given))
-    pretrain.main([*flags, "--output_dir", str(tmp_path)])
-    [chosen] = [row for row in logged_rows(tmp_path) if "saved_step" in row]
-    assert len(calls) == 11 - (chosen["saved_step"] == 4 and "saved_projections_step" not in chosen)
-    evaluated = [row["step"] for row in logged_rows(tmp_path) if "eval_mean_recall" in row]
-    assert evaluated == [1, 2, 3, 4]

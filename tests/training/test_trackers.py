@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -16,10 +16,7 @@ from tests.kit.trackers import FakeTracker
 
 
 class OtherTracker(FakeTracker):
-    name = "tensorboard"
-    requires_logging_directory = True
-    calls: ClassVar[list[tuple[Any, ...]]] = []
-    faults: ClassVar[dict[str, str]] = {}
+    name, requires_logging_directory = "tensorboard", True
 
     def __init__(self, project: str, folder: str) -> None:
         super().__init__(project, folder=folder)
@@ -30,25 +27,20 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     """Runs with two trackers, and logs some rows."""
     for name, kind in (("wandb", FakeTracker), ("tensorboard", OtherTracker)):
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, kind)
-        monkeypatch.setattr(kind, "calls", [])
-        monkeypatch.setattr(kind, "faults", {})
-    monkeypatch.setattr(FakeTracker, "name", "wandb")
+        for attribute, value in (("name", name), ("calls", []), ("faults", {})):
+            monkeypatch.setattr(kind, attribute, value, raising=False)
+    installed = [SimpleNamespace(value=name) for name in ("wandb", "tensorboard")]
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: installed)
     monkeypatch.setattr(trackers, "filter_trackers", lambda names, folder: names)
-    monkeypatch.setattr(
-        trackers, "get_available_trackers", lambda: [SimpleNamespace(value=n) for n in ("wandb", "tensorboard")]
-    )
 
     def run(**settings: Any) -> None:
-        tracking = Tracking(TrackerArguments("wandb,tensorboard"))
-        main = SimpleNamespace(is_main_process=True)
-        context = SimpleNamespace(
-            run=SimpleNamespace(accelerator=main, name="pretrain", settings=settings, output_dir=tmp_path)
-        )
-        tracking.on_start(context)
+        tracking, main = Tracking(TrackerArguments("wandb,tensorboard")), SimpleNamespace(is_main_process=True)
+        given = SimpleNamespace(accelerator=main, name="pretrain", settings=settings, output_dir=tmp_path)
+        tracking.on_start(SimpleNamespace(run=given))
         for step in range(1, 4):
             logs = {"step": step, "loss": 0.5, "eval_mean_recall": 0.25}
             tracking.on_log(None, TrainerState(global_step=step), TrainerControl(), logs=logs)
-        tracking.on_publish(context)
+        tracking.on_publish(None)
 
     return run
 

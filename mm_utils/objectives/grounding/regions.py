@@ -39,25 +39,18 @@ from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_capti
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Window
 
-MAX_REGIONS = 8
-"""Largest number of regions per image in a training step; of more, a random choice takes part."""
-
-MIN_VISIBLE_SHARE = 0.5
-"""Smallest share of a region's area that must be in the square."""
-
-SLACK = 0.1
-"""Seconds by which a moment may end after its medium, as codecs cut the ends of sounds; it is cut there, too."""
+MAX_REGIONS = 8  # of an image in a training step; of more, a random choice takes part
+MIN_VISIBLE_SHARE = 0.5  # of a region's area, that must be in the square
+SLACK = (
+    0.1  # seconds by which a moment may end after its medium, as codecs cut the ends of sounds; it is cut there, too
+)
 
 _MEANING = {
     "regions": "box (x, y, width, height in pixels) and a phrase",
     "moments": "span (start and end in seconds) and a phrase",
 }
 _FEATURES = datasets.Features(
-    {
-        "region_boxes": [Value("float64")],
-        "region_input_ids": [[Value("int32")]],
-        "region_keys": [Value("int64")],
-    }
+    {"region_boxes": [Value("float64")], "region_input_ids": [[Value("int32")]], "region_keys": [Value("int64")]}
 )
 
 
@@ -181,11 +174,8 @@ def visible_regions(
     places = is_visible.nonzero()[0].tolist()
     if rng is not None and len(places) > MAX_REGIONS:
         places = sorted(rng.sample(places, MAX_REGIONS))
-    return {
-        "region_boxes": boxes[places],
-        "region_input_ids": [row["region_input_ids"][place] for place in places],
-        "region_keys": [row["region_keys"][place] for place in places],
-    }
+    names = ("region_input_ids", "region_keys")
+    return {"region_boxes": boxes[places], **{name: [row[name][place] for place in places] for name in names}}
 
 
 def boxes_in(window: Window, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

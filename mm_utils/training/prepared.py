@@ -1,27 +1,31 @@
-"""Prepare what a run trains for its processes; `mm_utils.training.sharded` does what FSDP2 and DeepSpeed need."""
+"""Prepare what a run trains for its processes, so that it learns with FSDP2 and DeepSpeed what it does with DDP.
 
+By default, Accelerate lets both round more than autocast does: weights (and so the temperature), the loss, and the sums of
+gradients. Here weights are fp32, and autocast rounds where it is safe.
+"""
+
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from mm_utils import distributed
-from mm_utils.data.training_data import TrainingData
+from mm_utils.model.fusion import FusionLayer
 from mm_utils.objectives.joint import Objective
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.sharded import configure_deepspeed, configure_fsdp, initialise_fsdp_root
+
+MIN_BLOCK_PARAMETERS = 1_000_000  # FSDP2 gathers and frees larger blocks one by one; all else is one unit
 
 
 def prepare(
-    args: TrainingArguments,
-    accelerator: Accelerator,
-    objective: Objective,
-    optimizer: torch.optim.Optimizer,
-    data: TrainingData,
+    args: TrainingArguments, accelerator: Accelerator, objective: Objective, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the objective and the optimizer as this process trains them; called on all ranks, for each stage of a run.
 
@@ -73,3 +77,75 @@ def unsharded(objective: nn.Module) -> Iterator[None]:
         yield
     finally:
         objective.reshard()
+
+
+# -- FSDP2 and DeepSpeed -------------------------------------------------------------------------------------------------
+def configure_fsdp(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+    """Configure FSDP2; called before `accelerator.prepare`, as the other is.
+
+    Raises:
+        ValueError: if accelerate's configuration or the objective is not supported with it.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"fsdp_version is {plugin.fsdp_version} in the configuration of accelerate; this needs FSDP2. Set it to 2, or use "
+            "accelerate_configs/fsdp2.yaml."
+        )
+    plugin.mixed_precision_policy = None
+    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, blocks(objective)
+    objective.groups_texts = False  # ranks with different numbers of groups would wait for each other
+    make_shardable(objective)
+
+
+def configure_deepspeed(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+    """Configure DeepSpeed, as `configure_fsdp`."""
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin.zero_stage == 3:
+        raise ValueError(
+            "zero_stage is 3 in the configuration of accelerate; this shards weights by FSDP2 only. Use "
+            "accelerate_configs/fsdp2.yaml, or set it to 2."
+        )
+    config = plugin.deepspeed_config
+    # DeepSpeed requires a value; it has no effect, as each rank's share of the batch is one micro-batch.
+    config["train_micro_batch_size_per_gpu"] = max(1, global_batch_size // accelerator.num_processes)
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed precision is fp16, which DeepSpeed would train in throughout. Use bf16, or DDP.")
+    if config.pop("bf16", {}).get("enabled"):
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    make_shardable(objective)
+
+
+def blocks(objective: nn.Module) -> list[str]:
+    """Return the class names of large modules that are stacked in lists."""
+    lists = [module for module in objective.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    own = [block for each in lists for block in each if not type(block).__module__.startswith("torch.")]
+    sizes = {block: sum(parameter.numel() for parameter in block.parameters()) for block in own}
+    return sorted({type(block).__name__ for block, size in sizes.items() if size >= MIN_BLOCK_PARAMETERS})
+
+
+def make_shardable(objective: nn.Module) -> None:
+    """Turn scalars into vectors of one, make weights contiguous, in place, for both backends."""
+    for parameter in objective.parameters():
+        parameter.data = (parameter.data if parameter.dim() else parameter.data.view(1)).contiguous()
+
+
+def initialise_fsdp_root(objective: nn.Module) -> None:
+    """Make the objective the root of FSDP2, and register the methods that use its weights.
+
+    FSDP2 treats the first module whose forward runs as the root. So run a no-op forward on the objective right after
+    `accelerator.prepare`. Methods besides `forward` must be registered, so that FSDP2 gathers the weights there too.
+    """
+    methods = {Objective: ("encode", "part"), FusionLayer: ("encode_image",)}
+    for module in objective.modules():
+        for kind, names in methods.items():
+            if isinstance(module, FSDPModule) and isinstance(module, kind):
+                for name in names:
+                    register_fsdp_forward_method(module, name)
+    # The warning is about writing into the view, which never happens here.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    root: Any = objective
+    root.do_nothing = lambda: None
+    register_fsdp_forward_method(root, "do_nothing")
+    root.do_nothing()
+    root.reshard()

@@ -80,7 +80,7 @@ class Trainer:
         args = replace(args, metric_for_best_model=stage.metric, logging_steps=every)
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
-        self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, data)
+        self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer)
         self.model = objective.model
         self.evaluators = evaluators
         self.state = TrainerState(
@@ -256,7 +256,7 @@ class Trainer:
         self.callbacks.call("on_evaluate_begin")
         # The saved weights come last: evaluators keep their last findings, for the pictures.
         raw = self.measure() if self.average is not None else {}
-        found = self._measure_saved()
+        found = self.measure(saved=True)
         metrics = {f"eval_{name}": value for name, value in found.items()}
         metrics |= {f"eval_raw_{name}": value for name, value in raw.items()}
         self._evaluated_step = self.state.global_step
@@ -278,18 +278,14 @@ class Trainer:
         """Return the steps whose checkpoints are kept: that of the best, and that which the stage began with."""
         return [*self.stage.ranked(self.state.log_history)[:1], self.stage.begin] if self.args.keeps_best else []
 
-    def measure(self) -> dict[str, float]:
-        """Evaluate the current weights, without logging."""
+    def measure(self, saved: bool = False) -> dict[str, float]:
+        """Evaluate the current weights, or those that would be saved, without logging."""
         assert self.data.eval_loader is not None
         self.objective.eval()
-        with unsharded(self.objective):
+        average = self.average.applied() if saved and self.average is not None else nullcontext()
+        with average, unsharded(self.objective):
             loader = self.data.eval_loader.with_check(self._check_stop_signal)
             return in_turn(*self.evaluators)(self.model, loader, self.accelerator)
-
-    def _measure_saved(self) -> dict[str, float]:
-        """Evaluate the weights that would be saved, without logging."""
-        with self.average.applied() if self.average is not None else nullcontext():
-            return self.measure()
 
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
         """Do the evaluation due before the first step, or when a resumed run was stopped."""
@@ -389,11 +385,11 @@ class Trainer:
         reranks = any((self.model.config.rerank_weights or {}).values())
         if self.stage.lost_recall(history, best, reranks) and (start := self._folder_of(self.stage.begin)):
             self._put_back_projections(start)
-            metrics = {f"eval_{name}": value for name, value in self._measure_saved().items()}
+            metrics = {f"eval_{name}": value for name, value in self.measure(saved=True).items()}
             self.choice += " Its projections are those that it began with: later ones cost more recall than it adds."
             row["saved_projections_step"] = self.stage.begin
         elif best != self._evaluated_step:
-            self._measure_saved()  # the pictures are of what is saved
+            self.measure(saved=True)  # the pictures are of what is saved
         if self.accelerator.is_main_process:
             append_rows(self.output_dir / METRICS_FILE, [row])
         return metrics

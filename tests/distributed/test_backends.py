@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
-from mm_utils.training.sharded import configure_deepspeed, configure_fsdp
+from mm_utils.training.prepared import configure_deepspeed, configure_fsdp
 from scripts import finetune, pretrain
 from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
 from tests.kit.objectives import tiny_objective

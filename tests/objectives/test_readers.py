@@ -1,11 +1,13 @@
-"""Boxes follow their image into the square, and phrases become tokens once."""
+"""What terms read of rows: boxes and moments follow their medium into the square, negatives are drawn; all become tokens once."""
 
+import itertools
 import random
 from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict, Features, Value, disable_progress_bars
+import torch
+from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
@@ -14,16 +16,25 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform, Transform
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_splits
+from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.data.images import encode
 from mm_utils.data.media.medium import Window
 from mm_utils.data.scenes import load_scenes
 from mm_utils.objectives.grounding.regions import MAX_REGIONS, SLACK, RegionReader, boxes_in, visible_regions
+from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
 from tests.kit.fault_images import save
 from tests.kit.media_files import rows_with_moments
-from tests.kit.numbered_rows import CPU, FEATURES, SIZE, WORDS, evaluation_pairs, training_pairs
+from tests.kit.numbered_rows import (
+    FEATURES,
+    WORDS,
+    equal,
+    evaluation_pairs,
+    loaders,
+    number_said,
+    rows_of,
+    training_pairs,
+)
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -183,16 +194,12 @@ def test_moments_are_regions_on_the_time_axis(tokenizer: PreTrainedTokenizerFast
     assert shown["region_boxes"].tolist() == [pytest.approx([0, 0, 0.1, 1], abs=1e-6), pytest.approx([0.35, 0, 1, 1])]
 
 
-def loaders_with_regions() -> Loaders:
-    arguments = LoaderArguments(16, dataloader_num_workers="0")
-    image = media.Image(SIZE, (0.0,) * 3, (1.0,) * 3, arguments.min_crop_area)
-    return Loaders(arguments, CPU, 0, image, READERS)
-
-
 def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenizerFast) -> None:
     scenes = load_scenes(12, 1)["train"]
     rows = tokenized(scenes, tokenizer)
-    [batch] = loaders_with_regions().train(rows, GlobalOrder(12, BatchSizes((0,), (12,)), seed=0), 0, 1)
+    of_run = loaders(min_crop_area=0.8)
+    of_run.readers = READERS
+    [batch] = of_run.train(rows, GlobalOrder(12, BatchSizes((0,), (12,)), seed=0), 0, 1)
     longest = batch["region_input_ids"].shape[-1]
     assert {name: tuple(batch[name].shape) for name in FIELDS} == {
         "region_boxes": (12, 3, 4), "region_input_ids": (12, 3, longest), "region_attention_mask": (12, 3, longest),
@@ -208,3 +215,60 @@ def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenize
         assert keys.tolist() == [caption_key(phrase) for phrase in phrases]
         areas = (batch["region_boxes"][place, :, 2:] - batch["region_boxes"][place, :, :2]).prod(1)
         assert [bool(area > 0.02) for area in areas] == [span > 0 for span in spans]
+
+
+# -- negatives -------------------------------------------------------------------------------------------------------------
+NEGATIVES = (Negatives(),)
+
+
+def with_negatives(tokenizer: PreTrainedTokenizerFast, rows: Dataset, negatives: list[Any]) -> Dataset:
+    rows = rows.add_column("negatives", negatives, feature=List(Value("string")))
+    return tokenize_splits(DatasetDict(train=rows), tokenizer, 16, readers=NEGATIVES)["train"]
+
+
+def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = rows_of(4)
+    plain = tokenize_captions(rows, tokenizer, 16)
+    given = [["Picture  ZERO", "picture two"], [], None, ["picture one"]]
+    found = with_negatives(tokenizer, rows, given)
+    expected = encode_captions(tokenizer, ["picture two", "picture one"], 16)
+    assert list(found[NEGATIVE_IDS]) == [[expected[0]], [], [], [expected[1]]]
+    for name in ("input_ids", "image_key", "caption_keys"):
+        assert list(found[name]) == list(plain[name])
+    assert NEGATIVE_IDS not in plain.column_names
+    none = with_negatives(tokenizer, rows, [[]] * 4)
+    assert list(none[NEGATIVE_IDS]) == [[]] * 4
+
+
+def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedTokenizerFast) -> None:
+    negatives = [[f"picture {WORDS[other]}" for other in range(index % 5)] for index in range(6)]
+    plain = tokenize_captions(rows_of(6, broken=[5]), tokenizer, 16)
+    rows = with_negatives(tokenizer, rows_of(6, broken=[5]), negatives)
+    drawn = {}
+    for seed, epoch in itertools.product((0, 1), range(24)):
+        found = training_pairs(rows, seed=seed, readers=NEGATIVES).__getitems__([(row, epoch) for row in range(5)])
+        turned = training_pairs(rows.select([4, 3, 2, 1, 0]), seed=seed, readers=NEGATIVES).__getitems__(
+            [(4, epoch), (0, epoch)]
+        )
+        assert [turned[0]["negative"], turned[1]["negative"]] == [found[0]["negative"], found[4]["negative"]]
+        alone = training_pairs(plain, seed=seed).__getitems__([(row, epoch) for row in range(5)])
+        for one, other in zip(found, alone, strict=True):
+            negative = one.pop("negative")
+            assert equal(one, other)  # caption and crop are drawn as before
+            drawn.setdefault((seed, one["row"]), []).append(
+                number_said(torch.tensor(negative), tokenizer) if negative else None
+            )
+    assert set(drawn[0, 0]) == {None}
+    assert set(drawn[0, 4]) == set(range(4))
+    assert drawn[0, 4] != drawn[1, 4]
+    of_run = loaders()
+    of_run.readers = NEGATIVES
+    order = GlobalOrder(6, BatchSizes((0,), (6,)), seed=0)
+    [batch] = of_run.train(rows, order, 0, 1)
+    said = [
+        number_said(ids, tokenizer) if mask.any() else None
+        for ids, mask in zip(batch["negative_input_ids"], batch["negative_attention_mask"], strict=True)
+    ]
+    assert said == [drawn[0, row][0] for row in batch["rows"].tolist()]
+    for others in (of_run.train(plain, order, 0, 1), of_run.evaluation(rows, 6), loaders().train(rows, order, 0, 1)):
+        assert not any(name.startswith("negative") for name in next(iter(others)))

@@ -86,9 +86,6 @@ def test_the_report_shows_its_figures_and_says_what_matters_first(tmp_path: Path
     assert "The splits leak" not in text
     text = report(tmp_path, pairs, leakage={**SUMMARY["leakage"], "exact": 1, "near": 0, "by_id": 0, "dropped": {}})
     assert text.split("## Look at this first\n\n")[1].startswith("- The splits leak")
-
-
-def test_a_report_speaks_of_its_medium(tmp_path: Path) -> None:
     for kind, contents in {"clip": [clip(), clip(fps=8)], "sound": [tone(300, 900), tone(300)]}.items():
         text = report(tmp_path, DatasetDict(train=media_rows(kind, contents, seconds=[60.0, 30.04])), medium=kind)
         assert f"**2 {kind}s with 2 captions** were kept" in text

@@ -238,6 +238,7 @@ _COMMAS = [
     }),
     *_good("{image},{caption}, again, and again", kept=("{caption}, again, and again",)),
 ]  # fmt: skip
+_OPEN = Row('{image},"{caption},train', "malformed_row")
 _MARK, _HEADER = b"\xef\xbb\xbf", b"image,caption,split"  # a byte order mark, as Windows writes it
 # Name, file, rows, the good row behind each, the file's first bytes, and a last line that is still being written.
 TABLES: list[tuple[str, str, list[Row], str | None, bytes, Row | None]] = [
@@ -245,7 +246,7 @@ TABLES: list[tuple[str, str, list[Row], str | None, bytes, Row | None]] = [
     ("captions", "pairs.jsonl", _CAPTIONS, line(), b"", None),
     ("ids", "pairs.jsonl", _IDS, line(id="number {number}"), b"", None),
     ("regions", "pairs.jsonl", _REGIONS, line(), b"", None),
-    ("csv", "pairs.csv", _CELLS_OF_TEXT, "{image},{caption},train", _MARK + _HEADER + b"\r\n", None),
+    ("csv", "pairs.csv", _CELLS_OF_TEXT, "{image},{caption},train", _MARK + _HEADER + b"\r\n", _OPEN),
     ("flickr30k", "results.token", _TOKENS, "{image}#0\t{caption}", b"", None),
     ("flickr8k", "captions.txt", _COMMAS, "{image},{caption}", b"image,caption\n", None),
     ("array", "pairs.json", _ARRAY, None, b"", None),

@@ -286,15 +286,13 @@ def test_bad_rows_are_counted_and_named_at_every_start(folder: Path, caplog: pyt
 
 
 def test_a_hopeless_source_is_refused_and_leaves_nothing(folder: Path, own_cache: Path) -> None:
-    for names, message in (
-        (["img/0.png", "img/1.png", "2.png"], r"2 of 3 rows are bad, more than half .*img/0.png.* --image_root"),
-        ([], r"the file holds no rows"),
-    ):
-        write(folder, names)
-        with pytest.raises(ValueError, match=rf"^--train_file is pairs.jsonl; {message}") as caught:
-            load(folder)
-        assert "\n" not in str(caught.value)
-        assert not (own_cache / "tandem_pairs").exists() or not results(own_cache)
+    write(folder, ["img/0.png", "img/1.png", "2.png"])
+    message = (
+        r"^--train_file is pairs.jsonl; 2 of 3 rows are bad, more than half [^\n]*img/0.png[^\n]* --image_root[^\n]*$"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+    assert not (own_cache / "tandem_pairs").exists() or not results(own_cache)
 
 
 def test_an_interrupted_start_is_resumed(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

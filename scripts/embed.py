@@ -43,9 +43,6 @@ class EmbedArguments:
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
 
     def __post_init__(self) -> None:
-        for name in ("model_name_or_path", "index_dir"):
-            if getattr(self, name) is None:
-                raise ValueError(f"--{name} is missing; give a folder.")
         if self.images and self.split:
             raise ValueError(f"--split is {self.split}; a folder of images has no splits. Drop one of the two.")
 

@@ -62,8 +62,6 @@ class EvalRetrievalArguments:
     output_dir: str | None = arg(None, "Write metrics.json, with all figures and their intervals, to this folder.")
 
     def __post_init__(self) -> None:
-        if self.model_name_or_path is None:
-            raise ValueError("--model_name_or_path is missing; give a run's folder, or a Hub id.")
         parse_weights(self.rerank_weights)  # complain now, not after the data is loaded
         if self.benchmark is not None:
             find_benchmark(RETRIEVAL, self.benchmark, f"--benchmark is {self.benchmark}; there is no such benchmark")

@@ -42,9 +42,6 @@ class ExportArguments:
     )
 
     def __post_init__(self) -> None:
-        for name in ("model_name_or_path", "output_dir"):
-            if getattr(self, name) is None:
-                raise ValueError(f"--{name} is missing; give a folder.")
         if not set(self.precisions) <= PRECISIONS.keys() or len(set(self.precisions)) < len(self.precisions):
             raise ValueError(f"--precision is {self.precision}; give {', '.join(PRECISIONS)}, each once, with commas.")
         for name, choices in (("layout", LAYOUTS), ("reranker", ("auto", "yes", "no"))):

@@ -52,8 +52,6 @@ class SearchArguments:
     port: int = arg(8000, "The port of this machine to serve on.")
 
     def __post_init__(self) -> None:
-        if self.index_dir is None:
-            raise ValueError("--index_dir is missing; give the folder that scripts/embed.py wrote.")
         if self.top_k < 1 or self.rerank_top_k < 0:
             raise ValueError(
                 f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."

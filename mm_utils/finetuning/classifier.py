@@ -47,8 +47,6 @@ class ClassifierArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.model_name_or_path is None:
-            raise ValueError("--model_name_or_path is missing; give the folder that pretrain left, or a Hub id.")
         if self.classifier_inputs not in (None, *CLASSIFIER_INPUTS):
             raise ValueError(
                 f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {', '.join(CLASSIFIER_INPUTS)}."

@@ -113,8 +113,6 @@ def test_classifier_inputs_depend_on_the_data_and_the_model(folder: str, tmp_pat
         build(folder, "pair", images=False)
     with pytest.raises(ValueError, match=r"pixel_values is missing; classifier_inputs is 'fused'"):
         build(folder).classify(input_ids=torch.ones(1, 3, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"--model_name_or_path is missing"):
-        ClassifierArguments()
 
 
 def test_unused_parts_are_not_trained(folder: str) -> None:

@@ -174,10 +174,9 @@ class HubPusher(RunCallback):
             text = "the Hub repository is %s; it cannot be opened: %s. Training goes on and the push is tried again later; "
             logger.warning(text + "check `hf auth whoami`", self.repository.name, error)
 
-    def on_save(
-        self, args: Any, state: TrainerState, control: TrainerControl, checkpoint: Path, **kwargs: Any
-    ) -> None:
-        """Push `checkpoint` in the background, unless the push before it is still in progress."""
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Push the checkpoint in the background, unless the push before it is still in progress."""
+        checkpoint: Path = kwargs["checkpoint"]
         is_free = all(push.done() for push in self.pushes)
         if state.is_world_process_zero and self.args.hub_strategy != "end" and is_free:
             self._settle()

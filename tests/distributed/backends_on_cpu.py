@@ -10,7 +10,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from mm_utils.run.start import run_script
-from mm_utils.training import sharded as backends
+from mm_utils.training import prepared as backends
 
 PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign,assignment]
 backends.MIN_BLOCK_PARAMETERS = 1000

@@ -134,7 +134,12 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
     for split, file in given.items():
         title = f"--{split}_file is {file}"
         if not Path(file).is_file() and not file.lower().endswith(".tar"):
-            raise ValueError(f"{title}; there is no such file. Check the path.")
+            what = (
+                "that is a folder. Give it as --dataset_name"
+                if Path(file).is_dir()
+                else "there is no such file. Check the path"
+            )
+            raise ValueError(f"{title}; {what}.")
         name = file if len(set(given.values())) == len(given) else f"{file} for {split}"
         own_splits = list(given) == ["train"]  # only then rows may say their split
         split_of_all = None if own_splits else split

@@ -29,7 +29,7 @@ def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> li
         shards = str(settings.get("train_file"))
         if not shards.lower().endswith(".tar"):
             return []
-        data = ["--images", shards]
+        data = ["--train_file", shards]
     words = ["--model_name_or_path", str(folder), *data, "--index_dir", index]
     found = ["--index_dir", index, "--query", query]
     return [launch_command("embed", words), launch_command("search", found, launcher="python")]

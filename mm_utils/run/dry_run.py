@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,12 @@ def dry_run(
     scratch, probe, largest = existing / f".dry-run-{folder.name}", _Probe(), args.batch_sizes.sizes[-1]
     most = {"max_train_samples": max(256, 2 * largest), "max_eval_samples": EVALUATED}
     overrides = {
-        **{"dry_run": False, "output_dir": scratch, "max_steps": STEPS, "batch_size_schedule": f"0:{largest}"},
+        **{"dry_run": False, "output_dir": scratch, "max_steps": STEPS},
+        **({"batch_size_schedule": f"0:{largest}"} if args.batch_size_schedule else {}),
         **{name: min(rows, settings.get(name) or sys.maxsize) for name, rows in most.items()},
-        "head_share": 0.0,  # towers and head at once: no step of the run takes more
+        **(
+            {"head_share": 0.0} if settings.get("fusion_layers") else {}
+        ),  # towers and head at once: no step takes more
         **{"logging_steps": 1, "save_steps": STEPS, "eval_steps": 0, "early_stopping_patience": 0},
         **{"report_to": "none", "load_best_model_at_end": False, "push_to_hub": False},
         **({"resume_from_checkpoint": "latest"} if args.resume_from_checkpoint else {}),
@@ -73,7 +77,8 @@ def dry_run(
         main([*(sys.argv[1:] if argv is None else argv), *flags], (probe,))
         if not probe.is_main_process:
             return {}
-        figures = _forecast(args, probe, scratch)
+        args = replace(args, global_batch_size=min(args.global_batch_size, probe.data.total_rows["train"]))
+        figures, largest = _forecast(args, probe, scratch), args.batch_sizes.sizes[-1]
     logger.info(
         "The whole run, by this dry run:\n"
         f"  steps       {figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s\n"

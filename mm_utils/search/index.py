@@ -131,7 +131,9 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"--index_dir is {folder}; that is a file. Give a folder.")
     others = (path.name for path in folder.iterdir()) if folder.is_dir() and not (folder / _INFO).is_file() else ()
     if any(not name.startswith((".", PARTS, "rows-", SKIPPED)) for name in others):
-        raise ValueError(f"--index_dir is {folder}; this folder holds something else. Give a new folder.")
+        raise ValueError(
+            f"--index_dir is {folder}; this folder holds something else. Give one that scripts/embed.py wrote, or to embed into, a new one."
+        )
 
 
 def read_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset] | None:

@@ -77,9 +77,11 @@ def folder_listing(
     skipped: list[Skip] = []
     for place, files in walk(folder, unread):
         for name in files:
-            if not (is_raw(name, medium) or name.lower().endswith(suffixes)):
-                continue
             path = os.path.relpath(os.path.join(place, name), folder)
+            if not (is_raw(name, medium) or name.lower().endswith(suffixes)):
+                is_clip = medium == "image" and name.lower().endswith(SUFFIXES["clip"])
+                unread.add("clips" if is_clip else "not_read", path)
+                continue
             try:
                 if is_raw(name, medium):
                     raise Fault("image_unknown_format", "a RAW photograph is not read")
@@ -90,8 +92,8 @@ def folder_listing(
             except Fault as fault:
                 skipped.append(skip(path, fault))
     skipped += (skip(fault.detail.partition(": ")[0], fault) for fault in unread.faults)
-    if "hidden" in unread.passed:
-        logger.info("--images is %s; %s", folder, unread.says("hidden"))
+    for reason in unread.passed:
+        logger.info("--images is %s; %s", folder, unread.says(reason))
     if not names:
         raise ValueError(
             f"--images is {folder}; it holds no {medium} that can be read ({', '.join(suffixes)}). Check the path; links to "

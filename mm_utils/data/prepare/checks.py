@@ -240,6 +240,7 @@ _FILE_NAME = re.compile(
     r"|(?:img|dsc[a-z]?|pict?|pxl|mvimg|gopr?|dji|sam|cimg|p(?=\d{7}))[-_]?\d{3,}[-_\w]*(?: ?\(\d+\))?",  # of cameras
     re.IGNORECASE,
 )
+_NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:[ ,;]+[-+]?\d[\d.e-]*){3,}")
 _MARKUP = re.compile(
     r"&(?:[a-z]{2,8}\d{0,2}|#\d{1,7}|#x[0-9a-f]{1,6});|"
     r"</?(?:a|b|br|div|em|font|h[1-6]|i|img|li|ol|p|span|strong|su[bp]|t[dr]|table|u|ul)(?:\s[^<>]{0,300})?/?>",
@@ -275,6 +276,8 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
         raise Fault("caption_empty", ascii(part[:80]))
     if text.casefold().strip(" .\"'<>()[]{}#") in _PLACEHOLDERS:
         raise Fault("caption_nan", repr(text))
+    if _NUMBERS.fullmatch(text):
+        raise Fault("caption_not_text", f"numbers alone, as of boxes: {text[:80]!r}")
     if len(text) <= _LONGEST_NAME and _FILE_NAME.fullmatch(text):
         raise Fault("caption_is_file_name", repr(text))
     if len(text) > limit or len(part) < len(whole):

@@ -44,8 +44,9 @@ SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training", "restval"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout"), "test"),
 }
+_OF_SETS = {"set", "split", "data", "dataset", "image", "images", "img", "imgs", "photos", "pictures", "files"}
 HOLDOUT_FRACTION, HOLDOUT_LEAST, HOLDOUT_MOST = 0.05, 30, 2000
 _LISTED = 40  # columns that a message names
 
@@ -318,6 +319,12 @@ def id_of(values: Mapping[str, Any], columns: Columns) -> str | None:
     if is_null(values.get(columns.id)):
         raise Fault("missing_column", f"{columns.id}, the id, is empty")
     return storable(str(values[columns.id]))
+
+
+def split_named(folder: str) -> str | None:
+    """Return the split that the name of a folder says: `TEST`, `val2017`, `valid_set`, `01_train`, `Training images`."""
+    words = set(re.split(r"[\W\d_]+", folder.lower())) - _OF_SETS - {""}
+    return SPLIT_NAMES.get(words.pop()) if len(words) == 1 else None
 
 
 def split_of(value: Any) -> str:

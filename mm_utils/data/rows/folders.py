@@ -1,5 +1,6 @@
 """The one walk of folders, for every reader: what is never data, which split a path names, and what nobody read."""
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -7,8 +8,10 @@ from dataclasses import dataclass, field
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import check_own_file, file_fault
-from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, SUFFIXES
+from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, SUFFIXES, split_named
 from mm_utils.data.rows.records import BadRow, RecordBuilder
+
+logger = logging.getLogger(__name__)
 
 _RAW_SUFFIXES = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".pef", ".raf", ".raw", ".rw2", ".srw")
 _SERVICE = {  # of NAS, archivers and systems
@@ -19,6 +22,7 @@ _MEDIA = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 _PASSED = {
     "hidden": "{:,} hidden folders and files, or those of a program, such as {}, are not read",
     "not_read": "{:,} files, such as {}, are not read",
+    "clips": "{:,} videos, such as {}, are left out; --with_clips takes them",
     "image_unknown_format": "{:,} RAW photographs, such as {}, are not read",
 }
 
@@ -41,7 +45,7 @@ def split_of_path(path: str, by_words: bool = False) -> str | None:
     folders, name = os.path.split(path)
     names = re.split(r"[\\/]", folders)
     words = re.split(r"[\\/\-._ 0-9]+", f"{folders}/{name}") if by_words else []
-    found = {SPLIT_NAMES.get(word.lower()) for word in (*names, *words)}
+    found = {*map(split_named, names), *(SPLIT_NAMES.get(word.lower()) for word in words)}
     return next((split for split in reversed(SPLITS) if split in found), None)
 
 
@@ -72,6 +76,7 @@ class Unread:
         """Yield a bad row for every folder that was not entered, and one for all files of a reason."""
         yield from (builder.bad(f"folder {fault.detail}", fault) for fault in self.faults)
         for reason in self.passed:
+            logger.info("%s; %s", builder.source.title, self.says(reason))
             yield builder.bad("folder .", Fault(reason, self.says(reason)))
 
 

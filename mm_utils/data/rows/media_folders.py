@@ -11,7 +11,7 @@ from typing import Any
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import SQLITE_SUFFIXES, Jail, Limits, read_file
-from mm_utils.data.rows.columns import SPLIT_NAMES, SUFFIXES
+from mm_utils.data.rows.columns import SUFFIXES, split_named
 from mm_utils.data.rows.folders import Unread, is_service, split_of_path, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import TEMPLATES, PathArguments, Source
@@ -125,7 +125,7 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
         unread.pass_by(source.path, place, files, suffixes, builder.medium)
         split = None
         if images and divided and parts[0] != ".":
-            split = SPLIT_NAMES.get(parts.pop(0).lower())
+            split = split_named(parts.pop(0))
             if split is None:
                 unread.pass_by(source.path, place, images, (), builder.medium)
                 continue
@@ -153,7 +153,7 @@ def _is_divided(folder: str) -> bool:
     """Return whether folders of splits lie above those of the classes: all are named like one, or one holds folders alone."""
     with os.scandir(folder) as entries:
         folders = [entry for entry in entries if entry.is_dir() and not is_service(entry.name)]
-    splits = [entry for entry in folders if entry.name.lower() in SPLIT_NAMES]
+    splits = [entry for entry in folders if split_named(entry.name)]
     inside = [[item.is_dir() for item in os.scandir(entry.path) if not is_service(item.name)] for entry in splits]
     return bool(splits) and (len(splits) == len(folders) or any(held and all(held) for held in inside))
 
@@ -170,10 +170,11 @@ def check_classes(folder: Path, title: str, medium: str) -> None:
     other = ", or set format=classes to make captions of folders' names" if places else ""
     if lists:
         more = f" (and {len(lists) - 1:,} more such files)" if len(lists) > 1 else ""
+        lists.sort(key=lambda name: (split_named(Path(name).stem) or "train") != "train")
         raise ValueError(
-            f"{title}; this folder holds {medium}s and {lists[0]}{more}, which may hold their captions. Give {folder / lists[0]} as the "
-            f"source, with image_root= for the folder of the files that it names{other}. A caption beside a file has its name: "
-            "NAME.txt beside NAME.jpg."
+            f"{title}; this folder holds {medium}s and {lists[0]}{more}, which may hold their captions. Give the table that has them, such "
+            f"as {folder / lists[0]}, as the source, with image_root= for the folder of the files that it names{other}. A caption beside a "
+            "file has its name: NAME.txt beside NAME.jpg."
         )
     if len(places) < 2:
         where = f" in one folder, {places.pop()}," if places else ""

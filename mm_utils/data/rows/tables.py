@@ -317,7 +317,7 @@ def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadR
         tables = [name for (name,) in found if not name.startswith("sqlite_")]  # of AUTOINCREMENT, ANALYZE
         if source.config not in tables and (source.config or len(tables) != 1):
             raise ValueError(
-                f"{source.title}; its tables are {', '.join(tables) or 'none'}. Name one of them, by config=NAME."
+                f"{source.title}; its tables are {', '.join(tables) or 'none'}. Name one of them, by config=NAME behind the path in --sources of prepare_data."
             )
         table = _quoted(source.config or tables[0])
         # Generated ones, too

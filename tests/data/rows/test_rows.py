@@ -20,7 +20,7 @@ from datasets import Dataset
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.arguments import parse_source
-from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_of
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_named, split_of
 from mm_utils.data.rows.media_folders import read_cues
 from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, UrlImage
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
@@ -110,6 +110,9 @@ def test_splits_and_nulls_have_many_names_and_no_others() -> None:
     for name in (None, "", "challenge", 3):
         with pytest.raises(Fault):
             split_of(name)
+    folders = ("train ", "01_train", "Training_set", "val2017", "valid_set", "TEST-2", "test images", "holdout")
+    assert [split_named(name) for name in folders] == [*["train"] * 3, *["validation"] * 2, *["test"] * 3]
+    assert {split_named(name) for name in ("train station", "eye test", "images", "data", "2017", ".")} == {None}
     assert all(map(is_null, (None, "", "  ", "nan", " NaN ", float("nan"))))
     assert not any(map(is_null, (0, "null and void", "None", [], False)))
 

@@ -136,7 +136,7 @@ _CAPTIONS = [
             *("", " \t\r\n\u3000\u00a0", "\u200b\u200d\ufeff\u2060", "\x00\x01\x1b[0m\x7f", "... -- !"),
             *("\u0301" * 5, "\u2800\u3164", "\ufffd\ufffd", "\ud800"),
         ],
-        "caption_not_text": [7, True, {"en": "a dog"}, [["a dog"]], "0 0.51 0.5 0.2 0.3", "1, 20, 30, 4e-2"],
+        "caption_not_text": [7, True, {"en": "a dog"}, [["a dog"]], "0 0.51 0.5 0.2 0.3"],
         "no_caption_left": [[]],
         "caption_nan": _PLACEHOLDERS,
         "caption_is_file_name": [

@@ -110,8 +110,8 @@ def test_splits_and_nulls_have_many_names_and_no_others() -> None:
     for name in (None, "", "challenge", 3):
         with pytest.raises(Fault):
             split_of(name)
-    folders = ("train ", "01_train", "Training_set", "val2017", "valid_set", "TEST-2", "test images", "holdout")
-    assert [split_named(name) for name in folders] == [*["train"] * 3, *["validation"] * 2, *["test"] * 3]
+    folders = ("train ", "01_train", "Training_set", "val2017", "valid_set", "TEST-2", "test images")
+    assert [split_named(name) for name in folders] == [*["train"] * 3, *["validation"] * 2, *["test"] * 2]
     assert {split_named(name) for name in ("train station", "eye test", "images", "data", "2017", ".")} == {None}
     assert all(map(is_null, (None, "", "  ", "nan", " NaN ", float("nan"))))
     assert not any(map(is_null, (0, "null and void", "None", [], False)))
@@ -285,7 +285,7 @@ def test_a_folder_that_is_none_of_classes_says_what_it_is(folder: Path) -> None:
     put("a.png")(folder / "flat")
     put("a.mp4", "a.wav", "a.txt")(folder / "mixed")
     for name, message in {
-        "set": r"holds images and captions\.jsonl, .* Give .*captions\.jsonl as the source",
+        "set": r"holds images and captions\.jsonl, .* such as .*captions\.jsonl, as the source",
         "other": "the format of this folder is not recognised",
         "listed": "holds images and captions.txt",
         "flat": "holds images and no captions",

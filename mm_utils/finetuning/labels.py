@@ -173,7 +173,7 @@ def open_captioned(source: Source, args: DataArguments) -> DatasetDict:
     for flag in ("classes", "label_column", "image_column", "caption_column"):
         if getattr(source, flag) is not None:
             raise ValueError(f"{source.title}; it is prepared, and its captions tell the classes. Drop --{flag}.")
-    return open_prepared(source.path, source.title, source.config, args.allow_outside_root)
+    return open_prepared(source.path, source.title, args.allow_outside_root)
 
 
 def _read_prepared(source: Source, args: DataArguments) -> dict[str, Dataset]:

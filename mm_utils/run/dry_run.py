@@ -65,9 +65,8 @@ def dry_run(
         **{"dry_run": False, "output_dir": scratch, "max_steps": STEPS},
         **({"batch_size_schedule": f"0:{largest}"} if args.batch_size_schedule else {}),
         **{name: min(rows, settings.get(name) or sys.maxsize) for name, rows in most.items()},
-        **(
-            {"head_share": 0.0} if settings.get("fusion_layers") else {}
-        ),  # towers and head at once: no step takes more
+        # Towers and head at once: no step takes more. Where there is no head, a given flag of it would change the defaults.
+        **({"head_share": 0.0} if settings.get("fusion_layers") else {}),
         **{"logging_steps": 1, "save_steps": STEPS, "eval_steps": 0, "early_stopping_patience": 0},
         **{"report_to": "none", "load_best_model_at_end": False, "push_to_hub": False},
         **({"resume_from_checkpoint": "latest"} if args.resume_from_checkpoint else {}),

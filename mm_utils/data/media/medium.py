@@ -356,8 +356,8 @@ def squares(
 ) -> tuple[Tensor, Window]:
     """Cut the same square of all frames `[H, W, 3]`, and resize it to uint8 `[T, 3, size, size]`; return the part shown, too.
 
-    Evaluation takes `center_square`, as the saved processor does, bit for bit, and so does a `min_area` of 1. Up to rounding to
-    whole pixels, the area of a random crop is uniform in [`min_area`, 1] of the largest square's, and its aspect ratio is between
+    In evaluation, and with a `min_area` of 1, this is the `center_square` of the saved processor, bit for bit. In training, up to
+    rounding to whole pixels, the area of a random crop is uniform in [`min_area`, 1] of the largest square's, and its aspect ratio is between
     3:4 and 4:3 where the image allows it.
     """
     height, width = frames[0].shape[:2]

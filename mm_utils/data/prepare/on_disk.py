@@ -65,7 +65,7 @@ def is_prepared(name: str) -> bool:
     return isinstance(content, dict) and content.get("format") == PREPARED_FORMAT
 
 
-def open_prepared(name: str, title: str, config: str | None = None, allow_outside: bool = False) -> DatasetDict:
+def open_prepared(name: str, title: str, allow_outside: bool = False) -> DatasetDict:
     """Open a prepared data set, memory-mapped, without a look at rows that hold their image.
 
     Args:
@@ -74,7 +74,7 @@ def open_prepared(name: str, title: str, config: str | None = None, allow_outsid
     Raises:
         ValueError: begun by `title`, if it cannot be loaded, a split is none of it, or a file of it lies elsewhere.
     """
-    pairs = with_image(load_splits(name, title, allow_outside, config))
+    pairs = with_image(load_splits(name, title, allow_outside))
     for split, rows in pairs.items():
         is_read = rows.features.get("image") in FEATURES.values() and "content_id" in rows.features
         opened = [name for name, feature in rows.features.items() if name != "image" and require_decoding(feature)]

@@ -39,7 +39,7 @@ from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_capti
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Window
 
-MAX_REGIONS = 8  # of an image in a training step; of more, a random choice takes part
+MAX_REGIONS = 8  # per image in a training step; where there are more, eight are drawn at random
 MIN_VISIBLE_SHARE = 0.5  # of a region's area, that must be in the square
 SLACK = (
     0.1  # seconds by which a moment may end after its medium, as codecs cut the ends of sounds; it is cut there, too

@@ -20,7 +20,7 @@ REASONS = {
     "unmatched_caption": "No file belongs to the caption. Add the file, or remove the caption.",
     "unknown_split": "The split is not train, validation or test. Rename it.",
     "bad_regions": "The regions are not a list of boxes inside the image with phrases. Write x, y, width, height.",
-    # paths, downloads, archives
+    # paths, archives
     "image_missing": "There is no such file. Check the path, and set --image_root to the folder where paths begin.",
     "not_a_file": "The path is not a regular file. Point it at one.",
     "outside_root": "The path leaves the data folder. Set --image_root to a folder above the files, or "
@@ -29,9 +29,7 @@ REASONS = {
     "bad_path": "The path cannot be opened. Use a plain relative path.",
     "permission_denied": "The file may not be read. Change its permissions.",
     "read_error": "The file could not be read, even after retries. Check the disk or the network mount.",
-    "url_not_allowed": "The row has a web address. Download it first, or allow downloads in prepare_data.",
-    "private_address": "The web address is in a private network. Copy the file into the data folder.",
-    "download_failed": "The file could not be downloaded. Check the address, and run again to retry.",
+    "url_not_allowed": "The row has a web address. Download it first; img2dataset writes tar shards, which are read here.",
     "unsafe_member": "The archive member is a link, a device, a pickle or a path that leads out. Repack the archive.",
     "truncated_archive": "The archive ends too early. Copy it again.",
     "compressed_archive": "The archive is compressed, which its name does not say. Decompress it.",

@@ -1,4 +1,4 @@
-"""Paths that data name: limits of reading, and a jail that no path leaves unnoticed."""
+"""Paths that data name, and a jail that no path leaves unnoticed."""
 
 import errno
 import glob
@@ -9,7 +9,6 @@ import re
 import stat
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from mm_utils.files import is_passing, read_regular_file, retry
 MOST_FILES = 1_000_000  # that a pattern stands for
 LONGEST_NAME = 255  # bytes of one file name, on every usual file system
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://|(pipe|data):")
+_PAUSES = (0.1, 0.2)  # seconds between attempts to read a file
 _MOST_HINTS = 10  # missing files whose folder is searched for a similar name: a long listing takes a second
 _LONGEST_LISTING = 100_000
 _MOST_FOLDERS = 10_000
@@ -31,20 +31,8 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of reading an image: size, seconds and redirects of a download, attempts."""
-
-    max_bytes: int = 64 << 20
-    seconds: float = 30.0
-    redirects: int = 3
-    attempts: int = 3
-
-
 SQLITE_SUFFIXES = (".sqlite", ".sqlite3", ".db")
 SHARDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".tgz": "tar", ".tar.gz": "tar"}
-MEDIA_LIMITS = Limits(max_bytes=512 << 20)
-"""The limits of a file of sound or video."""
 
 
 def is_url(name: str) -> bool:
@@ -169,11 +157,10 @@ def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, ti
         raise ValueError(f"{title}; {fault.detail}. {REASONS[fault.reason]}") from fault
 
 
-def read_file(path: str, limits: Limits, offset: int = 0, size: int | None = None) -> bytes:
-    """Read `size` bytes of a regular file from `offset`, by default all of it; raises a `Fault`."""
-    pauses = [0.1 * 2**attempt for attempt in range(limits.attempts - 1)]
+def read_file(path: str, most: int, offset: int = 0, size: int | None = None) -> bytes:
+    """Read `size` bytes of a regular file from `offset`, by default all of it, at most `most`; raises a `Fault`."""
     try:
-        return retry(lambda: read_regular_file(path, limits.max_bytes, offset, size), is_passing, pauses)
+        return retry(lambda: read_regular_file(path, most, offset, size), is_passing, _PAUSES)
     except OSError as error:
         raise file_fault(error, path) from error
 

@@ -20,14 +20,22 @@ from mm_utils.data.media import FEATURES
 from mm_utils.data.media.medium import Medium, Sound
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.media.riff import store_clip, write_wav
-from mm_utils.data.paths import MEDIA_LIMITS, Jail, Limits, read_file
+from mm_utils.data.paths import Jail, read_file
 from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.folders import Unread, is_raw, walk
 from mm_utils.files import changed_ns
-from mm_utils.model.reading import CLIP_FPS, MOST_PIXELS, center_square, read_frames, read_sound
+from mm_utils.model.reading import (
+    CLIP_FPS,
+    MOST_BYTES,
+    MOST_MEDIUM_BYTES,
+    MOST_PIXELS,
+    center_square,
+    read_frames,
+    read_sound,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +187,7 @@ class Reader(Dataset):
         is_clip = self.medium.kind == "image" and not is_stored and not name.endswith(SUFFIXES["image"])
         is_clip = is_clip and name.endswith(SUFFIXES["clip"])  # a clip among images
         if not content:
-            content = read_file(path, MEDIA_LIMITS if is_clip or self.medium.lasts else Limits())
+            content = read_file(path, MOST_MEDIUM_BYTES if is_clip or self.medium.lasts else MOST_BYTES)
         side, file = max(THUMBNAIL, self.side), {}
         if self.medium.lasts:  # the part that evaluations take, and a picture of it
             stored = {"bytes": content if is_stored else stock_file(content, self.medium), "path": None}

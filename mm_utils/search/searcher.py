@@ -28,12 +28,12 @@ from torch.nn.functional import normalize
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
-from mm_utils.data.paths import Limits, read_file
+from mm_utils.data.paths import read_file
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, groups, near_pairs
 from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.reading import UnreadableError, center_square, open_picture
+from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, open_picture
 from mm_utils.search.first_pass import Hits, StoredVectors, best, open_faiss
 from mm_utils.search.index import check_same_model, open_index
 from mm_utils.search.listing import stock_file
@@ -315,7 +315,7 @@ def read_query(file: str | bytes, medium: Any) -> Tensor:
             0
         ]
     try:
-        content = read_file(file, Limits()) if isinstance(file, str) else file
+        content = read_file(file, MOST_BYTES) if isinstance(file, str) else file
         stored = stock_file(content, medium, codecs=False)  # strangers' files meet no codec
     except (Fault, UnreadableError) as error:
         name = file if isinstance(file, str) else "the file"

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mm_utils.data.paths import Limits
 from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.model.reading import MOST_BYTES
 from tests.kit.fault_images import grey
 
 SAFE = PathArguments()
@@ -31,7 +31,7 @@ def reasons(bad: list[BadRow]) -> list[tuple[str, str]]:
 
 
 def content(record: Record) -> bytes:
-    return pickle.loads(pickle.dumps(record)).image.read(Limits())
+    return pickle.loads(pickle.dumps(record)).image.read(MOST_BYTES)
 
 
 def write(path: Path, text: str) -> Path:

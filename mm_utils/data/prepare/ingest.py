@@ -34,7 +34,6 @@ from tqdm.auto import tqdm
 
 from mm_utils.data.faults import REASONS, UNREAD, Fault, is_hopeless, storable
 from mm_utils.data.images import encode, shrink
-from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.timed import TimedArguments, store_medium, stored_moments, stored_regions
@@ -481,7 +480,7 @@ class Worker:
         return self.last[1]
 
     def _read(self, ref: ImageRef, notes: list[str]) -> dict[str, Any]:
-        data = ref.read(Limits(max_bytes=self.checks.max_image_bytes))
+        data = ref.read(self.checks.max_image_bytes)
         in_place = self.storage == IN_PLACE
         scale = (_CHECKED_SIDE, MOST_PIXELS) if in_place else (self.storage.short_side, None)
         checked = check_image(data, self.checks, ref.name, *scale)

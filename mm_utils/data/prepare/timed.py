@@ -14,13 +14,13 @@ from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault, unreadable_as_fault
 from mm_utils.data.media.pictures import loudness_picture, strip
 from mm_utils.data.media.riff import store_clip, write_wav
-from mm_utils.data.paths import MEDIA_LIMITS, Limits
 from mm_utils.data.prepare.checks import CheckArguments, check_between, check_caption, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.rows.records import FramesImage, ImageRef, Record
 from mm_utils.model.reading import (
     CLIP_FPS,
     LEAST_RATE,
+    MOST_MEDIUM_BYTES,
     MOST_RATE,
     TOLERANCE,
     Frame,
@@ -130,9 +130,9 @@ def frames_of_pictures(
 
 def _contents(ref: ImageRef, checks: CheckArguments) -> list[bytes]:
     """Return a clip's or sound's file, or the files of its frames."""
-    limits = Limits(max_bytes=max(MEDIA_LIMITS.max_bytes, checks.max_image_bytes))
+    most = max(MOST_MEDIUM_BYTES, checks.max_image_bytes)
     try:
-        return ref.contents(limits) if isinstance(ref, FramesImage) else [ref.read(limits)]
+        return ref.contents(most) if isinstance(ref, FramesImage) else [ref.read(most)]
     except Fault as fault:
         raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
 

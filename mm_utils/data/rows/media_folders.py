@@ -10,7 +10,7 @@ from typing import Any
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import MEDIA
-from mm_utils.data.paths import SQLITE_SUFFIXES, Jail, Limits, read_file
+from mm_utils.data.paths import SQLITE_SUFFIXES, Jail, read_file
 from mm_utils.data.rows.columns import SUFFIXES, split_named
 from mm_utils.data.rows.folders import Unread, is_service, split_of_path, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
@@ -200,7 +200,7 @@ def class_names(source: Source) -> dict[str, str]:
         return {}
     title, found = f"{source.title}, classes={source.classes}", dict[str, str]()
     try:
-        text = read_file(source.classes, Limits(_LONGEST_NAMES)).decode("utf-8-sig")
+        text = read_file(source.classes, _LONGEST_NAMES).decode("utf-8-sig")
         if text.lstrip().startswith("{"):
             for key, value in json.loads(text).items():
                 *keys, name = [key, *(value if isinstance(value, list) else [value])]

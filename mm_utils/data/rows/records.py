@@ -17,11 +17,10 @@ from datasets.table import MemoryMappedTable
 from mm_utils.data.faults import Fault, excerpt, storable
 from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
-from mm_utils.data.paths import Jail, Limits, is_url, read_file
+from mm_utils.data.paths import Jail, is_url, read_file
 from mm_utils.data.rows.columns import SPLIT_NAMES, is_null, texts_of
-from mm_utils.data.rows.downloads import download
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.text import one_line, redact
+from mm_utils.text import one_line
 
 # A data: URI; what base64 makes of JPEG, PNG, GIF, WebP and WAV, BMP, TIFF; or a text of it that is longer than paths are.
 _ENCODED = re.compile(
@@ -37,8 +36,8 @@ class ImageRef:
 
     name: str
 
-    def read(self, limits: Limits) -> bytes:
-        """Return the bytes, at least one and at most `limits.max_bytes`; raises a `Fault`."""
+    def read(self, most: int) -> bytes:
+        """Return the bytes, at least one and at most `most`; raises a `Fault`."""
         raise NotImplementedError
 
 
@@ -46,9 +45,9 @@ class ImageRef:
 class FileImage(ImageRef):
     """A regular file; its name is the absolute path, as a `Jail` resolved it."""
 
-    def read(self, limits: Limits) -> bytes:
+    def read(self, most: int) -> bytes:
         """Read the whole file."""
-        return read_file(self.name, limits)
+        return read_file(self.name, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +57,13 @@ class FramesImage(ImageRef):
     frames: tuple[ImageRef, ...]
     times: tuple[Any, ...] | None
 
-    def read(self, limits: Limits) -> bytes:
+    def read(self, most: int) -> bytes:
         """Return the bytes of all pictures, one behind the other."""
-        return b"".join(self.contents(limits))
+        return b"".join(self.contents(most))
 
-    def contents(self, limits: Limits) -> list[bytes]:
+    def contents(self, most: int) -> list[bytes]:
         """Read every picture."""
-        return [frame.read(limits) for frame in self.frames]
+        return [frame.read(most) for frame in self.frames]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +72,13 @@ class BytesImage(ImageRef):
 
     data: bytes | None
 
-    def read(self, limits: Limits) -> bytes:
+    def read(self, most: int) -> bytes:
         """Return the bytes."""
-        return checked_bytes(self.data, self.name, limits)
+        return checked_bytes(self.data, self.name, most)
 
 
 NO_MEDIUM: ImageRef = BytesImage("", None)
 """Of a labelled text."""
-
-
-@dataclass(frozen=True, slots=True)
-class UrlImage(ImageRef):
-    """An image at an http(s) address, which is its name."""
-
-    def read(self, limits: Limits) -> bytes:
-        """Download the image, from a public address only."""
-        return checked_bytes(download(self.name, limits), self.name, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,7 @@ class CellImage(ImageRef):
     row: int
     column: str
 
-    def read(self, limits: Limits) -> bytes:
+    def read(self, most: int) -> bytes:
         """Read the cell; raises read_error if the file is damaged there."""
         try:
             if self.path.lower().endswith(".arrow"):
@@ -116,7 +106,7 @@ class CellImage(ImageRef):
         # Raw pixels that were saved anew are no image file, see `mm_utils.data.images.pixels`
         if isinstance(cell, dict):
             cell = encode(open_image(cell), "png") if raw_size(cell) else cell["bytes"]
-        return checked_bytes(cell, self.name, limits)
+        return checked_bytes(cell, self.name, most)
 
 
 @dataclass(slots=True)
@@ -198,7 +188,7 @@ class RecordBuilder:
         self.medium = "image" if source.medium == "auto" else source.medium
 
     def image(self, value: Any, jail: Jail | None = None, times: Any = None) -> tuple[ImageRef, str | None]:
-        """Return the medium that a cell names, and the id that follows from its path or address.
+        """Return the medium that a cell names, and the id that follows from its path.
 
         A list names the frames of a clip, which are shown at `times`, in seconds.
         """
@@ -211,8 +201,6 @@ class RecordBuilder:
         written = value
         if isinstance(value, dict) and {"bytes", "path"} & set(value):
             written = value.get("path") or value.get("bytes")
-        if self.safety.allow_download and str(written).lower().startswith(("http://", "https://")):
-            return UrlImage(str(written)), storable(redact(str(written)))  # a signed one is a secret
         path = image_path(written, jail or self.jail)
         return FileImage(path), path_id(path, self._id_root, written)
 
@@ -293,10 +281,10 @@ _cursor = lru_cache(maxsize=2)(_Cursor)
 _mapped = lru_cache(maxsize=8)(MemoryMappedTable.from_file)
 
 
-def checked_bytes(data: bytes | None, name: str, limits: Limits) -> bytes:
+def checked_bytes(data: bytes | None, name: str, most: int) -> bytes:
     """Return the bytes of an image; raise image_empty or too_many_bytes."""
     if not data:
         raise Fault("image_empty", f"{name} has {'no' if data is None else '0'} bytes")
-    if len(data) > limits.max_bytes:
-        raise Fault("too_many_bytes", f"{name} has {len(data):,} bytes; {limits.max_bytes:,} is the most")
+    if len(data) > most:
+        raise Fault("too_many_bytes", f"{name} has {len(data):,} bytes; {most:,} is the most")
     return data

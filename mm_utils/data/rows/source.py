@@ -99,11 +99,10 @@ class EvaluatedDataArguments(DataArguments):
 
 @dataclass
 class PathArguments:
-    """Files and addresses that the paths in a data file may reach."""
+    """Files that the paths in a data file may reach."""
 
     image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
     allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
-    allow_download: bool = arg(False, "Fetch images given as http(s) addresses; private networks stay out of reach.")
 
     def __post_init__(self) -> None:
         if self.image_root is not None and not os.path.isdir(self.image_root):

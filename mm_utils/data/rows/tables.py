@@ -17,7 +17,7 @@ from datasets import Audio, ClassLabel, Dataset, Features, Image, Video
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import ParquetRows, cells_of
-from mm_utils.data.paths import Jail, Limits, check_own_file
+from mm_utils.data.paths import Jail, check_own_file
 from mm_utils.data.rows.columns import (
     BESIDE,
     BESIDE_TIME,
@@ -299,13 +299,13 @@ class SqliteImage(ImageRef):
     query: str
     key: int
 
-    def read(self, limits: Limits) -> bytes:
+    def read(self, most: int) -> bytes:
         """Read the cell alone."""
         try:
             row = _database(self.path, os.getpid()).execute(self.query, (self.key,)).fetchone()
         except sqlite3.Error as error:
             raise Fault("read_error", f"{self.name}: {one_line(error)}") from error
-        return checked_bytes(row and row[0], self.name, limits)
+        return checked_bytes(row and row[0], self.name, most)
 
 
 def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:

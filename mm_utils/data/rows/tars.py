@@ -1,6 +1,6 @@
 """Records of tar shards; members with one name up to the first dot are a sample.
 
-A folder of shards may have a folder per split, and CLIP_benchmark's ``dataset_type.txt``.
+A folder of shards may have a folder per split.
 
 An archive is untrusted input. Its members are read in memory and never extracted; links, devices, names that lead out
 and Python pickles, which run code when they are read, set the whole sample aside.
@@ -15,14 +15,13 @@ from typing import Any
 
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media.medium import MEDIA
-from mm_utils.data.paths import Limits, files_of_pattern, is_url, read_file
+from mm_utils.data.paths import files_of_pattern, read_file
 from mm_utils.data.rows.columns import BESIDE, LABEL_NAMES, SUFFIXES, TEXT_NAMES, USUAL_NAMES, answers_of, split_of
 from mm_utils.data.rows.folders import Unread, own_files, split_of_path
 from mm_utils.data.rows.media_folders import captions_of_class, class_names
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source, set_medium
 from mm_utils.data.rows.text_files import checked_object, parse_json
-from mm_utils.files import read_regular_file
 from mm_utils.model.reading import MOST_BYTES
 
 _TEXTS = ("txt", "caption", "json", "cls")
@@ -41,9 +40,9 @@ class MemberImage(ImageRef):
     offset: int
     size: int
 
-    def read(self, limits: Limits) -> bytes:
+    def read(self, most: int) -> bytes:
         """Read the member alone."""
-        return read_file(self.path, limits, self.offset, self.size)
+        return read_file(self.path, most, self.offset, self.size)
 
 
 class BoundedHeader(tarfile.TarInfo):
@@ -99,10 +98,6 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     missing = next((path for path in paths if not os.path.isfile(path)), None)
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
-    # CLIP_benchmark writes beside its shards, or above them, that they are for retrieval: then a line is a caption.
-    kinds = [os.path.join(source.path, *up, "dataset_type.txt") for up in ((), ("..",)) if is_folder]
-    kind = next(filter(os.path.isfile, kinds), None)
-    a_line = kind is not None and read_regular_file(kind, _LONGEST_TEXT).strip().lower() == b"retrieval"
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
     builder = RecordBuilder(replace(source, medium=medium), safety, ".")
     yield from unread.rows(builder)
@@ -117,7 +112,7 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
                 f"{os.path.splitext(name)[0]}/{sample.key}",
             )
             try:
-                yield record_of_sample(builder, sample, where, key, names, split, a_line)
+                yield record_of_sample(builder, sample, where, key, names, split)
             except Fault as fault:
                 yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"), split)
 
@@ -296,14 +291,12 @@ def record_of_sample(
     key: str,
     names: dict[str, str],
     split: str | None,
-    a_line: bool,
 ) -> Record:
-    """Return a sample's record: its unchecked captions are those of .txt or .caption, else of .json, else the class in .cls.
+    """Return a sample's record: its unchecked captions are the lines of .txt or .caption, else those of .json, else the class in .cls.
 
     Args:
         names: the names of classes by number.
         split: that of the folder.
-        a_line: a line is a caption.
     """
     values, source, answers = sample.values(), builder.source, None
     usual = TEXT_NAMES if source.labelled else USUAL_NAMES["caption"]
@@ -317,7 +310,7 @@ def record_of_sample(
         answers = answers_of(values[label] if label in values else sample.text("cls"))
         captions = [values[column]] if column in values else []
     elif plain is not None and source.caption_column is None:
-        captions = sample.text(plain)
+        captions = list(filter(None, map(str.strip, sample.text(plain).splitlines()))) or [""]
     elif column in values:
         captions = values[column]
     elif "cls" in sample.texts:
@@ -327,15 +320,13 @@ def record_of_sample(
         captions = captions_of_class(source, names.get(number, number), source.medium)
     else:
         raise sample.lacks("caption")
-    if not isinstance(captions, list):
-        captions = captions.splitlines() if a_line and isinstance(captions, str) else [captions]
+    captions = captions if isinstance(captions, list) else [captions]
     # A video without a file of its sound is a sound, too.
     member = next((sample.media[kind] for kind in MEDIA[builder.medium].holders if kind in sample.media), None)
-    if member is None and not (builder.safety.allow_download and is_url(str(values.get("url")))):
+    if member is None:
         raise sample.lacks(builder.medium)
-    image, _ = builder.image(values["url"] if member is None else member)
     if values.get("split") is not None and not source.split:
         split = split_of(values["split"])
     beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
     beside |= {"cut": (values.get("start"), values.get("end")), "answers": answers}
-    return builder.record(where, (image, storable(key)), captions, split=split, **beside)
+    return builder.record(where, (member, storable(key)), captions, split=split, **beside)

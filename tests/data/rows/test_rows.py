@@ -18,11 +18,10 @@ import pytest
 from datasets import Dataset
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.paths import Limits
 from mm_utils.data.prepare.arguments import parse_source
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_named, split_of
 from mm_utils.data.rows.media_folders import read_cues
-from mm_utils.data.rows.records import BadRow, FileImage, FramesImage, UrlImage
+from mm_utils.data.rows.records import FileImage, FramesImage
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.rows.tars import read_shard
 from mm_utils.data.streams.shards import rows_from
@@ -163,7 +162,7 @@ def test_templates_and_groups_are_read_of_any_table(folder: Path) -> None:
             read(folder / "rows.jsonl", **wrong)
 
 
-def test_paths_begin_at_a_root_and_addresses_are_references_where_downloads_are_allowed(folder: Path) -> None:
+def test_paths_begin_at_a_root_and_addresses_are_none(folder: Path) -> None:
     path = write(folder / "lists" / "p.jsonl", lines({"image": "../a.jpg", "caption": "a"}))
     assert reasons(read(path)[1]) == [("line 1", "outside_root")]
     assert len(read(path, PathArguments(allow_outside_root=True))[0]) == 1
@@ -177,10 +176,8 @@ def test_paths_begin_at_a_root_and_addresses_are_references_where_downloads_are_
         files(folder, stored)
         [bad] = read(listed(folder, {"image": written, "caption": "a"}))[1]
         assert re.search("there is .*which differs in (case|Unicode form)", bad.fault.detail)
-    [good], _ = read(
-        listed(folder, {"image": "https://a.example/b.jpg", "caption": "a"}), PathArguments(allow_download=True)
-    )
-    assert (good.image, good.id) == (UrlImage("https://a.example/b.jpg"), "https://a.example/b.jpg")
+    [bad] = read(listed(folder, {"image": "https://a.example/b.jpg", "caption": "a"}))[1]
+    assert bad.fault.reason == "url_not_allowed"
 
 
 def test_parquet_cells_are_read_in_any_order_and_empty_ones_are_faults(folder: Path) -> None:
@@ -190,13 +187,9 @@ def test_parquet_cells_are_read_in_any_order_and_empty_ones_are_faults(folder: P
     good, _ = read(folder / "p.parquet")
     for at in random.Random(0).sample([at for at in range(150) if at not in (7, 8)], 60):
         assert content(good[at]) == rows[at]["image"]
-    for at, limits, reason in (
-        (7, Limits(), "image_empty"),
-        (8, Limits(), "image_empty"),
-        (9, Limits(3), "too_many_bytes"),
-    ):
+    for at, most, reason in ((7, 99, "image_empty"), (8, 99, "image_empty"), (9, 3, "too_many_bytes")):
         with pytest.raises(Fault, match=reason):
-            good[at].image.read(limits)
+            good[at].image.read(most)
     cells = [{"image": {"bytes": None, "path": name}, "caption": "a"} for name in [*NAMES, "/etc/hostname"]]
     kinds = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "caption": pa.string()}
     pq.write_table(pa.Table.from_pylist(cells, pa.schema(kinds)), folder / "p.parquet")
@@ -418,18 +411,16 @@ def test_captions_come_from_text_then_json_then_the_class(tmp_path: Path) -> Non
         *(("0.png", b"x"), ("0.json", described)),
         *(("1.png", b"x"), ("1.json", described), ("1.txt", b"\xef\xbb\xbfplain")),
         *(("2.png", b"x"), ("2.cls", b"1\n")),
-        *(("3.json", json.dumps({"url": "https://a.example/b.jpg", "caption": "a"}).encode()),),
+        *(("3.png", b"x"), ("3.txt", b"one\r\n\nanother\n")),
+        *(("4.json", b'{"caption": "a"}'),),
     ]
     path = write_tar(tmp_path / "s.tar", members)
     names = write(tmp_path / "names.txt", "goldfish\ngreat_white_shark, white shark\n")
     good, bad = read(path, classes=str(names), templates=("a {}.", "{}"))
-    captions = [["one", "zwei"], ["plain"], ["a great white shark.", "great white shark"]]
+    captions = [["one", "zwei"], ["plain"], ["a great white shark.", "great white shark"], ["one", "another"]]
     assert [record.captions for record in good] == captions
     assert (good[0].split, good[0].regions, good[0].negatives) == ("validation", [1], ["x"])
     assert [row.fault.reason for row in bad] == ["incomplete_sample"]
-    good, _ = read(path, PathArguments(allow_download=True), classes=str(names))
-    assert good[3].image == UrlImage("https://a.example/b.jpg")
-    assert not isinstance(good[3], BadRow)
 
 
 def test_samples_of_two_kinds_are_a_question(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ A benchmark by its protocol, from the Hub; or from your files:
     python scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k
     python scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k \\
         --train_file dataset_flickr30k.json --image_root flickr30k-images
-
-The figures also go into the model card of the run's folder, where the Hub reads them.
 """
+
+from mm_utils.places import end_if_missing
+
+if __name__ == "__main__":
+    end_if_missing()  # before the libraries below, which take seconds
 
 import logging
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ from pathlib import Path
 from datasets import DatasetDict
 
 from mm_utils import distributed
-from mm_utils.arguments import arg, parse_args, required, to_dict
+from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.benchmarks import RETRIEVAL, find_benchmark
@@ -35,7 +38,6 @@ from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.grounding.evaluation import of_split
 from mm_utils.run.finish import recall_lines
-from mm_utils.run.results import record_retrieval
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)
@@ -112,9 +114,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if accelerator.is_main_process and evaluator.split is not None:
         shown = {f"eval_{name}": value for name, value in metrics.items()}
         lines = recall_lines(shown, evaluator.split, loaders.medium.kind, f"the {split} split")
-        report_metrics(accelerator, lines, metrics | half_widths(evaluator.directions), args.output_dir)
-    named = {"dataset_name": args.benchmark} if args.benchmark else to_dict(data_args)
-    record_retrieval(accelerator, args.model_name_or_path, named, split, evaluator.split, metrics, loaders.medium.kind)
+        report_metrics(accelerator, lines, metrics | half_widths(evaluator.directions), args.output_dir, split)
     accelerator.end_training()
     return metrics
 

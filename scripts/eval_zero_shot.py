@@ -11,9 +11,12 @@ A folder of images, clips or sounds per class, with the table and picture of con
 Templates of your own:
     python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --templates "a scan of a {}." "{}, seen from above"
-
-The figures also go into the model card of the run's folder, where the Hub reads them.
 """
+
+from mm_utils.places import end_if_missing
+
+if __name__ == "__main__":
+    end_if_missing()  # before the libraries below, which take seconds
 
 import logging
 from dataclasses import dataclass
@@ -33,8 +36,6 @@ from mm_utils.finetuning.zero_shot import (
 )
 from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.reports.model_card import EvaluatedData, data_names
-from mm_utils.run.results import record_zero_shot
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)
@@ -79,12 +80,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
 
     # 5. Report.
-    report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir)
+    report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir, images.split)
     distributed.on_first(lambda: report_classes_of(evaluator, args.output_dir))
-    names = data_names({**given.settings, "dataset_name": data_args.dataset_name or zero_shot_args.classes}, "")
-    sizes = {f"{loaders.medium.kind}s": len(images.rows), "classes": len(images.classes)}
-    data = EvaluatedData(*names, images.split, sizes, loaders.medium.kind)
-    record_zero_shot(accelerator, args.model_name_or_path, data, metrics)
     accelerator.end_training()
     return metrics
 

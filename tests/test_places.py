@@ -1,5 +1,7 @@
 """A path that leads nowhere is named; a Hub id is not taken for one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,32 @@ def test_only_what_can_be_a_hub_id_may_be_missing(
 ) -> None:
     (tmp_path / "here/data/mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")  # above which nothing else lies
-    assert missing(name) == (remedy and f"there is no such folder. {remedy}")
+    found = missing(name)
+    assert bool(found) == bool(remedy)
+    assert found.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("pretrain", "--dataset_name ./typo", "--dataset_name is ./typo; there is no such folder. Check the path."),
+        ("finetune", "--train-file=typo.csv", "--train_file is typo.csv; there is no such file. Check the path."),
+        (
+            "prepare_data",
+            "--sources a/b/c.csv,image_root=d",
+            "--sources is a/b/c.csv,image_root=d; there is no such file.",
+        ),
+        ("search", "--index_dir typo words", "--index_dir is typo; there is no such folder."),
+        ("export", "--model_name_or_path ./x", "--model_name_or_path is ./x; there is no such folder."),
+    ],
+)
+def test_a_script_names_it_before_it_loads_libraries(script: str, words: str, said: str, tmp_path: Path) -> None:
+    code = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = ['{script}.py', *{words.split()!r}]"
+    path = Path(__file__).parents[1] / f"scripts/{script}.py"
+    command = [sys.executable, "-c", f"{code}; runpy.run_path({str(path)!r}, run_name='__main__')"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"{script}.py: error: {said}")
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from accelerate.utils import set_seed
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg, to_dict
+from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
 from mm_utils.run import checks, rendezvous
@@ -73,7 +74,7 @@ def start_run(name: str, given: Parsed) -> Run:
 
     Raises:
         RunError: if the processes do not see each other, or the output folder cannot be used.
-        ValueError: if the processes have different arguments or code, or the device does not support the precision.
+        ValueError: if the processes have different arguments or code, or the device does not compute in the precision.
     """
     args, settings = given[TrainingArguments], given.settings
     fits_batch = args.batch_size_schedule is None and "global_batch_size" not in given.named
@@ -104,9 +105,7 @@ def make_accelerator() -> Accelerator:
 
     Raises:
         RunError: if the processes do not see each other.
-        ValueError: if the device does not support the precision.
     """
-    checks.check_precision()
     # Forked processes would wait forever for the threads of tokenizers, where TOKENIZERS_PARALLELISM is true.
     os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
     # Otherwise transformers would load a model in one process, and leave its weights empty in the others for FSDP to fill.
@@ -142,9 +141,17 @@ def make_accelerator() -> Accelerator:
     return accelerator
 
 
-def report_metrics(accelerator: Accelerator, lines: list[str], metrics: dict[str, float], folder: str | None) -> None:
+def report_metrics(
+    accelerator: Accelerator, lines: list[str], metrics: dict[str, float], folder: str | None, split: str
+) -> None:
     """Log what a person reads first, and write all metrics to `metrics.json` in a folder if one is given."""
     if accelerator.is_main_process:
+        if SPLIT_NAMES.get(split.lower()) == "train":
+            logger.warning(
+                "The split is %s; of a model that was trained on these rows, the figures say nothing about others. Set --split, "
+                "or name other data.",
+                split,
+            )
         more = (
             "Give --output_dir to have all metrics" if folder is None else f"All metrics are in {folder}/metrics.json"
         )

@@ -5,7 +5,6 @@ import pytest
 from huggingface_hub import ModelCard
 
 from mm_utils.reports.model_card import CardInfo, EvaluatedData, retrieval_results, write_model_card
-from mm_utils.run.results import update_results
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
 
@@ -86,20 +85,8 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
     code = text.partition("```python\n")[2].partition("```")[0]
     compile(code, "card", "exec")
     assert call in code
-    assert update_results(tmp_path, retrieval_results(FIGURES, data))
     if medium != "image":
         assert not {"image", "images", "pictures"} & set(re.findall(r"[a-z]+", text.partition("## Results")[0]))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [None, "# Notes\n", "---\ntags: [clip]\n---\n# CLIP\n", "---\ntags: [\n---\n", "---\nmodel-index: 3\n---\n"],
-)
-def test_the_card_of_somebody_else_is_left_alone(content: str | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "README.md").write_text(content)
-    assert not update_results(tmp_path, retrieval_results(FIGURES, DATA))
-    assert [path.read_text() for path in tmp_path.iterdir()] == ([] if content is None else [content])
 
 
 def test_card_shows_any_text_literally(tmp_path: Path) -> None:

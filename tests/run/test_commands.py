@@ -16,7 +16,6 @@ from typing import NamedTuple
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from huggingface_hub import ModelCard
 from PIL import Image
 
 from mm_utils.arguments import LAUNCH_VARIABLE, launcher
@@ -132,9 +131,6 @@ def test_the_evaluation_measures_the_rows_that_training_held_out(trained: Finish
     assert shared == pytest.approx(held_out, rel=1e-4)
     kept = paste(evaluation_command(trained.folder, settings, "train") or "", "--rerank_top_k", "0")
     assert (held_out["eval_text_to_image_chance@1"], kept["text_to_image_chance@1"]) == (1 / 12, 1 / 48)
-    card = ModelCard.load(trained.folder / "README.md")
-    assert {each.dataset_split for each in card.data.eval_results} == {"validation"}, "the same data, the same result"
-    assert {each.metric_value for each in card.data.eval_results} <= {round(value, 4) for value in again.values()}
 
 
 def test_the_images_of_the_run_are_embedded_and_searched(

@@ -1,21 +1,18 @@
 """The evaluation script on a run of a few steps: the files it leaves, and what it says to bad input."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard
 
 from scripts import eval_retrieval, pretrain
 
 
 @pytest.fixture
-def flags(pretrained: str, corpus: Path, tmp_path: Path) -> list[str]:
-    """The folder of a model after a few steps, whose card is the test's own."""
-    folder = str(shutil.copytree(pretrained, tmp_path / "run"))
+def flags(pretrained: str, corpus: Path) -> list[str]:
+    """The folder of a model after a few steps."""
     data = ["--train_file", str(corpus), "--dataloader_num_workers", "0"]
-    return ["--model_name_or_path", folder, *data, "--rerank_top_k", "4", "--rerank_weights", "caption:1"]
+    return ["--model_name_or_path", pretrained, *data, "--rerank_top_k", "4", "--rerank_weights", "caption:1"]
 
 
 def test_all_figures_are_left_with_their_intervals(flags: list[str], tmp_path: Path) -> None:
@@ -30,29 +27,9 @@ def test_all_figures_are_left_with_their_intervals(flags: list[str], tmp_path: P
             assert all(0 < written[f"{stage}{name}_half_width_95"] < 1 for stage in ("", "rerank_", "rerank_gain_"))
 
 
-def test_the_card_gets_the_figures_of_the_split(flags: list[str]) -> None:
-    path = Path(flags[1], "README.md")
-    before = ModelCard.load(path)
-    found = eval_retrieval.main([*flags, "--max_eval_samples", "5"])
-    card = ModelCard.load(path)
-    assert card.text == before.text
-    assert card.data.tags == before.data.tags
-    [new] = [
-        each for each in card.data.eval_results if each.metric_name == "recall@1, text to image, the two encoders"
-    ]
-    assert new.metric_value == round(found["text_to_image_recall@1"], 4)
-    assert (new.dataset_split, new.dataset_args["images"]) == ("validation", 5)
-    assert len(card.data.eval_results) == 12, "6 figures of the two encoders, and 6 after re-ranking"
-
-
-def test_the_screen_has_recalls_and_the_card_no_figure_of_training_rows(
-    flags: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    path = Path(flags[1], "README.md")
-    before = path.read_text()
+def test_the_screen_has_recalls_and_warns_of_training_rows(flags: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         found = eval_retrieval.main([*flags, "--split", "train"])
-    assert path.read_text() == before
     assert "The split is train;" in caplog.text
     [shown] = [message for message in caplog.messages if "Retrieval on the" in message]
     assert f"R@1 {found['text_to_image_recall@1']:.3f} (" in shown

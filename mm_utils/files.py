@@ -1,6 +1,5 @@
 """Read regular files, write atomically, retry, and keep JSON-lines logs for resumed runs."""
 
-import ctypes
 import errno
 import json
 import logging
@@ -127,21 +126,16 @@ def flush(folder: Path) -> None:
 
 
 def replace_folder(new: Path, final: Path) -> None:
-    """Put the folder `new` in the place of `final`, and remove what was there: readers see the old one or the new.
+    """Put the folder `new` in the place of `final`, and remove what was there; both lie on one file system.
 
-    Both lie on one file system. Where it cannot exchange two names at once, `final` is missing for a moment; after a crash
-    in that moment `restore_folder` brings the old one back.
+    `final` is missing for a moment; after a crash in that moment `restore_folder` brings the old one back.
     """
-    if not final.exists():
-        new.rename(final)
-        return
-    if not _exchange(new, final):
-        aside = _aside(final)
+    aside = _aside(final)
+    if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
-        new.rename(final)
-        new = aside
-    shutil.rmtree(new)
+    new.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def restore_folder(final: Path) -> None:
@@ -152,16 +146,6 @@ def restore_folder(final: Path) -> None:
 
 def _aside(final: Path) -> Path:
     return final.with_name(f".{final.name}.replaced")
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.images import open_image
-from mm_utils.data.prepare.on_disk import content_fingerprint, write_splits
+from mm_utils.data.prepare.on_disk import write_splits
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, groups, near_pairs
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.evaluation.embeddings import Embeddings, top_candidates
@@ -136,9 +136,9 @@ def write_mined(
         for split, rows in pairs.items()
     }
     with atomic_folder(folder, "--output_dir") as work:
-        written = write_splits(tables, work)
+        write_splits(tables, work)
         report = json.loads(Path(source, "report.json").read_text(encoding="utf-8"))
-        report |= {"fingerprint": content_fingerprint(written), "mined_from": source}
+        report["mined_from"] = source
         for name, content in (("report.json", report), (REPORT, said)):
             (work / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     logger.info(

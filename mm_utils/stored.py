@@ -15,7 +15,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import datasets
 from filelock import FileLock
 
-from mm_utils.files import atomic_folder, is_about, write_atomic
+from mm_utils.files import atomic_folder, is_about
 
 logger = logging.getLogger(__name__)
 
@@ -108,22 +108,6 @@ def discard(folder: Path) -> None:
         logger.warning("%s is damaged; it is made anew. Check the disk.", folder)
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def stored_value(kind: str, key: str, make: Callable[[], Any]) -> Any:
-    """Return a small value that JSON can hold, kept in a file of its own; `make` returns it the first time."""
-    path = place_of(kind, key)
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["check"] == key_of(kept["value"]):
-            return kept["value"]
-    value = json.loads(json.dumps(make()))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"value": value, "check": key_of(value)}))
-    except OSError as error:  # the value is known all the same
-        logger.warning("%s cannot be written: %s; it is made anew at the next start", path, error.strerror)
-    return value
 
 
 def open_rows(folder: Path) -> datasets.Dataset:

@@ -23,7 +23,7 @@ import time
 
 from mm_utils.arguments import parse_args
 from mm_utils.data.benchmarks import resolved
-from mm_utils.data.prepare.arguments import PrepareArguments, parse_source, verify, workspace
+from mm_utils.data.prepare.arguments import PrepareArguments, parse_source, workspace
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
 from mm_utils.data.prepare.ingest import Pool, ingest_sources, local_pool
@@ -49,10 +49,6 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
     args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
     reconcile_args, paths, hub_args = given[ReconcileArguments], given[PathArguments], given[DatasetHubArguments]
     set_up_logging()
-    if args.verify:
-        rows = verify(args.verify)
-        logger.info("%s: all %s rows are what was written", args.verify, f"{rows:,}")
-        return {"rows": rows}
 
     start = time.perf_counter()
     with workspace(args) as work:

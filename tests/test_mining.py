@@ -10,13 +10,13 @@ import torch
 
 from mm_utils.data.batches.tokens import caption_key, image_key
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.prepare.arguments import verify
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.mining import REASONS, Mined, MiningArguments, choose
 from scripts import mine_negatives, prepare_data, pretrain
 from tests.kit.fault_images import draw
+from tests.kit.prepared import intact_rows
 
 IMAGES, WIDTH = 40, 8
 ARGS = MiningArguments(num_negatives=3, num_candidates=12, relative_margin=0.1)
@@ -111,7 +111,7 @@ def test_the_script_adds_a_column_that_may_be_mined_again(tiny_flags: list[str],
     for split, kept in old.items():
         assert new[split].remove_columns("negatives").data.equals(kept.data)
         assert any(new[split]["negatives"]) == (split == "train")
-    assert verify(str(tmp_path / "mined")) == 30
+    assert intact_rows(tmp_path / "mined") == 30
     assert load_pairs(DataArguments(dataset_name=str(tmp_path / "mined")))["train"].column_names[-1] == "negatives"
     assert old["train"]._fingerprint != new["train"]._fingerprint
     texts = {caption for captions in new["train"]["captions"] for caption in captions}

@@ -11,9 +11,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from mm_utils import files
 from mm_utils.files import append_rows, atomic_folder, replace_folder, restore_folder, truncate_rows, write_atomic
-from mm_utils.stored import key_of, open_rows, place_of, stamp, stored, stored_value, version_of
+from mm_utils.stored import key_of, open_rows, place_of, stamp, stored, version_of
 from tests.kit.processes import wait_until
 
 # -- files and folders --------------------------------------------------------------------------------------------------
@@ -87,12 +86,7 @@ def test_what_a_killed_process_left_is_removed_and_what_one_writes_is_not(tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {names[0], names[3], "one", "four"}
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_readers_see_the_old_folder_or_the_new(
-    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not exchanges:
-        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+def test_a_folder_is_replaced_or_restored(tmp_path: Path) -> None:
     final, new = tmp_path / "final", tmp_path / "new"
     for number in range(3):
         new.mkdir()
@@ -188,10 +182,3 @@ def test_a_key_changes_with_every_part_and_every_file(tmp_path: Path) -> None:
     parts = [*((1, each) for each in (*stamps, stamp(path))), (2, stamps[0]), (1, version_of("PIL", "pillow"))]
     assert len({key_of(*part) for part in parts}) == 6
     assert version_of("no_such_module") is None
-
-
-def test_a_small_value_is_kept_until_it_is_damaged(own_cache: Path) -> None:
-    assert [stored_value("numbers", KEY, lambda value=value: [value, "x"]) for value in (1, 2)] == [[1, "x"]] * 2
-    for text in ("", "{}", '{"value": [3, "x"], "check": "0"}'):
-        place_of("numbers", KEY).write_text(text)
-        assert stored_value("numbers", KEY, lambda: [4, "x"]) == [4, "x"]

@@ -199,7 +199,7 @@ class Reader(Dataset):
         else:
             image = {"bytes": content, "path": path}
             if raw_size(image) is None:
-                checked = check_image(content, CheckArguments(), path, self.side, MOST_PIXELS)
+                checked = check_image(content, CheckArguments(), self.side, MOST_PIXELS)
                 shown, shorter = checked.image, min(checked.width, checked.height)
             else:
                 shown = Image.fromarray(pixels(image))

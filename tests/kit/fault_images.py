@@ -286,7 +286,7 @@ ODD = [
         Odd(kind, f".{form}", saved(form, change, quality=95, **options), tuple(notes.split()), shows)
         for kind, form, change, notes, shows, options in _SAVED
     ),
-    Odd("a JPEG named .png", ".png", jpeg, ("wrong_extension",)),
+    Odd("a JPEG named .png", ".png", jpeg),
     Odd("a name without a suffix", "", png),
     Odd("a JPEG with a thumbnail", ".jpg", _with_thumbnail),
     *(

@@ -1,12 +1,10 @@
-"""The run of `scripts/prepare_data.py`: its arguments, the folder that it works in, and the check of what it wrote.
+"""The run of `scripts/prepare_data.py`: its arguments, and the folder that it works in.
 
 All work is done in `<output_dir>.partial`, whose result is renamed to `output_dir` at the end; an interrupted run leaves it, and the
 same command resumes there.
 """
 
 import dataclasses
-import itertools
-import json
 import logging
 import math
 import os
@@ -18,23 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-from datasets import load_from_disk
 from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
-from mm_utils.data.paths import Jail, is_url
+from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.checks import CheckArguments, check_between
-from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool, stored_hash
-from mm_utils.data.prepare.on_disk import VERSION, content_fingerprint, content_id, is_prepared, with_image
+from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import Source, close_to
-from mm_utils.data.rows.stored import check_saved
-from mm_utils.files import flush, replace_folder, restore_folder
-from mm_utils.text import one_line, redact
+from mm_utils.files import flush
+from mm_utils.text import redact
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +47,6 @@ class PrepareArguments:
     output_dir: str = arg(
         "", "The prepared data set goes to this folder; --dataset_name of a training script reads it."
     )
-    overwrite_output_dir: bool = arg(False, "Replace what --output_dir holds, and begin anew.")
     image_size: int = arg(224, "The vision tower's input in pixels; images are kept 1.15 times as large.")
     store: str = arg(
         "jpeg",
@@ -63,13 +55,10 @@ class PrepareArguments:
     )
     keep_originals: bool = arg(False, "Keep the original bytes instead, whatever --image_size and --store say.")
     max_bad_fraction: float = arg(0.05, "Stop if more than this share of a source's rows is bad.")
-    verify: str | None = arg(None, "Only compare a prepared data set with what was written.", metavar="DIR")
     max_rows: int | None = arg(None, "Read only the first N rows of every source, to try.")
     num_proc: int | None = arg(None, "Processes; default one per core.")
 
     def __post_init__(self) -> None:
-        if self.verify:
-            return
         if not self.sources:
             raise ValueError("--sources is empty; there is nothing to prepare. Give files, folders or repositories.")
         if not self.output_dir:
@@ -138,15 +127,11 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
     output = Path(args.output_dir).resolve()
     work = output.with_name(f"{output.name}.partial")
     try:
-        restore_folder(output)
-        _refuse_taken(output, args)
+        _refuse_taken(output, args.output_dir)
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "lock", blocking=False):
-            _refuse_taken(output, args)  # again, as the last holder of the lock may be done
-            # The half result of a run that was killed while writing, or everything but the lock.
-            for path in work.iterdir():
-                if path.name == "result" or (args.overwrite_output_dir and path.name != "lock"):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _refuse_taken(output, args.output_dir)  # again, as the last holder of the lock may be done
+            shutil.rmtree(work / "result", ignore_errors=True)  # of a run that was killed while writing
             try:
                 yield work
             except BaseException:
@@ -158,7 +143,7 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
                     shutil.rmtree(work, ignore_errors=True)
                 raise
             flush(work / "result")
-            replace_folder(work / "result", output)
+            (work / "result").replace(output)
         shutil.rmtree(work)
     except Timeout:
         raise ValueError(f"{work} is in use by another run. Wait for it, or give another folder.") from None
@@ -169,58 +154,12 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
         ) from error
 
 
-def _refuse_taken(output: Path, args: PrepareArguments) -> None:
-    """Refuse to replace what is not a prepared data set, what a source is read from, a mount point, the current folder."""
-    inside = [item for item in args.sources if Path(item.partition(",")[0]).resolve().is_relative_to(output)]
+def _refuse_taken(output: Path, name: str) -> None:
+    """Refuse a folder that holds something, and one whose place no other folder can take."""
     if os.path.ismount(output) or output == Path.cwd():
         kind = "the current folder" if output == Path.cwd() else "a mount point"
-        problem = f"that is {kind}, and the result takes the place of a folder. Give a folder inside it."
-    elif not output.exists() or not any(output.iterdir()):
-        return
-    elif not args.overwrite_output_dir:
-        problem = "it is not empty. Replace it with --overwrite_output_dir, or give another folder."
-    elif inside:
-        problem = f"{inside[0]} is read from it. Give another folder."
-    elif not (output / "report.json").is_file():
-        problem = "it holds no prepared data set but something else, which is not removed. Give another folder."
-    else:
-        return
-    raise ValueError(f"--output_dir is {args.output_dir}; {problem}")
-
-
-def verify(folder: str) -> int:
-    """Compare every row of a prepared data set with its content id; return the number of rows.
-
-    Raises:
-        ValueError: if the folder holds none, rows are damaged, or rows are missing; the message names the first.
-    """
-    if not is_prepared(folder):
-        raise ValueError(f"{folder} holds no prepared data set. Give the --output_dir of prepare_data.")
-    report = json.loads(Path(folder, "report.json").read_text(encoding="utf-8"))
-    if report.get("version") != VERSION:
-        raise ValueError(f"{folder}: it was written by another version of prepare_data. Prepare it anew to verify it.")
-    damaged = list[str]()
-    try:
-        check_saved(Path(folder), Jail(folder))
-        pairs = with_image(load_from_disk(folder))
-        counts = {name: len(rows) for name, rows in pairs.items()}
-        total = sum(counts.values())
-        for split, rows in tqdm(pairs.items(), desc="Verifying", unit=" splits"):
-            columns = rows.select_columns(["image", "captions", "content_id"]).with_format("arrow")
-            batches = (zip(*map(batch.column, range(3)), strict=True) for batch in columns.iter(100))
-            for at, (image, captions, wanted) in enumerate(itertools.chain.from_iterable(batches)):
-                content = image["bytes"]
-                known = content.is_valid and content_id(stored_hash(content.as_buffer()), captions.as_py())
-                if known != wanted.as_py():
-                    damaged.append(f"row {at} of {split}")
-        whole = counts == {name: part["images"] for name, part in report["splits"].items()}
-        whole = whole and content_fingerprint(pairs) == report.get("fingerprint")
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder}: it cannot be read ({one_line(error)}). Prepare it anew.") from error
-    if damaged:
         raise ValueError(
-            f"{folder}: {len(damaged):,} of {total:,} rows differ from what was written, first {damaged[0]}. Prepare it anew."
+            f"--output_dir is {name}; that is {kind}, and the result takes the place of a folder. Give a folder inside it."
         )
-    if not whole:
-        raise ValueError(f"{folder}: rows are missing, changed or in another order than was written. Prepare it anew.")
-    return total
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"--output_dir is {name}; it is not empty. Remove it, or give another folder.")

@@ -11,7 +11,6 @@ import unicodedata
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -63,14 +62,9 @@ class CheckedImage:
 
 # -- images -------------------------------------------------------------------------------------------------------------
 
-_EXTENSIONS = {
-    f".{form}": form.upper() for form in ("png", "gif", "webp", "bmp", "avif", "svg", "heif", "pdf", "jpeg", "tiff")
-}
-_EXTENSIONS |= {".jpg": "JPEG", ".jpe": "JPEG", ".jfif": "JPEG", ".mpo": "JPEG", ".tif": "TIFF", ".heic": "HEIF"}
-
 
 def check_image(
-    data: bytes, limits: CheckArguments, name: str = "", min_side: int | None = None, most_pixels: int | None = None
+    data: bytes, limits: CheckArguments, min_side: int | None = None, most_pixels: int | None = None
 ) -> CheckedImage:
     """Decode an image file to the last byte, by the rules of `mm_utils.model.reading`.
 
@@ -79,7 +73,6 @@ def check_image(
 
     Args:
         data: the whole file.
-        name: the file name; only compared with the content, for `wrong_extension`.
         min_side: a JPEG may be decoded at a reduced scale whose shorter side is at least this: half the time.
         most_pixels: a further limit, at the scale of decoding.
 
@@ -107,8 +100,6 @@ def check_image(
     found = list(notes)
     if end is not None and end < len(data) and header.format != "MPO":  # whose further pictures follow the first
         found.append("trailing_bytes")
-    if _EXTENSIONS.get(PurePosixPath(name).suffix.lower(), form) != form:
-        found.append("wrong_extension")
     return CheckedImage(image, width, height, form, tuple(found))
 
 

@@ -483,7 +483,7 @@ class Worker:
         data = ref.read(self.checks.max_image_bytes)
         in_place = self.storage == IN_PLACE
         scale = (_CHECKED_SIDE, MOST_PIXELS) if in_place else (self.storage.short_side, None)
-        checked = check_image(data, self.checks, ref.name, *scale)
+        checked = check_image(data, self.checks, *scale)
         notes += checked.notes
         stored, path, size = self._store(data, checked, ref)
         return {
@@ -514,7 +514,7 @@ class Worker:
         encoded = encode(image, store)
         if store == "raw":
             return encoded, f"raw:{image.width}x{image.height}", image.size
-        untouched = image.size == (checked.width, checked.height) and not set(checked.notes) - {"wrong_extension"}
+        untouched = image.size == (checked.width, checked.height) and not checked.notes
         lossless = checked.format == "PNG" or (checked.format == "JPEG" and store == "jpeg")
         kept = untouched and lossless and len(data) <= len(encoded) and not _METADATA.search(data)
         return data if kept else encoded, None, image.size

@@ -198,17 +198,6 @@ def content_id(stored_hash: str, captions: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def content_fingerprint(pairs: DatasetDict) -> str:
-    """Return BLAKE2b-128 over ids, content ids, regions, negatives of all rows."""
-    digest = hashlib.blake2b(digest_size=16)
-    for split, rows in pairs.items():
-        digest.update(split.encode())
-        known = [name for name in _DECIDING if name in rows.column_names]
-        for batch in rows.select_columns(known).with_format("arrow").iter(10_000):
-            digest.update("".join(map(repr, batch.to_pylist())).encode())
-    return digest.hexdigest()
-
-
 def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the captions, regions, negatives and moments of rows of one image, each once."""
     values = {name: {repr(each): each for row in rows for each in row[name] or []} for name in _TEXT}

@@ -27,7 +27,6 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.data.prepare.arguments import PrepareArguments
 from mm_utils.data.prepare.dedup_and_split import LEAKS, Reconciled
 from mm_utils.data.prepare.ingest import Ingested
-from mm_utils.data.prepare.on_disk import content_fingerprint
 from mm_utils.data.rows.columns import too_few
 from mm_utils.model.reading import UnreadableError
 from mm_utils.plots import LIGHT, MUTED, draw_text, save_figure, wrap
@@ -59,7 +58,6 @@ def summarize(
         by_reason[fault["reason"]].append(fault)
     summary = {
         "created": date.today().isoformat(),
-        "fingerprint": content_fingerprint(pairs),
         "settings": settings,
         "medium": found.facts["medium"][0].as_py(),
         "sources": [

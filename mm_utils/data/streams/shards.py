@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -36,7 +37,7 @@ from mm_utils.data.rows.tables import Table, find_table_columns, read_columns, r
 from mm_utils.data.rows.tars import BoundedHeader, medium_of_samples, read_samples, record_of_sample
 from mm_utils.data.rows.text_files import Rows
 from mm_utils.files import is_passing, regular_file, retry
-from mm_utils.stored import key_of, stored_value
+from mm_utils.stored import key_of, stored
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,12 @@ def _counted(url: str) -> Shard | None:
         head = files.cat_file(path, start=0, end=min(size, _SAMPLE))
         return rows, key_of(size, head, files.cat_file(path, start=max(0, size - _SAMPLE), end=size))
 
-    key = key_of(_VERSION, pa.__version__, url, about)
+    def make(folder: Path) -> None:
+        (folder / "rows.json").write_text(json.dumps(retry(look, _may_pass, _PAUSES)), encoding="utf-8")
+
     try:
-        return Shard(url, 0, *stored_value("shards", key, lambda: retry(look, _may_pass, _PAUSES)))
+        kept = stored("shards", key_of(_VERSION, pa.__version__, url, about), make)
+        return Shard(url, 0, *json.loads((kept / "rows.json").read_text(encoding="utf-8")))
     except Exception as error:
         info_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))

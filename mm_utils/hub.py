@@ -16,7 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed, arg
-from mm_utils.checkpointing.files import CONFIG_FILE, checkpoint_folders, size_of
+from mm_utils.checkpointing.files import CONFIG_FILE, SUMS_FILE, checkpoint_folders, size_of
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
 
@@ -28,7 +28,7 @@ _START_TIMEOUT, _TIMEOUT = 30.0, 600.0
 # Files that resume a run and are not a part of a model.
 _RESUME_STATE = (
     *("optimizer*", "scheduler*", "scaler*", "random_states*", "ema.safetensors", "adapters.safetensors"),
-    *("trainer_state.json", "run.json", "manifest.json"),
+    *("trainer_state.json", "run.json"),
 )
 _NO_MODEL = (
     *("checkpoint-*/*", ".*", "*/.*", "*.tmp", "*__pycache__*", *_RESUME_STATE),
@@ -180,7 +180,7 @@ class HubPusher(RunCallback):
         is_free = all(push.done() for push in self.pushes)
         if state.is_world_process_zero and self.args.hub_strategy != "end" and is_free:
             self._settle()
-            self._push(checkpoint, commit_message=checkpoint.name, ignore_patterns=list(_RESUME_STATE))
+            self._push(checkpoint, commit_message=checkpoint.name, ignore_patterns=[*_RESUME_STATE, SUMS_FILE])
             self._push_state(checkpoint)
 
     def on_finish(self, run: Any) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders, verify, verify_model
+from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders, verify
 from mm_utils.distributed import RunError
 from mm_utils.run.start import run_script, set_up_logging
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Read them all, and the finished model.
     wrong = {folder.name: verify(folder) for folder in tqdm(folders, desc="Verifying", unit="checkpoint", leave=False)}
     if is_finished:
-        wrong["model"] = verify_model(output_dir)
+        wrong["model"] = verify(output_dir)
 
     # 3. Report.
     logger.info("\n%s", "\n".join(f"{name:<24}{'; '.join(lines) or 'undamaged'}" for name, lines in wrong.items()))

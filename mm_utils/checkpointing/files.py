@@ -1,42 +1,31 @@
 """Atomic, verifiable checkpoint folders.
 
-A checkpoint is written beside its final name `checkpoint-N`, with a manifest of its files' sizes and SHA-256. Files, manifest
-and folder reach the disk before the folder is renamed, and older checkpoints are removed only after that. So a run that is
-killed at any instant leaves no half checkpoint under that name. Later damage, on a disk or in a copy, shows against the
-manifest: `latest` is the newest checkpoint that verifies.
-
-A finished model has the sums of its files in `SHA256SUMS`.
+A checkpoint is written beside its final name `checkpoint-N`, with the SHA-256 of its files in `SHA256SUMS`. Files, sums and
+folder reach the disk before the folder is renamed, and older checkpoints are removed only after that. So a run that is killed at
+any instant leaves no half checkpoint under that name. Later damage, on a disk or in a copy, shows against the sums: `latest` is
+the newest checkpoint that verifies. A finished model has such sums, too.
 
 To check a run: python scripts/verify_checkpoints.py --output_dir outputs/mine
 """
 
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from mm_utils import distributed
 from mm_utils.files import readable, replace_folder, restore_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 STATE_FILE = "trainer_state.json"
 CONFIG_FILE = "config.yaml"  # all arguments, in the folder of a run
-SUMS_FILE = "SHA256SUMS"  # of a finished model; `sha256sum -c` reads it, too
+SUMS_FILE = "SHA256SUMS"  # `sha256sum -c` reads it, too
 _OF_MODEL = (".safetensors", ".json", ".model", ".py", ".txt")
-_FORMAT = 1
 _BLOCK = 2**22
-
-
-def checkpoint_path(output_dir: str | Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
-    return Path(output_dir) / f"checkpoint-{step}"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -68,11 +57,10 @@ def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         readable(temporary)
-        written = sorted(path for path in temporary.rglob("*") if path.is_file())
-        files = {str(path.relative_to(temporary)): _recorded(path) for path in written}
-        manifest = {"format": _FORMAT, "step": step_of(final), "files": files}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        for path in (temporary / MANIFEST, *(path for path in temporary.rglob("*") if path.is_dir()), temporary):
+        paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+        # The state is last: sums that were cut do not name it
+        _write_sums(temporary, sorted(paths, key=lambda path: path.name == STATE_FILE))
+        for path in (*temporary.rglob("*"), temporary):
             _sync(path)
         # A second stage begins with a checkpoint of the step that the first ended with
         replace_folder(temporary, final)
@@ -98,56 +86,38 @@ def seal_model(folder: Path) -> None:
     paths = sorted(
         path for path in (*folder.glob("*.*"), *folder.glob("dual_encoder/*.*")) if path.suffix in _OF_MODEL
     )
-    lines = (f"{_digest(path)}  {path.relative_to(folder)}\n" for path in paths if path.name != "environment.json")
-    write_atomic(folder / SUMS_FILE, "".join(lines))
+    _write_sums(folder, (path for path in paths if path.name != "environment.json"))
+
+
+def _write_sums(folder: Path, paths: Iterable[Path]) -> None:
+    write_atomic(folder / SUMS_FILE, "".join(f"{_digest(path)}  {path.relative_to(folder)}\n" for path in paths))
 
 
 # -- finding ------------------------------------------------------------------------------------------------------------
 
 
-def verify(path: Path, contents: bool = True) -> list[str]:
-    """Compare a checkpoint with its manifest, every byte or only presence and size; return one line per damaged file."""
+def verify(folder: Path, contents: bool = True) -> list[str]:
+    """Compare a checkpoint or a finished model with its sums; return one line per damaged file.
+
+    Args:
+        contents: read every byte; otherwise only look which files are there.
+    """
     try:
-        files = _manifest(path)["files"]
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing; it was not written to its end"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [f"{MANIFEST} cannot be used: {error}"]
+        lines = (folder / SUMS_FILE).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        return [f"{SUMS_FILE} cannot be read: {error}"]
     wrong = []
-    for name, recorded in files.items():
-        try:
-            size = (path / name).stat().st_size
-            if size != recorded["size"]:
-                wrong.append(f"{name} has {size:,} bytes, not {recorded['size']:,}")
-            elif contents and _digest(path / name) != recorded["sha256"]:
-                wrong.append(f"{name} is not what was written: its SHA-256 differs")
-        except OSError as error:
-            wrong.append(f"{name} cannot be read: {error.strerror}")
-    return wrong
-
-
-def verify_model(folder: Path) -> list[str]:
-    """Compare the files of a finished model with `SHA256SUMS`; return one line per damaged file."""
-    wrong = []
-    for line in (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines:
         digest, _, name = line.partition("  ")
         try:
-            if _digest(folder / name) != digest:
+            (folder / name).stat()
+            if contents and _digest(folder / name) != digest:
                 wrong.append(f"{name} is not what was written: its SHA-256 differs")
         except (OSError, ValueError) as error:
             wrong.append(f"{name} cannot be read: {error}")
+    if folder.name.startswith("checkpoint-") and not (lines and lines[-1].endswith(f"  {STATE_FILE}")):
+        wrong.append(f"{SUMS_FILE} was cut")
     return wrong
-
-
-def newest_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
-    """Return the newest checkpoint that verifies, if any, and the damage of newer ones."""
-    damaged: dict[Path, list[str]] = {}
-    for path in reversed(checkpoint_folders(output_dir)):
-        wrong = verify(path)
-        if not wrong:
-            return path, damaged
-        damaged[path] = wrong
-    return None, damaged
 
 
 def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | None:
@@ -168,18 +138,18 @@ def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | N
 
 
 def _newest(output_dir: Path) -> Path | None:
-    path, damaged = newest_checkpoint(output_dir)
-    for folder, wrong in damaged.items():
-        logger.warning("%s is damaged and passed over: %s", folder, "; ".join(wrong))
-    if path is None and damaged:
-        names = ", ".join(folder.name for folder in damaged)
+    folders = checkpoint_folders(output_dir)
+    for path in reversed(folders):
+        if not (wrong := verify(path)):
+            return path
+        logger.warning("%s is damaged and passed over: %s", path, "; ".join(wrong))
+    if folders:
         raise ValueError(
-            f"--resume_from_checkpoint is latest; none of the checkpoints in {output_dir} is whole ({names}). Restore one "
-            "from a copy, or start anew in another folder."
+            f"--resume_from_checkpoint is latest; none of the checkpoints in {output_dir} is whole. Restore one from a copy, "
+            "or start anew in another folder."
         )
-    if path is None:
-        logger.info("No checkpoint in %s: the run begins at step 0", output_dir)
-    return path
+    logger.info("No checkpoint in %s: the run begins at step 0", output_dir)
+    return None
 
 
 def _named(path: Path) -> Path:
@@ -195,7 +165,7 @@ def set_aside(output_dir: Path, after: int) -> None:
     """Rename checkpoints beyond `after`: a run resumed from there will write them again."""
     for path in checkpoint_folders(output_dir):
         if step_of(path) > after:
-            aside = path.parent / f"{path.name}.{'damaged' if verify(path) else 'superseded'}"
+            aside = path.parent / f"{path.name}.superseded"
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
             logger.warning("%s is newer than the step that the run resumes from; renamed to %s", path, aside.name)
@@ -204,29 +174,9 @@ def set_aside(output_dir: Path, after: int) -> None:
 # -- small parts --------------------------------------------------------------------------------------------------------
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest; raise ValueError if the file is none."""
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"its format is {manifest['format']}, this version reads {_FORMAT}")
-    if manifest["step"] != step_of(path):
-        raise ValueError(f"it is of step {manifest['step']}")
-    if STATE_FILE not in manifest["files"] or not all(
-        isinstance(each["size"], int) and isinstance(each["sha256"], str) for each in manifest["files"].values()
-    ):
-        raise ValueError("it does not name the files")
-    return manifest
-
-
 def size_of(folder: Path) -> int:
     """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _recorded(path: Path) -> dict[str, Any]:
-    """Flush a file to disk and return its manifest entry."""
-    _sync(path)
-    return {"size": path.stat().st_size, "sha256": _digest(path)}
 
 
 def _digest(path: Path) -> str:

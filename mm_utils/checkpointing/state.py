@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, TrainerState
@@ -40,7 +39,6 @@ _DEEPSPEED = "deepspeed"
 _DUAL_ENCODER = "dual_encoder"
 _NOT_COMPARED = ("architectures", "auto_map", "dtype", "rerank_weights", "torch_dtype", "transformers_version")
 _SCALARS = ("logit_scale", "logit_bias")
-Buffers = dict[str, Tensor]
 
 
 @dataclass
@@ -88,7 +86,6 @@ class TrainingState:
     ):
         self.accelerator, self.output_dir, self.processor = accelerator, output_dir, processor
         self.objective, self.model, self.optimizer, self.average = objective, objective.model, optimizer, average
-        self._buffers: dict[str, Buffers] = {}
 
     @property
     def nbytes(self) -> int:
@@ -99,10 +96,7 @@ class TrainingState:
         return weights + 2 * trained + (weights if self.average is not None else 0)
 
     def capture(self, state: TrainerState, run: dict[str, Any]) -> Snapshot:
-        """Copy everything that training changes to the main process; called on all ranks.
-
-        The copy reuses the host memory of the last one, which must have been written by now.
-        """
+        """Copy everything that training changes to the main process; called on all ranks."""
         main, scaler = self.accelerator.is_main_process, self.accelerator.scaler
         run = {**run, "scaler": None if scaler is None else scaler.state_dict()}
         tensors = {}
@@ -110,10 +104,8 @@ class TrainingState:
             tensors[OPTIMIZER_FILE] = optimizer_tensors(self.optimizer, self.objective)
         if self.average is not None:
             tensors[self.average.file] = self.average.values
-        copies = {
-            name: copy_to_host(values, main, self._buffers.setdefault(name, {})) for name, values in tensors.items()
-        }
-        weights = copy_to_host(self.model.state_dict(), main, self._buffers.setdefault("weights", {}))
+        copies = {name: copy_to_host(values, main) for name, values in tensors.items()}
+        weights = copy_to_host(self.model.state_dict(), main)
         best = state.best_model_checkpoint
         best = best and os.path.relpath(best, self.output_dir)  # so that a run may be moved, and published
         state = dataclasses.replace(state, log_history=list(state.log_history), best_model_checkpoint=best)
@@ -177,7 +169,6 @@ class TrainingState:
 
         Raises:
             RunError: on all ranks, if the weights are not finite.
-            ValueError: on all ranks, if they cannot be written.
         """
         main = self.accelerator.is_main_process
         weights = copy_to_host(self.model.state_dict(), main)
@@ -186,13 +177,7 @@ class TrainingState:
 
         def write() -> None:
             check_finite(weights, "the last step")
-            try:
-                write_model(self.output_dir, self.model, self.processor, merged(restore_scalars(weights)))
-            except (OSError, SafetensorError) as error:
-                raise ValueError(
-                    f"{self.output_dir} cannot take the model: {error}. Free some disk, then pass --resume_from_checkpoint "
-                    "latest."
-                ) from error
+            write_model(self.output_dir, self.model, self.processor, merged(restore_scalars(weights)))
 
         on_first(write)
 
@@ -243,13 +228,11 @@ def check_finite(weights: Mapping[str, Tensor], after: str) -> None:
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def copy_to_host(tensors: Mapping[str, Tensor], main: bool, buffers: Buffers | None = None) -> dict[str, Tensor]:
-    """Copy full tensors to the main process's memory; on all ranks, others get an empty dict.
+def copy_to_host(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Tensor]:
+    """Copy full tensors to the main process's memory, pinned for a GPU; on all ranks, others get an empty dict.
 
-    Tensors that share memory, as tied weights do, share that of the copy. `buffers` holds the memory of an earlier call with
-    the same names, which is reused because fresh memory takes longer to get than to fill; it is pinned for a GPU.
+    Tensors that share memory, as tied weights do, share that of the copy.
     """
-    buffers = {} if buffers is None else buffers
     copies: dict[tuple[Any, ...], Tensor] = {}
     found = {}
     for name, value in tensors.items():
@@ -257,15 +240,11 @@ def copy_to_host(tensors: Mapping[str, Tensor], main: bool, buffers: Buffers | N
         if main:
             key = (getattr(value, "_local_tensor", value).data_ptr(), value.shape, value.stride(), value.dtype)
             if key not in copies:
-                copies[key] = buffers[name] = _buffer(buffers.get(name), complete).copy_(complete)
+                copies[key] = torch.empty_like(
+                    complete, device="cpu", memory_format=torch.contiguous_format, pin_memory=complete.is_cuda
+                ).copy_(complete)
             found[name] = copies[key]
     return found
-
-
-def _buffer(held: Tensor | None, value: Tensor) -> Tensor:
-    if held is not None and held.shape == value.shape and held.dtype == value.dtype:
-        return held
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
 
 
 def restore_scalars(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -290,14 +269,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
     Raises:
         ValueError: if the parameters are not those of the checkpoint.
     """
-    try:
-        entries = load_file(folder / OPTIMIZER_FILE)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder / OPTIMIZER_FILE} cannot be read: {error}. Resume from another checkpoint."
-        ) from error
     stored: dict[str, dict[str, Tensor]] = {}
-    for entry, value in entries.items():
+    for entry, value in load_file(folder / OPTIMIZER_FILE).items():
         name, _, key = entry.rpartition("|")
         stored.setdefault(name, {})[key] = value
     names = {parameter: name for name, parameter in objective.named_parameters()}
@@ -308,9 +281,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
             f"{folder} has the optimizer's state of {len(unknown)} parameters that are not trained now, such as {unknown[0]}. "
             "Resume with the flags that froze or shaped the model when it was written."
         )
-    if fresh := [name for name in trained if name not in stored]:
-        text = "%s has no optimizer's state of %d parameters that are trained now, such as %s; it begins at 0"
-        logger.info(text, folder, len(fresh), fresh[0])
     state = optimizer.state_dict()
     state["state"] = {
         # A moment is sharded like its parameter, a step count stays a scalar.

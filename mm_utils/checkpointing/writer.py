@@ -15,8 +15,6 @@ from safetensors import SafetensorError
 from mm_utils import distributed
 from mm_utils.checkpointing.files import (
     checkpoint_folders,
-    checkpoint_path,
-    size_of,
     step_of,
     verify,
     write_checkpoint,
@@ -53,7 +51,7 @@ class CheckpointWriter:
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""
-        return checkpoint_path(self.output_dir, step)
+        return self.output_dir / f"checkpoint-{step}"
 
     def start(self, step: int, snapshot: Snapshot, keep: Collection[int]) -> None:
         """Start writing the checkpoint of `step`, after the previous write has finished.
@@ -80,8 +78,11 @@ class CheckpointWriter:
         except distributed.RunError as error:
             self.failures, self.problem = MOST_FAILURES, str(error)
         except Exception as error:  # of any kind: the training loop must know
+            why = f"{type(error).__name__}: {error}"
+            if errno_of(error) in _FULL:
+                why = f"the disk of {self.output_dir} is full, or a quota is used up. Make room, or give another --output_dir"
             self.failures += 1
-            self.problem = f"the checkpoint of step {step} could not be written: {self._explained(error)}"
+            self.problem = f"the checkpoint of step {step} could not be written: {why}"
             if self.failures < MOST_FAILURES:
                 logger.error("%s. Older checkpoints are intact; training goes on", self.problem)
         else:
@@ -101,17 +102,6 @@ class CheckpointWriter:
 
         retry(lambda: write_checkpoint(self.path(step), snapshot.write), may_pass, _PAUSES)
         remove_old_checkpoints(self.output_dir, self.limit, keep)
-
-    def _explained(self, error: Exception) -> str:
-        if errno_of(error) in _FULL:
-            free = byte_size(shutil.disk_usage(self.output_dir).free)
-            return (
-                f"the disk of {self.output_dir} is full, or a quota is used up ({free} are free). Make room, or give "
-                "another --output_dir"
-            )
-        if isinstance(error, OSError) and error.strerror:
-            return f"{error.strerror}, at {error.filename or self.output_dir}"
-        return f"{type(error).__name__}: {error}"
 
 
 # -- room -----------------------------------------------------------------------------------------------------------------
@@ -134,26 +124,14 @@ def remove_old_checkpoints(output_dir: Path, limit: int | None, keep: Collection
             logger.warning("%s is old, and cannot be removed: %s. Remove it by hand", path, error.strerror)
 
 
-def check_room(output_dir: Path, checkpoint_bytes: int, kept: int | None) -> None:
-    """Warn if the disk has no room for all of the run's checkpoints; called on all ranks.
-
-    As many as `kept` are kept, None means at least one; one more is there while it is written.
-
-    Raises:
-        ValueError: on every rank, if not even one checkpoint fits.
-    """
+def check_room(output_dir: Path, checkpoint_bytes: int) -> None:
+    """Raise ValueError on every rank if the disk has no room for a checkpoint; called on all ranks."""
 
     def look() -> None:
-        free = shutil.disk_usage(output_dir).free
-        there = sum(map(size_of, checkpoint_folders(output_dir)))
-        needed = max(checkpoint_bytes, ((kept or 1) + 1) * checkpoint_bytes - there)
-        text = (
-            f"{output_dir.resolve()} has {byte_size(free)} free; a checkpoint takes {byte_size(checkpoint_bytes)}, and the "
-            f"run's take {byte_size(needed)} more. Free some, or give an --output_dir on another disk."
-        )
-        if free < checkpoint_bytes:
-            raise ValueError(text)
-        if free < needed:
-            logger.warning("%s", text)
+        if (free := shutil.disk_usage(output_dir).free) < checkpoint_bytes:
+            raise ValueError(
+                f"{output_dir.resolve()} has {byte_size(free)} free; a checkpoint takes {byte_size(checkpoint_bytes)}. Free "
+                "some, or give an --output_dir on another disk."
+            )
 
     distributed.on_first(look)

@@ -34,7 +34,7 @@ _OWN = (
     "model*.safetensors", "model.safetensors.index.json", "modeling_fusion_dual_encoder.py", "fusion.py", "reading.py",
     "spectrograms.py", "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "training.png", "retrieval.png", "confusion.png",
-    "classes.csv", "results.json", "wise_ft.*", "checkpoint-[0-9]*.damaged", "checkpoint-[0-9]*.superseded",
+    "classes.csv", "results.json", "wise_ft.*", "checkpoint-[0-9]*.superseded",
 )  # fmt: skip
 """Everything that a run writes beside its checkpoints, as patterns of names."""
 _NOT_SAVED = ("resume_from_checkpoint", "dry_run")  # true of one start only

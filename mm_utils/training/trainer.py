@@ -194,8 +194,7 @@ class Trainer:
         for name in (METRICS_FILE, NONFINITE_FILE):
             distributed.on_first(partial(truncate_rows, self.output_dir / name, self.state.global_step))
         if self.args.save_steps > 0:
-            limit = self.args.save_total_limit
-            check_room(self.output_dir, self.captured.nbytes, limit and limit + 2 * self.args.keeps_best)
+            check_room(self.output_dir, self.captured.nbytes)
         self.callbacks.call("on_train_begin")
         if known and self.args.keeps_best and resume_from is None:
             self.state.log_history.append({"step": self.stage.begin, **known})
@@ -310,7 +309,7 @@ class Trainer:
         self.state.stateful_callbacks = self.callbacks.exported()  # type: ignore[assignment]
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(self.writer.path(self.state.global_step))
-        self.writer.wait()  # the next capture reuses the memory that it reads
+        self.writer.wait()  # the host holds one copy at a time
         run = {"identity": self.identity, "flags": self.flags, "nonfinite_steps": self.step.nonfinite.count}
         run["stage"] = {"name": self.stage.name, "begin": self.stage.begin}
         snapshot = self.captured.capture(self.state, run)

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
-from mm_utils.checkpointing.files import find_checkpoint, newest_checkpoint, step_of
+from mm_utils.checkpointing.files import find_checkpoint, step_of
 from mm_utils.run import script
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import RunArguments, run_script, set_up_logging, start_run
@@ -248,7 +248,7 @@ def steps_lost(folder: Path, begun: int = 0) -> int:
 def loses_checkpoint(folder: Path) -> bool:
     """Whether none is whole that is as new as the newest that callbacks were called with."""
     newest = max((note["step"] for note in notes_in(folder, "saved")), default=0)
-    whole, _ = newest_checkpoint(folder)
+    whole = find_checkpoint("latest", folder)
     return newest > (0 if whole is None else step_of(whole))
 
 

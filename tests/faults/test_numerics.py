@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mm_utils.checkpointing.files import newest_checkpoint
+from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
@@ -121,7 +121,7 @@ def test_what_is_not_finite_ends_the_run_and_is_not_saved(exact: Path, tmp_path:
     assert "Traceback" not in ended.text
     assert not (run.folder / "model.safetensors").exists()
     if what == "a checkpoint":
-        assert newest_checkpoint(run.folder) == (run.folder / f"checkpoint-{SAVE_STEPS}", {})
+        assert find_checkpoint("latest", run.folder) == run.folder / f"checkpoint-{SAVE_STEPS}"
         again = start(2, run)
         assert again.statuses == [0, 0], again.text
         assert rank_runs.difference(run.folder, exact) < TOLERANCE

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mm_utils.checkpointing.files import newest_checkpoint, step_of
+from mm_utils.checkpointing.files import find_checkpoint, step_of
 from mm_utils.reliability import watchdog
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
@@ -224,8 +224,7 @@ def test_a_signal_loses_no_step(
     """A storm of signals is one."""
     run = TinyRun(tmp_path / "run", strike=Signalled(*place, number, times=3))
     status, _ = alone(exiting, run)
-    path, damaged = newest_checkpoint(run.folder)
-    assert not damaged
+    path = find_checkpoint("latest", run.folder)
     assert path is not None
     assert step_of(path) >= place[1]
     assert status == 128 + number or (place[1] == STEPS and status == 0)
@@ -242,7 +241,7 @@ def test_all_processes_stop_after_the_same_step(place: tuple[str, int], only: in
     run = TinyRun(tmp_path / "run", dropout=0.0, strike=Signalled(*place, signal.SIGTERM, only=only))
     ended: list[Any] = run_on_ranks(2, train, run)
     assert [(number, step) for number, step, _ in ended] == [(signal.SIGTERM, place[1])] * 2
-    assert newest_checkpoint(run.folder)[0] == run.folder / f"checkpoint-{place[1]}"
+    assert find_checkpoint("latest", run.folder) == run.folder / f"checkpoint-{place[1]}"
 
 
 # -- restarts and long runs ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mm_utils.checkpointing.files import STATE_FILE, checkpoint_path, write_checkpoint
+from mm_utils.checkpointing.files import STATE_FILE, write_checkpoint
 
 FILES = {STATE_FILE: b'{"global_step": 1}', "model.safetensors": b"weights" * 9, "deep/er/tokens.txt": b"a\nb\n"}
 
@@ -15,8 +15,8 @@ def write_files(folder: Path) -> None:
 
 def saved(output_dir: Path, *steps: int) -> Path:
     for step in steps:
-        write_checkpoint(checkpoint_path(output_dir, step), write_files)
-    return checkpoint_path(output_dir, steps[-1])
+        write_checkpoint(output_dir / f"checkpoint-{step}", write_files)
+    return output_dir / f"checkpoint-{steps[-1]}"
 
 
 def flip(path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 # -- whose files they are -----------------------------------------------------------------------------------------------
 RUNS_OWN = ("metrics.jsonl", "model.safetensors", "README.md", "config.yaml", "retrieval.png", "tokenizer.json",
-            "dual_encoder/config.json", "checkpoint-4/run.json", "checkpoint-2.damaged/run.json")  # fmt: skip
+            "dual_encoder/config.json", "checkpoint-4/run.json", "checkpoint-2.superseded/run.json")  # fmt: skip
 OTHERS = ("README.md", "config.yaml", "tokenizer.json", "dual_encoder/notes.txt")
 FOREIGN = ("thesis.txt", "checkpoint-notes/thesis.txt", "checkpoint-4b", "my.model", "photos/README.md")
 

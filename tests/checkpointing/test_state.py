@@ -119,7 +119,7 @@ def save_and_load(written: Path, given: Path) -> tuple[Any, Any]:
     return save(written, shard=True), load(given, shard=True)
 
 
-def test_in_partsand_whole_read_each_other(tmp_path: Path) -> None:
+def test_sharded_and_whole_read_each_other(tmp_path: Path) -> None:
     """And a step further both are where one is that was never stored."""
     whole, in_parts = tmp_path / "checkpoint-3", tmp_path / "sharded" / "checkpoint-3"
     in_parts.parent.mkdir()

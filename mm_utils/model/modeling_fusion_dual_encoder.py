@@ -42,8 +42,7 @@ from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectio
 from transformers.utils import ModelOutput
 
 from .fusion import CaptionAdapter, FusionHead, KeysValues, LevelAdapter, RegionHead, TokenHead, as_map, target_mask
-from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, token_ids
-from .spectrograms import LogMel
+from .reading import CHARACTERS_PER_TOKEN, center_square, frames_of, open_picture, samples_of, sound_input, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -876,11 +875,9 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def _sound_input(self, sound: Any, processor: Any) -> Tensor:
         extractor = processor.feature_extractor
-        log_mel = LogMel.of(extractor)
-        seconds = getattr(extractor, "window_seconds", None)
-        samples = samples_of(sound, log_mel.rate, seconds)
-        shown = log_mel.window(samples, round(seconds * log_mel.rate) if seconds else len(samples))
-        return log_mel(torch.from_numpy(shown)[None].float() / 32768)[0]
+        rate, seconds = extractor.sampling_rate, getattr(extractor, "window_seconds", None)
+        samples = samples_of(sound, rate, seconds)
+        return torch.from_numpy(sound_input(extractor, samples, round(seconds * rate) if seconds else len(samples)))
 
     def text_inputs(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask `[B, L]` of texts, read as in training; ValueError if one is not text."""

@@ -636,6 +636,7 @@ LEAST_RATE, MOST_RATE = 1_000, 384_000  # samples a second
 _MOST_CHANNELS = 64
 _SILENT = 3 / 32768  # the noise of rounding and dither
 _SURPLUS = 0.1  # seconds
+_SHORTEST = 400  # samples: a frame of AST's extractor
 _GAP = 0.02  # seconds: where time stamps and samples differ by more, something is missing
 
 
@@ -812,6 +813,22 @@ def samples_of(sound: Any, rate: int, seconds: float | None = None) -> np.ndarra
             raise ValueError(f"{sound}: {error}. Give another file, or (samples, rate).") from error
     begin, seconds = middle(len(stored) / rate, seconds or len(stored) / rate)
     return stored[int(begin * rate) :][: round(seconds * rate)]
+
+
+def sound_input(extractor: Any, samples: np.ndarray, size: int) -> np.ndarray:
+    """Return a sound tower's input of the samples of a window, int16 `[n]`, as its feature extractor makes it: float32.
+
+    A sound that is shorter than the window, `size` samples, comes again by CLAP's extractor and is followed by empty frames by
+    AST's; silence follows it for all others, and for an AST that was trained so: `pads_frames`, see `mm_utils.data.media.medium`.
+    """
+    waves = samples.astype(np.float32) / 32768
+    fills = hasattr(extractor, "padding") or getattr(extractor, "pads_frames", False)
+    missing = (_SHORTEST if fills else size) - len(waves)
+    waves = np.pad(waves, (0, max(0, missing)))
+    found = extractor(waves, sampling_rate=extractor.sampling_rate, return_tensors="np")
+    [values] = found["input_features" if "input_features" in found else "input_values"]
+    # A fused CLAP's makes four of a window: the first is the whole one.
+    return np.asarray(values[:1] if getattr(extractor, "truncation", None) == "fusion" else values, np.float32)
 
 
 # -- texts --------------------------------------------------------------------------------------------------------------

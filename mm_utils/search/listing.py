@@ -154,7 +154,7 @@ def moments_of(content: bytes) -> list[Image.Image]:
 def stock_file(content: bytes, medium: Medium, codecs: bool = True) -> bytes:
     """Return a medium's file as prepared sets store it, for `Medium.read`; raise UnreadableError."""
     if isinstance(medium, Sound):
-        rate = medium.log_mel.rate
+        rate = medium.rate
         return write_wav(read_sound(content, rate, codecs=codecs), rate)
     return store_clip(read_frames(content, CLIP_FPS), CLIP_FPS, THUMBNAIL).content
 

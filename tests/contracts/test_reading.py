@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import (
+    ASTFeatureExtractor,
     AutoModel,
     BertConfig,
     BertModel,
@@ -33,6 +34,8 @@ from transformers import (
     ConvNextConfig,
     ConvNextModel,
     VisionTextDualEncoderProcessor,
+    Wav2Vec2FeatureExtractor,
+    WhisperFeatureExtractor,
 )
 
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
@@ -63,8 +66,8 @@ from mm_utils.model.reading import (
     read_frames,
     read_sound,
     samples_of,
+    sound_input,
 )
-from mm_utils.model.spectrograms import LogMel
 from mm_utils.search.listing import Listing, Reader, stock_file
 from mm_utils.search.searcher import read_query
 from tests.kit.awkward import RNG, TEXTS, awkward_pictures, photo, turn
@@ -348,7 +351,33 @@ def extractor(rate: int = RATE) -> ClapFeatureExtractor:
 
 
 def sounds(seconds: float, rate: int = RATE, min_share: float = 1.0, jitter: float = 0.0) -> Sound:
-    return Sound(LogMel.of(extractor(rate)), seconds, min_share, jitter)
+    """Of a tower that reads samples."""
+    return Sound(Wav2Vec2FeatureExtractor(1, rate, do_normalize=False), seconds, min_share, jitter)
+
+
+def test_a_tower_gets_what_its_extractor_makes_and_a_short_sound_is_filled_up_as_there() -> None:
+    ast, old_ast = (ASTFeatureExtractor(num_mel_bins=16, max_length=98) for _ in range(2))
+    old_ast.window_seconds, ast.pads_frames = 1.0, True
+    whisper, raw = WhisperFeatureExtractor(8, chunk_length=1), Wav2Vec2FeatureExtractor()
+    loops, fused = (
+        ClapFeatureExtractor(16, 16000, max_length_s=1, frequency_max=8000, truncation=how, padding="repeat")
+        for how in ("rand_trunc", "fusion")
+    )
+    samples = RNG.normal(0, 4000, 7000).astype(np.int16)
+    silent, twice = np.pad(samples, (0, 9000)), np.tile(samples, 3)[:16000]
+    for owner, filled, shape in (
+        (ast, samples, (98, 16)),
+        (old_ast, silent, (98, 16)),
+        (whisper, silent, (8, 100)),
+        (raw, silent, (16000,)),
+        (loops, twice, (1, 34, 16)),
+        (fused, twice, (1, 34, 16)),
+    ):
+        found = sound_input(owner, samples, 16000)
+        assert (found.shape, found.dtype) == (shape, np.float32)
+        expected = owner(filled.astype(np.float32) / 32768, sampling_rate=16000, return_tensors="np")
+        assert np.array_equal(found, next(iter(expected.values()))[0][: shape[0]])
+        assert np.isfinite(sound_input(owner, samples[:9], 16000)).all()
 
 
 def counting(count: int, rate: int = RATE) -> dict[str, Any]:
@@ -368,7 +397,7 @@ def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
             assert stock_file(content, sound) == kept
             assert torch.equal(read_query(content, sound), trained)
             read = samples_of(tmp_path / "a.wav", 8000, window)
-            assert np.array_equal(sound.log_mel.window(read, len(trained)), trained)
+            assert np.array_equal(sound_input(sound.extractor, read, len(trained)), trained)
 
 
 @given(st.integers(20, 6000), st.integers(0, 99), st.sampled_from([1.0, 0.7, 0.1]))
@@ -377,12 +406,12 @@ def test_a_sound_begins_where_its_window_says(count: int, seed: int, share: floa
     """In training it may leave the sound by a share of it, and silence is there."""
     for rng in (None, random.Random(seed)):
         shown, size, window = sounds(2.0, min_share=share).read(counting(count), rng)
-        assert (shown.dtype, size) == (torch.int16, (count / RATE, 1.0))
+        assert (shown.dtype, size) == (torch.float32, (count / RATE, 1.0))
         assert window.right - window.left == pytest.approx(2000 / count)
         first = round(window.left * count)
         within = np.arange(first, first + 2000) if rng is not None or first > 0 else np.arange(2000)
         is_sound = (within >= 0) & (within < count)
-        assert np.array_equal(shown.numpy(), np.where(is_sound, within, 0))
+        assert np.array_equal(shown.numpy() * 32768, np.where(is_sound, within, 0))
         if rng is None:
             assert first == pytest.approx(max(0, count - 2000) / 2, abs=1)
         else:
@@ -394,7 +423,7 @@ def test_sounds_are_resampled_onto_the_towers_clock() -> None:
     shown, size, window = sounds(2.0).read({"bytes": write_wav(high, 2000), "path": None}, None)
     assert (size, shown.shape) == ((3.0, 1.0), (2000,))
     expected = 8000 * np.sin(2 * np.pi * 50 * (round(window.left * 3 * RATE) + np.arange(2000)) / RATE)
-    assert np.abs(shown.numpy()[50:-50] - expected[50:-50]).max() < 200
+    assert np.abs(shown.numpy()[50:-50] * 32768 - expected[50:-50]).max() < 200
 
 
 @given(st.integers(0, 999), st.sampled_from([0.0, 3.0, 12.0]), st.sampled_from([1000, 16000]))
@@ -512,12 +541,16 @@ def loaders_of(owner: Any, **flags: Any) -> Any:
 def test_the_processor_knows_the_window() -> None:
     rows = examples_of("sound", [counting(2500)] * 2, [2.5, 2.5])
     owners = {kind: processor(kind) for kind in ("image", "clip", "sound")}
-    for kind, frames, shape in (("image", None, (3, 16, 16)), ("clip", 5, (5, 3, 16, 16)), ("sound", None, (2500,))):
+    for kind, frames, shape in (
+        ("image", None, (3, 16, 16)),
+        ("clip", 5, (5, 3, 16, 16)),
+        ("sound", None, (1, 61, 16)),
+    ):
         settle_window(owners[kind], kind, default_seconds(kind, rows), frames)
         assert loaders_of(owners[kind]).medium.shape == shape
         assert kind_of_processor(owners[kind]) == kind
     settle_window(owners["sound"], "sound", 7.0, None)  # of a trained model, on other data
-    assert loaders_of(owners["sound"]).medium.shape == (2500,)
+    assert owners["sound"].feature_extractor.window_seconds == 2.5
     for kind, flags, message in (
         ("image", {"clip_frames": 2}, "--clip_frames is 2; these are images"),
         ("sound", {"clip_frames": 4}, "--clip_frames is 4; these are sounds"),
@@ -534,8 +567,7 @@ def test_batches_on_the_device_are_what_the_tower_takes() -> None:
     settle_window(moving, "clip", None, 2)
     rows, loaders = examples_of("sound", [counting(3000), counting(400)], [3.0, 0.4]), loaders_of(sound)
     [batch] = loaders.evaluation(rows, 2)
-    raw = [Pairs(rows, EvaluationTransform(loaders.medium))[row, 0]["pixel_values"] for row in (0, 1)]
-    heard = [each.numpy() / np.float32(32768) for each in raw]
+    heard = [np.arange(begin, begin + count, dtype=np.float32) / 32768 for begin, count in ((500, 2000), (0, 400))]
     expected = sound.feature_extractor(heard, sampling_rate=RATE, return_tensors="pt")["input_features"]
     torch.testing.assert_close(batch["pixel_values"], expected.float(), atol=1e-3, rtol=0)
     assert loaders.blank(3).shape[1:] == expected.shape[1:]

@@ -4,7 +4,7 @@ The classes hold what is true of all media of a kind (`MEDIA`), their objects ho
 in the column `image`, whose feature tells the kind: an image file, a WAV file, or an AVI file of JPEG frames.
 
 Clips and sounds last, and an example is a window of them, in seconds: in training a random one, in evaluation the middle. After what is
-shorter, the last frame stays, or silence follows, or the sound again (`LogMel.window`).
+shorter, the last frame stays, or silence follows, or the sound again (`mm_utils.model.reading.sound_input`).
 
 Three attributes of ours are saved among the stock ones of a processor. `window_seconds` is the length of what the model is shown of a
 clip or a sound (None: whole clips), and `clip_frames` the frames of a clip. `pads_frames` says of an AST extractor that what follows a
@@ -16,7 +16,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import datasets
@@ -29,12 +29,10 @@ from typing_extensions import override
 
 from mm_utils.data.images import read_pixels
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.model.reading import UnreadableError, center_of, center_square, middle, resized
+from mm_utils.model.reading import UnreadableError, center_of, center_square, middle, resized, sound_input
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
-
-    from mm_utils.model.spectrograms import LogMel
 
 
 MOST_SECONDS = 10.0  # of a sound's window, where nothing else is asked for
@@ -211,23 +209,23 @@ class Clip(Image):
 
 @dataclass
 class Sound(Medium):
-    """Samples of a window of a sound: int16 `[n]`.
+    """The tower's input of a window of a sound, float32, as its feature extractor makes it.
 
     In training, a window may begin before the sound or end behind it, in silence, and its loudness varies. What is shorter than
     the window by as much is never cut.
 
     Attributes:
-        log_mel: makes the sound tower's input of them, on the device.
+        extractor: the feature extractor of the sound tower.
         seconds: length of the window.
         min_share: a training window leaves a sound by at most the rest of this share of its own length.
         jitter: most decibels of `vary_loudness` in training.
     """
 
-    log_mel: "LogMel"
+    extractor: Any
     seconds: float
     min_share: float = 1.0
     jitter: float = 0.0
-    kind, column, feature, dtype = "sound", "audio", Audio(decode=False), torch.int16
+    kind, column, feature, dtype = "sound", "audio", Audio(decode=False), torch.float32
     suffixes = (
         *(".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".amr"),
     )
@@ -237,29 +235,31 @@ class Sound(Medium):
     unused = ("clip_frames", "horizontal_flip")
 
     def __post_init__(self) -> None:
-        self.shape = (round(self.seconds * self.log_mel.rate),)
-        own = ["sound", self.seconds, self.log_mel.describe()]
+        self.rate: int = self.extractor.sampling_rate
+        self.shape = sound_input(self.extractor, np.zeros(1, np.int16), round(self.seconds * self.rate)).shape
+        own = ["sound", self.seconds, self.extractor.to_dict()]
         self.key = {"image_size": 0, "image mean and std": [[], []], "medium": own}  # the first two as in earlier runs
 
     @override
     def features(self, shown: Tensor) -> Tensor:
-        return self.log_mel(shown.float() / 32768)
+        return shown
 
     @override
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
         from scipy.signal import resample_poly
 
         samples, rate = read_wav(value["bytes"] or b"")
-        length, wanted = len(samples) / rate, self.log_mel.rate
+        length = len(samples) / rate
         begin, seconds = _window(length, self.seconds, rng, 1 - self.min_share)
         first, count = int(begin * rate), round(seconds * rate)
         part = samples[max(0, first) : first + count]
-        if rate != wanted:
-            part = resample_poly(part.astype(np.float32), wanted, rate).round().clip(-32768, 32767)
-        vary = None
+        if rate != self.rate:
+            part = resample_poly(part.astype(np.float32), self.rate, rate).round().clip(-32768, 32767).astype(np.int16)
         if rng is not None and self.jitter:
-            vary = partial(vary_loudness, rate=wanted, decibels=self.jitter, rng=rng)
-        shown = self.log_mel.window(part, self.shape[0], max(0, -first) * wanted // rate, vary)
+            part = vary_loudness(part, self.rate, self.jitter, rng)
+        size = round(self.seconds * self.rate)
+        part = np.pad(part, (max(0, -first) * self.rate // rate, 0))[:size]
+        shown = sound_input(self.extractor, part, size)
         window = Window(first / len(samples), 0.0, (first + count) / len(samples), 1.0)
         return torch.from_numpy(shown), (length, 1.0), window
 
@@ -310,11 +310,9 @@ def kind_of_processor(processor: "ProcessorMixin") -> str:
 def read_by(processor: "ProcessorMixin", min_crop_area: float = 1.0) -> Any:
     """Return the `Medium` that reads as a processor says, with training's augmentation."""
     if kind_of_processor(processor) == "sound":
-        from mm_utils.model.spectrograms import LogMel  # here, as preparing needs no extractors
-
         extractor: Any = processor.feature_extractor  # type: ignore[attr-defined]
         side = math.sqrt(min_crop_area)  # of which the smallest square leaves the rest
-        return Sound(LogMel.of(extractor), extractor.window_seconds, side, SOUND_JITTER)
+        return Sound(extractor, extractor.window_seconds, side, SOUND_JITTER)
     images: Any = processor.image_processor  # type: ignore[attr-defined]
     squares = *image_geometry(processor), min_crop_area
     if kind_of_processor(processor) == "image":

@@ -40,7 +40,6 @@ from mm_utils.data.streams.stream import (
 )
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.processor import load_processor, train_tokenizer
-from mm_utils.model.spectrograms import LogMel
 from tests.kit import numbered_shards as shards
 from tests.kit.media_files import COLOURS, clip, media_rows, tone
 from tests.kit.numbered_rows import pairs_of
@@ -92,7 +91,7 @@ def timed(medium: str) -> Medium:
         feature_size=16, sampling_rate=RATE, hop_length=50, fft_window_size=128, max_length_s=3, frequency_min=20,
         frequency_max=RATE // 2, truncation="rand_trunc", padding="pad",
     )  # fmt: skip
-    return Sound(LogMel.of(extractor), 0.4, 0.8, 6.0)
+    return Sound(extractor, 0.4, 0.8, 6.0)
 
 
 def write_timed(folder: Path, kind: str, rows: datasets.Dataset, medium: str) -> str:

@@ -25,8 +25,6 @@ _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_ti
 BUCKET_ELEMENTS = 2**24  # 64 MiB of fp32: large enough for the network, small beside the weights
 RENDEZVOUS_TIMEOUT = 600.0  # seconds from the start of the first process to that of the last
 COLLECTIVE_TIMEOUT = 4 * 3600.0  # seconds; one process may prepare data, draw or write while the others wait
-SAME_COMMAND = "Start all machines with one command, in equal environments."
-SAME_DATA = "All processes must read the same data with the same arguments."
 _host_groups: list[Any] = []  # of all ranks' hosts, where the default one is of devices
 
 
@@ -246,7 +244,7 @@ def _agree(error: Exception | None) -> None:
         raise kind(text if kind is not PeerError else f"process {number} failed: {text}")
 
 
-def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA) -> None:
+def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str) -> None:
     """Check that each value, which JSON or `str` can express, is equal on all ranks.
 
     Args:
@@ -254,21 +252,15 @@ def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str = SAME_DATA)
         remedy: the end of the message.
 
     Raises:
-        ValueError: on every rank, naming the values that differ and the ranks that have them.
+        ValueError: on every rank, naming the values that differ, each with rank 0 and the first other one.
     """
     said = {name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
     of_ranks: list[dict[str, str]] = gather_object([said])
     differing = []
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
-        holders: dict[str, list[int]] = {}
-        for number, of_rank in enumerate(of_ranks):
-            holders.setdefault(of_rank.get(name, "missing"), []).append(number)
-        if len(holders) > 1:
-            shares = (
-                f"{value[:60]} on rank{'s' * (len(held) > 1)} {', '.join(map(str, held[:8]))}"
-                for value, held in holders.items()
-            )
-            differing.append(f"{name} is {' and '.join(shares)}")
+        said_of = [of_rank.get(name, "missing") for of_rank in of_ranks]
+        if other := next((at for at, value in enumerate(said_of) if value != said_of[0]), 0):
+            differing.append(f"{name} is {said_of[0][:60]} on rank 0 and {said_of[other][:60]} on rank {other}")
     if differing:
         raise ValueError(f"{'; '.join(differing)}; it differs between processes. {remedy}")
 
@@ -297,19 +289,11 @@ def load_full_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         ValueError: if the weights are those of another model.
     """
     own = module.state_dict()
-    differing = [
-        f"{name} is {_shape(own.get(name))}, in the checkpoint {_shape(weights.get(name))}"
-        for name in {**own, **weights}
-        if name not in own or name not in weights or own[name].numel() != weights[name].numel()
-    ]
-    if differing:
+    sizes, stored = ({name: value.numel() for name, value in each.items()} for each in (own, weights))
+    if differing := [name for name in {**own, **weights} if sizes.get(name) != stored.get(name)]:
         raise ValueError(
-            f"the checkpoint is of another model: {len(differing)} of its weights differ; {'; '.join(differing[:3])}. Give "
-            "the arguments that it was trained with; its folder's parent has them in config.yaml."
+            f"the checkpoint is of another model: {len(differing)} of its weights differ, such as {differing[0]}. Give the "
+            "arguments that it was trained with; its folder's parent has them in config.yaml."
         )
     for name, value in own.items():
         value.copy_(shard_like(weights[name], value))
-
-
-def _shape(value: Tensor | None) -> str:
-    return "missing" if value is None else str(list(value.shape))

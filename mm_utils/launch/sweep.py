@@ -1,8 +1,7 @@
 """Sweep over a script's flags by Ray Tune: every combination is a run with a folder."""
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from mm_utils.training.arguments import CONFIG_FILE, greater_is_better
 logger = logging.getLogger(__name__)
 
 TABLE_FILE = "sweep.csv"
-Trial = dict[str, Any]
-"""Flags, metrics (none if the run failed), `folder` and `problem` of one combination of values."""
 
 
 def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float], name: str) -> dict[str, float]:
@@ -51,40 +48,37 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
         tune_config=tune.TuneConfig(max_concurrent_trials=together),
         run_config=tune.RunConfig(name=name, storage_path=records(args, command), verbose=0),
     ).fit()
-    trials = []
+    rows = []
     for result in results:
         metrics = {} if result.error else result.metrics["metrics"]
         problem = str(result.error or "").strip().rpartition("\n")[2]
-        trials.append({**result.config, **metrics, "folder": top / trial_name(result.config), "problem": problem})
-    trials, metric = ranked(trials)
+        rows.append({**result.config, **metrics, "folder": top / trial_name(result.config), "problem": problem})
+    table, metric = ranked(pd.DataFrame(rows))
     top.mkdir(parents=True, exist_ok=True)
-    write_atomic(top / TABLE_FILE, as_csv(trials))
-    for trial in trials:
-        logger.info("%s: %s", trial["folder"], trial["problem"] or f"{metric} {trial.get(metric, math.nan):.4f}")
-    if trials[0]["problem"]:
-        raise RunError(f"all {len(trials)} trials failed; the first: {trials[0]['problem']}")
-    return {name: value for name, value in trials[0].items() if name not in (*grid, "folder", "problem")}
+    write_atomic(top / TABLE_FILE, as_csv(table))
+    logger.info("%s", table[["folder", metric, "problem"]].to_string(index=False))
+    if table["problem"].all():
+        raise RunError(f"all {len(rows)} trials failed; the first: {rows[0]['problem']}")
+    return table.drop(columns=[*grid, "folder", "problem"]).iloc[0].to_dict()
 
 
-def ranked(trials: Sequence[Trial]) -> tuple[list[Trial], str]:
-    """Return the trials, best first and failed ones last, and the metric that decides.
+def ranked(trials: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Return the trials, best first and those without a figure last, and the metric that decides.
 
     It is `--metric_for_best_model` of the runs, as their config.yaml says, after re-ranking where all trials measured that.
+
+    Args:
+        trials: flags, metrics (none if the run failed), `folder` and `problem` of each combination of values.
     """
-    done = [trial for trial in trials if not trial["problem"]]
-    config = next((path for trial in done if (path := trial["folder"] / CONFIG_FILE).is_file()), None)
-    metric = yaml.safe_load(config.read_text(encoding="utf-8"))["metric_for_best_model"] if config else "mean_recall"
-    sign = 1 if greater_is_better(metric) else -1
-    reranked = f"eval_rerank_{metric}"  # of encoders and head together, where all trials have one
-    metric = reranked if done and all(reranked in trial for trial in done) else f"eval_{metric}"
-
-    def place(trial: Trial) -> tuple[bool, bool, float]:
-        value = trial.get(metric, math.nan)
-        return bool(trial["problem"]), math.isnan(value), -sign * value  # NaN would leave the others unsorted
-
-    return sorted(trials, key=place), metric
+    done = trials[trials["problem"] == ""]
+    config = next((path for folder in done["folder"] if (path := folder / CONFIG_FILE).is_file()), None)
+    name = yaml.safe_load(config.read_text(encoding="utf-8"))["metric_for_best_model"] if config else "mean_recall"
+    reranked = f"eval_rerank_{name}"  # of encoders and head together
+    metric = reranked if reranked in done and done[reranked].notna().all() else f"eval_{name}"
+    trials = trials if metric in trials else trials.assign(**{metric: float("nan")})
+    return trials.sort_values(metric, ascending=not greater_is_better(name), kind="stable"), metric
 
 
-def as_csv(trials: Sequence[Trial]) -> str:
+def as_csv(trials: pd.DataFrame) -> str:
     """Return a CSV file of the trials in their order."""
-    return pd.DataFrame(list(trials)).map(no_formula).to_csv(index=False)
+    return trials.map(no_formula).to_csv(index=False)

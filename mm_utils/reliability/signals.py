@@ -15,7 +15,6 @@ from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 _REPEAT_SECONDS = 2.0  # the same signal within them is the first one again, forwarded by a launcher
-_WORKER_SECONDS = 60  # that a data worker survives a signal, to deliver the batch of the last step
 _MESSAGE = b"\nA signal asks the run to stop: it ends this step, saves and exits. Send it again to leave at once.\n"
 
 
@@ -37,9 +36,8 @@ class Interrupted(SystemExit):
 class Interruption:
     """Record signals within its context; a repeated signal has its default effect.
 
-    Data workers that are forked inside get the signals of keyboards and launchers, too, and survive them for a while; of
-    SIGTERM, `mm_utils.data.batches.workers` sees to that. Outside the main thread, as under Ray,
-    no handlers can be set, and nothing is recorded.
+    Data workers that are forked inside get the signals of keyboards and launchers, too, and survive them; torch ends those whose
+    main process is gone. Outside the main thread, as under Ray, no handlers can be set, and nothing is recorded.
 
     Attributes:
         number: the first signal's number, or 0.
@@ -68,8 +66,6 @@ class Interruption:
             if os.getpid() == self._process:
                 with suppress(OSError):  # the keyboard's signal may have ended the reader, such as `tee`, before
                     os.write(2, _MESSAGE)
-            else:
-                signal.alarm(_WORKER_SECONDS)
         # Another number comes from launchers that end
         elif number == self.number and now - self._since > _REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)

@@ -2,8 +2,6 @@
 
 import logging
 import math
-import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +60,6 @@ class NonfiniteSteps:
 SKIPPED_FILE = "skipped_images.jsonl"
 MAX_NONFINITE_STEPS = 10
 MIN_COUNT = 20  # unreadable rows before their share of the data means anything
-MAX_IN_SUCCESSION = 100  # unreadable rows without a readable one between them: the disk is gone
-_NAMED = 10  # rows named in the log; the file has all
-_MAX_REASONS = 1000  # reasons that are counted one by one
-_NUMBER = re.compile(r"\d+")
 
 
 class SkippedSamples(TrainerCallback, ExportableState):
@@ -77,24 +71,19 @@ class SkippedSamples(TrainerCallback, ExportableState):
 
     Attributes:
         count: unreadable rows of all ranks since the first step of the run, as of the last log row or checkpoint.
-        pairs: rows drawn by all ranks until then.
-        in_succession: unreadable rows since the last readable one.
 
     Raises:
-        ValueError: on all ranks, if more than `--max_corrupt_share` of the rows could not be read, and at least 20; or 100 in
-            succession.
+        ValueError: on all ranks, if more than `--max_corrupt_share` of the rows could not be read, and at least 20.
     """
 
     def __init__(self) -> None:
-        self.count, self.pairs, self.in_succession = 0, 0, 0
+        self.count = 0
         self._new: list[tuple[int, str, str]] = []  # this rank's, since the last sync
-        self._reasons: Counter[str] = Counter()
-        self._named = 0
+        self._told = False
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run continues with."""
-        counts = {"count": self.count, "pairs": self.pairs, "in_succession": self.in_succession}
-        return {"args": {}, "attributes": counts}
+        return {"args": {}, "attributes": {"count": self.count}}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remove the rows of steps that a resumed run takes again."""
@@ -119,47 +108,25 @@ class SkippedSamples(TrainerCallback, ExportableState):
 
     def _sync(self, args: Any, state: TrainerState, device: Any) -> None:
         """Gather the rows of all ranks, list and count them, and raise if there are too many."""
-        pairs = args.batch_sizes.before(state.global_step)
-        drawn, self.pairs = pairs - self.pairs, pairs
         if not distributed.any_rank(bool(self._new), device):
-            self.in_succession = 0 if drawn else self.in_succession
             return
         found: list[tuple[int, str, str]] = sorted(gather_object(self._new))
         self._new = []
         reasons = [reason for _, _, reason in found if not reason.endswith(SHOWN_IN_VALIDATION)]
         self.count += len(reasons)
-        self.in_succession = self.in_succession + len(reasons) if len(reasons) >= drawn else 0
-        for kind in map(_kind, reasons):
-            if kind in self._reasons or len(self._reasons) < _MAX_REASONS:
-                self._reasons[kind] += 1
         if distributed.rank() == 0:
-            self._write(_path(args), found)
-        problem = ""
+            append_rows(_path(args), ({"step": step, "image_id": name, "reason": why} for step, name, why in found))
+            if not self._told:
+                logger.warning("Rows that are left out are listed in %s, such as %s", _path(args), found[0][2])
+                self._told = True
+        pairs = args.batch_sizes.before(state.global_step)
         if self.count >= MIN_COUNT and self.count > args.max_corrupt_share * pairs:
-            problem = f"--max_corrupt_share is {args.max_corrupt_share:g}; {self.count:,} of {pairs:,} rows"
-        elif self.in_succession >= MAX_IN_SUCCESSION:
-            problem = f"the training data is out of reach; {self.in_succession:,} rows one after the other"
-        if problem:
-            most = "; ".join(f"{times:,} x {kind}" for kind, times in self._reasons.most_common(3))
             raise ValueError(
-                f"{problem} could not be read, most often: {most}. All are in {_path(args)}. Clean the data with "
-                "scripts/prepare_data.py, or check that its disk is there."
+                f"--max_corrupt_share is {args.max_corrupt_share:g}; {self.count:,} of {pairs:,} rows could not be read, such as "
+                f"{found[-1][2]}. All are in {_path(args)}. Clean the data with scripts/prepare_data.py, or check that its disk "
+                "is there."
             )
-
-    def _write(self, path: Path, found: list[tuple[int, str, str]]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append_rows(path, ({"step": step, "image_id": image_id, "reason": why} for step, image_id, why in found))
-        for step, _, reason in found[: _NAMED - self._named]:
-            logger.warning("Step %d skipped %s", step, reason)
-        if self._named < _NAMED <= self._named + len(found):
-            logger.warning("From here on, skipped rows are listed in %s only", path)
-        self._named = min(_NAMED, self._named + len(found))
 
 
 def _path(args: Any) -> Path:
     return Path(args.output_dir or ".", SKIPPED_FILE)
-
-
-def _kind(reason: str) -> str:
-    """Return the last clause without numbers, which is the same for all reasons of a kind."""
-    return _NUMBER.sub("N", reason.rpartition(": ")[2])[:100]

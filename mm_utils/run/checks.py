@@ -21,7 +21,7 @@ def check_equal_start(common: Mapping[str, Any]) -> None:
     """
     given = {f"--{name}": value for name, value in common.items()}
     values = {**given, **library_versions(), "the code of mm_utils": code_digest()}
-    distributed.check_equal_on_all_ranks(values, distributed.SAME_COMMAND)
+    distributed.check_equal_on_all_ranks(values, "Start all machines with one command, in equal environments.")
 
 
 def use_cpu_well() -> None:

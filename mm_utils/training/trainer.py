@@ -187,7 +187,8 @@ class Trainer:
 
     def _begin(self, resume_from: Path | None, known: Mapping[str, float]) -> None:
         """Check all that can be checked before the first step; load the checkpoint."""
-        distributed.check_equal_on_all_ranks({"what decides the batches": self.identity})
+        remedy = "All processes must read the same data with the same arguments."
+        distributed.check_equal_on_all_ranks({"what decides the batches": self.identity}, remedy)
         distributed.on_first(partial(remove_unfinished, self.output_dir))
         if resume_from is not None:
             self._resume(resume_from)

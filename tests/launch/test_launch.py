@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 
 from mm_utils.arguments import LAUNCH_VARIABLE
 from mm_utils.launch.arguments import Command, LaunchArguments, parse_grid, read_command, split_words, trial_name
-from mm_utils.launch.sweep import Trial, as_csv, ranked
+from mm_utils.launch.sweep import as_csv, ranked
 from mm_utils.launch.worker import prepare
 from mm_utils.run import restarts
 
@@ -100,18 +101,13 @@ NAN = float("nan")
         ("mean_recall", {}, "eval_mean_recall", ["3", "1", "=2"]),
         ("loss", {}, "eval_loss", ["1", "3", "=2"]),
         ("mean_recall", {"eval_rerank_mean_recall": (0.7, 0.6)}, "eval_rerank_mean_recall", ["1", "3", "=2"]),
-        (
-            "mean_recall",
-            {"eval_mean_recall": (0.25, NAN)},
-            "eval_mean_recall",
-            ["1", "3", "=2"],
-        ),  # no number is not the best
+        ("mean_recall", {"eval_rerank_mean_recall": (0.7, NAN)}, "eval_mean_recall", ["3", "1", "=2"]),
     ],
 )
 def test_the_table_of_a_sweep_has_the_best_first(
     metric: str, more: dict[str, tuple[float, float]], name: str, order: list[str], tmp_path: Path
 ) -> None:
-    trials: list[Trial] = [
+    trials: list[dict[str, Any]] = [
         {"seed": "1", "eval_mean_recall": 0.25, "eval_loss": 2.0, "folder": tmp_path, "problem": ""},
         {"seed": "=2", "folder": tmp_path, "problem": "RunError: no such file"},
         {"seed": "3", "eval_mean_recall": 0.5, "eval_loss": 3.0, "folder": tmp_path, "problem": ""},
@@ -119,8 +115,13 @@ def test_the_table_of_a_sweep_has_the_best_first(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"metric_for_best_model": metric}))
     for figure, values in more.items():
         trials[0][figure], trials[2][figure] = values
-    trials, chosen = ranked(trials)
-    assert (chosen, [trial["seed"] for trial in trials]) == (name, order)
-    rows = list(csv.DictReader(as_csv(trials).splitlines()))
+    table, chosen = ranked(pd.DataFrame(trials))
+    assert (chosen, list(table["seed"])) == (name, order)
+    rows = list(csv.DictReader(as_csv(table).splitlines()))
     assert rows[2]["seed"] == "'=2"  # no formula in a spreadsheet
     assert (rows[2]["eval_loss"], rows[2]["problem"]) == ("", "RunError: no such file")
+
+
+def test_trials_that_all_failed_have_a_table() -> None:
+    table, _ = ranked(pd.DataFrame([{"seed": "1", "folder": Path("none"), "problem": "RunError: no such file"}]))
+    assert table[["folder", "eval_mean_recall", "problem"]].shape == (1, 3)

@@ -42,7 +42,6 @@ class FlagHelp(str):
     decides: Decides
     usual: bool
     per_machine: bool
-    is_required: bool
 
 
 def arg(
@@ -70,9 +69,7 @@ def arg(
 
 def required(help: str, **metadata: Any) -> Any:
     """Declare a flag without a default, without which `parse_args` ends."""
-    field: Any = arg(None, help, **metadata)
-    field.metadata["help"].is_required = True
-    return field
+    return arg(dataclasses.MISSING, help, **metadata)
 
 
 class Parsed:
@@ -124,14 +121,6 @@ class Parsed:
         """The declared default of every flag by name, None for a list."""
         none = dataclasses.MISSING
         return {name: None if field.default is none else field.default for name, field in self._fields.items()}
-
-    @property
-    def missing(self) -> list[str]:
-        """The flags that are required and not given."""
-        required = (
-            name for name, each in self._fields.items() if getattr(each.metadata["help"], "is_required", False)
-        )
-        return [name for name in required if self[name] is None]
 
     @property
     def is_trial(self) -> bool:
@@ -255,10 +244,7 @@ def parse_args(
     elif unknown:
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
-    given = Parsed(parsed, path or recipe, named, in_config)
-    if given.missing:
-        parser.error(f"--{given.missing[0]} is missing. {known[given.missing[0]].help}")
-    return given
+    return Parsed(parsed, path or recipe, named, in_config)
 
 
 def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
 
-STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 # Seconds that start and end wait for the Hub; the end, also as long as 1 MB/s takes
 _START_TIMEOUT, _TIMEOUT = 30.0, 600.0
 # Files that resume a run and are not a part of a model.
@@ -50,8 +49,8 @@ class HubArguments:
     hub_strategy: str = arg(
         "end",
         "end: push once, at the end; every_save: the model at every save; checkpoint: and the newest checkpoint as "
-        "last-checkpoint; all_checkpoints: and every checkpoint under its own name.",
-        choices=list(STRATEGIES),
+        "last-checkpoint.",
+        choices=["end", "every_save", "checkpoint"],
         decides="report",
     )
 
@@ -112,21 +111,21 @@ class Repository:
         self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
         disable_progress_bars()
 
-    def push(self, folder: Path | None = None, **options: Any) -> Future[None]:
-        """Create the repository and push a folder, if one is given; `options` are those of `HfApi.upload_folder`."""
+    def push(self, *uploads: Mapping[str, Any]) -> Future[None]:
+        """Create the repository, and push folders by arguments of `HfApi.upload_folder`."""
 
         def work() -> None:
             # None, not False: an organisation whose default is private keeps it.
             made = self.api.create_repo(self.name, private=self.private or None, exist_ok=True, repo_type=self.kind)
             self.name = made.repo_id
-            if folder is not None:
-                self.api.upload_folder(repo_id=self.name, folder_path=folder, repo_type=self.kind, **options)
+            for upload in uploads:
+                self.api.upload_folder(repo_id=self.name, repo_type=self.kind, **upload)
 
         return self.api.run_as_future(work)
 
     def has_got(self, folder: Path, left_out: Sequence[str], message: str) -> bool:
         """Push a folder and wait; return whether it is on the Hub. A failure is a warning, with the command for later."""
-        push = self.push(folder, commit_message=message, ignore_patterns=list(left_out))
+        push = self.push({"folder_path": folder, "commit_message": message, "ignore_patterns": list(left_out)})
         error = _failure(push, _TIMEOUT + size_of(folder) / 1e6)
         if error:
             kind = [] if self.kind == "model" else ["--repo-type", self.kind]
@@ -137,7 +136,7 @@ class Repository:
         return not error
 
 
-def _failure(push: Future[None], timeout: float | None = None) -> str:
+def _failure(push: Future[None], timeout: float) -> str:
     """Return why a push has failed, or "": whatever the client raises, the run goes on."""
     try:
         push.result(timeout)
@@ -156,7 +155,8 @@ class HubPusher(RunCallback):
     reads = "hub_model_id hub_strategy"
 
     def __init__(self, args: HubArguments):
-        self.args, self.pushes = args, dict[Future[None], str]()
+        self.args, self.pushed = args, ""
+        self.push: Future[None] | None = None  # of the checkpoint `pushed`
 
     @classmethod
     def attach(cls, given: Parsed) -> "HubPusher":
@@ -177,11 +177,11 @@ class HubPusher(RunCallback):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Push the checkpoint in the background, unless the push before it is still in progress."""
         checkpoint: Path = kwargs["checkpoint"]
-        is_free = all(push.done() for push in self.pushes)
+        is_free = self.push is None or self.push.done()
         if state.is_world_process_zero and self.args.hub_strategy != "end" and is_free:
-            self._settle()
-            self._push(checkpoint, commit_message=checkpoint.name, ignore_patterns=[*_RESUME_STATE, SUMS_FILE])
-            self._push_state(checkpoint)
+            self.settle()
+            model = {"commit_message": checkpoint.name, "ignore_patterns": [*_RESUME_STATE, SUMS_FILE]}
+            self._push(checkpoint, {"folder_path": checkpoint, **model})
 
     def on_finish(self, run: Any) -> None:
         """Set the card's repository, whose namespace is known by now."""
@@ -196,27 +196,25 @@ class HubPusher(RunCallback):
 
     def push_model(self) -> bool:
         """Push the last checkpoint, and the output folder as the final model; return whether the model is on the Hub."""
+        self.settle()
         for checkpoint in checkpoint_folders(self.output_dir)[-1:]:
-            self._push_state(checkpoint)
-        self._settle()
+            self._push(checkpoint)
+        self.settle()
         return self.repository.has_got(self.output_dir, _NO_MODEL, "End of training")
 
-    def _push(self, checkpoint: Path, **options: Any) -> None:
-        self.pushes[self.repository.push(checkpoint, **options)] = checkpoint.name
+    def _push(self, checkpoint: Path, *uploads: Mapping[str, Any]) -> None:
+        """Push, and with `--hub_strategy checkpoint` all of the checkpoint in the place of the one before, to resume."""
+        state = {"path_in_repo": "last-checkpoint", "commit_message": f"{checkpoint.name}, to resume"}
+        if self.args.hub_strategy == "checkpoint":
+            uploads = (*uploads, {"folder_path": checkpoint, **state, "delete_patterns": "*"})
+        if uploads:
+            self.push, self.pushed = self.repository.push(*uploads), checkpoint.name
 
-    def _push_state(self, checkpoint: Path) -> None:
-        """Push all of a checkpoint, if `--hub_strategy` asks for it, in the place of what it replaces."""
-        places = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}
-        if place := places.get(self.args.hub_strategy):
-            message = f"{checkpoint.name}, to resume"
-            self._push(checkpoint, path_in_repo=place, commit_message=message, delete_patterns="*")
-
-    def _settle(self) -> None:
-        """Wait for the pushes of checkpoints, and name those that failed."""
-        for push, name in self.pushes.items():
-            if error := _failure(push, _TIMEOUT):
-                logger.warning("the push of %s to %s failed: %s", name, self.repository.name, error)
-        self.pushes.clear()
+    def settle(self) -> None:
+        """Wait for the push of a checkpoint, and name one that failed."""
+        if self.push is not None and (error := _failure(self.push, _TIMEOUT)):
+            logger.warning("the push of %s to %s failed: %s", self.pushed, self.repository.name, error)
+        self.push = None
 
 
 def push_data_set(folder: str, args: DatasetHubArguments) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 
 from mm_utils.arguments import launch_command, launcher, to_words
 from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.paths import shard_kind
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.training.arguments import CONFIG_FILE
@@ -22,28 +21,21 @@ def again_command(script: str, folder: Path) -> str:
 
 
 def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
-    """Return what embeds and searches the images of the run's data; of streams, those of tar shards alone."""
+    """Return what embeds and searches the images of the run's data, unless they were streamed."""
+    if settings.get("streaming"):
+        return []
     index = _beside(folder, "index")
     data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
-    if settings.get("streaming"):
-        shards = str(settings.get("train_file"))
-        if not shards.lower().endswith(".tar"):
-            return []
-        data = ["--train_file", shards]
     words = ["--model_name_or_path", str(folder), *data, "--index_dir", index]
     found = ["--index_dir", index, "--query", query]
     return [launch_command("embed", words), launch_command("search", found, launcher="python")]
 
 
 def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str | None:
-    """Return what measures retrieval on a split of a run's data; None if only training can read them."""
-    without = ["max_train_samples"]
-    if settings.get("streaming"):  # the validation rows of shards are held out of the stream
-        file = settings.get("validation_file")
-        if not file or shard_kind(file) is not None:
-            return None
-        without += ["train_file", "dataset_name"]
-    words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, without)]
+    """Return what measures retrieval on a split of a run's data; None of a stream, which training alone reads."""
+    if settings.get("streaming"):
+        return None
+    words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, ["max_train_samples"])]
     if settings["max_seq_length"] != LoaderArguments.max_seq_length:
         words += ["--max_seq_length", str(settings["max_seq_length"])]
     words += to_words(EvaluationArguments, settings, ["rerank_top_k"])

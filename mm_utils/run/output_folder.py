@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import yaml
 
@@ -16,9 +16,9 @@ from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders
 from mm_utils.distributed import RunError
 from mm_utils.files import write_atomic
 from mm_utils.run.commands import again_command
-from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch, newest_run, resume_name
+from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch, resume_name
 from mm_utils.text import redact, without_secrets
-from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, NONFINITE_FILE, TrainingArguments
+from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, TrainingArguments
 
 if sys.platform != "win32":
     import fcntl
@@ -28,31 +28,23 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 _LOCK_SECONDS = 10.0  # a restarted run may meet its predecessor, which is being killed
 _DATA = ("train_file", "validation_file", "test_file", "dataset_name", "image_root")
-_MODELS = ("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path")
 _OWN = (
-    STARTS_FILE, METRICS_FILE, NONFINITE_FILE, CONFIG_FILE, "README.md", "config.json", "dual_encoder", SUMS_FILE,
-    "model*.safetensors", "model.safetensors.index.json", "modeling_fusion_dual_encoder.py", "fusion.py", "reading.py",
-    "spectrograms.py", "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "training.png", "retrieval.png", "confusion.png",
-    "classes.csv", "results.json", "wise_ft.*", "checkpoint-[0-9]*.superseded",
+    STARTS_FILE, METRICS_FILE, CONFIG_FILE, SUMS_FILE, "README.md", "config.json", "dual_encoder", "model*.safetensors*",
+    "*processor_config.json", "tokenizer*", "vocab.*", "training.png", "retrieval.png", "confusion.png", "results.json",
 )  # fmt: skip
-"""Everything that a run writes beside its checkpoints, as patterns of names."""
+"""What a run writes beside its checkpoints and others may have, as patterns of names."""
 _NOT_SAVED = ("resume_from_checkpoint", "dry_run")  # true of one start only
 
 _held: dict[tuple[int, Path], IO[str]] = {}  # the one folder that this process has locked; a forked process holds none
 
 
-class Claim(NamedTuple):
-    """The output folder and the checkpoint to resume from."""
+def claim_folder(
+    name: str, args: TrainingArguments, config: Mapping[str, Any], launch: Sequence[str]
+) -> tuple[Path, str | None]:
+    """Find, create and lock the output folder of a start, on the main process; return it, and the checkpoint to resume from.
 
-    folder: str
-    resume_from: str | None
-
-
-def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], launch: Sequence[str]) -> Claim:
-    """Find, create and lock the output folder of a script's start, on the main process; `config` has all arguments by name.
-
-    Without `--output_dir`, a new `outputs/<name>-N` is created, and a restart by one of the launchers gets that of its first start.
+    `config` has all arguments by name. Without `--output_dir`, a new `outputs/<name>-N` is created, and a restart by one of the
+    launchers gets that of its first start.
 
     Raises:
         RunError: if it cannot be used.
@@ -60,9 +52,7 @@ def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], 
     try:
         folder = Path(args.output_dir) if args.output_dir else folder_of_launch(name, launch)
         if folder is None and args.resume_from_checkpoint == "latest":
-            folder = newest_run(name)
-            if folder is not None:
-                logger.info("--output_dir is not given; %s, the newest run, is resumed", folder)
+            raise RunError("--resume_from_checkpoint is latest; of which run, --output_dir says. Give it.")
         folder = folder or _new_folder(name)
         is_restart = bool(earlier_starts(folder, launch))
         resume_from = resume_name(args.resume_from_checkpoint, folder, launch if is_restart else [])
@@ -79,7 +69,7 @@ def claim_folder(name: str, args: TrainingArguments, config: Mapping[str, Any], 
         problem = f"--output_dir is {where}; it cannot be written: {why}. Give a folder that can."
     if problem:
         raise RunError(problem)
-    return Claim(str(folder), resume_from)
+    return folder, resume_from
 
 
 def save_config(name: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -97,7 +87,7 @@ def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
     place, reason = folder.resolve(), None
     if place in (Path(place.anchor), Path(os.path.expanduser("~")).resolve()):
         reason = "it is your home folder, or the root of a disk"
-    for name in (*_DATA, *_MODELS):
+    for name in _DATA:
         value = config.get(name)
         if not isinstance(value, str) or "://" in value:
             continue
@@ -105,7 +95,7 @@ def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
         if name.endswith("_file"):
             is_among = place in (source, source.parent)
         else:
-            is_among = source.is_dir() and (place == source or (name in _DATA and source in place.parents))
+            is_among = source.is_dir() and source in (place, *place.parents)
         reason = f"--{name} is {value}, and the run's files would lie among its own" if is_among else reason
     return f"--output_dir is {folder}; {reason}. Give a folder of its own, e.g. outputs/mine." if reason else None
 

@@ -14,7 +14,7 @@ from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
-from mm_utils.places import missing, use_cache_without_network
+from mm_utils.places import use_cache_without_network
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,6 @@ def recipe_for(given: Parsed) -> str | None:
     folders = " ".join(f"--{flag} FOLDER" for flag in starts)
     for name in starts.values():
         if error := _unreachable(name):
-            if problem := missing(data.dataset_name or ""):
-                raise ValueError(f"{sources[0].title}; {problem}")
             raise ValueError(
                 f"{sources[0].title}, and no start is named, so {path} applies; it takes {name}, which is not on this machine, and "
                 f"the Hub cannot be reached ({error}). Give --config {path} {folders}, or --vision_config small --text_config "

@@ -67,13 +67,6 @@ def folder_of_launch(name: str, launch: Sequence[str]) -> Path | None:
     return next((path for path in Path("outputs").glob(f"{name}-*") if earlier_starts(path, launch)), None)
 
 
-def newest_run(name: str) -> Path | None:
-    """Return the `outputs/<name>-N` of the highest N that a run was started in."""
-    runs = [path for path in Path("outputs").glob(f"{name}-*") if path.name.rpartition("-")[2].isdigit()]
-    runs = [path for path in runs if (path / STARTS_FILE).is_file()]
-    return max(runs, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
 def resume_name(given: str | None, folder: Path, launch: Sequence[str]) -> str | None:
     """Return the checkpoint to resume from: `given`, or of a restart by one of the launchers, its earlier starts' newest."""
     before = earlier_starts(folder, launch)
@@ -158,8 +151,7 @@ def _commit() -> str | None:
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     with suppress(OSError, subprocess.SubprocessError):
-        if (_ROOT / ".git").exists():
-            return subprocess.check_output(
-                command, text=True, timeout=10, stderr=subprocess.DEVNULL, env=environment
-            ).strip()
+        return subprocess.check_output(
+            command, text=True, timeout=10, stderr=subprocess.DEVNULL, env=environment
+        ).strip()
     return None

@@ -15,14 +15,14 @@ from mm_utils.distributed import RunError
 from scripts import pretrain
 
 MISTAKES = [
-    ("scripts.eval_retrieval", "", "--model_name_or_path is missing"),
+    ("scripts.eval_retrieval", "", "required: --model_name_or_path"),
     ("scripts.eval_retrieval", "--model_name_or_path x --benchmark flickr9k", "Did you mean 'flickr8k'?"),
     ("scripts.eval_retrieval", "--model_name_or_path x --rerank_weights match:-1", "--rerank_weights is match:-1"),
-    ("scripts.eval_zero_shot", "", "--model_name_or_path is missing"),
+    ("scripts.eval_zero_shot", "", "required: --model_name_or_path"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --split dev2", "--split is dev2; a split is train"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo"),
-    ("scripts.embed", "--index_dir x", "--model_name_or_path is missing"),
-    ("scripts.embed", "--model_name_or_path x", "--index_dir is missing"),
+    ("scripts.embed", "--index_dir x", "required: --model_name_or_path"),
+    ("scripts.embed", "--model_name_or_path x", "required: --index_dir"),
     ("scripts.embed", "--model_name_or_path x --index_dir x --images x --split test", "has no splits"),
     ("scripts.export", "--model_name_or_path x --output_dir y --precision fp32,int4", "--precision is fp32,int4; give fp32, int8, each once"),
     ("scripts.export", "--model_name_or_path x --output_dir y --precision int8,int8", "--precision is int8,int8; give"),
@@ -55,7 +55,7 @@ MISTAKES = [
     ("scripts.pretrain", "--rerank_top_k -1", "--rerank_top_k is -1"),
     ("scripts.eval_retrieval", "--model_name_or_path x --rerank_weights likelihood:1", "--rerank_weights is likelihood:1"),
     ("scripts.pretrain", "--evaluators math.pi", "--evaluators has math.pi; that is not a function"),
-    ("scripts.finetune", "", "--model_name_or_path is missing"),
+    ("scripts.finetune", "", "required: --model_name_or_path"),
     ("scripts.prepare_data", "", "--sources is empty"),
     ("scripts.prepare_data", "--sources x", "--output_dir is empty"),
     ("scripts.prepare_data", "--sources x --output_dir s3://b/set", "--output_dir is s3://b/set; a folder of this machine is written"),

@@ -218,7 +218,6 @@ def test_a_command_works_in_the_shell_that_started_the_run(
     [
         ({"train_file": "t.csv", "validation_file": "v.csv"}, ["--train_file", "t.csv", "--validation_file", "v.csv"]),
         ({"max_seq_length": 32, "max_train_samples": 9}, ["--max_seq_length", "32"]),
-        ({"streaming": True, "train_file": "t.tar", "validation_file": "v.csv"}, ["--validation_file", "v.csv"]),
         ({"streaming": True, "train_file": "t.tar"}, None),
     ],
 )

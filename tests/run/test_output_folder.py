@@ -122,16 +122,10 @@ def test_a_folder_with_files_is_used_if_nothing_of_others_is_replaced(
     assert files_in(tmp_path) == set(names)
 
 
-def test_the_newest_run_is_resumed_if_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_to_resume_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_files(tmp_path / "outputs", ["pretrain-2/environment.json", "pretrain-10/environment.json"])
-    write_files(
-        tmp_path / "outputs", ["pretrain-11/notes.txt", "finetune-12/environment.json", "pretrain-x/environment.json"]
-    )
-    resumed = TrainingArguments(resume_from_checkpoint="latest")
-    assert output_folder.claim_folder("pretrain", resumed, {}, []).folder == "outputs/pretrain-10"
-    assert output_folder.claim_folder("pretrain", TrainingArguments(), {}, []).folder == "outputs/pretrain-1"
-    assert output_folder.claim_folder("other", resumed, {}, []).folder == "outputs/other-1"
+    with pytest.raises(RunError, match="of which run, --output_dir says"):
+        output_folder.claim_folder("pretrain", TrainingArguments(resume_from_checkpoint="latest"), {}, [])
 
 
 @pytest.mark.parametrize(
@@ -143,7 +137,6 @@ def test_the_newest_run_is_resumed_if_no_folder_is_given(tmp_path: Path, monkeyp
         (".", {"train_file": "pairs.jsonl"}, "--train_file is pairs.jsonl, and"),
         ("images/run", {"dataset_name": "images"}, "--dataset_name is images"),
         ("other/../images", {"dataset_name": "images"}, "--dataset_name is images"),
-        ("images", {"model_name_or_path": "images"}, "--model_name_or_path is images"),
         ("data/run", {"train_file": "data/pairs.jsonl", "dataset_name": "user/set", "seed": 1}, ""),
         ("images/tuned", {"model_name_or_path": "images"}, ""),
         ("data", {"train_file": "hf://data/x.parquet"}, ""),

@@ -15,7 +15,8 @@ import yaml
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, parse_args
 from mm_utils.distributed import RunError
-from mm_utils.run import checks, output_folder, restarts
+from mm_utils.run import output_folder, restarts
+from mm_utils.run import start as starting
 from mm_utils.run.flags import PRETRAINING
 from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
@@ -81,7 +82,7 @@ def test_threads_are_those_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> Non
     before = torch.get_num_threads()
     for variable, threads in (("3", 3), ("1", 7)):  # 1 is the launcher's, where nobody has set any
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-        checks.use_cpu_well()
+        starting.use_cpu_well()
         found = torch.get_num_threads()
         torch.set_num_threads(before)
         assert found == threads
@@ -100,13 +101,13 @@ def start_on_rank(root: str) -> list[Any]:
     let_accelerate_find_ranks()
     os.chdir(root)
     logging.disable()
-    rank, digest = distributed.rank(), checks.code_digest
-    checks.code_digest = lambda: f"digest {rank}"
+    rank, digest = distributed.rank(), starting.code_digest
+    starting.code_digest = lambda: f"digest {rank}"
     messages = [message_of(lambda: start(None))]
-    checks.code_digest = digest
+    starting.code_digest = digest
     messages.append(message_of(lambda: start(None, seed=rank)))
     own = ["--output_dir", f"of-{rank}", "--dataloader_num_workers", str(rank), "--image_root", str(rank)]
-    messages.append(message_of(lambda: checks.check_equal_start(parse_args(*PRETRAINING, argv=own).common)))
+    messages.append(parse_args(*PRETRAINING, argv=own).common)
     args = start(None)
     begin_training(Path(str(args.output_dir)), 3)
     return [messages, args.output_dir, sorted(os.listdir("outputs")), starts(Path(str(args.output_dir)))]
@@ -114,10 +115,10 @@ def start_on_rank(root: str) -> list[Any]:
 
 def test_ranks_start_together_or_all_stop_with_their_difference(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, start_on_rank, str(tmp_path))
-    [code, seed, alike], folder, made, [about] = first
+    [code, seed, common], folder, made, [about] = first
     assert 'the code of mm_utils is "digest 0" on rank 0 and "digest 1" on rank 1;' in code
     assert "--seed is 0 on rank 0 and 1 on rank 1; it differs between processes" in seed
-    assert alike is None
+    assert common
     assert second[0] == first[0]
     assert second[1] == folder == "outputs/pretrain-1"
     assert made == ["pretrain-1"]

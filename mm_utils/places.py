@@ -16,7 +16,7 @@ _MODELS_AND_DATA = {
     *("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path", "teacher_name_or_path"),
     *("dataset_name", "train_file", "validation_file", "test_file", "sources"),
 }
-_OF_THIS_MACHINE = {"config", "images", "image", "image_root", "verify"}
+_OF_THIS_MACHINE = {"config", "images", "image", "image_root"}
 _OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".tar", ".zip", ".db", ".sqlite")
 
 

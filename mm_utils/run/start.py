@@ -84,7 +84,9 @@ def start_run(name: str, given: Parsed) -> Run:
     accelerator = make_accelerator()
     common = {f"--{name}": value for name, value in given.common.items()}
     versions = {**library_versions(), "the code of mm_utils": code_digest()}
-    distributed.check_equal_on_all_ranks({**common, **versions}, "Start all machines with one command, in equal environments.")
+    distributed.check_equal_on_all_ranks(
+        {**common, **versions}, "Start all machines with one command, in equal environments."
+    )
     launch, description = launcher_names(), describe_start(accelerator)
     folder, resume_from = distributed.on_first(lambda: claim_folder(name, args, settings, launch))
     args = replace(args, output_dir=str(folder), resume_from_checkpoint=resume_from)

@@ -50,7 +50,7 @@ def rows(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*.arrow")):
         for row in pa.ipc.open_stream(path).read_all().to_pylist():
-            medium = next(row[name] for name in ("image", "audio", "video", "frames") if row.get(name))
+            medium = next(row[name] for name in ("image", "audio", "video") if row.get(name))
             digest = hashlib.sha256(repr(medium).encode()).hexdigest()[:12]
             kept = [row.get(name) for name in ("id", "captions", "regions", "moments", "seconds")]
             found[f"{path.parent.name} row {len(found)}"] = [*kept, digest]

@@ -25,8 +25,8 @@ REASONS = {
     "not_a_file": "The path is not a regular file. Point it at one.",
     "outside_root": "The path leaves the data folder. Set --image_root to a folder above the files, or "
     "--allow_outside_root.",
-    "path_too_long": "The path is longer than file systems allow. Shorten it.",
-    "bad_path": "The path cannot be opened. Use a plain relative path.",
+    "path_too_long": "The path is longer than file systems allow. Shorten it; files written as base64 text are decoded beforehand.",
+    "bad_path": "The path cannot be opened. Write a plain relative path, or bytes and path in Parquet.",
     "permission_denied": "The file may not be read. Change its permissions.",
     "read_error": "The file could not be read, even after retries. Check the disk or the network mount.",
     "url_not_allowed": "The row has a web address. Download it first; img2dataset writes tar shards, which are read here.",
@@ -40,10 +40,6 @@ REASONS = {
     "hidden": "Programs keep thumbnails, copies and settings there. Rename it if it holds your data.",
     "not_read": "No row names the file, or its kind is none that is read here. Add rows for it, or give it as a source.",
     # images
-    "encoded_picture": "The cell holds the file itself as base64 text. Decode it (base64.b64decode) into a file whose path the row "
-    "names, or into bytes in a Parquet file.",
-    "object_cell": "The cell is an object, and not a path. Write a path, or bytes and path in Parquet; pandas writes a row a line by "
-    'to_json(orient="records", lines=True).',
     "image_empty": "The image has 0 bytes. Fetch it again.",
     "image_truncated": "The image ends too early. Fetch it again.",
     "image_unreadable": "The image cannot be decoded. Fetch it again, or save it again with an image editor.",
@@ -66,7 +62,7 @@ REASONS = {
     "silent": "There is no sound in it. Record it again, or remove the row.",
     "bad_sound_rate": "No sound has such a sampling rate. Save it again with the right one.",
     "too_long": "It is longer than --max_seconds of prepare_data. Raise it, or name a part by start and end.",
-    "bad_times": "Times are numbers of seconds; those of frames rise, one a frame. Write them so.",
+    "bad_times": "Times are numbers of seconds. Write them so.",
     "bad_moments": 'The moments are not a list of span and phrase. Write {"span": [start, end], "phrase": ...}.',
     "span_outside": "The span leaves the sound or clip. Give seconds from its beginning.",
     "span_empty": "The span has no length. Give its start and its end in seconds.",
@@ -103,7 +99,6 @@ NOTES = {
     "turned": "The rotation that a camera wrote into a video was applied.",
     "frames_fitted": "Frames of several sizes were given the size of the first.",
     "moment_cut": "A moment was cut where its sound or clip is cut, or left out if it lies outside of the cut.",
-    "caption_from_subtitles": "The caption is that of the subtitles.",
     # captions
     "caption_controls_removed": "Control characters or terminal escapes were removed.",
     "caption_surrogate_replaced": "Broken Unicode was replaced by U+FFFD.",

@@ -25,7 +25,7 @@ from mm_utils.data.prepare.checks import CheckArguments, check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint
 from mm_utils.data.rows.columns import SUFFIXES
-from mm_utils.data.rows.folders import Unread, is_raw, walk
+from mm_utils.data.rows.folders import Unread, walk
 from mm_utils.files import changed_ns
 from mm_utils.model.reading import (
     CLIP_FPS,
@@ -86,13 +86,11 @@ def folder_listing(
     for place, files in walk(folder, unread):
         for name in files:
             path = os.path.relpath(os.path.join(place, name), folder)
-            if not (is_raw(name, medium) or name.lower().endswith(suffixes)):
+            if not name.lower().endswith(suffixes):
                 is_clip = medium == "image" and name.lower().endswith(SUFFIXES["clip"])
                 unread.add("clips" if is_clip else "not_read", path)
                 continue
             try:
-                if is_raw(name, medium):
-                    raise Fault("image_unknown_format", "a RAW photograph is not read")
                 jail.resolve(path)
                 if storable(path) != path:
                     raise Fault("bad_path", f"{storable(path)} is not UTF-8")

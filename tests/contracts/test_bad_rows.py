@@ -223,7 +223,7 @@ TREES: dict[
     str, tuple[tuple[str, ...], list[str]]
 ] = {  # with names as people and cameras write them, and their faults
     "classes": (("cat/0.png", "dog/0.png", "___/0.png"), ["caption_empty"]),
-    "imagefolder": (("0.JPG", "0.Txt", "0.NEF", "dog/1.png", "dog/1.txt"), ["image_unknown_format"]),
+    "imagefolder": (("0.JPG", "0.Txt", "0.NEF", "dog/1.png", "dog/1.txt"), ["not_read"]),
     "parquet": (("0.parquet", "dog/1.parquet"), []),
     "webdataset": (("0.tar", "dog/1.tar"), []),
 }

@@ -88,8 +88,11 @@ def _write_sounds_and_clips(folder: Path) -> None:
         moments = [{"span": [k / 2, k / 2 + 0.5], "phrase": phrase} for k, phrase in enumerate(phrases)]
         said = {"captions": [", then ".join(phrases)], "split": split}
         sounds.append({"audio": f"sounds/{n}.wav", "moments": moments, **said})
-        frames = [f"images/{(n + 6 * k) % 48}.png" for k in range(4)]
-        clips.append({"frames": frames, "times": [0.0, 0.5, 1.0, 1.5], "captions": [f"clip {n}"], "split": split})
+        first, *others = (Image.open(folder / f"images/{(n + 6 * k) % 48}.png") for k in range(4))
+        first.save(file := io.BytesIO(), "PNG", save_all=True, append_images=others, duration=500)
+        _put(folder / f"clips/{n}.png", file.getvalue())
+        said = {"id": f"images/{n}.png", "captions": [f"clip {n}"], "split": split}
+        clips.append({"video": f"clips/{n}.png", **said})
     _put(folder / "sounds.jsonl", sounds)
     _put(folder / "clips.jsonl", clips)
 

@@ -181,7 +181,7 @@ class Clip(Image):
         *(".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp", ".ogv"),
         ".gif",
     )
-    names: ClassVar[list[str]] = ["video", "video_path", "video_file", "clip", "gif", "frames"]
+    names: ClassVar[list[str]] = ["video", "video_path", "video_file", "clip", "gif"]
     holders = ("clip",)
     templates = ("a video of a {}.", "a clip of a {}.", "a recording of a {}.")
     unused = ()

@@ -39,7 +39,7 @@ from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.timed import TimedArguments, store_medium, stored_moments, stored_regions
 from mm_utils.data.rows.columns import NEGATIVES, is_null
 from mm_utils.data.rows.detect import detect, read_rows
-from mm_utils.data.rows.records import NO_MEDIUM, BadRow, FileImage, FramesImage, ImageRef, Record
+from mm_utils.data.rows.records import NO_MEDIUM, BadRow, FileImage, ImageRef, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.files import write_atomic
 from mm_utils.model.reading import MOST_PIXELS
@@ -314,8 +314,6 @@ def key_of_rows(items: Rows, *settings: Any) -> tuple[str, int]:
 
 def _stamps(image: ImageRef) -> str:
     """Return the size and date of the files that hold an image; of bytes, the reference is all there is."""
-    if isinstance(image, FramesImage):
-        return " ".join(map(_stamps, image.frames))
     path = image.name if isinstance(image, FileImage) else getattr(image, "path", None)  # of an archive, a table
     return "" if path is None else stamp(path)
 

@@ -1,32 +1,24 @@
 """Store clips and sounds, and move what a row says about places and times onto what is stored of its medium."""
 
 import hashlib
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-
-from PIL import Image
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault, unreadable_as_fault
 from mm_utils.data.media.pictures import loudness_picture, strip
 from mm_utils.data.media.riff import store_clip, write_wav
-from mm_utils.data.prepare.checks import CheckArguments, check_between, check_caption, check_image
+from mm_utils.data.prepare.checks import CheckArguments, check_between, check_caption
 from mm_utils.data.prepare.perceptual_hash import fingerprint
-from mm_utils.data.rows.records import FramesImage, ImageRef, Record
+from mm_utils.data.rows.records import Record
 from mm_utils.model.reading import (
     CLIP_FPS,
     LEAST_RATE,
     MOST_MEDIUM_BYTES,
     MOST_RATE,
     TOLERANCE,
-    Frame,
-    at_rate,
     check_cut,
-    check_length,
     read_frames,
     read_sound,
 )
@@ -60,91 +52,37 @@ def store_medium(
     Raises:
         Fault: if it cannot be used.
     """
-    contents = _contents(record.image, checks)
-    times = record.image.times if isinstance(record.image, FramesImage) else None
+    try:
+        content = record.image.read(max(MOST_MEDIUM_BYTES, checks.max_image_bytes))
+    except Fault as fault:
+        raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
     start, end = (None if time is None else seconds_of(time) for time in record.cut)
     options: dict[str, Any] = {"start": start, "end": end, "max_seconds": args.max_seconds}
     with unreadable_as_fault():
         if record.medium == "sound":
-            samples = read_sound(contents[0], args.sound_rate, **options, notes=notes)
+            samples = read_sound(content, args.sound_rate, **options, notes=notes)
             stored, picture = write_wav(samples, args.sound_rate), loudness_picture(samples, args.sound_rate)
             row: dict[str, Any] = {"seconds": len(samples) / args.sound_rate}
         else:
-            if isinstance(record.image, FramesImage):
-                pictures = [
-                    partial(lambda content: check_image(content, checks).image, content) for content in contents
-                ]
-                frames = frames_of_pictures(pictures, times, args.clip_fps, **options)
-            else:
-                most = checks.max_image_pixels
-                frames = read_frames(contents[0], args.clip_fps, **options, max_pixels=most, notes=notes)
+            most = checks.max_image_pixels
+            frames = read_frames(content, args.clip_fps, **options, max_pixels=most, notes=notes)
             clip = store_clip(frames, args.clip_fps, short_side, notes)
             stored, picture = clip.content, strip(clip.jpegs)
             row = {"seconds": len(clip.jpegs) / args.clip_fps}
             row |= dict(zip(("width", "height"), clip.size, strict=True))
             row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
-    file_hash = _hash_of(contents, times)
+    file_hash = hashlib.sha256(content).hexdigest()
     is_whole = not start and end is None
+    of_part = file_hash if is_whole else hashlib.sha256(f"{file_hash}{(start, end)!r}".encode()).hexdigest()
     return row | {
         "image": {"bytes": stored, "path": None},
-        "image_hash": file_hash if is_whole else _hash_of([file_hash.encode()], (start, end)),
+        "image_hash": of_part,
         "file_hash": file_hash,
         "stored_hash": hashlib.blake2b(stored, digest_size=16).hexdigest(),
         "stored_bytes": len(stored),
-        "original_bytes": sum(map(len, contents)),
+        "original_bytes": len(content),
         "fingerprint": fingerprint(picture),
     }
-
-
-def frames_of_pictures(
-    pictures: Sequence[Callable[[], Image.Image]],
-    times: Sequence[Any] | None,
-    fps: float,
-    start: float | None,
-    end: float | None,
-    max_seconds: float,
-) -> Iterator[Frame]:
-    """Yield the frames of a clip that is given as pictures, as `read_frames` does.
-
-    Args:
-        pictures: what decodes each to upright RGB, in order.
-        times: when each is shown, in seconds; None shows them one after another, each once. The last is shown as long as
-            the others are on average.
-    """
-    check_cut(start, end)
-    if times is None:
-        begins = [at / fps for at in range(len(pictures))]
-    elif not isinstance(times, Sequence) or isinstance(times, str) or len(times) != len(pictures):
-        raise Fault("bad_times", f"{len(pictures)} frames, and times are {times!r:.80}")
-    else:
-        begins = [seconds_of(time) for time in times]
-    if not begins:
-        raise Fault("medium_empty", "the list of frames is empty")
-    if begins[0] < 0 or any(after <= before for before, after in itertools.pairwise(begins)):
-        raise Fault("bad_times", f"times do not rise from 0 on: {begins!r:.80}")
-    gap = (begins[-1] - begins[0]) / (len(begins) - 1) if len(begins) > 1 else 1 / fps
-    ends = [*begins[1:], begins[-1] + gap]
-    check_length(min(ends[-1], math.inf if end is None else end) - (start or 0.0), max_seconds)
-    return at_rate(map(Frame, begins, ends, pictures), fps, start or 0.0, end, max_seconds)
-
-
-def _contents(ref: ImageRef, checks: CheckArguments) -> list[bytes]:
-    """Return a clip's or sound's file, or the files of its frames."""
-    most = max(MOST_MEDIUM_BYTES, checks.max_image_bytes)
-    try:
-        return ref.contents(most) if isinstance(ref, FramesImage) else [ref.read(most)]
-    except Fault as fault:
-        raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
-
-
-def _hash_of(contents: list[bytes], times: Any) -> str:
-    """Return the SHA-256 of files, and of times, if there are any."""
-    digest = hashlib.sha256()
-    for content in contents:
-        digest.update(content)
-    if times is not None:
-        digest.update(repr(times).encode())
-    return digest.hexdigest()
 
 
 def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArguments) -> Moved:

@@ -39,7 +39,7 @@ MEDIUM_NAMES = {kind: medium.names for kind, medium in MEDIA.items()}
 _ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
 NEGATIVES = "negatives"
 BESIDE = ("regions", NEGATIVES)  # columns that a row may have under these names alone
-BESIDE_TIME = ("start", "end", "times", "moments")  # and those of clips and sounds
+BESIDE_TIME = ("start", "end", "moments")  # and those of clips and sounds
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training", "restval"), "train"),
@@ -165,9 +165,7 @@ def wrong_kind(what: str, kind: str, medium: str) -> ValueError:
 
 
 def kind_of_value(value: Any) -> str | None:
-    """Return the kind of the file that a cell names, by its suffix; a list is one of frames."""
-    if isinstance(value, list):
-        return "clip"
+    """Return the kind of the file that a cell names, by its suffix."""
     name = str(value.get("path") if isinstance(value, Mapping) else value).lower()
     return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
 

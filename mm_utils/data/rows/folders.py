@@ -13,7 +13,6 @@ from mm_utils.data.rows.records import BadRow, RecordBuilder
 
 logger = logging.getLogger(__name__)
 
-_RAW_SUFFIXES = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".pef", ".raf", ".raw", ".rw2", ".srw")
 _SERVICE = {  # of NAS, archivers and systems
     *("@eadir", "@recycle", "#recycle", "__macosx", "__pycache__", "$recycle.bin", "lost+found", "thumbs.db"),
     *("system volume information", "desktop.ini"),
@@ -23,18 +22,12 @@ _PASSED = {
     "hidden": "{:,} hidden folders and files, or those of a program, such as {}, are not read",
     "not_read": "{:,} files, such as {}, are not read",
     "clips": "{:,} videos, such as {}, are left out; --with_clips takes them",
-    "image_unknown_format": "{:,} RAW photographs, such as {}, are not read",
 }
 
 
 def is_service(name: str) -> bool:
     """Return whether a file or folder is hidden, or a system, a NAS or an archiver put it beside the data."""
     return (name.startswith(".") and name not in (".", "..")) or name.lower() in _SERVICE
-
-
-def is_raw(name: str, medium: str) -> bool:
-    """Return whether a file among images is a RAW photograph, which only its camera's maker decodes."""
-    return medium == "image" and name.lower().endswith(_RAW_SUFFIXES)
 
 
 def split_of_path(path: str, by_words: bool = False) -> str | None:
@@ -65,12 +58,11 @@ class Unread:
         """Return how many files were passed by for a reason, as the end of a sentence."""
         return _PASSED[reason].format(*self.passed[reason])
 
-    def pass_by(self, folder: str, place: str, names: list[str], read: tuple[str, ...], medium: str) -> None:
-        """Count the files in a place of `folder` that end in none of `read`, RAW photographs apart."""
+    def pass_by(self, folder: str, place: str, names: list[str], read: tuple[str, ...]) -> None:
+        """Count the files in a place of `folder` that end in none of `read`."""
         for name in names:
             if not name.lower().endswith(read):
-                path = os.path.relpath(os.path.join(place, name), folder)
-                self.add("image_unknown_format" if is_raw(name, medium) else "not_read", path)
+                self.add("not_read", os.path.relpath(os.path.join(place, name), folder))
 
     def rows(self, builder: RecordBuilder) -> Iterator[BadRow]:
         """Yield a bad row for every folder that was not entered, and one for all files of a reason."""

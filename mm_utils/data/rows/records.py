@@ -4,9 +4,7 @@ Nothing is decoded here. A record holds an `ImageRef`: small, picklable, and rea
 clip or sound, all of which are files or bytes.
 """
 
-import hashlib
 import os
-import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -22,11 +20,6 @@ from mm_utils.data.rows.columns import SPLIT_NAMES, is_null, texts_of
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.text import one_line
 
-# A data: URI; what base64 makes of JPEG, PNG, GIF, WebP and WAV, BMP, TIFF; or a text of it that is longer than paths are.
-_ENCODED = re.compile(
-    r"data:[\w.+/-]*(?:;[\w=-]+)*;base64,|(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|SUkqA|TU0AK)[A-Za-z0-9+/\s]{40,}={0,2}\s*$|"
-    r"(?=[^.]*$)[A-Za-z0-9+/\s]{400,}={0,2}\s*$"
-)
 _PARQUET_BATCH = 32  # rows of images that a process holds at a time
 
 
@@ -48,22 +41,6 @@ class FileImage(ImageRef):
     def read(self, most: int) -> bytes:
         """Read the whole file."""
         return read_file(self.name, most)
-
-
-@dataclass(frozen=True, slots=True)
-class FramesImage(ImageRef):
-    """The pictures of a clip, in order, with the seconds at which they are shown, unchecked."""
-
-    frames: tuple[ImageRef, ...]
-    times: tuple[Any, ...] | None
-
-    def read(self, most: int) -> bytes:
-        """Return the bytes of all pictures, one behind the other."""
-        return b"".join(self.contents(most))
-
-    def contents(self, most: int) -> list[bytes]:
-        """Read every picture."""
-        return [frame.read(most) for frame in self.frames]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +126,8 @@ class Record:
     @property
     def beside(self) -> str:
         """Return what the record says about time, its group and its labels, for a hash of it; "" for an image of none."""
-        times = getattr(self.image, "times", None)
         group = (self.group or "") + (repr(self.answers) if self.answers else "")
-        return group if self.medium == "image" else repr((self.medium, self.cut, self.moments, times)) + group
+        return group if self.medium == "image" else repr((self.medium, self.cut, self.moments)) + group
 
 
 @dataclass(slots=True)
@@ -184,34 +160,19 @@ class RecordBuilder:
             raise ValueError(f"{source.title}; its image_root {root} is not a folder. Give the folder of the images.")
         self.jail = Jail(root, safety.allow_outside_root)
         self._id_root = os.path.abspath(given or id_root or root)
-        self._first_frames: dict[str, int] = {}  # a hash of all frames, by the id of the first
         self.medium = "image" if source.medium == "auto" else source.medium
 
-    def image(self, value: Any, jail: Jail | None = None, times: Any = None) -> tuple[ImageRef, str | None]:
-        """Return the medium that a cell names, and the id that follows from its path.
-
-        A list names the frames of a clip, which are shown at `times`, in seconds.
-        """
+    def image(self, value: Any, jail: Jail | None = None) -> tuple[ImageRef, str | None]:
+        """Return the medium that a cell names, and the id that follows from its path."""
         if isinstance(value, ImageRef):
             return value, None
         if self.medium != "image" and (is_null(value) or value == []):
             raise Fault("medium_empty", f"the cell of the {self.medium} is empty")
-        if self.medium == "clip" and isinstance(value, list):
-            return self._frames(value, jail or self.jail, times)
         written = value
         if isinstance(value, dict) and {"bytes", "path"} & set(value):
             written = value.get("path") or value.get("bytes")
         path = image_path(written, jail or self.jail)
         return FileImage(path), path_id(path, self._id_root, written)
-
-    def _frames(self, paths: list[Any], jail: Jail, times: Any) -> tuple[ImageRef, str | None]:
-        frames = tuple(FileImage(image_path(each, jail)) for each in paths)
-        shown = times if times is None else tuple(times) if isinstance(times, list) else (times,)
-        key, own = path_id(frames[0].name, self._id_root, paths[0]), hash(repr((frames, shown)))
-        if self._first_frames.setdefault(key, own) != own:  # another clip that begins with the same picture
-            digest = hashlib.blake2b(repr((paths, shown)).encode("utf-8", "backslashreplace"), digest_size=4)
-            key = f"{key}#{digest.hexdigest()}"
-        return FramesImage(frames[0].name, frames, shown), key
 
     def record(
         self,
@@ -241,13 +202,8 @@ def image_path(value: Any, jail: Jail) -> str:
     """Return the absolute path of an image from its cell; raise a `Fault` of a cell that holds no path, or as `Jail` does."""
     if is_null(value):
         raise Fault("image_empty", "the cell of the image is empty")
-    if isinstance(value, dict):
-        keys = ", ".join(map(str, list(value)[:4])) + (", ..." if len(value) > 4 else "")
-        raise Fault("object_cell", f"the cell is an object with the keys {keys}")
     if not isinstance(value, str):
         raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
-    if _ENCODED.match(value):
-        raise Fault("encoded_picture", f"the cell has {len(value):,} characters of base64, {value[:16]}...")
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)

@@ -74,7 +74,7 @@ def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> I
         prefix = f"{path.parent.name}/{path.name}, " if len(files) > 1 else ""
         for row in records_of(table, builder, prefix, split, by_folder=split is None):
             if isinstance(row, Record):
-                named.update(frame.name for frame in getattr(row.image, "frames", (row.image,)))
+                named.add(row.image.name)
             yield row
     unread, root, read = Unread(), os.path.abspath(source.path), set(map(os.path.abspath, files))
     for place, names in walk(root):
@@ -144,7 +144,7 @@ def _record(
     captions = captions_of(values, columns)
     builder.medium, image, key = columns.medium, NO_MEDIUM, None
     if columns.image is not None:
-        image, key = builder.image(values[columns.image], table.jail, values.get("times"))
+        image, key = builder.image(values[columns.image], table.jail)
     key = id_of(values, columns) or key
     if builder.source.split is None:
         if not is_null(values.get("split")):
@@ -233,8 +233,7 @@ def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool | None
     if columns.image is None:
         return False
     kind = schema.field(columns.image).type
-    is_frames = columns.medium == "clip" and pa.types.is_list(kind)
-    text = kind.value_type if pa.types.is_dictionary(kind) or is_frames else kind
+    text = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_string(text) or pa.types.is_large_string(text):
         return False
     if not _is_image(kind):

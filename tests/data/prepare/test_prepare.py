@@ -24,7 +24,7 @@ from mm_utils.data.prepare import ingest as module
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
 from mm_utils.data.prepare.ingest import ChunkResult, Storage, cut_into_chunks, ingest, read_part, stored_hash
-from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, FramesImage, ImageRef, Record
+from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, ImageRef, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tars import MemberImage
 from tests.kit.fault_images import ODD, draw, save
@@ -189,18 +189,16 @@ CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", ["file", "frames", "member"])
+@pytest.mark.parametrize("kind", ["file", "member"])
 def test_a_chunk_is_done_again_when_what_it_depends_on_changes(
     kind: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.jpg"
     path.write_bytes(content := save(draw(0), "JPEG"))
     ref: ImageRef = FileImage(str(path))
-    if kind == "frames":
-        ref = FramesImage("frames", (ref, ref), None)
-    elif kind == "member":
+    if kind == "member":
         ref = MemberImage("a.jpg", str(path), 0, len(content))
-    items = (Record("pairs", "line 1", None, ref, ["a gradient"], medium="clip" if kind == "frames" else "image"),)
+    items = (Record("pairs", "line 1", None, ref, ["a gradient"]),)
     key = stored(tmp_path, *items)[1].key
     assert stored(tmp_path, *items)[1].key == key
     CHANGES[change](path, monkeypatch)

@@ -171,15 +171,13 @@ _PATHS = [
             *(_OUTSIDE, "images/../../outside/secret.png", "links/secret.png", "links/outside/secret.png"),
             *("/dev/zero", "links/zero.png"),
         ],
-        "bad_path": ["links/loop.png", "images/\x00.png", "images/\ud800.png", 7, ["{image}"], True],
-        "object_cell": [{"file": "{image}"}],
-        "encoded_picture": ["/9j/4AAQSkZJRgABAQAAAQABAAD" + "2wBD" * 10, "data:image/png;base64,AAAA"],
-        "path_too_long": ["a" * 300 + ".png", "a/" * 2500 + "b.png"],
+        "bad_path": ["links/loop.png", "images/\x00.png", "images/\ud800.png", 7, ["{image}"], True, {"file": "{image}"}],
+        "path_too_long": ["a" * 300 + ".png", "a/" * 2500 + "b.png", "/9j/4AAQSkZJRgABAQAAAQABAAD" + "2wBD" * 99],
         "image_empty": [None, "", {"bytes": None}],
         "too_many_bytes": ["links/large.png"],
         "url_not_allowed": [
             *(f"{scheme}://{_OUTSIDE}" for scheme in ("file", "zip", "s3", "ftp", "hf", "memory")),
-            *("pipe:cat secret.png", "http://", "http://127.0.0.1:1/a.png"),
+            *("pipe:cat secret.png", "http://", "http://127.0.0.1:1/a.png", "data:image/png;base64,AAAA"),
         ],
         "permission_denied": [] if os.geteuid() == 0 else ["links/locked.png"],  # root reads all files
     }),

@@ -15,13 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.prepare.arguments import parse_source
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_named, split_of
-from mm_utils.data.rows.media_folders import read_cues
-from mm_utils.data.rows.records import FileImage, FramesImage
+from mm_utils.data.rows.records import FileImage
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.rows.tars import read_shard
 from mm_utils.data.streams.shards import rows_from
@@ -339,7 +337,7 @@ def test_columns_of_two_kinds_are_a_question(tmp_path: Path) -> None:
         read(path, medium="clip")
 
 
-def test_parts_of_files_and_lists_of_frames_are_media_of_their_own(folder: Path) -> None:
+def test_parts_of_files_are_media_of_their_own(folder: Path) -> None:
     files(folder, "a.mp4")
     rows = [{"video": "a.mp4", "start": 0.5, "end": 2, "caption": "a"}, {"video": "a.mp4", "end": 1, "caption": "b"}]
     parts = [("a.mp4#0.5-2", (0.5, 2)), ("a.mp4#-1", (None, 1))]
@@ -347,39 +345,6 @@ def test_parts_of_files_and_lists_of_frames_are_media_of_their_own(folder: Path)
     table = write(folder / "rows.csv", "video,start,end,caption\na.mp4,0.5,2,a\na.mp4,,,b\n")
     parts = [("a.mp4#0.5-2.0", (0.5, 2.0)), ("a.mp4", (None, None))]  # type: ignore[list-item]
     assert [(record.id, record.cut) for record in read(table)[0]] == parts
-    row = {"frames": ["a.jpg", "b.jpg"], "times": [0, 1.5], "caption": "a jump"}
-    [record], _ = read(listed(folder, {**row, "moments": [{"span": [0, 1]}]}))
-    assert isinstance(record.image, FramesImage)
-    assert (record.image.times, record.moments) == ((0, 1.5), [{"span": [0, 1]}])
-    assert content(record) == b"bytes of a.jpgbytes of b.jpg"
-    Dataset.from_dict({name: [value] for name, value in row.items()}).to_parquet(folder / "a.parquet")
-    assert read(folder / "a.parquet")[0][0].image == record.image
-    frames = [["a.jpg", "b.jpg"], ["a.jpg", "c.jpg"], ["a.jpg", "b.jpg"], ["b.jpg"]]  # two begin with the same picture
-    found = [each.id for each in read(listed(folder, *({"video": each, "caption": "a"} for each in frames)))[0]]
-    assert (found[0], found[2], found[3]) == ("a.jpg", "a.jpg", "b.jpg")
-    assert str(found[1]).startswith("a.jpg#")
-
-
-SRT = "1\n00:00:01,000 --> 00:00:02,500\n<i>Hello</i>\nthere\n\n2\n00:00:03,000 --> 00:00:04,000\nGood bye\n"
-VTT = "WEBVTT\n\n00:01.000 --> 00:02.500 align:start\nHello there\n\n00:03.000 --> 00:04.000\nGood bye\n"
-
-
-@pytest.mark.parametrize(("name", "text"), [("a.srt", SRT), ("a.vtt", VTT), ("a.srt", SRT.replace("\n", "\r\n"))])
-def test_subtitles_are_moments(name: str, text: str, tmp_path: Path) -> None:
-    files(tmp_path, "a.mp4", "b.mp4")
-    (tmp_path / name).write_bytes(text.encode())
-    write(tmp_path / "b.txt", "a cat\na small cat\n")
-    [first, second], _ = read(tmp_path)
-    assert first.captions == ["Hello there Good bye"]
-    assert first.moments == [{"span": [1.0, 2.5], "phrase": "Hello there"}, {"span": [3.0, 4.0], "phrase": "Good bye"}]
-    assert (second.captions, second.moments) == (["a cat", "a small cat"], None)
-
-
-@pytest.mark.parametrize("text", ["1" * 40_000, "00:00:01,000 --> 00:00:02,000 " * 8_000], ids=["digits", "a line"])
-def test_subtitles_take_time_by_their_size(text: str) -> None:
-    began = time.process_time()
-    assert read_cues(text) == []
-    assert time.process_time() - began < 20  # CPU seconds; by squares it would be minutes
 
 
 # -- tars ---------------------------------------------------------------------------------------------------------------

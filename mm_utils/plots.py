@@ -32,7 +32,7 @@ BLUE, ORANGE, GREEN, PURPLE, PINK, CYAN = COLORS = ("#2563eb", "#ea580c", "#0596
 _PANELS = {
     "Recall": r"eval_(.+_)?recall@\d+",
     "Loss": r"(.*_)?loss",
-    "Mean recall": "eval_(train_)?mean_recall",
+    "Mean recall": "eval_mean_recall",
     "Accuracy": "train_accuracy|eval_accuracy|eval_macro_f1",
     "Learning rate": "learning_rate",
     "Temperature": "temperature",
@@ -42,7 +42,7 @@ _PANELS = {
     "Gradient norm": "grad_norm",
 }
 
-_LABELS = {"loss": "total", "eval_mean_recall": "unseen images", "eval_train_mean_recall": "training images"}
+_LABELS = {"loss": "total", "eval_mean_recall": "unseen images"}
 
 # Fonts with Chinese, Japanese and Korean letters, which matplotlib's own font lacks; used where they are installed.
 _WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")

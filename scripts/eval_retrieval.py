@@ -28,8 +28,7 @@ from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
-from mm_utils.data.benchmarks import RETRIEVAL, find_benchmark
-from mm_utils.data.pairs import load_benchmark, load_split
+from mm_utils.data.pairs import load_split
 from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.metrics import half_widths
 from mm_utils.evaluation.probes import caption_probes
@@ -48,14 +47,7 @@ class EvalRetrievalArguments:
     """The model and the split to evaluate."""
 
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
-    benchmark: str | None = arg(
-        None,
-        f"A benchmark: {', '.join(RETRIEVAL)}. Its test images with their first five captions, from the Hub or, with "
-        "--dataset_name or --train_file, from there.",
-    )
-    split: str | None = arg(
-        None, "The split: train, validation or test; default: that of the benchmark, else validation."
-    )
+    split: str = arg("validation", "The split: train, validation or test.")
     rerank_weights: str = arg(
         "fitted",
         "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
@@ -65,8 +57,6 @@ class EvalRetrievalArguments:
 
     def __post_init__(self) -> None:
         parse_weights(self.rerank_weights)  # complain now, not after the data is loaded
-        if self.benchmark is not None:
-            find_benchmark(RETRIEVAL, self.benchmark, f"--benchmark is {self.benchmark}; there is no such benchmark")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -84,10 +74,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Data: the main process fills the cache first, the others read it.
     processor = load_processor_of(args.model_name_or_path)
     with distributed.first_then_others():
-        if args.benchmark:
-            split, rows = load_benchmark(RETRIEVAL[args.benchmark], data_args, args.split)
-        else:
-            split, rows = load_split(data_args, args.split or "validation")
+        split, rows = load_split(data_args, args.split)
         moments = of_split(rows)
         others = [] if moments is None else [moments]
         readers, length = [reader for each in others for reader in each.readers], loader_args.max_seq_length
@@ -105,7 +92,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 4. Evaluate.
     probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
     weights = parse_weights(args.rerank_weights)
-    evaluator = RetrievalEvaluator(eval_args, probes, own_captions=bool(args.benchmark), weights=weights)
+    evaluator = RetrievalEvaluator(eval_args, probes, weights=weights)
     loader = loaders.evaluation(rows, EVALUATION_BATCH)
     model = accelerator.unwrap_model(model)
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)

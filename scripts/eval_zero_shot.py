@@ -1,10 +1,9 @@
 """Measure zero-shot classification: an image, clip or sound is given the class whose text, "a photo of a {}.", is nearest.
 
-A benchmark by name, with its classes and prompts, from the Hub; or from a local folder of it:
-    python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes cifar10
+A benchmark by name, with its classes and prompts:
     python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes imagenet1k --dataset_name imagenet/
 
-A folder of images, clips or sounds per class, with the table and picture of confusions:
+A folder of images, clips or sounds per class, with the table of confusions:
     python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --classes names.txt --output_dir outputs/zero-shot
 
@@ -46,7 +45,7 @@ class EvalZeroShotArguments:
     """The model to evaluate, and the folder of the results."""
 
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
-    output_dir: str | None = arg(None, "Also write metrics.json, classes.csv and confusion.png to this folder.")
+    output_dir: str | None = arg(None, "Also write metrics.json and classes.csv to this folder.")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:

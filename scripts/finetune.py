@@ -6,12 +6,9 @@ On a laptop, from the model that scripts/pretrain.py trained: the colour of the 
 The same from both embeddings side by side, for comparison:
     python scripts/finetune.py --model_name_or_path outputs/pretrain-1 --classifier_inputs pair
 
-Questions about your own images, answered by one of the 1,000 most frequent answers:
+Questions about your own images:
     python scripts/finetune.py --model_name_or_path outputs/mine --train_file questions.jsonl \\
-        --caption_column question --label_column answers --num_answers 1000
-
-Sounds of a prepared set, whose captions tell the classes; a folder per class, or a file with a column of labels, goes as well:
-    python scripts/finetune.py --model_name_or_path outputs/sounds --dataset_name data/sounds
+        --caption_column question --label_column answer
 
 A folder of images per class; adapters in a vision transformer, and weights between start and end:
     python scripts/finetune.py --model_name_or_path outputs/mine --dataset_name scans/ \\
@@ -37,7 +34,7 @@ from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
-from mm_utils.finetuning.labels import TaskArguments, open_task
+from mm_utils.finetuning.labels import LabelArguments, open_task
 from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
@@ -55,7 +52,7 @@ logger = logging.getLogger(__name__)
 FLAGS = (
     *(
         EvaluatedDataArguments,
-        TaskArguments,
+        LabelArguments,
         LoaderArguments,
         ClassifierArguments,
         LoraArguments,
@@ -81,7 +78,7 @@ def main(
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
     processor = load_processor_of(classifier_args.model_name_or_path)
-    sources = given[EvaluatedDataArguments], given[TaskArguments], given[LoaderArguments]
+    sources = given[EvaluatedDataArguments], given[LabelArguments], given[LoaderArguments]
     task, data = open_task(run.accelerator, *sources, run.args, processor, run.fits_batch)
     run = run.settled(data)
     rows, classes = data.splits["train"], len(task.classes)
@@ -118,7 +115,7 @@ def main(
     context.metrics = trainer.train(resume_from, context.evaluates_start)
     context.choice = trainer.choice
 
-    # 5. Finish, with the saved model: what callbacks save, the test split, pictures, model card, push.
+    # 5. Finish, with the saved model: what callbacks save, the test split, table of classes, model card, push.
     context.call("on_finish")
     saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
     if "test" in data.splits:

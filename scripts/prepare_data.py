@@ -22,7 +22,6 @@ import logging
 import time
 
 from mm_utils.arguments import parse_args
-from mm_utils.data.benchmarks import resolved
 from mm_utils.data.prepare.arguments import PrepareArguments, parse_source, workspace
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
     start = time.perf_counter()
     with workspace(args) as work:
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        sources = [resolved(parse_source(item)) for item in args.sources]
+        sources = [parse_source(item) for item in args.sources]
         ingested = ingest_sources(sources, paths, args.plan(checks, timed, pool), work)
 
         # 3. Rows together: duplicates, leaks, splits.

@@ -34,8 +34,8 @@ from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
-from mm_utils.evaluation.retrieval import Evaluate
-from mm_utils.evaluation.train_recall import train_recall, validation_evaluator
+from mm_utils.evaluation.probes import caption_probes
+from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
 from mm_utils.model.build import build_model, check_positions
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective
@@ -94,13 +94,10 @@ def main(
     run = run.settled(data, is_model)
 
     # 4. Train, first the encoders, then the fusion head.
-    retrieval = validation_evaluator(given[flags.EvaluationArguments], data)
-    others: list[Evaluate] = [
-        *objective.evaluators(data.medium),
-        *given[flags.EvaluationArguments].own_evaluators(),
-        *evaluators,
-    ]
-    measures: list[Evaluate] = [retrieval, *others, *train_recall(data, args.seed)]
+    probes = caption_probes(data.splits["validation"], data.processor.tokenizer, data.max_seq_length)
+    retrieval = RetrievalEvaluator(given[flags.EvaluationArguments], probes, fits=True)
+    own = given[flags.EvaluationArguments].own_evaluators()
+    measures: list[Evaluate] = [retrieval, *objective.evaluators(data.medium), *own, *evaluators]
     context = RunContext(
         *(run, given, data, model, objective, measures, resume_from, is_model), retrieval=retrieval, callbacks=attached
     )

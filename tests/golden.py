@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 ROOT, KEPT = Path(__file__).resolve().parents[1], Path(tempfile.gettempdir(), f"golden-{os.getuid()}")
 FIGURE = re.compile(
-    r"(loss|grad_norm|learning_rate|temperature|recall@\d+|mean_recall|accuracy(@\d+)?|iou(@[\d.]+)?)$"
+    r"(loss|grad_norm|learning_rate|temperature|recall@\d+|(?<!train_)mean_recall|accuracy(@\d+)?|iou(@[\d.]+)?)$"
 )
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from mm_utils.arguments import arg, parse_args
 from mm_utils.data.faults import Fault, excerpt
-from mm_utils.finetuning.confusion import report_classes
+from mm_utils.finetuning.evaluator import report_classes
 from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import markdown_text, no_formula, one_line, publishable, redact, shortened, without_secrets
 from scripts import pretrain

@@ -1,24 +1,18 @@
-"""Benchmarks by name: where their data are, and what their protocol is.
+"""Benchmarks of classification by name: their classes and prompts, and where their data are.
 
 `benchmarks.yaml` is the table.
 """
 
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from torchvision.models import ResNet50_Weights
 
 from mm_utils.data.rows.media_folders import WORDNET_ID
-from mm_utils.data.rows.source import Source, close_to
-from mm_utils.stored import place_of
-from mm_utils.text import one_line
 
 
 @dataclass(frozen=True)
@@ -31,7 +25,7 @@ class Benchmark:
         files: pattern of the files of the repository that hold the images to evaluate.
         split: their split.
         images: their number.
-        classes: names of the classes for prompts, in the order of the labels; none for retrieval.
+        classes: names of the classes for prompts, in the order of the labels.
         names: what the data set itself calls the classes.
         templates: prompts with ``{}`` in place of the class's name.
     """
@@ -44,6 +38,15 @@ class Benchmark:
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
+
+    @property
+    def download(self) -> str:
+        """The command that brings the images to evaluate from the Hub, in a sentence."""
+        folder = f"data/{self.name}"
+        command = (
+            f"hf download {self.dataset} --repo-type dataset --include '{self.files}' '*.txt' --local-dir {folder}"
+        )
+        return f"Run {command}, then give --dataset_name {folder}."
 
     def places(self, known: Sequence[str], title: str) -> list[int]:
         """Return the class of each label that a data set names, by number where it names none.
@@ -69,48 +72,6 @@ class Benchmark:
         return [place_of[name] for name in found]
 
 
-def find_benchmark(known: dict[str, Benchmark], name: str, title: str) -> Benchmark:
-    """Return a benchmark by its name.
-
-    Raises:
-        ValueError: begun by `title`, if there is none.
-    """
-    if name not in known:
-        raise ValueError(f"{title}. Known are {', '.join(known)}.{close_to(name, known)}")
-    return known[name]
-
-
-def fetch(benchmark: Benchmark, title: str, everything: bool = False) -> str:
-    """Bring a benchmark's files from the Hub into the cache, once; return their folder.
-
-    Args:
-        title: begins messages.
-        everything: also the other splits.
-
-    Raises:
-        ValueError: if that fails.
-    """
-    # `huggingface_hub` checks what lies there, and goes on where it stopped
-    folder = place_of("benchmarks", benchmark.name)
-    files = None if everything else [benchmark.files, "*.txt"]
-    advice = f"Check the connection and your access to {benchmark.dataset}, or give a local folder of it."
-    try:
-        snapshot_download(benchmark.dataset, repo_type="dataset", local_dir=folder, allow_patterns=files)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ValueError(f"{title}; {benchmark.dataset} could not be fetched ({one_line(error)}). {advice}") from error
-    if not any(folder.glob(benchmark.files if "/" in benchmark.files else f"**/{benchmark.files}")):
-        raise ValueError(f"{title}; {benchmark.dataset} has no files {benchmark.files}. {advice}")
-    return str(folder)
-
-
-def resolved(source: Source) -> Source:
-    """Return the source of the data that a benchmark's name stands for; others as they are."""
-    if source.path not in RETRIEVAL or os.path.exists(source.path):
-        return source
-    folder = fetch(RETRIEVAL[source.path], source.title, everything=True)
-    return replace(source, path=folder, format="webdataset")
-
-
 def _benchmark(name: str, renamed: dict[int, str] | None = None, **entry: Any) -> Benchmark:
     entry |= {key: tuple(entry.get(key, ())) for key in ("classes", "names", "templates")}
     if renamed is not None:
@@ -124,7 +85,4 @@ def _folded(name: str) -> str:
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
-CLASSIFICATION, RETRIEVAL = (
-    {name: _benchmark(name, **entry) for name, entry in _TABLE[kind].items()}
-    for kind in ("classification", "retrieval")
-)
+BENCHMARKS = {name: _benchmark(name, **entry) for name, entry in _TABLE.items()}

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, Features, concatenate_datasets
+from datasets import Dataset, DatasetDict
 
-from mm_utils.data.benchmarks import Benchmark, fetch, resolved
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
@@ -32,8 +31,6 @@ from mm_utils.data.sets.events import load_clips
 from mm_utils.data.sets.tones import load_sounds
 
 logger = logging.getLogger(__name__)
-
-CAPTIONS = 5  # of an image that retrieval benchmarks count
 
 
 def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool | None = None) -> DatasetDict:
@@ -72,33 +69,6 @@ def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
     return split, pairs[split]
 
 
-def load_benchmark(benchmark: Benchmark, args: DataArguments, split: str | None = None) -> tuple[str, Dataset]:
-    """Load a retrieval benchmark's images with their first five captions; return the split, by default the benchmark's, too.
-
-    The images are those of the source that `args` names, and without any from the Hub. Other numbers of images than the
-    benchmark's are logged.
-    """
-    split, title = split or benchmark.split, f"--benchmark is {benchmark.name}"
-    if sources_of(args):
-        pairs = load_pairs(args, need_train=False)
-    else:
-        folder = Path(fetch(benchmark, title), benchmark.split)
-        source = Source(str(folder), "webdataset", benchmark.name, split=benchmark.split, title=title)
-        pairs = load_or_prepare([source], PathArguments())
-        pairs = first_rows(pairs, args, title, need_train=False)
-    if split not in pairs:
-        raise ValueError(f"{title}; the data has {', '.join(pairs)}, but not {split}. Set --split to one of them.")
-    rows = pairs[split]
-    if len(rows) != benchmark.images:
-        logger.warning(
-            "%s: %s images, and the benchmark has %s; the figures are not those of the benchmark",
-            title, f"{len(rows):,}", f"{benchmark.images:,}",
-        )  # fmt: skip
-    first = {"captions": [captions[:CAPTIONS] for captions in rows["captions"]]}
-    kept = Dataset.from_dict(first, Features({"captions": rows.features["captions"]}))
-    return split, concatenate_datasets([rows.remove_columns("captions"), kept], axis=1)
-
-
 def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, need_train: bool = True) -> DatasetDict:
     """Keep the first rows of every split, as the flags say; ValueError if `need_train` and train has fewer than 2 pairs then."""
     kept = DatasetDict()
@@ -128,7 +98,7 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
         if kind == "classes" and not labelled:
             advice = "Make some of the folders' names by prepare_data, --sources FOLDER,format=classes, or write captions beside them"
             raise ValueError(f"{title}; it holds a folder per class and no captions. {advice}.")
-        return [resolved(Source(name, kind, name, title=title, **fields))]
+        return [Source(name, kind, name, title=title, **fields)]
     given = {split: file for split, file in args.files.items() if file}
     sources = []
     for split, file in given.items():

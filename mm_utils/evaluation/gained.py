@@ -17,17 +17,46 @@ NEVER = torch.iinfo(torch.long).max  # a rank that counts for no recall
 _MORE_PAIRS = "More pairs help more than more epochs."
 
 
-def read_start(log: Path, name: str) -> tuple[float | None, bool]:
-    """Return a figure before the first step, None if it was not measured, and whether these weights are those saved at the end.
+def gained(
+    figure: str,
+    after: float,
+    half: float,
+    floor_name: str,
+    floor: float,
+    log: Path,
+    metric: str,
+    difference: tuple[float, float] | None = None,
+    advice: str = "",
+) -> str:
+    """Return in a sentence what training gained by a figure.
 
     Args:
-        log: a run's `metrics.jsonl`.
-        name: the figure's.
+        figure: its name.
+        after: its value after training.
+        half: half the width of its interval.
+        floor_name, floor: what a model without knowledge reaches, in words and as a number.
+        log: the run's `metrics.jsonl`, which has the value before the first step, if it was measured.
+        metric: the figure's name there.
+        difference: the gain of the same rows and half the width of its interval; without it, `half` stands for that.
+        advice: what to do if nothing was gained.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
-    first: dict[str, float] = next((row for row in rows if name in row), {})
-    saved = next((row["saved_step"] for row in reversed(rows) if "saved_step" in row), None)
-    return first[name] if first.get("step") == 0 else None, saved == 0
+    first: dict[str, float] = next((row for row in rows if metric in row), {})
+    stated = f"{figure} {after:.3f} ± {half:.3f}, {floor_name} {floor:.3f}"
+    if after - half <= floor:
+        return f"{stated}: by this figure, nothing was learnt. {advice}".rstrip()
+    if first.get("step") != 0:
+        return f"{stated}."
+    before = first[metric]
+    if next((row["saved_step"] for row in reversed(rows) if "saved_step" in row), None) == 0:
+        return f"{figure} {before:.3f} before training, and no later step was better: training gained nothing. {advice}".rstrip()
+    gain, half = difference or (after - before, half)
+    ends = f"{figure} {before:.3f} before training, {after:.3f} after: {gain:+.3f} ± {half:.3f}"
+    if gain > half:
+        return f"{ends}."
+    if gain < -half:
+        return f"{ends}: training lost. Lower --learning_rate, or freeze the encoders."
+    return f"{ends}, within noise. {advice}".rstrip()
 
 
 def chance(split: Embeddings, direction: str) -> list[float]:
@@ -60,31 +89,22 @@ def recall_gained(
         return None
     groups = {name: each.queries.group for name, each in ranks.items()}
     after = {name: each.cosine_Q if each.reranked_Q is None else each.reranked_Q for name, each in ranks.items()}
-    by_head = ", re-ranked" if any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items()) else ""
+    by_head = (
+        " after re-ranking" if any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items()) else ""
+    )
     never = {name: torch.full_like(rank_Q, NEVER) for name, rank_Q in after.items()}
     recall, half, _ = mean_gain((never[name], after[name], groups[name]) for name in ranks)
     by_chance = mean(value for name in ranks for value in chance(split, name))
-    stated = f"mean recall {recall:.3f} ± {half:.3f}{by_head}, by chance {by_chance:.3f}"
     if too_few(len(split.image_key_M), medium):  # the summary says so
-        return f"{stated}."
-    if recall - half <= by_chance:
-        advice = "Encoders from scratch need many pairs, pretrained ones few." if from_scratch else _MORE_PAIRS
-        return f"{stated}: at chance, nothing was learnt. {advice}"
-    before, keeps_start = read_start(log, "eval_mean_recall")
-    if before is None:
-        return f"{stated}."
-    if keeps_start:
-        return f"mean recall {before:.3f} before training, and no later step was better: training gained nothing. {_MORE_PAIRS}"
-    ends = f"mean recall {before:.3f} before training, {recall:.3f} after{by_head}"
-    earlier = evaluator.first if is_paired else {}
+        return f"mean recall{by_head} {recall:.3f} ± {half:.3f}, by chance {by_chance:.3f}."
+    earlier, difference = evaluator.first if is_paired else {}, None  # a resumed run has no ranks of the start
     if all(name in earlier and len(earlier[name]) == len(after[name]) for name in ranks):
-        gain, half, _ = mean_gain((earlier[name], after[name], groups[name]) for name in ranks)
-        ends += f": {gain:+.3f} ± {half:.3f}"
-    else:  # a resumed run
-        gain = recall - before
-        ends += f" ± {half:.3f}"
-    if gain > half:
-        return f"{ends}."
-    if gain < -half:
-        return f"{ends}: training lost recall. Lower --learning_rate, or freeze the encoders."
-    return f"{ends}, within noise. {_MORE_PAIRS}"
+        difference = mean_gain((earlier[name], after[name], groups[name]) for name in ranks)[:2]
+    learns_little = recall - half <= by_chance
+    advice = (
+        "Encoders from scratch need many pairs, pretrained ones few."
+        if from_scratch and learns_little
+        else _MORE_PAIRS
+    )
+    figure = f"mean recall{by_head}"
+    return gained(figure, recall, half, "by chance", by_chance, log, "eval_mean_recall", difference, advice)

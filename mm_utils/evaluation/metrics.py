@@ -5,6 +5,7 @@ Shape letters: M images of the split, Q queries, B rows of a block, E embedding 
 
 import math
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ def helps(ranks: dict[str, DirectionRanks]) -> bool:
 
 
 def embedding_health(split: Embeddings) -> dict[str, float]:
-    """Return how a split's embeddings fill their space; in blocks, the same on all ranks.
+    """Return how a split's embeddings fill their space; the same on all ranks.
 
     Returns, for image and text each:
         effective_rank: exp of the entropy of the singular values of the centred embeddings, divided by their sum (Roy and
@@ -165,24 +166,17 @@ def embedding_health(split: Embeddings) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     for name, rows in (("image", split.image_ME), ("text", split.text_TE)):
-        figures[f"{name}_effective_rank"], figures[f"{name}_spread"] = _rank_and_spread(rows)
+        # In double precision, a block at a time; on the CPU if the device has none.
+        blocks = (rows.cpu() if rows.device.type == "mps" else rows).split(BLOCK)
+        centroid_E = torch.stack([block_BE.double().sum(0) for block_BE in blocks]).sum(0) / len(rows)
+        centred = (block_BE.double() - centroid_E for block_BE in blocks)
+        gram_EE = reduce(torch.add, (block_BE.T @ block_BE for block_BE in centred))
+        rank, spread = math.nan, gram_EE.trace().item() / len(rows)
+        if math.isfinite(spread):  # else there are no eigenvalues
+            values_E = torch.linalg.eigvalsh(gram_EE).clamp(min=0).sqrt()
+            # Rows that are equal but for their rounding to fp32 would have noise of full rank.
+            shares_E = values_E[values_E > torch.finfo(torch.float32).eps * math.sqrt(len(rows))]
+            shares_E = shares_E / shares_E.sum()
+            rank = math.exp(-(shares_E * shares_E.log()).sum().item())
+        figures |= {f"{name}_effective_rank": rank, f"{name}_spread": spread if math.isfinite(spread) else math.nan}
     return figures
-
-
-def _rank_and_spread(rows: Tensor) -> tuple[float, float]:
-    """Return effective rank and spread, from the eigenvalues of the E x E Gram matrix."""
-    # In double precision, a block at a time; on the CPU if the device has none.
-    blocks = (rows.cpu() if rows.device.type == "mps" else rows).split(BLOCK)
-    centroid_E = torch.stack([block_BE.double().sum(0) for block_BE in blocks]).sum(0) / len(rows)
-    gram_EE = torch.zeros(len(centroid_E), len(centroid_E), dtype=centroid_E.dtype, device=centroid_E.device)
-    for block_BE in blocks:
-        centred_BE = block_BE.double() - centroid_E
-        gram_EE.addmm_(centred_BE.T, centred_BE)
-    spread = gram_EE.trace().item() / len(rows)
-    if not math.isfinite(spread):  # there are no eigenvalues
-        return math.nan, math.nan
-    values_E = torch.linalg.eigvalsh(gram_EE).clamp(min=0).sqrt()
-    # Rows that are equal but for their rounding to fp32 would have noise of full rank.
-    values_E = values_E[values_E > torch.finfo(torch.float32).eps * math.sqrt(len(rows))]
-    shares_E = values_E / values_E.sum()
-    return math.exp(-(shares_E * shares_E.log()).sum().item()), spread

@@ -2,14 +2,9 @@
 
 A model that reads captions as bags of words is right for half of the images of a probe of word order (Winoground, arXiv
 2204.03162). Scenes have one for every image (the column `order_pair`); mirror twins swap its two captions, so that a
-model which reads the caption alone is right for half of them, too.
-
-    order_accuracy         share of the probes whose true caption scores higher, with its 95 % interval; by chance 0.5
-    rerank_order_accuracy  the same by the score of re-ranking
-    order_blind            the same by the mean of all images of the split in place of the own one: what the captions tell alone
-    order_rows             their number; an image has at most one
-
-Ties and NaN count against the model.
+model which reads the caption alone is right for half of them, too. `order_accuracy` is the share of the probes whose true caption scores
+higher, with its 95 % interval; by chance it is 0.5. `rerank_order_accuracy` is the same by the score of re-ranking. Ties and NaN count
+against the model.
 
 Shape letters: M images and T captions of the split, P probes, L tokens, E embedding width.
 """
@@ -69,13 +64,6 @@ class Probes:
         text_P2 = first + torch.arange(len(self.texts), device=self.image_P.device).view(-1, 2)
         return self.image_P[:, None] * (first + len(self.texts)) + text_P2
 
-    def measure(self, cosine_P2: Tensor, blind_P2: Tensor) -> dict[str, float]:
-        """Return the towers' figures: accuracy, its interval, that of captions alone, rows."""
-        if not len(cosine_P2):
-            return {}
-        blind = (blind_P2[:, 0] > blind_P2[:, 1]).double().mean().item()
-        return {**self.share(cosine_P2, "order_accuracy"), "order_blind": blind, "order_rows": len(cosine_P2)}
-
     def share(self, score_P2: Tensor, name: str) -> dict[str, float]:
         """Return the share of higher true captions, with interval."""
         return share_with_interval(name, score_P2[:, 0] > score_P2[:, 1]) if len(score_P2) else {}
@@ -98,18 +86,15 @@ def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, m
 @torch.no_grad()
 def probe_cosines(
     model: FusionDualEncoderModel, split: Embeddings, probes: Probes, accelerator: Accelerator
-) -> tuple[Tensor, Tensor]:
-    """Return cosines of true and false captions `[P, 2]`, and their products with the mean."""
+) -> Tensor:
+    """Return cosines of true and false captions, `[P, 2]`."""
     total, device = len(probes.image_P), probes.image_P.device
     shares = [distributed.share(total, part, distributed.world_size()) for part in range(distributed.world_size())]
-    mine, found = shares[distributed.rank()], [split.image_ME.new_empty(0, 2, 2)]
-    mean_E = split.image_ME.mean(0)
+    mine, found = shares[distributed.rank()], [split.image_ME.new_empty(0, 2)]
     for low in range(0, max(map(len, shares)), BATCH):  # FSDP needs the same number of forwards on every rank
         place = torch.arange(mine.start + low, mine.start + low + BATCH, device=device).clamp(max=total - 1)
         both = probes.texts.take(torch.stack([2 * place, 2 * place + 1], 1).flatten())
         with accelerator.autocast():
             text_P2E = model.encode_text(both.input_ids, both.attention_mask)[0].float().unflatten(0, (-1, 2))
-        own_P2 = torch.einsum("pte,pe->pt", text_P2E, split.image_ME[probes.image_P[place]])
-        found.append(torch.stack([own_P2, text_P2E @ mean_E], 1))
-    own_P2, mean_P2 = distributed.gather(torch.cat(found)[: len(mine)], list(map(len, shares))).unbind(1)
-    return own_P2, mean_P2
+        found.append(torch.einsum("pte,pe->pt", text_P2E, split.image_ME[probes.image_P[place]]))
+    return distributed.gather(torch.cat(found)[: len(mine)], list(map(len, shares)))

@@ -1,8 +1,7 @@
 """Measure retrieval in both directions, text to image and image to text.
 
-`mm_utils.evaluation.embeddings` says how ranks are counted, `mm_utils.evaluation.reranking` how the fusion head changes them.
-
-Probes ask whether a true caption scores above a false one: `mm_utils.evaluation.probes`.
+`mm_utils.evaluation.embeddings` says how ranks are counted, `mm_utils.evaluation.reranking` how the fusion head changes them, and
+`mm_utils.evaluation.probes` asks whether a true caption scores above a false one.
 """
 
 import logging
@@ -96,8 +95,6 @@ class RetrievalEvaluator:
         fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.reranking`), and write
             them into the model's config.
         weights: what the head's scores of a pair are multiplied by; None: as training found best.
-        own_captions: count only an image's own captions as right, as published figures of benchmarks do; else also captions
-            of other images that are equal to one of them.
 
     Attributes:
         split: embeddings of the last evaluation.
@@ -113,11 +110,10 @@ class RetrievalEvaluator:
         args: EvaluationArguments | None = None,
         probes: Probes | None = None,
         fits: bool = False,
-        own_captions: bool = False,
         weights: dict[str, float] | None = None,
     ):
         self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
-        self.own_captions, self.fits, self.weights = own_captions, fits, weights
+        self.fits, self.weights = fits, weights
         self.split: Embeddings | None = None
         self.directions: dict[str, DirectionRanks] = {}
         self.first: dict[str, Tensor] = {}
@@ -135,17 +131,15 @@ class RetrievalEvaluator:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
         room = min(1e9 * CACHE_GB, free / 2) if reranks else 0
         self.split = split = embed_split(model, loader, accelerator, room)
-        if self.own_captions:
-            split.text_key_T = None
         if split.skipped:
             logger.warning("%d images were left out of the evaluation: %s", len(split.skipped), split.skipped[:3])
         scale = full_tensor(model.logit_scale.detach()).float().exp().item()
         probes = self.probes.of(split)
-        cosine_P2, blind_P2 = probe_cosines(model, split, probes, accelerator)
-        others = probes.measure(cosine_P2, blind_P2)
+        cosine_P2 = probe_cosines(model, split, probes, accelerator)
+        others = probes.share(cosine_P2, "order_accuracy") | embedding_health(split)
         if not reranks:
             self.directions = rank_directions(split)
-            return retrieval_metrics(split, self.directions) | others | embedding_health(split)
+            return retrieval_metrics(split, self.directions) | others
         texts = Texts.cat([split.texts, probes.texts])
         candidates, pair_P2 = find_candidates(split, self.args.rerank_top_k, len(texts)), probes.pairs(split)
         pairs = torch.cat([*(found.pair.flatten() for found in candidates.values()), pair_P2.flatten()])
@@ -162,7 +156,7 @@ class RetrievalEvaluator:
         # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
         judged = [each.reranked_Q for each in (of_head or ranked).values() if each.reranked_Q is not None]
         metrics = retrieval_metrics(split, ranked) | {"head_mean_recall": mean_recall(judged)}
-        return metrics | others | embedding_health(split)
+        return metrics | others
 
     def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
         """Return the voices to score pairs with, and their weights: 1 for those to be fitted."""

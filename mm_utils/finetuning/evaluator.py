@@ -3,9 +3,11 @@
 Shape letters: b rows of a batch, M of a split, C classes.
 """
 
+import csv
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -17,6 +19,7 @@ from tqdm.auto import tqdm
 from mm_utils import distributed
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
+from mm_utils.text import no_formula
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +50,7 @@ def gather_rows(
 class ClassificationEvaluator:
     """Measure accuracy with its 95 % interval, and macro F1; all ranks get the same metrics.
 
-    Also measured are `majority`, the share of the most frequent class, and for rows with several answers `soft_accuracy`, the mean
-    share of the answers that equal the prediction. The interval treats rows as independent.
+    Also measured is `majority`, the share of the most frequent class. The interval treats rows as independent.
 
     Args:
         rows: the split to measure, from `mm_utils.finetuning.labels.LabelledTask`.
@@ -59,7 +61,6 @@ class ClassificationEvaluator:
 
     def __init__(self, rows: datasets.Dataset):
         self.label_M = torch.tensor(rows["label"][:])
-        self.answers = rows["answers"][:] if "answers" in rows.column_names else None
         self.guesses = torch.empty(0, 2, dtype=torch.long)
 
     @torch.no_grad()
@@ -76,12 +77,6 @@ class ClassificationEvaluator:
         label_M = self.label_M[rows]
         self.guesses = torch.stack([label_M, guess_M], 1)
         metrics = share_with_interval("accuracy", label_M == guess_M)
-        if self.answers is not None:
-            shares = [
-                sum(answer["share"] for answer in self.answers[row] if answer["label"] == guess)
-                for row, guess in zip(rows.tolist(), guess_M.tolist(), strict=True)
-            ]
-            metrics["soft_accuracy"] = sum(shares) / len(shares)
         known = label_M[label_M >= 0]
         majority = known.bincount().max().item() / len(rows) if len(known) else 0.0
         return metrics | {"macro_f1": macro_f1(guess_M.numpy(), label_M.numpy()), "majority": majority}
@@ -96,3 +91,45 @@ def macro_f1(guess_M: np.ndarray, label_M: np.ndarray) -> float:
     )
     known = guessed + occurs > 0
     return float((2 * hits[known] / (guessed + occurs)[known]).mean())
+
+
+class ClassFigures(NamedTuple):
+    """A row of `classes.csv`."""
+
+    name: str
+    rows: int
+    recall: float | None  # None without rows
+    precision: float | None  # None if nothing is taken for it
+    most_confused_with: str  # empty without mistakes
+    times: int
+
+
+def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Path | None) -> list[ClassFigures]:
+    """Return the figures of every class; write them as `classes.csv` into a folder.
+
+    Args:
+        predictions: class and predicted class of every row, `[M, 2]`; a class of -1 is none of the known ones.
+        classes: the names of the classes.
+        folder: the folder to write to, if any.
+    """
+    pairs, times = predictions.unique(dim=0, return_counts=True)
+    counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
+    rows, guessed, mistakes = [0] * len(classes), [0] * len(classes), [(0, "")] * len(classes)
+    for (label, guess), count in counts.items():
+        guessed[guess] += count
+        if label >= 0:
+            rows[label] += count
+        if label >= 0 and label != guess and count > mistakes[label][0]:
+            mistakes[label] = (count, classes[guess])
+    figures = []
+    for number, name in enumerate(classes):
+        right, (count, other) = counts.get((number, number), 0), mistakes[number]
+        recall = right / rows[number] if rows[number] else None
+        precision = right / guessed[number] if guessed[number] else None
+        figures.append(ClassFigures(name, rows[number], recall, precision, other, count))
+    if folder is not None:
+        with open(Path(folder, "classes.csv"), "w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(ClassFigures._fields)
+            table.writerows([no_formula(cell) for cell in row] for row in figures)
+    return figures

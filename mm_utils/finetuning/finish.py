@@ -1,8 +1,8 @@
-"""Finish a run that learnt classes: pictures, tables, model card, summary."""
+"""Finish a run that learnt classes: picture, table, model card, summary."""
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,8 @@ from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.rows.source import EvaluatedDataArguments
-from mm_utils.evaluation.gained import read_start
-from mm_utils.finetuning.confusion import report_classes
-from mm_utils.finetuning.evaluator import ClassificationEvaluator
+from mm_utils.evaluation.gained import gained
+from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classes
 from mm_utils.finetuning.labels import LabelArguments, LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.plots import plot_training
@@ -46,7 +45,7 @@ def finish_finetuning(
     evaluator: ClassificationEvaluator,
     argv: Sequence[str] | None,
 ) -> None:
-    """Draw `training.png` and `confusion.png`, write results and card, let callbacks publish the folder.
+    """Draw `training.png`, write `classes.csv`, results and card, let callbacks publish the folder.
 
     Args:
         context: the run, with the metrics of all measured splits.
@@ -142,23 +141,6 @@ def classifier_input(model: FusionDualEncoderForClassification) -> str:
     return _INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
 
 
-def _gained(metrics: Mapping[str, float], log: Path, rows: int) -> str:
-    """Return a sentence on whether training gained accuracy beyond its interval."""
-    accuracy, low, majority = (metrics[f"eval_{name}"] for name in ("accuracy", "accuracy_low", "majority"))
-    if few := too_few(rows, "row", figure="accuracy"):
-        return few
-    if low <= majority:
-        always = f"that of always the most frequent class, {majority:.3f}"
-        return f"Accuracy {accuracy:.3f} is not above {always}: by this figure, nothing was learnt."
-    before, keeps_start = read_start(log, "eval_accuracy")
-    if before is None:
-        return f"Accuracy {accuracy:.3f} is above that of always the most frequent class, {majority:.3f}."
-    if keeps_start:
-        return f"Accuracy {before:.3f} before training, and no later step was better: training gained nothing."
-    noise = "" if low > before else ", within noise"
-    return f"Accuracy {before:.3f} before training, {accuracy:.3f} after: {accuracy - before:+.3f}{noise}."
-
-
 def _summary(context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask) -> list[str]:
     run, metrics = context.run, context.metrics
     lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
@@ -170,8 +152,10 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
             lines.append(f"  {split:<12}accuracy {accuracy}   {others}")
     commands = []
     if "eval_accuracy" in metrics:
-        log = run.output_dir / "metrics.jsonl"
-        lines.append(f"  {_gained(metrics, log, len(task.splits['validation']))}")
+        floor, half = metrics["eval_majority"], (metrics["eval_accuracy_high"] - metrics["eval_accuracy_low"]) / 2
+        measured = gained("Accuracy", metrics["eval_accuracy"], half, "by always the most frequent class", floor,
+                          run.output_dir / "metrics.jsonl", "eval_accuracy")  # fmt: skip
+        lines.append(f"  {too_few(len(task.splits['validation']), 'row', figure='accuracy') or measured}")
     if model.config.classifier_inputs == "image" and any(run.settings[name] for name in SOURCES):
         # What the start does without training.
         words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]

@@ -24,7 +24,7 @@ from mm_utils.data.media import FEATURES, kind_of
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.cache import load_labelled_rows
-from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
+from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out, wrong_kind
 from mm_utils.data.rows.media_folders import readable
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
@@ -33,32 +33,14 @@ from mm_utils.data.training_data import Schedule, TrainingData, make_data
 
 logger = logging.getLogger(__name__)
 
-_AGREEING = 3  # people whose equal answer is right; fewer count for their share (VQA, arXiv 1505.00468, section 4)
-
 
 @dataclass
 class LabelArguments:
-    """The column of labels."""
+    """The column of labels. A row has a label and a medium, a text (--caption_column), or both."""
 
     label_column: str | None = arg(
         None, "Column of classes or answers; found by type (ClassLabel) or usual names.", usual=True
     )
-
-
-@dataclass
-class TaskArguments(LabelArguments):
-    """Labels to learn. A row has a label and a medium, a text (--caption_column), or both; of a prepared set, equal captions are a class.
-
-    Without a source, the questions ask for the colours of things in the embedded scenes.
-    """
-
-    num_answers: int | None = arg(
-        None, "Only the N most frequent classes of the training data; others are not trained on, and count as wrong."
-    )
-
-    def __post_init__(self) -> None:
-        if self.num_answers is not None and self.num_answers < 2:
-            raise ValueError(f"--num_answers is {self.num_answers}; give at least 2, or drop it to have no limit.")
 
 
 @dataclass
@@ -67,7 +49,7 @@ class LabelledTask:
 
     Attributes:
         splits: train, validation and perhaps test. `label` is the place in `classes`, or -1, outside train, for another
-            class. `answers`, where rows have several, are their classes with the accuracy that each earns.
+            class.
         classes: names, in order.
         has_images, has_texts: whether the rows hold images and texts.
     """
@@ -81,7 +63,7 @@ class LabelledTask:
 def open_task(
     accelerator: Accelerator,
     data_args: DataArguments,
-    task_args: TaskArguments,
+    label_args: LabelArguments,
     loader_args: LoaderArguments,
     schedule: Schedule,
     processor: ProcessorMixin,
@@ -89,12 +71,12 @@ def open_task(
 ) -> tuple[LabelledTask, TrainingData]:
     """Open the labelled rows that the arguments name, with loaders; see `open_data`."""
     with distributed.first_then_others():
-        task = load_task(data_args, task_args, kind_of_processor(processor))
+        task = load_task(data_args, label_args, kind_of_processor(processor))
         task.splits = tokenize_splits(task.splits, processor.tokenizer, loader_args.max_seq_length)
     return task, make_data(accelerator, task.splits, processor, loader_args, schedule, fits_batch=fits_batch)
 
 
-def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image") -> LabelledTask:
+def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image") -> LabelledTask:
     """Load the labelled data that the arguments name, with the kind of media that the model is for.
 
     The most frequent of a row's answers is its class. Without a validation split, rows are held out of train by the hash
@@ -109,8 +91,6 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
     known: Sequence[str] = ()
     if not sources:
         parts = {split: _asked(rows) for split, rows in load_scenes().items()}
-    elif is_prepared(sources[0].path):
-        parts = _read_prepared(sources[0], args)
     else:
         rows, known = load_labelled_rows(sources, PathArguments(args.image_root, args.allow_outside_root))
         split_of = [split or "train" for split in rows["split"]]
@@ -137,7 +117,7 @@ def load_task(args: DataArguments, labels: TaskArguments, medium: str = "image")
     for split, rows in parts.items():
         most = args.max_train_samples if split == "train" else args.max_eval_samples
         parts[split] = rows.select(first_of_classes(_labels(rows), most))
-    classes = _classes(known, _labels(parts["train"]), labels.num_answers, title)
+    classes = _classes(known, _labels(parts["train"]), title)
     splits = {split: _task_split(parts[split], classes, split, has_images) for split in SPLITS if split in parts}
     return LabelledTask(DatasetDict(splits), classes, has_images, has_texts)
 
@@ -146,6 +126,11 @@ def labelled_sources(args: DataArguments, labels: LabelArguments, medium: str) -
     """Return the labelled sources that the flags name."""
     if is_embedded(args.dataset_name):
         raise ValueError(f"--dataset_name is {args.dataset_name}; its rows have no labels. Give a labelled set.")
+    if args.dataset_name is not None and is_prepared(args.dataset_name):
+        raise ValueError(
+            f"--dataset_name is {args.dataset_name}; it is prepared, and has captions and no labels. Give what it was prepared from, "
+            "and name the column of classes as --label_column."
+        )
     return sources_of(args, labelled=True, medium=medium, label_column=labels.label_column)
 
 
@@ -166,40 +151,6 @@ def _asked(scenes: Dataset) -> Dataset:
     places, texts, colours = map(list, zip(*colour_questions(scenes), strict=True))
     columns = {"captions": [[text] for text in texts], "answers": [[colour] for colour in colours]}
     return _beside_media(scenes.select(places), columns)
-
-
-def open_captioned(source: Source, args: DataArguments) -> DatasetDict:
-    """Open a prepared set, whose captions tell the classes; refuse flags that name them otherwise."""
-    for flag in ("classes", "label_column", "image_column", "caption_column"):
-        if getattr(source, flag) is not None:
-            raise ValueError(f"{source.title}; it is prepared, and its captions tell the classes. Drop --{flag}.")
-    return open_prepared(source.path, source.title, args.allow_outside_root)
-
-
-def _read_prepared(source: Source, args: DataArguments) -> dict[str, Dataset]:
-    """Label a prepared set's rows by their first caption, see `caption_classes`."""
-    splits, found = open_captioned(source, args), {}
-    captions = iter(caption_classes([each for rows in splits.values() for each in rows["captions"]], source.title))
-    for split, rows in splits.items():
-        labels = [[next(captions)[0]] for _ in range(len(rows))]
-        found[str(split)] = _beside_media(rows, {"answers": labels, "captions": [[]] * len(rows)})
-    return found
-
-
-def caption_classes(captions: Sequence[Sequence[str]], title: str) -> list[tuple[str, ...]]:
-    """Return each row's captions, each once; rows of equal ones are of one class, in the order of its first row.
-
-    Raises:
-        ValueError: if no two rows have the same captions, or all have.
-    """
-    first: dict[frozenset[str], tuple[str, ...]] = {}
-    found = [first.setdefault(frozenset(each), tuple(dict.fromkeys(each))) for each in captions]
-    if not 2 <= len(set(found)) < len(found):
-        raise ValueError(
-            f"{title}; {len(found):,} rows have {len(set(found)):,} different captions, which do not form classes. Give a set that was "
-            "prepared from a folder per class, or whose captions are those of its classes."
-        )
-    return found
 
 
 def _hold_out(train: Dataset, has_images: bool, title: str) -> dict[str, Dataset]:
@@ -223,13 +174,10 @@ def _labels(rows: Dataset) -> list[str]:
     return [Counter(answers).most_common(1)[0][0] for answers in rows["answers"]]
 
 
-def _classes(known: Sequence[str], labels: list[str], most: int | None, title: str) -> list[str]:
-    """Return the classes: the `most` frequent, or in the order of source, number or name."""
-    counts = Counter(labels)
-    if most is not None:
-        known = [name for name, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]]
-    elif not known:
-        known = sorted(counts, key=lambda name: (0, float(name), name) if is_number(name) else (1, 0.0, name))
+def _classes(known: Sequence[str], labels: list[str], title: str) -> list[str]:
+    """Return the classes in the order of source, number or name."""
+    if not known:
+        known = sorted(set(labels), key=lambda name: (0, float(name), name) if is_number(name) else (1, 0.0, name))
     if len(known) < 2:
         raise ValueError(
             f"{title}; its labels are {known[0]!r} alone, and a task has 2 classes. Add others, or set --label_column."
@@ -269,16 +217,6 @@ def _task_split(rows: Dataset, classes: list[str], split: str, has_images: bool)
         "label": [place.get(label, -1) for label in _labels(rows)],
     }
     features = {"id": Value("string"), "captions": List(Value("string")), "label": Value("int64")}
-    if any(len(given) > 1 for given in rows["answers"]):
-        features["answers"] = List({"label": Value("int64"), "share": Value("float64")})
-        columns["answers"] = [
-            [
-                {"label": place[name], "share": 1.0 if len(given) == 1 else min(1.0, times / _AGREEING)}
-                for name, times in Counter(given).items()
-                if name in place
-            ]
-            for given in rows["answers"]
-        ]
     if not has_images:
         pixel = {"bytes": b"\x80\x80\x80", "path": "raw:1x1"}
         rows = Dataset.from_dict({"image": [pixel] * count}, Features({"image": FEATURES["image"]}))

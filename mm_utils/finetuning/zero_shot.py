@@ -23,28 +23,24 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.benchmarks import CLASSIFICATION, Benchmark, fetch, find_benchmark
+from mm_utils.data.benchmarks import BENCHMARKS, Benchmark
 from mm_utils.data.media import Image, medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
-from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.media_folders import WORDNET_ID, class_names, readable
 from mm_utils.data.rows.records import Record
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source, close_to
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
-from mm_utils.finetuning.confusion import report_classes
-from mm_utils.finetuning.evaluator import gather_rows
+from mm_utils.finetuning.evaluator import gather_rows, report_classes
 from mm_utils.finetuning.labels import (
     LabelArguments,
-    caption_classes,
     first_of_classes,
     has_media,
     is_number,
     labelled_sources,
-    open_captioned,
     warn_of_alike,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -58,16 +54,15 @@ _SHOWN = 10  # classes in the log
 
 @dataclass
 class ZeroShotArguments(LabelArguments):
-    """Labelled images, clips or sounds, and the texts that stand for their classes. Of a prepared set, equal captions are a class."""
+    """Labelled images, clips or sounds, and the texts that stand for their classes."""
 
     split: str | None = arg(
         None, "Split; default: that of the benchmark, else the first there is of validation, test and train."
     )
     classes: str | None = arg(
         None,
-        f"A benchmark, {', '.join(CLASSIFICATION)}: its classes and prompts and, without a source, its "
-        "images from the Hub. Or a file: lines 'id name' for folders such as n01440764, one name a line in the order of the "
-        "labels, or JSON {id: name}. Default: the names that the data has.",
+        f"A benchmark, {', '.join(BENCHMARKS)}: its classes and prompts. Or a file: lines 'id name' for folders such as "
+        "n01440764, one name a line in the order of the labels, or JSON {id: name}. Default: the names that the data has.",
     )
     templates: list[str] | None = field(
         default=None,
@@ -98,8 +93,12 @@ class ZeroShotArguments(LabelArguments):
         """
         if self.classes is None or Path(self.classes).is_file():
             return None
-        title = f"--classes is {self.classes}; there is no such file and no such benchmark"
-        return find_benchmark(CLASSIFICATION, self.classes, title)
+        if self.classes not in BENCHMARKS:
+            raise ValueError(
+                f"--classes is {self.classes}; there is no such file and no such benchmark. Known are {', '.join(BENCHMARKS)}."
+                f"{close_to(self.classes, BENCHMARKS)}"
+            )
+        return BENCHMARKS[self.classes]
 
 
 @dataclass
@@ -112,7 +111,6 @@ class LabelledImages:
         classes: names of all classes, also of those without an image.
         split: train, validation or test.
         templates: prompts that the benchmark has; else none.
-        texts: of a prepared set, the captions of each class, as many of each, in place of names in prompts.
     """
 
     rows: Dataset
@@ -120,7 +118,6 @@ class LabelledImages:
     classes: list[str]
     split: str
     templates: tuple[str, ...] = ()
-    texts: list[list[str]] | None = None
 
 
 class Predictions(NamedTuple):
@@ -144,18 +141,13 @@ class ZeroShotEvaluator:
     ):
         usual = medium_of(images.rows.features).templates
         templates = args.templates or images.templates or usual
-        by_class = [[template.replace("{}", name) for template in templates] for name in images.classes]
-        if images.texts is not None:
-            if args.templates:
-                raise ValueError("--templates is given; the captions of a prepared set are its prompts. Drop it.")
-            by_class = images.texts
         if unknown := unknown_names(tokenizer, images.classes, max_seq_length):
             logger.warning(
                 "%d of %d classes have words that the tokenizer does not know, and are not found by them: %s. Give other names.",
                 *(len(unknown), len(images.classes), shortened(", ".join(unknown), 200)),
             )
-        self.images, self.templates = images, len(by_class[0])
-        texts = [text for of_class in by_class for text in of_class]
+        self.images, self.templates = images, len(templates)
+        texts = [template.replace("{}", name) for name in images.classes for template in templates]
         self.tokens = pad_captions(encode_captions(tokenizer, texts, max_seq_length), tokenizer.pad_token_id)
         self.predictions: Predictions | None = None
 
@@ -222,25 +214,12 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
     """
     benchmark = labels.benchmark
     sources = labelled_sources(args, labels, medium)
-    if not sources and benchmark is not None:
-        title = f"--classes is {benchmark.name}"
-        sources = [Source(fetch(benchmark, title), name=benchmark.name, title=title, labelled=True, medium=medium)]
     if not sources:
-        raise ValueError(
-            "--dataset_name is missing; give a labelled data set, a folder of one, or the name of a benchmark as --classes."
-        )
+        advice = "Give a labelled data set, or a folder of one." if benchmark is None else benchmark.download
+        raise ValueError(f"--dataset_name is missing; it says what is measured. {advice}")
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
     usual = usual if benchmark is None else [benchmark.split, *usual]
     title, paths = sources[0].title, PathArguments(args.image_root, args.allow_outside_root)
-    if is_prepared(sources[0].path):
-        splits = open_captioned(replace(sources[0], classes=labels.classes), args)
-        split = _choose_split(labels.split, set(map(str, splits)), usual)
-        captions = caption_classes(splits[split]["captions"], f"{title}, split {split}")
-        groups = sorted(set(captions))
-        label_M = torch.tensor([groups.index(each) for each in captions])
-        rows, label_M = _evaluated(splits[split], label_M, args.max_eval_samples)
-        texts = [list(each[: min(map(len, groups))]) for each in groups]
-        return LabelledImages(rows, label_M, [each[0] for each in groups], split, texts=texts)
     there = {row.split or "train" for source in sources for row in rows_of(source, paths) if isinstance(row, Record)}
     split = _choose_split(labels.split, there, usual)
     sources, title = [replace(source, only=split) for source in sources], f"{title}, split {split}"

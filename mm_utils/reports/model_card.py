@@ -172,7 +172,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items() if not _HEALTH.fullmatch(name)]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
     hyperparameters = without_secrets(card.hyperparameters, publishable)
-    pictures = {"Training curves": "training.png", "Retrieved {}s": "retrieval.png", "Confusions": "confusion.png"}
+    pictures = {"Training curves": "training.png", "Retrieved {}s": "retrieval.png"}
     name = json.dumps(card.model, ensure_ascii=False)
     # Code runs as pasted, in any folder.
     usage = _fenced("python", card.usage(name, card.medium) if card.usage else _search_code(name, card))

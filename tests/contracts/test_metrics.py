@@ -129,14 +129,11 @@ def order(case: Case) -> tuple[Figures, Figures]:
     measure = RetrievalEvaluator(EvaluationArguments(rerank_top_k=4), Probes(texts, torch.arange(case.images)))
     found = measure(model, model.batches(case.batch_size, case.unreadable), ACCELERATOR)
     cosine = model.logit_scale.exp() * model.image @ model.text.T
-    blind = (model.image[case.readable].mean(0) @ model.text.T).expand(case.images, -1)
-    expected: Figures = {"order_rows": len(case.readable)}
-    scores = {"order_accuracy": cosine, "rerank_order_accuracy": cosine + model.logits, "order_blind": blind}
-    for name, score in scores.items():
+    expected: Figures = {}
+    for name, score in {"order_accuracy": cosine, "rerank_order_accuracy": cosine + model.logits}.items():
         right = [bool(score[image, pairs[image][0]] > score[image, pairs[image][1]]) for image in case.readable]
         expected[name] = mean(right)
-        if name != "order_blind":
-            expected[f"{name}_low"], expected[f"{name}_high"] = wilson_interval(sum(right), len(right))
+        expected[f"{name}_low"], expected[f"{name}_high"] = wilson_interval(sum(right), len(right))
     return found, expected
 
 
@@ -204,11 +201,10 @@ def by_names(case: Case) -> tuple[Figures, Figures]:
 
 
 def by_classifier(case: Case) -> tuple[Figures, Figures]:
-    """A label of -1 is of no class; each row has two answers, of which the second one earns a third."""
+    """A label of -1 is of no class."""
     model: Any = BagModel(case)
     labels = [-1 if row % 5 == 4 else label for row, label in enumerate(model.label.tolist())]
-    answers = [[{"label": label, "share": 1.0}, {"label": (label + 1) % 7, "share": 1 / 3}] for label in labels]
-    rows = datasets.Dataset.from_dict({"label": labels, "answers": answers})
+    rows = datasets.Dataset.from_dict({"label": labels})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(classification, "FusionDualEncoderForClassification", BagModel)
         found = ClassificationEvaluator(rows)(model, model.batches, ACCELERATOR)
@@ -224,13 +220,9 @@ def by_classifier(case: Case) -> tuple[Figures, Figures]:
         scores.append(2 * hits / times)
     low, high = wilson_interval(sum(right), len(right))
     known = [label for label, _ in pairs if label >= 0]
-    shares = [
-        sum(one["share"] for one in answers[row] if one["label"] == guess)
-        for row, guess in zip(case.readable, guesses, strict=True)
-    ]
     return found, {
         "accuracy": mean(right), "accuracy_low": low, "accuracy_high": high, "macro_f1": mean(scores),
-        "majority": max(map(known.count, known), default=0) / len(pairs), "soft_accuracy": mean(shares),
+        "majority": max(map(known.count, known), default=0) / len(pairs),
     }  # fmt: skip
 
 

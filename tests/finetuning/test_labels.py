@@ -15,7 +15,6 @@ from datasets import Image as ImageFeature
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.riff import read_wav
 from mm_utils.data.scenes import load_scenes
 from mm_utils.finetuning import labels
@@ -24,7 +23,7 @@ from mm_utils.finetuning.zero_shot import LabelledImages
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.fault_images import grey
 from tests.kit.finetuning import labelled_of, task_of
-from tests.kit.media_files import COLOURS, clip, media_rows, tone
+from tests.kit.media_files import tone
 from tests.kit.reading import write_tar
 
 
@@ -101,28 +100,15 @@ def test_every_kind_of_source_holds_the_same_rows(source: str, tmp_path: Path) -
     assert sorted([*named(task, "train"), *named(task, "validation")]) == sorted(ANIMALS)
 
 
-def test_several_answers_are_the_most_frequent_one_and_earn_their_share(tmp_path: Path) -> None:
+def test_several_answers_are_the_most_frequent_one_and_unknown_ones_count_as_wrong(tmp_path: Path) -> None:
     """A list may be written as text, as pandas' to_csv writes it."""
     several = ["red", "blue", "blue", "blue", "red", "tan"]
     objects = [{"answer": name} for name in ["red", "red", "red", "red", "blue"]]
     cells = [several, objects, ["blue"], json.dumps(several), repr(several), repr(objects)]
-    file = write(tmp_path, [question(n, cell) for n, cell in enumerate(cells)])
-    task = task_of(train_file=file, validation_file=file)
+    other = write(tmp_path, [question(9, "green"), question(8, ["blue", "green", "blue"])], "other.jsonl")
+    task = load(tmp_path, [question(n, cell) for n, cell in enumerate(cells)], validation_file=other)
     assert named(task, "train") == ["blue", "red", "blue", "blue", "blue", "red"]
-    shares = [{task.classes[a["label"]]: a["share"] for a in row} for row in task.splits["validation"]["answers"]]
-    of_several = {"red": pytest.approx(2 / 3), "blue": 1.0}
-    of_objects = {"red": 1.0, "blue": pytest.approx(1 / 3)}
-    assert shares == [of_several, of_objects, {"blue": 1.0}, of_several, of_several, of_objects]
-
-
-def test_only_frequent_answers_are_learnt_and_others_count_as_wrong(tmp_path: Path) -> None:
-    answers = ["red", "red", "blue", "blue", "green", "red"]
-    test = write(tmp_path, [question(9, "green"), question(8, "blue"), question(7, "pink")], "test.jsonl")
-    rows = [question(n, answer) for n, answer in enumerate(answers)]
-    task = load(tmp_path, rows, validation_file=test, num_answers=2)
-    assert task.classes == ["red", "blue"]
-    assert named(task, "train") == ["red", "red", "blue", "blue", "red"]
-    assert named(task, "validation") == ["?", "blue", "?"]
+    assert named(task, "validation") == ["?", "blue"]
 
 
 def test_names_are_kept_numbers_are_sorted_and_nearly_equal_ones_named(
@@ -171,36 +157,6 @@ def test_names_for_prompts(tmp_path: Path) -> None:
             continue
         with pytest.raises(ValueError, match=expected):
             labelled_of(**flags)
-
-
-@pytest.mark.parametrize("kind", ["image", "sound", "clip"])
-def test_equal_captions_of_a_prepared_set_are_a_class(kind: str, tmp_path: Path) -> None:
-    contents = {
-        "image": [grey(n) for n in range(5)],
-        "sound": [tone(100 * n, each=0.1) for n in range(1, 6)],
-        "clip": [clip([each]) for each in (*COLOURS, "red")],
-    }
-
-    def prepared(name: str, captions: list[list[str]]) -> str:
-        rows = media_rows(kind, contents[kind][: len(captions)], captions=captions, content_id=["x"] * len(captions))
-        rows = rows.rename_columns({"image": COLUMNS[kind]}) if kind != "image" else rows
-        DatasetDict(train=rows, validation=rows.select([1])).save_to_disk(str(tmp_path / name))
-        (tmp_path / name / "report.json").write_text(json.dumps({"format": "tandem-pairs"}))
-        return str(tmp_path / name)
-
-    dog, rain = ["a dog barks", "barking", "barking"], ["rain falls"]
-    name = prepared("set", [rain, dog, rain, dog[::-1], dog])
-    found = labelled_of(kind, dataset_name=name, split="train")
-    assert (found.classes, found.texts) == (["a dog barks", "rain falls"], [["a dog barks"], ["rain falls"]])
-    assert (found.label_M.tolist(), kind_of(found.rows.features)) == ([1, 0, 1, 0, 0], kind)
-    task = task_of(kind, dataset_name=name)
-    assert (task.classes, task.has_texts, named(task, "validation")) == (found.classes, False, ["a dog barks"])
-    assert [image["bytes"] for image in task.splits["train"]["image"]] == contents[kind]
-    with pytest.raises(ValueError, match=r"captions tell the classes. Drop --classes"):
-        labelled_of(kind, dataset_name=name, classes=f"{name}/report.json")
-    for number, captions in enumerate(([rain, dog], [rain, rain])):
-        with pytest.raises(ValueError, match="different captions, which do not form classes"):
-            labelled_of(kind, dataset_name=prepared(str(number), captions), split="train")
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
@@ -309,6 +265,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
     one_class = write(tmp_path, [{"text": f"{n}", "label": 1} for n in range(3)])
     other = write(tmp_path, [{"image": "1.png", "question": "a", "answer": "1"}], "other.jsonl")
     sounds = files(tmp_path / "media", {f"{name}/{copy}.wav": tone(200) for name in "ab" for copy in range(2)})
+    prepared = files(tmp_path / "prepared", {"report.json": b'{"format": "tandem-pairs"}', "dataset_dict.json": b"{}"})
     not_a_class: list[tuple[list[Any], Any, str]] = [
         ([-1, 0, -1], ClassLabel(names=["a", "b"]), "2 of 3 rows are bad, .* row 0: it has no label. .* are public"),
         (["a", None], Value("string"), "it has 1 of at least 2 classes"),
@@ -323,7 +280,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
         (labelled_of, "image", {"classes": "no.txt"}, "--classes is no.txt; there is no such file and no such benchmark"),
         *((door, "clip", {"dataset_name": sounds}, "media; it holds sounds, and the model is for clips")
           for door in (task_of, labelled_of)),
-        (task_of, "image", {"num_answers": 1}, "--num_answers is 1; give at least 2"),
+        *((door, "image", {"dataset_name": prepared}, "it is prepared, and has captions and no labels") for door in (task_of, labelled_of)),
     ]  # fmt: skip
     for door, medium, flags, message in doors:
         with pytest.raises(ValueError, match=message) as caught:

@@ -10,11 +10,8 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
 
-from mm_utils.data import benchmarks as named
-from mm_utils.data.benchmarks import CLASSIFICATION, RETRIEVAL, fetch
-from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
-from mm_utils.finetuning.confusion import report_classes
+from mm_utils.data.benchmarks import BENCHMARKS
+from mm_utils.finetuning.evaluator import report_classes
 from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotArguments, ZeroShotEvaluator, unknown_names
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.fault_images import grey
@@ -24,61 +21,40 @@ from tests.kit.reading import write_tar
 
 def test_the_table_of_classes_changes_on_purpose_alone() -> None:
     """Their names are in the order of the labels; the digest was taken when each list was compared with its data set."""
-    names = {name: each.classes for name, each in CLASSIFICATION.items()}
+    names = {name: each.classes for name, each in BENCHMARKS.items()}
     assert sum(map(len, names.values())) == 1437
     assert hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16] == "9260e1206fece39e"
-    for each in CLASSIFICATION.values():
+    for each in BENCHMARKS.values():
         assert len({one.lower() for one in each.classes}) == len(each.classes) == len(each.names)
 
 
 def test_labels_are_matched_by_name_in_any_order_and_writing() -> None:
-    pets, eurosat = CLASSIFICATION["oxford_pets"], CLASSIFICATION["eurosat"]
+    pets, eurosat = BENCHMARKS["oxford_pets"], BENCHMARKS["eurosat"]
     assert pets.places(["pug", "american_bulldog", "Maine_Coon"], "t") == [25, 1, 20]
     assert eurosat.places(["SeaLake", "Annual Crop"], "t") == [9, 0]
-    assert CLASSIFICATION["svhn"].places(["7", "0"], "t") == [7, 0]
-    for own, others in ((pets, ["pug", "dachshund"]), (CLASSIFICATION["stl10"], CLASSIFICATION["cifar10"].classes)):
+    assert BENCHMARKS["svhn"].places(["7", "0"], "t") == [7, 0]
+    for own, others in ((pets, ["pug", "dachshund"]), (BENCHMARKS["stl10"], BENCHMARKS["cifar10"].classes)):
         with pytest.raises(ValueError, match=r"^t; its .* classes .* are not the"):
             own.places(others, "t")
 
 
 def test_imagenet_is_known_by_its_synonyms_and_by_wordnet_ids() -> None:
-    imagenet = CLASSIFICATION["imagenet1k"]
+    imagenet = BENCHMARKS["imagenet1k"]
     synonyms = [f"{name}, another name" for name in imagenet.names]
     synonyms[134] = "crane"  # as the other one
     assert imagenet.places(synonyms, "t") == list(range(1000))
     ids = [f"n{number:08d}" for number in range(1000)]
     assert imagenet.places(ids, "t") == list(range(1000))
-    for own, others in ((imagenet, ids[:200]), (imagenet, ids[::-1]), (CLASSIFICATION["cifar10"], ids[:10])):
+    for own, others in ((imagenet, ids[:200]), (imagenet, ids[::-1]), (BENCHMARKS["cifar10"], ids[:10])):
         with pytest.raises(ValueError, match=r"^t; its .* classes .* are not the"):
             own.places(others, "t")
 
 
-def test_without_the_hub_there_is_a_remedy(own_cache: Path) -> None:
-    with pytest.raises(ValueError, match=r"uoft-cs/cifar10 could not be fetched .* or give a local folder of it"):
-        fetch(CLASSIFICATION["cifar10"], "--classes is cifar10")
-
-
-def test_what_was_fetched_is_found_again_without_the_hub(own_cache: Path) -> None:
-    folder = own_cache / "tandem_benchmarks/flickr8k/test"
-    folder.mkdir(parents=True)
-    (folder / "0.tar").touch()
-    assert fetch(RETRIEVAL["flickr8k"], "x") == str(folder.parent)
-    (folder / "0.tar").rename(folder.parent / "0.tar")
-    with pytest.raises(ValueError, match=r"has no files test/\*"):
-        fetch(RETRIEVAL["flickr8k"], "x")
-
-
-def test_only_the_files_of_an_evaluation_are_fetched(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def download(name: str, repo_type: str, local_dir: Path, allow_patterns: list[str] | None) -> None:
-        asked.append((name, repo_type, allow_patterns))
-        (local_dir / "data").mkdir(parents=True)
-        (local_dir / "data/validation-0-of-1.parquet").touch()
-
-    monkeypatch.setattr(named, "snapshot_download", download)
-    fetch(CLASSIFICATION["imagenet1k"], "x")
-    assert asked == [("ILSVRC/imagenet-1k", "dataset", ["*validation-*", "*.txt"])]
+def test_without_a_folder_the_command_that_fetches_it_is_said() -> None:
+    with pytest.raises(
+        ValueError, match=r"--dataset_name is missing; .* hf download uoft-cs/cifar10 --repo-type dataset"
+    ):
+        labelled_of(classes="cifar10")
 
 
 def test_a_benchmarks_name_gives_classes_prompts_and_the_split(
@@ -88,15 +64,14 @@ def test_a_benchmarks_name_gives_classes_prompts_and_the_split(
         (tmp_path / place).parent.mkdir(exist_ok=True)
         write_tar(tmp_path / f"{place}.tar", [("s0000000.png", grey(shade)), ("s0000000.cls", label)])
     found = labelled_of(dataset_name=str(tmp_path), classes="stl10")
-    assert found.classes == list(CLASSIFICATION["stl10"].classes)
+    assert found.classes == list(BENCHMARKS["stl10"].classes)
     assert (found.label_M.tolist(), found.split) == ([9, 0], "test")
     assert found.templates == ("a photo of a {}.", "a photo of the {}.")
     assert "2 images, and stl10 has 8,000; the figures are not those of the benchmark" in caplog.text
 
 
-def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(own_cache: Path) -> None:
-    benchmark = CLASSIFICATION["food101"]
-    folder = own_cache / "tandem_benchmarks/food101"
+def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(tmp_path: Path, own_cache: Path) -> None:
+    benchmark, folder = BENCHMARKS["food101"], tmp_path / "food101"
     path = folder / "data/validation-00000-of-00001.parquet"
     path.parent.mkdir(parents=True)
     features = Features({"img": Image(), "label": ClassLabel(names=list(benchmark.names))})
@@ -105,23 +80,8 @@ def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(own_cache: Path) -> 
     beside = folder / ".cache/huggingface/download" / f"{path.name}.metadata"  # as the Hub's client leaves it
     beside.parent.mkdir(parents=True)
     beside.write_text("x")
-    found = labelled_of(classes="food101")
+    found = labelled_of(dataset_name=str(folder), classes="food101")
     assert (found.split, found.label_M.tolist(), found.classes) == ("validation", [2, 0, 1], list(benchmark.classes))
-
-
-def test_a_retrieval_benchmark_is_a_source_by_its_name(own_cache: Path) -> None:
-    folder = own_cache / "tandem_benchmarks/flickr8k"
-    for split, keys in (("test", ("a", "b")), ("train", ("a",))):
-        (folder / split).mkdir(parents=True)
-        members = []
-        for at, key in enumerate(keys):
-            captions = "\n".join(f"{split} {key} says {number}" for number in range(6))
-            members += [(f"{key}.png", grey(90 * at + 30 * len(split))), (f"{key}.txt", captions.encode())]
-        write_tar(folder / split / "0.tar", members)
-    (folder / "dataset_type.txt").write_text("retrieval\n")  # as CLIP_benchmark writes it
-    pairs = load_pairs(DataArguments(dataset_name="flickr8k"), need_train=False)
-    assert {split: len(rows) for split, rows in pairs.items()} == {"train": 1, "test": 2}
-    assert len(pairs["train"]["captions"][0]) == 6  # the protocol is that of an evaluation
 
 
 # -- names, templates and the report of classes -------------------------------------------------------------------------

@@ -54,10 +54,10 @@ def finetuning_flags(pretrained: str, questions: Path) -> list[str]:
 def task_of(medium: str = "image", **flags: Any) -> "LabelledTask":
     """Load the task that the flags of scripts/finetune.py name."""
     from mm_utils.data.rows.source import EvaluatedDataArguments
-    from mm_utils.finetuning.labels import TaskArguments, load_task
+    from mm_utils.finetuning.labels import LabelArguments, load_task
 
-    own = {name: flags.pop(name) for name in ("label_column", "num_answers") if name in flags}
-    return load_task(EvaluatedDataArguments(**flags), TaskArguments(**own), medium)
+    own = {name: flags.pop(name) for name in ("label_column",) if name in flags}
+    return load_task(EvaluatedDataArguments(**flags), LabelArguments(**own), medium)
 
 
 def labelled_of(medium: str = "image", **flags: Any) -> "LabelledImages":

@@ -20,7 +20,7 @@ def test_what_is_pushed_is_what_was_saved(finetuning_flags: list[str], tmp_path:
     finetune.main([*finetuning_flags, *hub, "--max_steps", "2", "--output_dir", str(tmp_path)])
     sent = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
     assert server.sha256("tester/classes", "model.safetensors") == sent
-    assert {"README.md", "confusion.png"} <= set(server.repos["tester/classes"])
+    assert {"README.md", "classes.csv"} <= set(server.repos["tester/classes"])
     assert "config.yaml" not in server.repos["tester/classes"]  # it names folders of this machine
 
 

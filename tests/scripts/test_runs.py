@@ -93,7 +93,7 @@ def finished(
 
 def test_everything_is_left_behind(finished: Finished) -> None:
     folder, metrics, is_task = finished.folder, finished.metrics, finished.start == "classes"
-    own = ("confusion.png", "classes.csv", "results.json") if is_task else ("retrieval.png",)
+    own = ("classes.csv", "results.json") if is_task else ("retrieval.png",)
     files = ["model.safetensors", "config.json", "metrics.jsonl", "training.png", "environment.json"]
     for name in (*files, "checkpoint-2/run.json", *own):
         assert (folder / name).stat().st_size > 0, name

@@ -16,7 +16,6 @@ from torch import Tensor
 from mm_utils.arguments import parse_args
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.evaluation import train_recall
 from mm_utils.evaluation.probes import Probes
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
@@ -239,7 +238,7 @@ def test_a_run_between_frozen_towers_has_defaults_of_its_own_and_runs_each_tower
             return run(self, first, *args, **kwargs)
 
         monkeypatch.setattr(FusionDualEncoderModel, name, noted)
-    monkeypatch.setattr(train_recall, "caption_probes", lambda *_, **__: Probes.none())
+    monkeypatch.setattr(pretrain, "caption_probes", lambda *_, **__: Probes.none())
     flags = ["--train_file", str(corpus), "--freeze_vision", "--freeze_text"]
     towers = write_towers(tmp_path, "resnet", ["red", "blue", "round"], new_tokenizer())
     flags += [word for name, folder in towers.items() for word in (f"--{name}", folder)]

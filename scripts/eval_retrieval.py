@@ -7,9 +7,8 @@ Your own pairs, re-ranking the first 32 of every query, with all figures and the
     python scripts/eval_retrieval.py --model_name_or_path outputs/mine --train_file pairs.jsonl \\
         --split validation --rerank_top_k 32 --output_dir outputs/retrieval
 
-A benchmark by its protocol, from the Hub; or from your files:
-    python scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k
-    python scripts/eval_retrieval.py --model_name_or_path outputs/mine --benchmark flickr30k \\
+A benchmark, from your files:
+    python scripts/eval_retrieval.py --model_name_or_path outputs/mine --split test \\
         --train_file dataset_flickr30k.json --image_root flickr30k-images
 """
 

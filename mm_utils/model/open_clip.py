@@ -23,33 +23,28 @@ from mm_utils.stored import key_of, stamp, stored
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "model.safetensors")
-_TOWERS = {  # what the two towers have besides layers
+_NAMES = {  # how names of weights begin, and the same of a CLIPModel
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.conv1.": "vision_model.embeddings.patch_embedding.",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.ln_pre.": "vision_model.pre_layrnorm.",
+    "visual.transformer.resblocks.": "vision_model.encoder.layers.",
+    "visual.ln_post.": "vision_model.post_layernorm.",
     "visual.proj": "visual_projection.weight",
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "token_embedding.": "text_model.embeddings.token_embedding.",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "transformer.resblocks.": "text_model.encoder.layers.",
+    "ln_final.": "text_model.final_layer_norm.",
     "text_projection": "text_projection.weight",
-    "logit_scale": "logit_scale",
-}
-_TRANSPOSED = ("visual.proj", "text_projection")
-_NORMS = {
-    "visual.ln_pre": "vision_model.pre_layrnorm",
-    "visual.ln_post": "vision_model.post_layernorm",
-    "ln_final": "text_model.final_layer_norm",
-}
-_LAYERS = {
-    "visual.transformer.resblocks": "vision_model.encoder.layers",
-    "transformer.resblocks": "text_model.encoder.layers",
 }
 _PARTS = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
+    ".ln_1.": ".layer_norm1.",
+    ".ln_2.": ".layer_norm2.",
+    ".attn.": ".self_attn.",
+    ".c_fc.": ".fc1.",
+    ".c_proj.": ".fc2.",
 }
+_TRANSPOSED = ("visual.proj", "text_projection")
 _READ = {  # the fields that a CLIP has, too, and those that change nothing here
     *(
         "layers",
@@ -97,7 +92,7 @@ def _convert(place: Path, folder: Path, content: dict[str, Any], file: Path) -> 
         tokenizer.model_max_length = config.text_config.max_position_embeddings
     with explained(f"{folder} is in open_clip's format", str(folder)):
         model = CLIPModel(config)
-        model.load_state_dict(_renamed(load_file(file), config))
+        model.load_state_dict(_to_clip(load_file(file)))
     model.save_pretrained(place)
     seen, side = content.get("preprocess_cfg", {}), config.vision_config.image_size
     own: Any = {f"image_{each}": seen[each] for each in ("mean", "std") if each in seen}
@@ -141,32 +136,28 @@ def _config(name: str, given: dict[str, Any]) -> CLIPConfig:
     )
 
 
-def _names(config: Any) -> dict[str, list[str]]:
-    """Return CLIP's name of each of open_clip's weights; three where that is one matrix."""
-    found = {theirs: [ours] for theirs, ours in _TOWERS.items()}
-    towers = zip(_LAYERS.items(), (config.vision_config, config.text_config), strict=True)
-    places = [
-        (f"{theirs}.{at}", f"{ours}.{at}") for (theirs, ours), own in towers for at in range(own.num_hidden_layers)
-    ]
-    for kind in ("weight", "bias"):
-        found |= {f"{theirs}.{kind}": [f"{ours}.{kind}"] for theirs, ours in _NORMS.items()}
-        for theirs, ours in places:
-            found |= {f"{theirs}.{part}.{kind}": [f"{ours}.{own}.{kind}"] for part, own in _PARTS.items()}
-            found[f"{theirs}.attn.in_proj_{kind}"] = [f"{ours}.self_attn.{side}_proj.{kind}" for side in "qkv"]
-    return found
+def _renamed(name: str, to_clip: bool) -> str:
+    """Return a weight's name in a CLIPModel, or the other way."""
+    starts, parts = ([pair if to_clip else pair[::-1] for pair in table.items()] for table in (_NAMES, _PARTS))
+    start, other = next((pair for pair in starts if name.startswith(pair[0])), ("", ""))
+    name = other + name.removeprefix(start)
+    for one, replacement in parts:
+        name = name.replace(one, replacement)
+    return name
 
 
-def _renamed(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+def _to_clip(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return open_clip's weights under CLIP's names."""
-    # Of its class with a text tower apart
-    weights = {name.removeprefix("text."): value for name, value in weights.items()}
-    names, found = _names(config), dict[str, Tensor]()
-    if unknown := weights.keys() - names.keys() - {"attn_mask", "logit_bias"}:
-        raise ValueError(f"it has {min(unknown)}, and CLIP has no such weight")
-    for theirs, ours in names.items():
-        value = weights[theirs].T if theirs in _TRANSPOSED else weights[theirs]
-        parts = value.chunk(3) if len(ours) == 3 else [value.squeeze() if theirs == "logit_scale" else value]
-        found |= {name: part.contiguous() for name, part in zip(ours, parts, strict=True)}
+    found = dict[str, Tensor]()
+    for name, value in weights.items():
+        name = name.removeprefix("text.")  # of its class with a text tower apart
+        if name in ("attn_mask", "logit_bias"):
+            continue
+        value = value.squeeze() if name == "logit_scale" else value.T if name in _TRANSPOSED else value
+        ours = _renamed(name, True)
+        sides = [ours.replace("in_proj_", f"{side}_proj.") for side in "qkv"] if "in_proj_" in ours else [ours]
+        parts = value.chunk(3) if len(sides) == 3 else [value]
+        found |= {side: part.contiguous() for side, part in zip(sides, parts, strict=True)}
     return found
 
 
@@ -201,17 +192,19 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
             "layers": text.num_hidden_layers,
             "mlp_ratio": text.intermediate_size / text.hidden_size,
             **({} if by_highest else {"pool_type": "eos", "eos_id": eos}),
-            **(
-                {} if text.vocab_size == 49408 else {"hf_tokenizer_name": "."}
-            ),  # not CLIP's own, which open_clip carries
+            **({} if text.vocab_size == 49408 else {"hf_tokenizer_name": "."}),  # CLIP's own is in open_clip
         },
     }
     seen = {"mean": mean, "std": std, "interpolation": "bicubic", "resize_mode": "shortest"}
     content = json.dumps({"model_cfg": config, "preprocess_cfg": seen}, indent=2)
     (folder / CONFIG).write_text(content + "\n", encoding="utf-8")
     own, weights = stock.state_dict(), dict[str, Tensor]()
-    for theirs, ours in _names(stock.config).items():
-        value = torch.cat([own[name] for name in ours]) if len(ours) == 3 else own[ours[0]]
+    for name, value in own.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        if ".q_proj." in name:
+            value = torch.cat([own[name.replace(".q_proj.", f".{side}_proj.")] for side in "qkv"])
+        theirs = _renamed(name.replace(".q_proj.", ".in_proj_"), False)
         weights[theirs] = (value.T if theirs in _TRANSPOSED else value).contiguous()
     save_file(weights, folder / WEIGHTS[0])
     processor.tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]

@@ -5,13 +5,11 @@ read, and no Python code of others by default; `transformers` would ask on the t
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import (
     MODEL_MAPPING,
     AutoConfig,
@@ -22,7 +20,6 @@ from transformers import (
     ViTConfig,
 )
 
-from mm_utils.model.join import probe_input
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
@@ -70,34 +67,16 @@ def load_tower(name: str, tower: str, trust_remote_code: bool = False) -> tuple[
         raise ValueError(
             f"{flag}; it holds no weights of a {config.model_type}. Choose a checkpoint of that backbone."
         )
-    in_tokens, in_pooler = _split_missing(model, tower, missing)
-    if in_tokens:
+    # The token in place of masked patches takes no part.
+    if lacking := [key for key in missing if "pooler" not in key and "mask" not in key]:
         raise ValueError(
-            f"{flag}; it lacks {len(in_tokens)} weights of a {config.model_type}, such as {in_tokens[0]}, and random ones would "
+            f"{flag}; it lacks {len(lacking)} weights of a {config.model_type}, such as {lacking[0]}, and random ones would "
             "take their place. Choose another checkpoint."
         )
-    if in_pooler:
+    without_pooler = any("pooler" in key for key in missing)
+    if without_pooler:
         logger.info("%s; it holds no weights of a pooler, so its outputs are pooled by their mean", flag)
-    return model, "mean" if in_pooler else "auto"
-
-
-def _split_missing(model: PreTrainedModel, tower: str, missing: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the missing weights that tokens need, and those that only the pooled output needs.
-
-    Others, such as the token in place of masked patches, take no part.
-    """
-    weights = {name: weight for name, weight in model.named_parameters() if name in missing}
-    if not weights:
-        return [], []
-    model.eval()
-    output = model(**probe_input(model, tower), output_hidden_states=True, return_dict=True)
-    reached = []
-    for value in (output["last_hidden_state"], output.get("pooler_output")):
-        found: Sequence[Tensor | None] = [None] * len(weights)
-        if value is not None and value.requires_grad:
-            found = torch.autograd.grad(value.sum(), list(weights.values()), retain_graph=True, allow_unused=True)
-        reached.append([name for name, gradient in zip(weights, found, strict=True) if gradient is not None])
-    return reached[0], [name for name in reached[1] if name not in reached[0]]
+    return model, "mean" if without_pooler else "auto"
 
 
 def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

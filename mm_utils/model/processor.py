@@ -124,10 +124,6 @@ def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImagePr
                 own = AutoVideoProcessor.from_pretrained(name, **kind)  # of some video backbones the only one
         return _center_square_processor(own, args.image_size, what)
     size = args.image_size or vision_preset(args, medium).get("image_size")
-    if isinstance(size, list):
-        raise ValueError(
-            f"--vision_config is {args.vision_config}, whose image_size is {size}; here {medium}s are squares. Give one number."
-        )
     return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
 
 
@@ -173,24 +169,18 @@ def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
 
     They are measured: classes rescale or not, by 1/255 or to [-1, 1], normalise or not, or twice, or reorder the colours.
     """
-    for name, lowest in (("image_mean", -math.inf), ("image_std", 0)):
-        values = getattr(own, name, None)
-        if values is not None and not all(lowest < value < math.inf for value in np.ravel(values)):
-            raise ValueError(
-                f"{what}; its {name} is {values}, by which no image is normalised. Copy its preprocessor_config.json again, or choose "
-                "another model."
-            )
     black, white, *colours = (_value_of(own, colour, what) for colour in _COLOURS)
     scale = [high - low or 1.0 for low, high in zip(black, white, strict=True)]
     measured = [0.0 - low / gain for low, gain in zip(black, scale, strict=True)], [1 / gain for gain in scale]
     given = getattr(own, "image_mean", None) or [0.5] * 3, getattr(own, "image_std", None) or [0.5] * 3
     for mean, std in (given, measured):  # the given ones have no rounding
-        expected = (np.array(_COLOURS) / 255 - mean) / std
-        if np.allclose(expected, [black, white, *colours], atol=1e-3):
+        with np.errstate(all="ignore"):
+            expected = (np.array(_COLOURS) / 255 - mean) / std
+        if np.isfinite(expected).all() and np.allclose(expected, [black, white, *colours], atol=1e-3):
             return list(mean), list(std)
     raise ValueError(
-        f"{what}; its {type(own).__name__} swaps or mixes colours, and here images are RGB, normalised by mean and standard "
-        "deviation. Choose another backbone."
+        f"{what}; its {type(own).__name__}, with a mean of {given[0]} and a standard deviation of {given[1]}, does not make "
+        "RGB images that these normalise. Choose another backbone."
     )
 
 

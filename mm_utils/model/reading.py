@@ -19,14 +19,13 @@ import io
 import math
 import os
 import re
-import struct
 import urllib.request
 import wave
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -277,14 +276,14 @@ def center_of(width: int, height: int, size: int) -> tuple[int, int, int, int]:
 
 TOLERANCE = 0.25  # seconds by which a span may leave its medium: annotators round
 _DEMUXERS = (
-    "mov,mp4,matroska,webm,avi,asf,flv,mpegts,mpeg,ogg,flac,mp3,aac,wav,w64,aiff,au,caf,amr,amrnb,amrwb,ac3,eac3"
+    "mov,mp4,matroska,webm,avi,asf,flv,mpegts,mpeg,gif,ogg,flac,mp3,aac,wav,w64,aiff,au,caf,amr,amrnb,amrwb,ac3,eac3"
 )
 _OWN_CLOCK = ("mov", "matroska", "avi", "asf", "flv")
 _CUT_OUT = 1.0  # second
 _MAGIC = re.compile(  # AVIF and HEIF, which begin with ftyp, too, are pictures
     rb"(RIFF|RF64)....WAVE|RIFF....AVI |....(ftyp(?!avi[fs]|hei[cmsx]|hev[cmsx]|mif1|msf1)|moov|mdat|wide|free|skip)"
     rb"|\x1aE\xdf\xa3|OggS|fLaC|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]|\xff[\xf0\xf1\xf8\xf9]|FORM....AIF[FC]|\.snd|caff"
-    rb"|#!AMR|\x0bw|0&\xb2u\x8ef\xcf\x11|FLV\x01|G.{187}G|\0\0\x01\xba",
+    rb"|GIF8|#!AMR|\x0bw|0&\xb2u\x8ef\xcf\x11|FLV\x01|G.{187}G|\0\0\x01\xba",
     re.DOTALL,
 )
 _MOST_STREAMS = 64
@@ -327,6 +326,8 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
         raise UnreadableError(f"it begins with {content[:16]!r}", "medium_unknown_format")
     if content[4:8] in (b"ftyp", b"mdat", b"wide", b"free", b"skip") and b"moov" not in content:
         raise UnreadableError("MP4 without its index, which programs write last", "medium_truncated")
+    if content[:4] == b"GIF8" and content.rstrip(b"\0")[-1:] != b";":
+        raise UnreadableError("GIF without its end", "medium_truncated")
     try:  # also hides it from what transformers wants installed before it loads any model with this file
         import av
     except ImportError as error:
@@ -401,11 +402,18 @@ def _decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Ite
             container.seek(int(max(0.0, start + zero - _SEEK_BACK) * 1e6))
         except OSError:  # of FFmpeg: then everything is decoded from the beginning
             container.seek(0)
-    for packet in _packets(container, stream):
+    packets = iter(container.demux(stream))
+    while True:
+        try:
+            packet = next(packets)
+        except MemoryError:
+            raise
+        except Exception:  # StopIteration; of a file that breaks off, see `_opened`
+            break
         count += 1
         try:
             frames = packet.decode()
-        except Exception as error:  # see `_opened`
+        except Exception as error:
             failed += 1
             if failed > max(2, _MOST_DAMAGED * count):
                 text = f"{failed:,} of {count:,} packets: {decoder_message(error)}"
@@ -415,16 +423,6 @@ def _decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Ite
             yield None if frame.pts is None else float(frame.pts * frame.time_base) - zero, frame
     if failed:
         notes.append("packets_skipped")
-
-
-def _packets(container: Any, stream: Any) -> Iterator[Any]:
-    """Yield the packets of a stream; a file that breaks off ends there."""
-    try:
-        yield from container.demux(stream)
-    except MemoryError:
-        raise
-    except Exception:  # see `_opened`
-        return
 
 
 # -- clips --------------------------------------------------------------------------------------------------------------
@@ -455,8 +453,6 @@ def read_frames(
 ) -> Iterator[Frame]:
     """Yield the frames of a clip's file at `start`, `start` + 1 / fps, ... before `end`, by its own clock; see `at_rate`.
 
-    Animated GIF, WebP and PNG files are read by Pillow, all else by PyAV.
-
     Args:
         content: the whole file.
         fps: frames a second of the result.
@@ -472,10 +468,6 @@ def read_frames(
     if end is not None:
         check_length(end - (start or 0.0), max_seconds)
     notes, begin = [] if notes is None else notes, start or 0.0
-    header = None if _MAGIC.match(content) else _animation_header(content)
-    if header is not None:
-        yield from at_rate(_animation(header, max_pixels), fps, begin, end, max_seconds)
-        return
     with _opened(content, "video") as (container, stream):
         said = _declared_end(container, stream)
         if said is not None and end is None:
@@ -532,72 +524,28 @@ def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: li
             raise UnreadableError(f"{pixels:,} in all frames", "too_many_pixels")
         time = last + 1 / float(rate) if stamp is None else stamp
         lasts = float(frame.duration * frame.time_base) if frame.duration else 1 / float(rate)
-        last, turn = time, _turn_of(frame)
-        if turn is not None and "turned" not in notes:
+        last, turns = (
+            time,
+            round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 360 else 0,
+        )  # a matrix of zeros: NaN
+        if turns and "turned" not in notes:
             notes.append("turned")
-        yield Frame(time, time + lasts, partial(_upright, frame, stream.sample_aspect_ratio, turn))
+        yield Frame(time, time + lasts, partial(_upright, frame, stream.sample_aspect_ratio, turns))
 
 
-def _upright(frame: Any, shape: Any, turn: Image.Transpose | None) -> Image.Image:
-    """Return a frame of PyAV as RGB, turned, with square pixels; `shape` is the width of one over its height."""
+def _upright(frame: Any, shape: Any, turns: int) -> Image.Image:
+    """Return a frame of PyAV as RGB, turned by quarters, with square pixels; `shape` is the width of one over its height."""
     try:
-        image: Image.Image = frame.to_image()
+        image = (
+            _flatten(Image.fromarray(frame.to_ndarray(format="rgba")), [])
+            if frame.format.name == "bgra"
+            else frame.to_image()
+        )
     except Exception as error:  # see `_opened`
         raise UnreadableError(f"a frame: {decoder_message(error)}", "medium_unreadable") from error
     if shape and shape != 1 and 0.25 <= shape <= 4:
         image = image.resize((max(1, round(image.width * float(shape))), image.height), Image.Resampling.BICUBIC)
-    return image if turn is None else image.transpose(turn)
-
-
-def _turn_of(frame: Any) -> Image.Transpose | None:
-    """Return what the display matrix of a frame of PyAV does to it: a turn, or the mirror of a front camera; None if nothing."""
-    parts = [bytes(each) for each in frame.side_data if each.type.name == "DISPLAYMATRIX"]
-    a, b, _, c, d, *_ = struct.unpack("=9i", parts[0][:36]) if parts else (1, 0, 0, 0, 1)
-    if a * d < b * c:
-        along, across = (_Turn.FLIP_LEFT_RIGHT, _Turn.FLIP_TOP_BOTTOM), (_Turn.TRANSVERSE, _Turn.TRANSPOSE)
-        return along[a > 0] if abs(a) >= abs(b) else across[b > 0]
-    turns = round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 360 else 0  # a matrix of zeros turns by no angle
-    return (_Turn.ROTATE_90, _Turn.ROTATE_180, _Turn.ROTATE_270)[turns - 1] if turns else None
-
-
-def _animation_header(content: bytes) -> Image.Image | None:
-    """Return the header of an animated GIF, WebP or PNG file; None if it is no picture at all."""
-    try:
-        header = Image.open(io.BytesIO(content), formats=("GIF", "WEBP", "PNG", "JPEG", "BMP", "TIFF", "AVIF"))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UnreadableError(decoder_message(error), "too_many_pixels") from error
-    except Exception as error:  # decoders raise no closed set of errors
-        if content[:4] in (b"GIF8", b"\x89PNG") or (content[:4] == b"RIFF" and content[8:12] == b"WEBP"):
-            raise UnreadableError("an animation with a damaged header", "medium_unreadable") from error
-        return None
-    if header.format not in ("GIF", "WEBP", "PNG") or not getattr(header, "is_animated", False):
-        raise UnreadableError(f"a still picture, {header.format}", "no_video_stream")
-    return header
-
-
-def _animation(header: Image.Image, max_pixels: int) -> Iterator[Frame]:
-    """Yield the frames of an animation, transparency on white."""
-    _check_pixels(*header.size, max_pixels)
-    time = 0.0
-    for at in count():
-        try:
-            header.seek(at)
-            header.load()
-        except EOFError as error:
-            if at < 2:
-                raise UnreadableError(f"{header.format}: {decoder_message(error)}", "medium_truncated") from error
-            return
-        except Exception as error:  # see `_animation_header`
-            text = decoder_message(error)
-            reason = "medium_truncated" if "truncated" in text.lower() else "medium_unreadable"
-            raise UnreadableError(f"{header.format}, frame {at}: {text}", reason) from error
-        pixels = (at + 1) * header.width * header.height
-        if pixels > _MOST_PIXELS_IN_ALL:
-            raise UnreadableError(f"{pixels:,} in all frames", "too_many_pixels")
-        asked = float(header.info.get("duration") or 0) / 1000
-        lasts = 0.1 if asked < 0.011 else asked  # as browsers show a GIF that asks for less
-        yield Frame(time, time + lasts, partial(_flatten, header.convert("RGBA"), []))
-        time += lasts
+    return image.transpose((_Turn.ROTATE_90, _Turn.ROTATE_180, _Turn.ROTATE_270)[turns - 1]) if turns else image
 
 
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:
@@ -685,10 +633,8 @@ def read_sound(
 def _stored(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
     """Return samples `[n]` of one rate at another one, as prepared sets store them: int16."""
     if own != rate:
-        try:
-            from scipy.signal import resample_poly
-        except ImportError as error:
-            raise ImportError(f"a sound of {own} Hz is resampled by scipy to {rate}. pip install scipy.") from error
+        from scipy.signal import resample_poly
+
         samples = resample_poly(samples, rate, own)
     return (samples * 32768).round().clip(-32768, 32767).astype(np.int16)
 
@@ -746,7 +692,6 @@ def _read_stream(
     content: bytes, start: float | None, end: float | None, most: float, notes: list[str]
 ) -> tuple[np.ndarray, int]:
     """Decode the best stream of sound of a file and put it on the clock: float32 `[n]`, and its rate."""
-    _check_one_ogg(content)
     begin, pieces, count, rate = start or 0.0, [np.empty(0, np.float32)], 0, 0
     longest, limit = most + TOLERANCE if end is None else end - begin, 0
     with _opened(content, "audio") as (container, stream):
@@ -781,13 +726,6 @@ def _read_stream(
     surplus = len(samples) - round(((said or 0.0) - begin) * rate)
     # The last packet of Ogg Vorbis is longer than the sound in it.
     return samples[: len(samples) - surplus] if 0 < surplus < _SURPLUS * rate else samples, rate
-
-
-def _check_one_ogg(content: bytes) -> None:
-    """Refuse what recorders of radio write; decoders mix the times of its parts."""
-    pages = re.finditer(rb"OggS\0(.)", content, re.DOTALL) if content[:4] == b"OggS" else ()
-    if any(begins and not before for before, begins in pairwise(page[1][0] & 2 for page in pages)):
-        raise UnreadableError("several Ogg files one behind another; join them with ffmpeg", "medium_unreadable")
 
 
 def _mono(frame: Any) -> np.ndarray:

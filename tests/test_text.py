@@ -27,7 +27,7 @@ from mm_utils.run.start import run_script, set_up_logging
 from mm_utils.text import markdown_text, no_formula, one_line, publishable, redact, shortened, without_secrets
 from scripts import pretrain
 from tests.kit.corpora import write_corpus
-from tests.kit.hub import TOKEN, HubServer
+from tests.kit.hub import TOKEN, Hub
 from tests.kit.stock_folders import write_stock
 from tests.kit.trackers import FakeTracker
 
@@ -65,7 +65,7 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_run_leaves_no_secret_in_any_byte(
-    server: HubServer,
+    server: Hub,
     canaries: None,
     tiny_flags: list[str],
     tmp_path: Path,
@@ -77,7 +77,7 @@ def test_a_run_leaves_no_secret_in_any_byte(
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType("wandb")])
     monkeypatch.setattr(FakeTracker, "calls", [])
     monkeypatch.setattr(FakeTracker, "faults", {"log": f"401 for https://api:{KEY}@wandb.example"})
-    server.fail("/commit/", 503, times=100)  # quotes the token
+    server.faults += ["upload_folder"] * 100  # quotes the token
     monkeypatch.chdir(tmp_path)
     address = f"https://someone:{PASSWORD}@example.org/pairs.jsonl"  # to the file system, a path like any other
     write_corpus(Path(address).parent)
@@ -93,9 +93,7 @@ def test_a_run_leaves_no_secret_in_any_byte(
     assert leaks(tmp_path / "out", log.getvalue(), captured.out, captured.err, repr(FakeTracker.calls)) == []
 
 
-def test_a_pushed_run_names_no_folder_of_this_machine(
-    server: HubServer, tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_a_pushed_run_names_no_folder_of_this_machine(server: Hub, tiny_flags: list[str], tmp_path: Path) -> None:
     clip = write_stock(tmp_path / "clip", "clip")
     towers = ["--vision_model_name_or_path", clip, "--text_model_name_or_path", clip, "--save_steps", "2"]
     push = ["--eval_steps", "2", "--push_to_hub", "--hub_strategy", "checkpoint", "--hub_model_id", "tester/run"]

@@ -15,8 +15,8 @@ from torch.nn.functional import interpolate
 
 from mm_utils.export.without_torch import bicubic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from tests.kit.awkward import TEXTS as AWKWARD
-from tests.kit.awkward import awkward_pictures
+from tests.kit.fault_images import TEXTS as AWKWARD
+from tests.kit.fault_images import awkward_pictures
 
 BLOCKER = """
 import sys

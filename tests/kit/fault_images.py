@@ -1,11 +1,10 @@
-"""Image files with one thing wrong with each, and odd ones that are whole; all are made of one smooth random picture."""
+"""Image files with one thing wrong with each, odd ones that are whole, and awkward texts; all pictures are smooth and random."""
 
 import io
 import struct
 import zlib
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, features
@@ -25,6 +24,9 @@ _TURNS = {
 }
 
 
+_BEST: dict[str, Any] = {"quality": 95, "subsampling": 0}
+
+
 class Broken(NamedTuple):
     """A file that must not be used: why, and its bytes."""
 
@@ -34,10 +36,9 @@ class Broken(NamedTuple):
 
 
 class Odd(NamedTuple):
-    """A file that must be used: how its name ends, the notes on it, and what it shows if not the picture itself."""
+    """A file that must be used: the notes on it, and what it shows if not the picture itself."""
 
     kind: str
-    suffix: str
     make: Make
     notes: tuple[str, ...] = ()
     shows: Change = lambda picture: picture
@@ -72,7 +73,7 @@ def grey(shade: int) -> bytes:
 
 def jpeg(picture: Image.Image) -> bytes:
     """Baseline, with full colour."""
-    return save(picture, "JPEG", quality=95, subsampling=0)
+    return save(picture, "JPEG", **_BEST)
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
@@ -84,20 +85,20 @@ def _png_of(width: int, height: int, data: bytes = b"", depth: int = 8, colour: 
     return b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", data) * bool(data) + _chunk(b"IEND", b"")
 
 
-def _with_chunk(whole: bytes, chunk: bytes) -> bytes:
-    """A PNG with a chunk behind its header, which takes 8 + 25 bytes."""
-    return whole[:33] + chunk + whole[33:]
+def _with_chunk(chunk: bytes) -> Make:
+    """PNGs with a chunk behind the header, which takes 8 + 25 bytes."""
+    return lambda picture: png(picture)[:33] + chunk + png(picture)[33:]
 
 
 def _flipped(at: int) -> Make:
     return lambda picture: (lambda whole: whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])(png(picture))
 
 
-def _jpeg_of_size(picture: Image.Image, width: int, height: int) -> bytes:
+def _jpeg_of_65_000(picture: Image.Image) -> bytes:
     """A JPEG whose header lies about its size."""
     whole = jpeg(picture)
     at = whole.index(b"\xff\xc0") + 5
-    return whole[:at] + struct.pack(">HH", height, width) + whole[at + 4 :]
+    return whole[:at] + struct.pack(">HH", 65_000, 65_000) + whole[at + 4 :]
 
 
 def _with_thumbnail(picture: Image.Image) -> bytes:
@@ -119,14 +120,19 @@ def jpeg_with_inner_damage(picture: Image.Image) -> bytes:
     return whole[:middle] + bytes(range(100, 200)) + whole[middle + 100 :]
 
 
-def _with_exif(picture: Image.Image, orientation: int) -> bytes:
+def turn(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    stored = picture.resize((256, 192)).transpose(_TURNS[orientation])  # may be decoded at a reduced scale
-    return save(stored, "JPEG", quality=95, subsampling=0, exif=exif)
+    return exif
 
 
-def _animated(form: str) -> Make:
+def _turned(orientation: int) -> Make:
+    """Makes JPEGs that may be decoded at a reduced scale."""
+    change = _TURNS[orientation]
+    return saved("JPEG", lambda picture: picture.resize((256, 192)).transpose(change), **_BEST, exif=turn(orientation))
+
+
+def _several(form: str) -> Make:
     """Makes files of the picture, its negative and its mirror image."""
     return lambda picture: save(
         picture, form, save_all=True, append_images=[ImageOps.invert(picture), ImageOps.mirror(picture)], quality=95
@@ -144,12 +150,6 @@ def _faded(picture: Image.Image) -> Image.Image:
     return faded
 
 
-def _clear(picture: Image.Image) -> Image.Image:
-    coloured = picture.quantize(32)
-    coloured.info["transparency"] = 3
-    return coloured
-
-
 def _on_white(change: Change) -> Change:
     def shown(picture: Image.Image) -> Image.Image:
         layer = change(picture).convert("RGBA")
@@ -158,23 +158,13 @@ def _on_white(change: Change) -> Change:
     return shown
 
 
-_grey = _converted("L")
-
-
 def _numbers(dtype: type, low: float, high: float) -> Change:
     """Grey values from `low` to `high`."""
-    stretched = lambda picture: np.asarray(_stretched(picture), np.float64) / 255  # noqa: E731
-    return lambda picture: Image.fromarray((low + stretched(picture) * (high - low)).astype(dtype))
-
-
-def _with_nan(picture: Image.Image) -> Image.Image:
-    values = np.asarray(_grey(picture)).astype(np.float32) / 255
-    values[0, 0] = np.nan
-    return Image.fromarray(values)
+    return lambda picture: Image.fromarray((low + np.asarray(_stretched(picture)) / 255 * (high - low)).astype(dtype))
 
 
 def _stretched(picture: Image.Image) -> Image.Image:
-    return ImageOps.autocontrast(_grey(picture))
+    return ImageOps.autocontrast(picture.convert("L"))
 
 
 def _cut(form: str, share: float) -> Make:
@@ -213,20 +203,22 @@ _REASONS: dict[str, dict[str, bytes | Make]] = {
     "image_corrupt": {"a PNG with a flipped byte": _flipped(900), "a flipped byte in the header": _flipped(18)},
     "image_unreadable": {
         "a PNG of what is not a deflate stream": _png_of(64, 48, b"no deflate stream"),
-        "a TIFF with a value that is not a number": saved("TIFF", _with_nan),
-        "a PNG with 100 MB of compressed text": lambda picture: _with_chunk(png(picture), _TEXT),
+        "a TIFF with a value that is not a number": saved(
+            "TIFF", lambda picture: Image.fromarray(np.full((48, 64), np.nan, np.float32))
+        ),
+        "a PNG with 100 MB of compressed text": _with_chunk(_TEXT),
         **({"a HEIC": _HEIC} if "HEIF" in FORMATS else {}),
     },
     "too_many_pixels": {
         "a PNG header of 50,000 x 50,000": _png_of(50_000, 50_000),
-        "a JPEG header of 65,000 x 65,000": lambda picture: _jpeg_of_size(picture, 65_000, 65_000),
+        "a JPEG header of 65,000 x 65,000": _jpeg_of_65_000,
         "a PNG of 9,000 x 9,000, which Pillow would take": _png_of(9000, 9000, _WHITE, depth=1, colour=0),
         "a GIF header of 65,535 x 65,535": lambda picture: b"GIF89a" + b"\xff" * 4 + save(picture, "GIF")[10:],
     },
     "too_many_parts": {
         "a JPEG of 600 scans": _jpeg_of_many_scans,
         "a JPEG of 100 kB of filler": lambda picture: b"\xff\xd8" + b"\xff" * 100_000 + jpeg(picture)[2:],
-        "a PNG of 60,000 parts": lambda picture: _with_chunk(png(picture), _chunk(b"tEXt", b"a\0b") * 60_000),
+        "a PNG of 60,000 parts": _with_chunk(_chunk(b"tEXt", b"a\0b") * 60_000),
     },
     "zero_size": {"a PNG without width": _png_of(0, 48), "a PNG without height": _png_of(48, 0)},
     "too_small": {"a tracking pixel": _sized(1, 1, "GIF"), "an image of 64 x 15": _sized(64, 15)},
@@ -242,62 +234,60 @@ _SHOWN = {"too_small", "extreme_aspect", "too_many_parts", _ZEROS}
 UNDECODABLE = [case for case in BROKEN if not {case.reason, case.kind} & _SHOWN]
 
 
-def _same(picture: Image.Image) -> Image.Image:
-    return picture
-
-
-def _indexed(picture: Image.Image) -> Image.Image:
-    return picture.quantize(64)
-
-
-def _glass(picture: Image.Image) -> Image.Image:
-    return _faded(picture).convert("LA")
-
-
+_same, _grey, _cmyk, _bit = (_converted(mode) for mode in ("RGB", "L", "CMYK", "1"))
+_glass: Change = lambda picture: _faded(picture).convert("LA")  # noqa: E731
+_indexed: Change = lambda picture: picture.quantize(64)  # noqa: E731
 # What is odd, the format, what is saved in it, the notes, what is shown, options of the format.
 _SAVED: list[tuple[str, str, Change, str, Change, dict[str, object]]] = [
     ("progressive", "JPEG", _same, "", _same, {"progressive": True}),
     ("grey", "JPEG", _grey, "", _grey, {}),
-    ("a BMP", "BMP", _same, "", _same, {}),
-    ("a WebP", "WEBP", _same, "", _same, {}),
-    ("a TIFF", "TIFF", _same, "", _same, {}),
+    *((f"a {form}", form, _same, "", _same, {}) for form in ("BMP", "WEBP", "TIFF")),
     ("a photograph", "JPEG", lambda picture: picture.resize((1600, 1200)), "", _same, {}),
-    ("print colours", "JPEG", _converted("CMYK"), "cmyk_converted", _same, {}),
-    ("print colours in a TIFF", "TIFF", _converted("CMYK"), "cmyk_converted", _same, {}),
+    ("print colours", "JPEG", _cmyk, "cmyk_converted", _same, {}),
+    ("print colours in a TIFF", "TIFF", _cmyk, "cmyk_converted", _same, {}),
     ("opaque transparency", "PNG", _converted("RGBA"), "", _same, {}),
     ("16 bits", "PNG", _numbers(np.uint16, 0, 65535), "sixteen_bit_scaled", _stretched, {}),
     ("16 bits in 32", "TIFF", _numbers(np.int32, 0, 65535), "sixteen_bit_scaled", _stretched, {}),
     ("32-bit integers", "TIFF", _numbers(np.int32, -1000, 1000), "float_scaled", _stretched, {}),
     ("floats beyond 1", "TIFF", _numbers(np.float32, 3, 7), "float_scaled", _stretched, {}),
     ("floats", "TIFF", _numbers(np.float32, 0, 1), "float_scaled", _stretched, {}),
-    ("one bit", "PNG", _converted("1"), "", _converted("1"), {}),
+    ("one bit", "PNG", _bit, "", _bit, {}),
     ("a palette", "PNG", _indexed, "palette_converted", _indexed, {}),
-    ("a clear palette", "PNG", _clear, "palette_converted alpha_on_white", _on_white(_clear), {}),
     ("transparency", "PNG", _faded, "alpha_on_white", _on_white(_faded), {}),
     ("grey glass", "PNG", _glass, "alpha_on_white", _on_white(_glass), {}),
     ("unreadable EXIF", "JPEG", _same, "", _same, {"exif": b"Exif\0\0garbage" * 3}),
     ("an unreadable colour profile", "PNG", _same, "", _same, {"icc_profile": b"garbage" * 9}),
     *([("an AVIF", "AVIF", _same, "", _same, {})] if features.check("avif") else []),
 ]
-_FRAMES = {"GIF": ("animated_first_frame", "palette_converted"), "TIFF": ("multi_page_first",)}
-_FRAMES |= {"WEBP": ("animated_first_frame",), "PNG": ("animated_first_frame",), "MPO": ("multi_page_first",)}
+_FRAMES = {"GIF": "animated_first_frame palette_converted", "TIFF": "multi_page_first"}
+_FRAMES |= {"WEBP": "animated_first_frame", "PNG": "animated_first_frame", "MPO": "multi_page_first"}
 ODD = [
     *(
-        Odd(kind, f".{form}", saved(form, change, quality=95, **options), tuple(notes.split()), shows)
+        Odd(kind, saved(form, change, quality=95, **options), tuple(notes.split()), shows)
         for kind, form, change, notes, shows, options in _SAVED
     ),
-    Odd("a JPEG named .png", ".png", jpeg),
-    Odd("a name without a suffix", "", png),
-    Odd("a JPEG with a thumbnail", ".jpg", _with_thumbnail),
+    Odd("a JPEG with a thumbnail", _with_thumbnail),
     *(
-        Odd(
-            f"bytes behind a {form}",
-            f".{form}",
-            lambda picture, f=form: save(picture, f) + b"rest",
-            ("trailing_bytes",),
-        )
+        Odd(f"bytes behind a {form}", lambda picture, f=form: save(picture, f) + b"rest", ("trailing_bytes",))
         for form in ("JPEG", "PNG", "WEBP")
     ),
-    *(Odd(f"EXIF {turn}", ".jpg", partial(_with_exif, orientation=turn), ("exif_rotated",)) for turn in _TURNS),
-    *(Odd(f"several in a {form}", f".{form}", _animated(form), notes) for form, notes in _FRAMES.items()),
+    *(Odd(f"EXIF {orientation}", _turned(orientation), ("exif_rotated",)) for orientation in _TURNS),
+    *(Odd(f"several in a {form}", _several(form), tuple(notes.split())) for form, notes in _FRAMES.items()),
+]
+
+
+def awkward_pictures() -> dict[str, bytes]:
+    """Whole files that many a reader reads otherwise: every door has to read them in one way."""
+    picture = draw(0, (70, 50))
+    sizes = {"tiny": (2, 1), "extreme aspect": (900, 9), "larger than it is shown": (410, 300)}
+    return {
+        **{case.kind: case.make(picture) for case in ODD},
+        **{f"turned {form}": save(picture, form, exif=turn(7)) for form in ("PNG", "WEBP")},
+        **{name: save(picture.resize(size), "JPEG") for name, size in sizes.items()},
+    }
+
+
+TEXTS = [
+    *("a red [SEP] circle", "[MASK] picture", "[PAD] [CLS]", "picture one " * 400, "picture" * 900, ""),
+    *("a 😀 picture 👩‍🚀", "cafe\u0301", "caf\u00e9", "图片", "qqq Жж", " PICTURE \n one\t", "a\0b", "picture seven"),
 ]

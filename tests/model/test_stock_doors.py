@@ -17,7 +17,7 @@ from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 from mm_utils.model.stock import to_dual_encoder
-from tests.kit.awkward import TEXTS as AWKWARD
+from tests.kit.fault_images import TEXTS as AWKWARD
 
 TEXTS = ["a red square left of a blue circle", "two green stars", *(text for text in AWKWARD if len(text) < 99)]
 PICTURES = [

@@ -1,6 +1,7 @@
 """What a run on pairs of one's own starts from, if its command names no start."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from mm_utils.arguments import parse_args, read_flat_yaml
 from mm_utils.run import flags, recipes
 from mm_utils.run.callbacks import flags_of_callbacks
 from scripts import pretrain
-from tests.kit.hub import HubServer
 from tests.kit.stock_folders import write_stock
 
 ROOT = Path(__file__).parents[2]
@@ -52,13 +52,16 @@ def test_what_cannot_be_had_is_one_line_that_says_what_to_do(corpus: Path) -> No
         pretrain.main(["--train_file", str(corpus)])
 
 
-def test_a_run_takes_its_start_from_the_hub(corpus: Path, server: HubServer, tmp_path: Path, monkeypatch) -> None:
-    """Both encoders are downloaded and frozen; the command line wins over the recipe."""
+def test_a_run_takes_its_start_from_the_hub(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    """Both encoders lie in the cache of the Hub and are frozen; the command line wins over the recipe."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     clip, recipe = Path(write_stock(tmp_path / "clip", "clip")), ROOT / "recipes/photographs.yaml"
     names = [str(entry.value) for entry in read_flat_yaml(str(recipe)).values()][:2]
     for name in names:
-        server.repos[name] = {path.name: path.read_bytes() for path in clip.iterdir() if path.is_file()}
+        cached = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
+        shutil.copytree(clip, cached / "snapshots" / "0")
+        (cached / "refs").mkdir()
+        (cached / "refs/main").write_text("0")
     words = ["--train_file", str(corpus), "--num_train_epochs", "2", "--output_dir", str(tmp_path / "out")]
     command = [sys.executable, str(ROOT / "scripts/pretrain.py"), *words, "--dataloader_num_workers", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

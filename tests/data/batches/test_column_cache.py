@@ -37,7 +37,7 @@ from mm_utils.data.batches.tokens import (
     tokenize_captions,
     tokenize_splits,
 )
-from tests.kit import awkward
+from tests.kit.fault_images import TEXTS as AWKWARD
 from tests.kit.numbered_rows import FEATURES, SIZE, new_tokenizer, png, rows_of
 
 disable_progress_bars()
@@ -211,7 +211,7 @@ def test_special_tokens_are_text_for_every_family(family: str) -> None:
 @pytest.mark.parametrize("most", [5, 64])
 def test_many_captions_at_once_are_tokenised_as_one_by_one(family: str, most: int) -> None:
     tokenizer: PreTrainedTokenizerBase = FAMILIES[family]()
-    texts = [*awkward.TEXTS, *tokenizer.all_special_tokens, "a a " * 200, ""]
+    texts = [*AWKWARD, *tokenizer.all_special_tokens, "a a " * 200, ""]
     many = encode_captions(tokenizer, texts, most)
     assert many == [ids for text in texts for ids in encode_captions(tokenizer, [text], most)]
     tokenizer("a a a", truncation=True, max_length=2)  # what a call leaves in the tokenizer changes nothing

@@ -169,7 +169,7 @@ DRAWN = st.lists(st.tuples(st.integers(0, 9), st.booleans(), NAMED_SPLITS, NAMES
 
 
 @given(drawn=DRAWN, seed=st.integers(0, 99))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_no_image_is_in_two_splits_and_none_is_lost(
     drawn: list[tuple[int, bool, str | None, str | None]], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -245,7 +245,7 @@ def test_blank_images_and_another_colour_are_no_copies() -> None:
     assert not len(near_pairs(prints))
 
 
-@pytest.mark.parametrize("radius", range(15))
+@pytest.mark.parametrize("radius", [0, 1, 8, 14])
 def test_hash_pairs_are_those_of_brute_force(radius: int) -> None:
     """A few hashes, and others that differ from one of them in up to 15 bits."""
     rng = np.random.default_rng(radius)
@@ -261,7 +261,7 @@ def test_hash_pairs_are_those_of_brute_force(radius: int) -> None:
 # -- groups and splits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_groups_are_the_connected_rows_and_cross_no_splits_once_leaks_are_dropped(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 40))

@@ -19,7 +19,7 @@ from mm_utils.data.prepare.report import measure, shared_captions, write_report
 from mm_utils.hub import DatasetHubArguments, push_data_set
 from scripts.prepare_data import main
 from tests.kit.corpora import write_corpus
-from tests.kit.hub import HubServer
+from tests.kit.hub import Hub
 from tests.kit.media_files import clip, media_rows, tone
 
 FEATURES = Features({
@@ -160,9 +160,9 @@ def test_the_card_shows_the_report_and_datasets_opens_the_folder_by_it(prepared:
     }
 
 
-def test_a_push_sends_all_but_what_was_set_aside(prepared: Path, server: HubServer) -> None:
+def test_a_push_sends_all_but_what_was_set_aside(prepared: Path, server: Hub) -> None:
     assert not push_data_set(str(prepared), DatasetHubArguments())
-    assert server.requests == []
+    assert server.calls == []
     assert push_data_set(str(prepared), DatasetHubArguments(push_to_hub=True))
     files = server.repos["tester/my-pairs"]
     assert (server.kinds["tester/my-pairs"], server.private["tester/my-pairs"]) == ("dataset", True)
@@ -175,10 +175,10 @@ def test_a_push_sends_all_but_what_was_set_aside(prepared: Path, server: HubServ
 
 
 def test_a_push_that_fails_names_the_command_for_later(
-    prepared: Path, server: HubServer, caplog: pytest.LogCaptureFixture
+    prepared: Path, server: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`tests/test_hub.py` runs such a command."""
-    server.fail("/commit/", 403)
+    server.faults.append("upload_folder")
     assert not push_data_set(str(prepared), DatasetHubArguments(push_to_hub=True, hub_dataset_id="tester/pairs"))
     _, _, command = caplog.text.partition("push it later with: ")
     flags = ["--repo-type", "dataset", "--private", "--exclude", "quarantine.jsonl", "--exclude", ".*"]

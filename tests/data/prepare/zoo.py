@@ -390,7 +390,7 @@ def _images(corpus: Corpus) -> None:
         path, lines = corpus.add(source, "pairs.jsonl"), []
         for case in cases:
             number, picture, caption = corpus.new()
-            name = f"Caf\u00e9 {number}, #1 of {{all}}{getattr(case, 'suffix', '.jpg')}"
+            name = f"Caf\u00e9 {number}, #1 of {{all}}.jpg"
             (path.parent / name).write_bytes(case.make(picture))
             lines.append(line(image=name, caption=caption))
             if source == "odd":

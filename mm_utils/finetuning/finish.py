@@ -20,7 +20,7 @@ from mm_utils.plots import plot_training
 from mm_utils.reports.model_card import EXAMPLES, CardInfo, EvaluatedData, an, data_names, write_model_card
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.commands import SOURCES
-from mm_utils.run.finish import EMBEDDED, chosen_on_validation, closing_lines, run_card
+from mm_utils.run.finish import chosen_on_validation, closing_lines, run_card
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def classification_card(
     rows, results = [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
-            data = EvaluatedData(*data_names(run.settings, EMBEDDED), split, {"rows": len(task.splits[split])})
+            data = EvaluatedData(*data_names(run.settings), split, {"rows": len(task.splits[split])})
             for measure in ("accuracy", "macro_f1"):
                 results.append(data.result(task_of_hub, measure, metrics[prefix + measure], measure))
             accuracy, low, high, f1, majority = (
@@ -100,7 +100,6 @@ def classification_card(
         vision_model=model.vision_model.config.model_type,
         text_model=model.text_model.config.model_type,
         results=results,
-        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         dataset_rows={name: len(split) for name, split in task.splits.items()},
         dataset_fingerprint=context.data.fingerprint,
         base_models=[start] if not Path(start).exists() else [],

@@ -23,6 +23,7 @@ RETRIEVAL_TAGS = ("dual-encoder", "contrastive-learning")
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
 STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
 MEASURES = ("recall@1", "recall@5", "recall@10")
+EMBEDDED = "The embedded scenes"
 
 
 class EvaluatedData(NamedTuple):
@@ -57,15 +58,11 @@ class EvaluatedData(NamedTuple):
         )
 
 
-def data_names(settings: Mapping[str, Any], embedded: str) -> tuple[str, str]:
-    """Return name and repository of the named data, `embedded` where none is named.
-
-    A path is shortened to its last two parts.
-    """
-    flags = ("dataset_name", "train_file", "validation_file", "test_file")
-    given = next((settings[flag] for flag in flags if settings.get(flag)), None)
+def data_names(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return name and repository of the data of a run; a path is shortened to its last two parts."""
+    given = settings.get("dataset_name") or settings.get("train_file")
     if given is None:
-        return embedded, f"embedded-{_slug(embedded)}"
+        return EMBEDDED, f"embedded-{_slug(EMBEDDED)}"
     if is_embedded(given):
         return f"The embedded {given}", f"embedded-{given}"
     if given == settings.get("dataset_name") and is_on_hub(given):

@@ -24,9 +24,11 @@ from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
 from mm_utils.model.reading import UnreadableError
+from mm_utils.objectives.build import ObjectiveArguments
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
     DIRECTIONS,
+    EMBEDDED,
     EXAMPLES,
     CardInfo,
     EvaluatedData,
@@ -45,7 +47,6 @@ from mm_utils.text import printable
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED = "The embedded scenes"
 _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
 MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
@@ -71,7 +72,7 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
         chosen_on_validation(context, model),
         describe_weights(model),
     ]
-    measured = EvaluatedData(*data_names(run.settings, EMBEDDED), "validation", counts, medium)
+    measured = EvaluatedData(*data_names(run.settings), "validation", counts, medium)
     return run_card(
         *(run, model, context.metrics, argv),
         medium=medium,
@@ -79,12 +80,11 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
         table_note=" ".join(filter(None, note)),
         frozen=tuple(not is_trained(tower) for tower in towers),
         num_trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-        terms=terms_of(run.settings),
+        terms=[name.rpartition(".")[2].replace("_", " ") for name in context.given[ObjectiveArguments].weights],
         search=search_commands(run.output_dir, run.settings, EXAMPLES[medium][2]),
         results=retrieval_results(shown, measured, "eval_"),
         vision_model=vision,
         text_model=text,
-        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
         has_fusion=model.fusion is not None and bool(stored_weights(model)),
@@ -97,12 +97,6 @@ def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> d
     """Return the metrics; without those of a head of weight 0, which reorders nothing."""
     reranks = model.fusion is not None and stored_weights(model)
     return {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
-
-
-def terms_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return the names of the terms of the loss that have a weight."""
-    terms = [term.strip().partition(":") for term in str(settings.get("objectives") or "contrastive:1").split(",")]
-    return [name.rpartition(".")[2].replace("_", " ") for name, _, weight in terms if float(weight or 1)]
 
 
 def chosen_on_validation(context: RunContext, model: FusionDualEncoderModel | None = None) -> str:
@@ -167,14 +161,13 @@ def run_card(
     return CardInfo(
         name=run.output_dir.resolve().name,
         model=run.repository or str(run.output_dir.resolve()),
+        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         command=launch_command(run.name, sys.argv[1:] if argv is None else argv, launcher()),
         metrics=metrics,
         datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
         hyperparameters={
-            name: value
-            for name, value in run.settings.items()
-            if value is not None and value != run.defaults.get(name)
+            name: value for name, value in run.settings.items() if value not in (None, run.defaults.get(name))
         },
         hardware=device_name(run.accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
         precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
@@ -279,9 +272,6 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     if gain is not None:
         lines.append(f"  {gain[0].upper()}{gain[1:]}")
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
-    if "eval_moment_iou0.5" in metrics:
-        found, fixed = metrics["eval_moment_iou0.5"], metrics["eval_moment_iou0.5_fixed"]
-        lines.append(f"  {'moments found (IoU of at least 0.5):':<46}{found:.3f}   the best fixed span: {fixed:.3f}")
     query = printable(" ".join(data.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
     commands = [evaluation_command(folder, run.settings, "test")] if "test" in data.splits else []
     if model.fusion is not None and not any(run.settings.get(name) for name in SOURCES):

@@ -51,26 +51,6 @@ def test_examples_are_in_the_order_that_was_measured(
         assert example.note.endswith(f"{int(ranks.cosine_Q[query])} of {len(images)}")
 
 
-@pytest.mark.parametrize(
-    ("keeps_best", "weights", "metrics", "chosen"),
-    [
-        (False, None, {}, ""),
-        (False, {"match": 0.0}, {}, "the weights of re-ranking"),
-        (True, None, {}, "the checkpoint"),
-        (True, {"match": 1.0}, {}, "the checkpoint and the weights of re-ranking"),
-        (False, None, {"eval_wise_ft_alpha": 0.5}, "alpha"),
-        (True, {"match": 1.0}, {"eval_wise_ft_alpha": 1.0}, "the checkpoint, the weights of re-ranking and alpha"),
-    ],
-)
-def test_what_the_measured_split_has_chosen_is_stated(keeps_best, weights, metrics, chosen) -> None:
-    context: Any = SimpleNamespace(
-        run=SimpleNamespace(args=SimpleNamespace(keeps_best=keeps_best)), metrics=metrics, choice=""
-    )
-    model: Any = SimpleNamespace(fusion=object(), config=SimpleNamespace(rerank_weights=weights))
-    found = finish.chosen_on_validation(context, model)
-    assert (f"also chose {chosen}, so" in found) if chosen else not found
-
-
 @pytest.mark.parametrize(("groups", "counted"), [(30, 30), (20, 20), (19, 0)])
 def test_intervals_count_groups_of_equal_captions(groups: int, counted: int) -> None:
     split: Any = SimpleNamespace(group_M=torch.arange(60) % groups)

@@ -1,0 +1,105 @@
+"""The scripts that evaluate, on a run of a few steps: the files and lines that they leave, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import eval_retrieval, eval_zero_shot, pretrain
+from tests.kit.corpora import COLOURS, SHAPES, draw
+from tests.kit.reading import write_tar
+
+
+@pytest.fixture
+def flags(pretrained: str, corpus: Path) -> list[str]:
+    """The folder of a model after a few steps."""
+    data = ["--train_file", str(corpus), "--dataloader_num_workers", "0"]
+    return ["--model_name_or_path", pretrained, *data, "--rerank_top_k", "4", "--rerank_weights", "caption:1"]
+
+
+def test_all_figures_are_left_with_their_intervals(flags: list[str], tmp_path: Path) -> None:
+    found = eval_retrieval.main([*flags, "--output_dir", str(tmp_path / "out")])
+    written = json.loads((tmp_path / "out/metrics.json").read_text())
+    beside = {name for name in written if name.endswith("_half_width_95") or name.startswith("rerank_gain_")}
+    assert {name: value for name, value in written.items() if name not in beside} == found
+    for direction in ("text_to_image", "image_to_text"):
+        for measure in ("recall@1", "recall@5", "recall@10"):
+            name = f"{direction}_{measure}"
+            assert written[f"rerank_gain_{name}"] == pytest.approx(found[f"rerank_{name}"] - found[name])
+            assert all(0 < written[f"{stage}{name}_half_width_95"] < 1 for stage in ("", "rerank_", "rerank_gain_"))
+
+
+def test_the_screen_has_recalls_and_warns_of_training_rows(flags: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        found = eval_retrieval.main([*flags, "--split", "train"])
+    assert "The split is train;" in caplog.text
+    [shown] = [message for message in caplog.messages if "Retrieval on the" in message]
+    assert f"R@1 {found['text_to_image_recall@1']:.3f} (" in shown
+    assert "by chance" in shown
+    assert "mean_rank" not in caplog.text
+    assert not any(name.endswith("_rows") for name in found), "probes of fewer than 30 rows"
+
+
+def test_reranking_without_a_head_is_refused(tiny_flags: list[str], corpus: Path, tmp_path: Path) -> None:
+    flags = [*tiny_flags, "--fusion_layers", "0", "--objectives", "contrastive:1", "--rerank_top_k", "0"]
+    pretrain.main([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "m")])
+    asked = ["--model_name_or_path", str(tmp_path / "m"), "--rerank_top_k", "32", "--train_file", str(corpus)]
+    with pytest.raises(ValueError, match="--rerank_top_k is 32; the model has no fusion head"):
+        eval_retrieval.main(asked)
+
+
+def test_memory_and_the_batch_size_change_nothing(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = eval_retrieval.main(flags)
+    monkeypatch.setattr("mm_utils.evaluation.retrieval.CACHE_GB", 1e-9)
+    monkeypatch.setattr("scripts.eval_retrieval.EVALUATION_BATCH", 3)
+    assert eval_retrieval.main(flags) == pytest.approx(whole, rel=1e-4)
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder a kind of picture, 3 images of sizes that the corpus does not have."""
+    root = tmp_path_factory.mktemp("classes")
+    for colour in COLOURS:
+        for shape in SHAPES:
+            (root / f"{colour}_{shape}").mkdir()
+            for size in (42, 46, 50):
+                draw(colour, shape, size).save(root / f"{colour}_{shape}/{size}.png")
+    return str(root)
+
+
+@pytest.fixture
+def classes(pretrained: str, folders: str) -> list[str]:
+    templates = ["--templates", "a {}, number 0", "number 1: one {}"]
+    others = ["--dataset_name", folders, "--dataloader_num_workers", "0"]
+    return ["--model_name_or_path", pretrained, *others, *templates]
+
+
+def test_figures_and_table_are_left(classes: list[str], tmp_path: Path) -> None:
+    found = eval_zero_shot.main([*classes, "--output_dir", str(tmp_path / "out")])
+    assert found["chance@1"] == found["majority@1"] == 1 / 8
+    assert found["accuracy@1_low"] <= found["accuracy@1"] <= found["accuracy@1_high"]
+    assert found["accuracy@1"] == pytest.approx(found["macro_accuracy@1"])
+    assert found["accuracy@5"] >= found["accuracy@1"]
+    assert json.loads((tmp_path / "out/metrics.json").read_text()) == found
+    assert len((tmp_path / "out/classes.csv").read_text().splitlines()) == 9
+
+
+def test_a_folder_of_clip_benchmark_gives_the_same_figures(classes: list[str], folders: str, tmp_path: Path) -> None:
+    """The same images in tar shards, with the files of names and templates beside them."""
+    names = sorted(path.name for path in Path(folders).iterdir())
+    members = []
+    for label, name in enumerate(names):
+        for image in sorted(Path(folders, name).iterdir()):
+            key = f"s{len(members) // 2:07d}"
+            members += [(f"{key}.png", image.read_bytes()), (f"{key}.cls", str(label).encode())]
+    (tmp_path / "test").mkdir()
+    write_tar(tmp_path / "test/0.tar", members)
+    (tmp_path / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("a {c}, number 0\nnumber 1: one {c}\n")
+    beside = ["--classes", f"{tmp_path}/classnames.txt"]
+    beside += ["--templates", f"{tmp_path}/zeroshot_classification_templates.txt"]
+    found = eval_zero_shot.main([*classes[: classes.index("--templates")], "--dataset_name", str(tmp_path), *beside])
+    assert found == pytest.approx(eval_zero_shot.main(classes))

@@ -31,8 +31,7 @@ REASONS = {
     "read_error": "The file could not be read, even after retries. Check the disk or the network mount.",
     "url_not_allowed": "The row has a web address. Download it first; img2dataset writes tar shards, which are read here.",
     "unsafe_member": "The archive member is a link, a device, a pickle or a path that leads out. Repack the archive.",
-    "truncated_archive": "The archive ends too early. Copy it again.",
-    "compressed_archive": "The archive is compressed, which its name does not say. Decompress it.",
+    "truncated_archive": "The archive ends too early, or is compressed. Copy it again, or decompress it.",
     "incomplete_sample": "The files of a sample follow each other in a shard and have one name up to the first dot: NAME.jpg, "
     "NAME.txt. Write the shard so: tar --sort=name.",
     "repeated_member": "The archive holds it twice. Write the archive anew, with one of them.",

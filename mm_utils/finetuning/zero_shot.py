@@ -62,7 +62,7 @@ class ZeroShotArguments(LabelArguments):
     classes: str | None = arg(
         None,
         f"A benchmark, {', '.join(BENCHMARKS)}: its classes and prompts. Or a file: lines 'id name' for folders such as "
-        "n01440764, one name a line in the order of the labels, or JSON {id: name}. Default: the names that the data has.",
+        "n01440764, or one name a line in the order of the labels. Default: the names that the data has.",
     )
     templates: list[str] | None = field(
         default=None,

@@ -169,10 +169,10 @@ LINES = b'{"image": "0.png", "caption": "a dog"}\n{"image": "1.png", "caption": 
 GONE, BOXES = b'{"image": "none.png", "caption": "a dog"}\n', b'{"images": [], "annotations": [{"image_id": 1}]}'
 SIX = (LINES * 9 + GONE * 2) * 3
 REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: there is none), keys and flags, the message
-    *(("a.jsonl", LINES.decode().encode(codec), "", f"a.jsonl, line 1 is {codec[:6].upper()} text. The text is not UTF-8")
+    *(("a.jsonl", LINES.decode().encode(codec), "", "a.jsonl, line 1 is UTF-16 or UTF-32 text. The text is not UTF-8")
       for codec in ("utf-16", "utf-16-le", "utf-32", "utf-32-be")),
-    ("a.csv", WHOLE.decode().encode("utf-16"), "", "a.csv, line 1 is UTF-16 text."),
-    ("a.json", '{"images": []}'.encode("utf-16"), ",format=coco", "UTF-16 text. Save it as UTF-8"),
+    ("a.csv", WHOLE.decode().encode("utf-16"), "", "a.csv, line 1 is UTF-16 or UTF-32 text."),
+    ("a.json", '{"images": []}'.encode("utf-16"), ",format=coco", "UTF-16 or UTF-32 text. Save it as UTF-8"),
     ("a.jsonl", png(draw(0)), "", "a.jsonl, line 1 is not UTF-8 text: byte 1 of the line."),
     *(("a.jsonl", text, "", "holds no rows. Give a file") for text in (b"", b"\n \n\n")),
     *(("a.csv", text, "", "holds no rows. Give a file") for text in (b"", HEADER)),

@@ -101,13 +101,13 @@ def test_every_kind_of_source_holds_the_same_rows(source: str, tmp_path: Path) -
 
 
 def test_several_answers_are_the_most_frequent_one_and_unknown_ones_count_as_wrong(tmp_path: Path) -> None:
-    """A list may be written as text, as pandas' to_csv writes it."""
+    """A list may be written as JSON in a cell; one that Python wrote is set aside."""
     several = ["red", "blue", "blue", "blue", "red", "tan"]
     objects = [{"answer": name} for name in ["red", "red", "red", "red", "blue"]]
-    cells = [several, objects, ["blue"], json.dumps(several), repr(several), repr(objects)]
+    cells = [several, objects, ["blue"], json.dumps(several), json.dumps(objects), repr(several)]
     other = write(tmp_path, [question(9, "green"), question(8, ["blue", "green", "blue"])], "other.jsonl")
     task = load(tmp_path, [question(n, cell) for n, cell in enumerate(cells)], validation_file=other)
-    assert named(task, "train") == ["blue", "red", "blue", "blue", "blue", "red"]
+    assert named(task, "train") == ["blue", "red", "blue", "blue", "red"]
     assert named(task, "validation") == ["?", "blue"]
 
 
@@ -249,7 +249,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
         ("image", {"a": 1, "label": 2}, "no image column and no text column was recognised. The columns are: a, lab"),
         ("image", text, "all rows show the same, so none can be held out"),
         ("image", {**text, "label": None}, "3 of 3 rows are bad.* line 1: it has no label. The label is missing, or"),
-        ("image", {**text, "label": "['a', b]"}, "looks like a list of texts.* Set --label_column"),
+        ("image", {**text, "label": "['a', b]"}, "looks like a list, and is not JSON.* Set --label_column"),
         ("image", {**text, "text": ["a", "b"]}, "3 of 3 rows are bad.* line 1: its text is empty or no text"),
         ("image", {**text, "split": "dev2"}, "split is dev2, not train, validation or test"),
         ("image", {**text, "label": {"x": 1}}, "a label is {.x.: 1}, not a name or a number"),

@@ -437,7 +437,7 @@ class Worker:
     def _captions(self, record: Record) -> list[str]:
         """Return the good captions, each once; raise the last fault if none is good."""
         good, faults, found = check_captions(record.captions, self.checks)
-        self.result.notes.update([*found, *(record.notes if good else ())])
+        self.result.notes.update(found)
         self._set_aside(record, *faults[: None if good else -1])
         if not good:
             raise faults[-1]

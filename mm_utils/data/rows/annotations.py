@@ -13,11 +13,10 @@ from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import (
     check_line,
     checked_object,
-    is_array,
+    is_wide,
     parse_json,
     read_document,
     read_lines,
-    wide_encoding,
 )
 
 _TOKEN = re.compile(r"(?P<name>[^\t]+)#\d+\t(?P<caption>.*)")
@@ -26,29 +25,19 @@ _HEADER = re.compile(r"\w+\s*[,|]\s*\w+(\s*[,|]\s*\w+)*$")
 _COMMA = re.compile(r"(?P<name>[^,]+),(?P<caption>.*)")
 _TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
 _FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
-_COCO_KEY = re.compile(r'"(images|annotations|info|licenses)"\s*:')
+_COCO_LIST = re.compile(r'"(images|annotations)"\s*:\s*\[\s*[{\]]')
 
 
 def format_of(suffix: str, head: str) -> str | None:
     """Return `coco`, `karpathy` or `flickr` by the suffix and the beginning of a text file; None for others."""
     first = head.split("\n", 1)[0].strip()
     if suffix in (".json", ".jsonl"):
-        if is_array(head) or _is_row(first):
-            return None
-        return "karpathy" if '"sentences"' in head else "coco" if _COCO_KEY.search(head) else None
+        is_document = suffix == ".json" and _COCO_LIST.search(head) is not None
+        return None if not is_document else "karpathy" if '"sentences"' in head else "coco"
     is_table, has_header = suffix in (".csv", ".tsv"), _FLICKR_HEADER.match(head) is not None
     if _TOKEN_LINE.match(head) or (not is_table and (has_header or _TOKEN_LINE.search(head))):
         return "flickr"
     return "flickr" if suffix == ".csv" and first.count("|") >= 2 and has_header else None
-
-
-def _is_row(line: str) -> bool:
-    """Return whether a line is a whole object, and no document of images."""
-    try:
-        row = parse_json(line)
-    except Fault:
-        return False
-    return isinstance(row, dict) and not isinstance(row.get("images"), list)
 
 
 def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -135,8 +124,8 @@ def _open_document(source: Source, safety: PathArguments, *keys: str) -> tuple[d
     """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
     path, builder = Path(source.path), _builder(source, safety)
     with path.open("rb") as head:
-        if wide := wide_encoding(head.read(4096)):
-            raise ValueError(f"{source.title}; the file is {wide} text. Save it as UTF-8.")
+        if is_wide(head.read(4096)):
+            raise ValueError(f"{source.title}; the file is UTF-16 or UTF-32 text. Save it as UTF-8.")
     try:
         document = parse_json(read_document(path))
     except Fault as fault:

@@ -270,24 +270,16 @@ def texts_of(value: Any) -> list[Any]:
 def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
     """Return the names of the labels in a cell, several where several people answered, none where there is no label.
 
-    A list may be written as text, by JSON or Python; an item may be an object with a key `answer`, or the number of one of the
-    `classes`. Raises bad_label.
+    A list may be written as JSON; an item may be an object with a key `answer`, or the number of one of the `classes`. Raises
+    bad_label.
     """
-    items = value if isinstance(value, list) else [value]
-    fault = None
-    try:
-        items = texts_of(value) if isinstance(value, str) else items
-    except Fault as error:
-        fault = error
-    if items == [value] and isinstance(value, str) and value.strip().startswith("[") and len(value) <= _LONGEST_LIST:
-        for parse in (json.loads, ast.literal_eval):  # lists of other things than texts
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                parsed = parse(value.strip())
-                items, fault = (parsed, None) if isinstance(parsed, list) else (items, fault)
-    if fault is not None:
-        raise Fault("bad_label", fault.detail)
+    if isinstance(value, str) and value.strip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise Fault("bad_label", f"{value.strip()[:80]!r} looks like a list, and is not JSON") from error
     found = []
-    for item in items:
+    for item in value if isinstance(value, list) else [value]:
         answer = item.get("answer", item) if isinstance(item, dict) else item
         if isinstance(answer, (list, dict)):
             raise Fault("bad_label", f"a label is {excerpt(str(answer))[:40]}, not a name or a number")

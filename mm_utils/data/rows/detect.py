@@ -26,7 +26,7 @@ from mm_utils.data.rows.tables import (
     read_text,
 )
 from mm_utils.data.rows.tars import read_webdataset
-from mm_utils.data.rows.text_files import TEXT_SUFFIXES, is_array
+from mm_utils.data.rows.text_files import TEXT_SUFFIXES
 
 _OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")
 _HEAD = 1 << 16  # characters of a file that are looked at
@@ -179,7 +179,7 @@ def _of_file(path: Path, source: Source) -> str:
     if (found := format_of(suffix, head)) is not None:
         return found
     if suffix in (".json", ".jsonl"):
-        return "json" if is_array(head) else "jsonl"
+        return "json" if head.lstrip().startswith("[") else "jsonl"
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
     known = ", ".join((*TEXT_SUFFIXES, ".parquet", ".tar"))

@@ -1,7 +1,7 @@
 """Folders of media: with a caption file beside each, or a folder per class, whose captions templates make."""
 
 import errno
-import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +16,8 @@ from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import TEMPLATES, PathArguments, Source
 from mm_utils.files import read_regular_file
 from mm_utils.text import one_line
+
+logger = logging.getLogger(__name__)
 
 CAPTION_SUFFIXES = (".txt", ".caption")
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
@@ -77,7 +79,7 @@ def _text_of(file: str, jail: Jail) -> str:
 def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
     builder = RecordBuilder(source, safety)
-    names, divided, unread = class_names(source), _is_divided(source.path), Unread()
+    names, divided, unread, nested = class_names(source), _is_divided(source.path), Unread(), ""
     suffixes = SUFFIXES[builder.medium]
     for place, files in walk(source.path, unread):
         parts = os.path.relpath(place, source.path).split(os.sep)
@@ -95,6 +97,11 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
             detail = f"{len(images):,} {builder.medium}s lie in no class's folder, such as {images[0]}"
             yield builder.bad(f"folder {place}", Fault("bad_label" if source.labelled else "unmatched_image", detail))
             continue
+        if len(parts) > 1 and not nested:
+            nested = os.path.relpath(place, source.path)
+            logger.warning(
+                "%s; folders inside those of classes, such as %s, count for the outer one", source.title, nested
+            )
         label = parts[0] if source.labelled else _class_name(parts[0], names, source)
         if not label:
             yield builder.bad(f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class"))
@@ -129,18 +136,14 @@ def check_classes(folder: Path, title: str, medium: str) -> None:
         lists += [os.path.relpath(os.path.join(place, name), folder) for name in found]
     other = ", or set format=classes to make captions of folders' names" if places else ""
     if lists:
-        more = f" (and {len(lists) - 1:,} more such files)" if len(lists) > 1 else ""
-        lists.sort(key=lambda name: (split_named(Path(name).stem) or "train") != "train")
         raise ValueError(
-            f"{title}; this folder holds {medium}s and {lists[0]}{more}, which may hold their captions. Give the table that has them, such "
-            f"as {folder / lists[0]}, as the source, with image_root= for the folder of the files that it names{other}. A caption beside a "
-            "file has its name: NAME.txt beside NAME.jpg."
+            f"{title}; this folder holds {medium}s and {lists[0]}, which may hold their captions. Give the table that has them as the source, "
+            f"with image_root= for the folder of the files that it names{other}."
         )
     if len(places) < 2:
-        where = f" in one folder, {places.pop()}," if places else ""
         raise ValueError(
-            f"{title}; this folder holds {medium}s{where} and no captions; one class is no classification. Write a caption file beside "
-            f"every {medium} (NAME.txt) or metadata.jsonl with file_name and caption{other}."
+            f"{title}; this folder holds {medium}s and no captions, and no two folders of classes. Write a caption file beside every "
+            f"{medium} (NAME.txt) or metadata.jsonl with file_name and caption{other}."
         )
 
 
@@ -153,26 +156,19 @@ def captions_of_class(source: Source, name: str, medium: str) -> list[str]:
 def class_names(source: Source) -> dict[str, str]:
     """Read the file `classes` of a source: names by WordNet id, folder name or index.
 
-    It is a JSON object ``{id: name}`` or ``{index: [id, name]}``, lines ``id name`` or ``id<TAB>name``, or one name a
-    line. The first of several names, as in WordNet, counts.
+    It has lines ``id name`` of WordNet, ``folder<TAB>name``, or one name a line. The first of several names, as in WordNet, counts.
     """
     if source.classes is None:
         return {}
     title, found = f"{source.title}, classes={source.classes}", dict[str, str]()
     try:
         text = read_file(source.classes, _LONGEST_NAMES).decode("utf-8-sig")
-        if text.lstrip().startswith("{"):
-            for key, value in json.loads(text).items():
-                *keys, name = [key, *(value if isinstance(value, list) else [value])]
-                found |= dict.fromkeys(map(str, keys), str(name))
-        else:
-            for index, line in enumerate(line.strip() for line in text.splitlines() if line.strip()):
-                key, sign, name = line.partition("\t" if "\t" in line else " ")
-                is_keyed = sign == "\t" or WORDNET_ID.fullmatch(key)
-                found |= {key: name} if is_keyed else {str(index): line}
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         reason = error.detail if isinstance(error, Fault) else one_line(error)
-        raise ValueError(f"{title}; it cannot be read ({reason}). Write lines of 'id name', or JSON.") from error
+        raise ValueError(f"{title}; it cannot be read ({reason}). Write lines of 'id name'.") from error
+    for index, line in enumerate(line.strip() for line in text.splitlines() if line.strip()):
+        key, sign, name = line.partition("\t" if "\t" in line else " ")
+        found |= {key: name} if sign == "\t" or WORDNET_ID.fullmatch(key) else {str(index): line}
     return {key: readable(name.split(",")[0]) for key, name in found.items()}
 
 

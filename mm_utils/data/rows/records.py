@@ -54,6 +54,14 @@ class BytesImage(ImageRef):
         return checked_bytes(self.data, self.name, most)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredImage(BytesImage):
+    """Bytes that were read from the file `path`, by whose size and date the cache knows them."""
+
+    data: bytes | None = field(repr=False)
+    path: str
+
+
 NO_MEDIUM: ImageRef = BytesImage("", None)
 """Of a labelled text."""
 
@@ -101,7 +109,6 @@ class Record:
         cut: unchecked start and end, in seconds, of the part of a clip or sound that the captions are about.
         moments: unchecked spans with phrases.
         split: train, validation or test; None where the source does not say.
-        notes: where the captions came from, keys of `NOTES`.
         group: rows of one group come into one split.
         answers: of a labelled row, the names of its label, several where several people answered. It has at most one caption.
         classes: names of all classes in order, where the source has them.
@@ -115,7 +122,6 @@ class Record:
     regions: Any = None
     split: str | None = None
     negatives: Any = None
-    notes: tuple[str, ...] = ()
     medium: str = field(default="image", repr=False)
     cut: tuple[Any, Any] = field(default=(None, None), repr=False)
     moments: Any = field(default=None, repr=False)

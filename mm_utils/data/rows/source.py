@@ -124,7 +124,7 @@ class Source:
         image_column, caption_column, id_column: found by their usual names where None.
         caption_template: a caption made of several columns, such as "{brand} {title}".
         group_column: what rows have in common that must come into one split, such as a patient or a site.
-        classes: a file that names the classes: ``wnid name`` lines, names in the order of their index, or JSON.
+        classes: a file that names the classes: ``wnid name`` lines, or names in the order of their index.
         templates: captions of classes, with the name at ``{}``.
         config: the configuration of a data set on the Hub, or the table of a database.
         medium: image, clip or sound; auto finds it by the columns, or the files of a folder.

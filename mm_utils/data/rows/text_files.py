@@ -2,7 +2,6 @@
 
 import csv
 import json
-import logging
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ from typing import Any, NamedTuple, TextIO
 
 from mm_utils.data.faults import REASONS, Fault, first_repeated
 from mm_utils.text import shortened
-
-logger = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 DEEPEST = 32  # lists and objects in each other in a row; other processes get it, and fail at some hundreds
@@ -36,12 +33,6 @@ class BadLine(NamedTuple):
 Rows = Iterator[tuple[int, dict[str, Any] | BadLine | Fault]]
 
 
-class RepeatedKeys(dict[str, Any]):
-    """A JSON object that has the key `key` twice."""
-
-    key: str
-
-
 def text_records(path: Path, kind: str | None = None) -> tuple[str, Rows]:
     """Return the unit that counts the rows ("line" or "row"), and the rows with their numbers.
 
@@ -51,11 +42,11 @@ def text_records(path: Path, kind: str | None = None) -> tuple[str, Rows]:
     kind = (kind or path.suffix).lower()
     with path.open("rb") as file:
         head = file.read(4096)
-    if wide := wide_encoding(head):
-        return "line", iter([(1, BadLine(Fault("bad_encoding", f"{wide} text"), str(head[:40])))])
+    if is_wide(head):
+        return "line", iter([(1, BadLine(Fault("bad_encoding", "UTF-16 or UTF-32 text"), str(head[:40])))])
     if kind in (".csv", ".tsv"):
         return "line", _delimited_records(path, _delimiter(path, kind))
-    if is_array(head.decode("utf-8-sig", "replace")):
+    if head.decode("utf-8-sig", "replace").lstrip().startswith("["):
         return _array_records(path)
     return "line", _line_records(path)
 
@@ -94,30 +85,13 @@ def check_line(text: str, longest: int = 0) -> None:
         raise Fault("bad_encoding", f"not UTF-8 text: byte {at + 1} of the line")
 
 
-def wide_encoding(head: bytes) -> str:
-    """Return UTF-16 or UTF-32 for the beginning of a file of one, by its mark or its zeros; "" for others."""
-    half, zeros = max(2, len(head) // 2), sorted((head[0::2].count(0), head[1::2].count(0)))
-    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or (zeros[1] > 0.8 * half and 0.4 < zeros[0] / half < 0.6):
-        return "UTF-32"
-    is_half = zeros[1] > 0.8 * half and zeros[0] < 0.2 * half
-    return "UTF-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") or is_half else ""
-
-
-def is_array(head: str) -> bool:
-    """Return whether JSON that begins with `head` is one array, not lines."""
-    text = head.lstrip()
-    first, _, rest = text.partition("\n")
-    if not text.startswith("[") or not rest.strip():
-        return text.startswith("[")
-    try:
-        parse_json(first)
-    except Fault:
-        return True
-    return False
+def is_wide(head: bytes) -> bool:
+    """Return whether the beginning of a file is that of UTF-16 or UTF-32, by its mark or its many zeros."""
+    return head.startswith((b"\xff\xfe", b"\xfe\xff")) or head.count(0) > 0.3 * len(head) > 0
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raise malformed_row or too_nested. A repeated key makes `RepeatedKeys`."""
+    """Parse JSON; raise malformed_row or too_nested. An object with a repeated key has it as the value of None."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
@@ -126,21 +100,19 @@ def parse_json(text: str) -> Any:
         raise Fault("malformed_row", f"not valid JSON: {error}") from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    item = dict(pairs)
-    if len(item) == len(pairs):
-        return item
-    repeated = RepeatedKeys(item)
-    repeated.key = first_repeated(name for name, _ in pairs)
-    return repeated
+def _object(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
+    item: dict[Any, Any] = dict(pairs)
+    if len(item) < len(pairs):
+        item[None] = first_repeated(name for name, _ in pairs)  # for `checked_object`, which knows the row
+    return item
 
 
 def checked_object(item: Any) -> dict[str, Any]:
     """Return a JSON object without repeated keys; raise not_an_object, duplicate_key or too_nested."""
     if not isinstance(item, dict):
         raise Fault("not_an_object", f"a JSON {type(item).__name__}; a row is an object")
-    if isinstance(item, RepeatedKeys):
-        raise Fault("duplicate_key", f"an object that has the key '{shortened(item.key)}' twice")
+    if None in item:
+        raise Fault("duplicate_key", f"an object that has the key '{shortened(item[None])}' twice")
     level: list[Any] = [item]
     for _ in range(DEEPEST):
         level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
@@ -235,7 +207,4 @@ def _delimiter(path: Path, kind: str) -> str:
     header = next((line for line in read_lines(path, newline="") if line.strip()), "")[:_LONGEST_HEADER]
     signs = "\t,;|" if kind == ".tsv" else ",;\t|"
     cells = {sign: len(next(csv.reader([header], delimiter=sign), [])) for sign in signs}
-    found = max(cells, key=cells.__getitem__)
-    if found != signs[0]:
-        logger.info("%s: its cells are separated by %r", path, found)
-    return found
+    return max(cells, key=cells.__getitem__)

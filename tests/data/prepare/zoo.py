@@ -79,7 +79,7 @@ def _values(name: str, values: Mapping[str, Sequence[Any]]) -> list[Row]:
 _LATIN, _CUT, _OVERLONG, _SURROGATE = b"caf\xe9", b"\xe2\x82", b"\xc0\xaf", b"\xed\xa0\x80"  # none is UTF-8
 _LINES = [
     *_bad({
-        "not_an_object": ['["{image}", "{caption}"]', '"{caption}"', "7", "null"],
+        "not_an_object": ['"{caption}"', '["{image}", "{caption}"]', "7", "null"],
         "malformed_row": [
             *('{"image": "{image}", "capt', line() + line(), "{'image': '{image}', 'caption': '{caption}'}"),
             *(line()[:-1] + ",}", line()[:-1] + ', "size": ' + "9" * 5000 + "}", b"\0" * 50),

@@ -99,7 +99,7 @@ def written(output_dir: str) -> Iterator[Path]:
         RunError: if the disk is full or read-only.
     """
     try:
-        with atomic_folder(Path(output_dir), "--output_dir") as folder:
+        with atomic_folder(Path(output_dir)) as folder:
             yield folder
     except OSError as error:
         if not is_about(error, Path(output_dir).parent):

@@ -16,15 +16,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from tests.kit.fault_images import save
+from tests.kit.numbered_rows import FEATURES
 from tests.kit.reading import add_member
-
-FEATURES = datasets.Features(
-    {
-        "image": datasets.Image(decode=False),
-        "captions": datasets.Sequence(datasets.Value("string")),
-        "id": datasets.Value("string"),
-    }
-)
 
 
 def image_of(number: int) -> bytes:

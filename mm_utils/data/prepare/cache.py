@@ -93,14 +93,7 @@ def _checked(sources: list[Source], paths: PathArguments) -> tuple[Path, tuple[s
         )  # fmt: skip
         workers = min(distributed.available_cores(), count // FIRST_CHUNK + 1)
         plan = IngestPlan(RAW_CHECKS, storage, workers, max_bad_fraction=0.5)
-        work = folder.parent / f"{key}.partial"  # here an interrupted start leaves its chunks
-        work.mkdir(exist_ok=True)
-        try:
-            _prepare(folder, work, sources, paths, plan)
-        except ValueError:
-            shutil.rmtree(work)  # rows that are mended have another key
-            raise
-        shutil.rmtree(work)
+        _prepare(folder, folder.parent / key, sources, paths, plan)
 
     folder = stored("labels" if labelled else "pairs", key, make)
     if distributed.rank() == 0:
@@ -109,21 +102,22 @@ def _checked(sources: list[Source], paths: PathArguments) -> tuple[Path, tuple[s
     return folder, next(iter(classes), ())
 
 
-def _prepare(folder: Path, work: Path, sources: list[Source], paths: PathArguments, plan: IngestPlan) -> None:
-    ingested = ingest_sources(sources, paths, plan, work)
+def _prepare(folder: Path, final: Path, sources: list[Source], paths: PathArguments, plan: IngestPlan) -> None:
+    """Write the result, whose folder will be named `final`, into `folder`."""
+    ingested = ingest_sources(sources, paths, plan, folder)
     by_reason = defaultdict(list)
     for fault in ingested.faults:
         by_reason[fault["source"], fault["reason"]].append(fault)
     warnings = []
     for (source, reason), faults in by_reason.items():
-        rows = ingested.sources[source].rows
+        rows = ingested.rows[source]
         places = ", ".join(fault["where"] for fault in faults[:_NAMED]) + (" ..." if len(faults) > _NAMED else "")
         warnings.append(
             f"{source}: {reason}, {len(faults):,} times in {rows:,} rows ({places}), such as: {faults[0]['detail']}. "
-            f"{REASONS[reason]} {work.with_suffix('') / 'quarantine.jsonl'} lists all."
+            f"{REASONS[reason]} {final / 'quarantine.jsonl'} lists all."
         )
     if plan.storage.captioned:
-        found = reconcile(ingested.parts, _RECONCILE, work / "leaks.jsonl", own_ids=True)
+        found = reconcile(ingested.parts, _RECONCILE, folder / "leaks.jsonl", own_ids=True)
         if found.faults:  # images that share an id, as nothing else is set aside here
             fault = found.faults[0]
             raise ValueError(f"{fault['source']}, {fault['where']}: {fault['detail']}. {REASONS[fault['reason']]}")
@@ -138,5 +132,6 @@ def _prepare(folder: Path, work: Path, sources: list[Source], paths: PathArgumen
         with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             for part in ingested.parts:
                 writer.write_table(read_part(part, _LABELLED))
+    shutil.rmtree(folder / "parts")
     write_findings(folder, {"warnings": warnings}, ingested.faults)
     flush(folder)

@@ -142,25 +142,6 @@ class IngestPlan:
 
 
 @dataclass
-class SourceTally:
-    """Counts of the rows of one source that were read, and of those that were lost."""
-
-    source: Source
-    rows: int = 0
-    bad: int = 0
-
-
-@dataclass
-class Ingested:
-    """The outcome of all chunks: the sources by name, the files with the rows, in order, and what a `ChunkResult` has."""
-
-    sources: dict[str, SourceTally]
-    parts: list[Path] = field(default_factory=list)
-    faults: list[dict[str, str]] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
 class ChunkResult:
     """The outcome of a chunk.
 
@@ -171,11 +152,19 @@ class ChunkResult:
         notes: counts of the harmless conversions.
     """
 
-    key: str
+    key: str = ""
     rows: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)
     faults: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Ingested(ChunkResult):
+    """The outcome of all chunks together: the sources by name, and the files with the rows, in order."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    parts: list[Path] = field(default_factory=list)
 
 
 def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan, work: Path) -> Ingested:
@@ -186,20 +175,18 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
     """
     with _reading(*sources):
         sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
-    found = Ingested({source.name: SourceTally(source) for source in sources})
+    found = Ingested(sources={source.name: source for source in sources})
     given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
     for part, result in ingest_rows(_of_one_kind(given, plan.storage), plan, work):
         found.parts.append(part)
         found.faults += result.faults
-        found.notes.update(result.notes)
-        for name, tally in found.sources.items():
-            tally.rows += result.rows.get(name, 0)
-            tally.bad += result.bad.get(name, 0)
-            if tally.rows >= _EARLY_ROWS:
-                _refuse_hopeless(tally, plan.max_bad_fraction, found.faults)
-    none_left = all(tally.bad == tally.rows for tally in found.sources.values())
-    for tally in found.sources.values():
-        _refuse_hopeless(tally, plan.max_bad_fraction, found.faults, none_left)
+        for mine, more in ((found.rows, result.rows), (found.bad, result.bad), (found.notes, result.notes)):
+            mine.update(more)
+        for name, rows in found.rows.items():
+            if rows >= _EARLY_ROWS:
+                _refuse_hopeless(found, name, plan.max_bad_fraction)
+    for name in found.sources:
+        _refuse_hopeless(found, name, plan.max_bad_fraction, none_left=found.bad == found.rows)
     return found
 
 
@@ -279,19 +266,20 @@ def _named(sources: list[Source]) -> list[Source]:
     return sources
 
 
-def _refuse_hopeless(tally: SourceTally, most: float, faults: list[dict[str, str]], none_left: bool = False) -> None:
-    title = tally.source.title
-    if tally.rows == 0:
+def _refuse_hopeless(found: Ingested, name: str, most: float, none_left: bool = False) -> None:
+    title, bad, rows = found.sources[name].title, found.bad[name], found.rows[name]
+    if rows == 0:
         raise ValueError(f"{title}; it holds no rows. Give a source that has some.")
-    hopeless = is_hopeless(tally.bad, tally.rows, most)
+    hopeless = is_hopeless(bad, rows, most)
     if not hopeless and not none_left:
         return
-    reasons = Counter(fault["reason"] for fault in faults if fault["source"] == tally.source.name).most_common(3)
-    first = next(fault for fault in faults if (fault["source"], fault["reason"]) == (tally.source.name, reasons[0][0]))
+    faults = [fault for fault in found.faults if fault["source"] == name]
+    reasons = Counter(fault["reason"] for fault in faults).most_common(3)
+    first = next(fault for fault in faults if fault["reason"] == reasons[0][0])
     limit = "half" if most == 0.5 else f"--max_bad_fraction {most}"
     excess = f"more than {limit}" if hopeless else "and no row is left of any source"
     raise ValueError(
-        f"{title}; {tally.bad:,} of {tally.rows:,} rows are bad, {excess} "
+        f"{title}; {bad:,} of {rows:,} rows are bad, {excess} "
         f"({', '.join(f'{reason}: {count:,}' for reason, count in reasons)}). The first is {first['where']}: "
         f"{first['detail']}. {REASONS[reasons[0][0]]}"
     )

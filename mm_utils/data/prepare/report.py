@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, Features
-from datasets import Image as ImageFeature
 from huggingface_hub import DatasetCardData
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
@@ -51,7 +50,7 @@ def summarize(
     kept = found.facts.take(np.concatenate(list(found.rows.values())))
     of_source = Counter(kept["source"].to_pylist())
     splits, captions = measure(pairs)
-    if all(tally.source.format == "classes" for tally in ingested.sources.values()):
+    if all(source.format == "classes" for source in ingested.sources.values()):
         captions["shared"] = []  # as their templates are meant to be
     by_reason: dict[str, list[dict[str, str]]] = defaultdict(list)
     for fault in ingested.faults + found.faults:
@@ -61,9 +60,9 @@ def summarize(
         "settings": settings,
         "medium": found.facts["medium"][0].as_py(),
         "sources": [
-            {"name": name, "path": tally.source.path, "format": tally.source.format}
-            | {"rows": tally.rows, "bad": tally.bad, "kept": of_source[name]}
-            for name, tally in ingested.sources.items()
+            {"name": name, "path": source.path, "format": source.format}
+            | {"rows": ingested.rows[name], "bad": ingested.bad[name], "kept": of_source[name]}
+            for name, source in ingested.sources.items()
         ],
         "splits": splits,
         "quarantined": {
@@ -240,21 +239,17 @@ def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-Tile = tuple[Image.Image | None, str, str]
-"""A picture of a contact sheet, None for a grey field, its title and its text."""
-
-
-def draw_contact_sheet(tiles: Sequence[Tile], out_path: Path) -> None:
-    """Draw tiles, six in a row, as a JPEG."""
-    side, below, gap = 1.5, 0.94, 0.14  # inches
+def draw_contact_sheet(tiles: Sequence[tuple[Image.Image | None, str, str]], out_path: Path) -> None:
+    """Draw pictures, None for a grey field, with their titles and texts, six in a row, as a JPEG."""
+    side, below = 1.5, 0.94  # inches
     columns = min(6, len(tiles))
-    width, height = gap + columns * (side + gap), gap + math.ceil(len(tiles) / columns) * (side + below)
-    figure = Figure(figsize=(width, height), dpi=120, facecolor="white")
-    for index, (image, title, text) in enumerate(tiles):
-        row, column = divmod(index, columns)
-        left, bottom = gap + column * (side + gap), height - gap - (row + 1) * (side + below)
-        ax = figure.add_axes((left / width, bottom / height, side / width, (side + below) / height))
+    rows = math.ceil(len(tiles) / columns)
+    figure = Figure(figsize=(1.1 * side * columns, (side + below) * rows), dpi=120, facecolor="white")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0, top=0.99, wspace=0.09, hspace=0)
+    for ax in axes.flat:
         ax.set_axis_off()
+    for ax, (image, title, text) in zip(axes.flat, tiles, strict=False):
         field = Image.new("RGB", (180, 180), LIGHT)
         if image is not None:
             field = ImageOps.pad(image.convert("RGB"), field.size, color="#f8fafc")
@@ -268,10 +263,10 @@ def draw_contact_sheet(tiles: Sequence[Tile], out_path: Path) -> None:
     save_figure(figure, out_path, pil_kwargs={"quality": 75, "optimize": True})
 
 
-def _tile(split: Dataset, row: int, name: str) -> Tile:
-    """Return the tile of a row with its first caption, titled by its split and id."""
-    kind, split = kind_of(split.features), split.with_format(None).select([row])
-    pair = (split.cast_column("image", ImageFeature(decode=False)) if kind == "image" else split)[0]
+def _tile(split: Dataset, row: int, name: str) -> tuple[Image.Image | None, str, str]:
+    """Return a row's picture, its split and id, and its first caption."""
+    kind = kind_of(split.features)
+    pair = split.with_format(None)[row]
     try:
         image = picture(pair["image"] or {}, kind)
     except UnreadableError:

@@ -256,25 +256,6 @@ def test_a_hopeless_source_is_refused_and_leaves_nothing(folder: Path, own_cache
     assert not (own_cache / "tandem_pairs").exists() or not results(own_cache)
 
 
-def test_an_interrupted_start_is_resumed(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(70):
-        draw(number, (16, 12)).save(folder / f"{number}.png")
-    write(folder, [f"{number}.png" for number in range(70)])
-    done: dict[Path, int] = {}
-    for name in ("reconcile", "write_pairs"):
-        with monkeypatch.context() as patch:
-            patch.setattr(cache, name, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                load(folder)
-        [partial] = (own_cache / "tandem_pairs").glob("*.partial")
-        dates = {path: path.stat().st_mtime_ns for path in (partial / "parts").iterdir()}
-        assert len(dates) == 4
-        assert dates == (done or dates)
-        done = dates
-    assert len(ids(folder)) == 70
-    assert len(results(own_cache)) == 1
-
-
 def hold(folder: Path, own_cache: Path) -> None:
     """Load, and never come to an end."""
     datasets.config.HF_DATASETS_CACHE = own_cache

@@ -22,8 +22,8 @@ from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export, written
 from mm_utils.export.graphs import head_weights
+from mm_utils.export.open_clip import write_open_clip
 from mm_utils.model.build import check_model, load_model
-from mm_utils.model.open_clip import write_open_clip
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.start import run_script, set_up_logging
 

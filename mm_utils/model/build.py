@@ -34,7 +34,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     text_positions,
     vision_tower,
 )
-from mm_utils.model.open_clip import opened
 from mm_utils.model.pretrained import check_words, explained, load_config, load_tower
 from mm_utils.model.stock import load_stock
 from mm_utils.places import missing
@@ -194,7 +193,7 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     Raises:
         ValueError: if there is no model, or it needs Python code of its own.
     """
-    title, name = f"{name} holds no model", opened(name)
+    title = f"{name} holds no model"
     config = _config_of_whole(title, name)
     if config.model_type in DUAL_ENCODERS:
         return load_stock(name, config, **head)
@@ -261,8 +260,7 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
     """
     if name is None:
         return
-    title, name = f"{flag} is {name}", opened(name)
-    path = Path(name)
+    title, path = f"{flag} is {name}", Path(name)
     if not path.is_dir():
         # The Hub id of a whole model has one slash.
         problem = missing(name if "/" in name else f"./{name}").removesuffix(" Check the path.")
@@ -298,7 +296,7 @@ def _config_of_whole(title: str, name: str) -> Any:
 
 def has_no_head(name: str) -> bool:
     """Return whether a whole model is an earlier run's that was trained without a fusion head."""
-    return getattr(load_config(f"--model_name_or_path is {name}", opened(name)), "fusion_layers", None) == 0
+    return getattr(load_config(f"--model_name_or_path is {name}", name), "fusion_layers", None) == 0
 
 
 def check_positions(model: FusionDualEncoderModel, max_seq_length: int) -> None:

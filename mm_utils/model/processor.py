@@ -34,7 +34,6 @@ from transformers import (
 
 from mm_utils.data.media.medium import MOST_SECONDS
 from mm_utils.model.arguments import ModelArguments, check_reads, vision_preset
-from mm_utils.model.open_clip import opened
 from mm_utils.model.pretrained import check_words, complete, explained, load_config
 from mm_utils.stored import key_of, stored, version_of
 from mm_utils.text import one_line
@@ -90,8 +89,7 @@ def _own_frames(args: ModelArguments) -> int | None:
 
 def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixin:
     """Load the processor of a saved model; images become squares as in `load_processor`, by default of its own size."""
-    name, of_sounds = opened(name), False
-    what = f"the model is {name}"
+    what, of_sounds = f"the model is {name}", False
     with explained(f"the processor of {name} is missing or damaged", name):
         with suppress(OSError):  # of sounds or of images
             of_sounds = "sampling_rate" in SequenceFeatureExtractor.get_feature_extractor_dict(name)[0]

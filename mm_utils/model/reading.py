@@ -21,7 +21,7 @@ import os
 import re
 import urllib.request
 import wave
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -303,7 +303,7 @@ def check_cut(start: float | None, end: float | None, seconds: float | None = No
         raise UnreadableError(f"{begin:g} to {last:g} s of {seconds:.3f} s", "span_outside")
 
 
-def check_length(seconds: float, most: float) -> None:
+def _check_length(seconds: float, most: float) -> None:
     """Raise too_long if a medium, or its wanted part, has more than `most` seconds."""
     if seconds > most + TOLERANCE:
         raise UnreadableError(f"it has {seconds:,.1f} s or more, and --max_seconds is {most:g}", "too_long")
@@ -451,7 +451,10 @@ def read_frames(
     max_pixels: int = MOST_PIXELS,
     notes: list[str] | None = None,
 ) -> Iterator[Frame]:
-    """Yield the frames of a clip's file at `start`, `start` + 1 / fps, ... before `end`, by its own clock; see `at_rate`.
+    """Yield the frames of a clip's file at `start`, `start` + 1 / fps, ... before `end`, by its own clock.
+
+    The frame of a time is the one that players show then: the last whose time stamp is not later, or the first frame if all are;
+    one that is shown for longer comes again.
 
     Args:
         content: the whole file.
@@ -465,50 +468,31 @@ def read_frames(
         UnreadableError: if there is no such clip, for whatever reason; nothing else is raised, whatever the bytes.
     """
     check_cut(start, end)
-    if end is not None:
-        check_length(end - (start or 0.0), max_seconds)
-    notes, begin = [] if notes is None else notes, start or 0.0
+    begin, shown, yielded = start or 0.0, None, 0
     with _opened(content, "video") as (container, stream):
         said = _declared_end(container, stream)
-        if said is not None and end is None:
-            check_length(said - begin, max_seconds)
-        yield from at_rate(_video(container, stream, max_pixels, begin, notes), fps, begin, end, max_seconds, said)
-
-
-def at_rate(
-    frames: Iterable[Frame], fps: float, begin: float, end: float | None, most: float, said: float | None = None
-) -> Iterator[Frame]:
-    """Yield the frames that are shown at begin, begin + 1 / fps, ...; one that is shown for longer comes again.
-
-    The frame of a time t is the one that players show then: the last whose time stamp is not after t, or the first frame
-    if all are. `most` is the longest clip in seconds, and `said` where the file says that its frames end.
-    """
-    shown: Frame | None = None
-    count, last = 0, 0.0
-    for frame in chain(frames, [None]):
-        if frame is None:
-            if shown is None:
+        if (last := said if end is None else end) is not None:
+            _check_length(last - begin, max_seconds)
+        for frame in chain(_video(container, stream, max_pixels, begin, [] if notes is None else notes), [None]):
+            if frame is not None and shown is not None and frame.time <= shown.time:
+                continue  # stamps that go back show nothing new
+            current = shown or frame
+            if current is None:
                 _check_whole(0.0, said)
                 raise UnreadableError("it holds no frame that can be shown", "medium_empty")
-            until = last = shown.end
-            if end is None or last < end:
-                _check_whole(last, said if end is None else min(said or 0.0, end))
+            until = current.end if frame is None else frame.time
+            if frame is None and (end is None or until < end):
+                _check_whole(until, said if end is None else min(said or 0.0, end))
                 if begin or end is not None:
-                    check_cut(begin, end, last)
-        elif shown is not None and frame.time <= shown.time:
-            continue  # stamps that go back show nothing new
-        else:
-            until = frame.time
-        current = shown or frame
-        assert current is not None
-        while begin + count / fps < (until if end is None else min(until, end)) - _SAME_TIME:
-            check_length(count / fps, most)
-            yield current
-            count += 1
-        if frame is None or (end is not None and until >= end):
-            break
-        shown = frame
-    if not count:
+                    check_cut(begin, end, until)
+            while begin + yielded / fps < (until if end is None else min(until, end)) - _SAME_TIME:
+                _check_length(yielded / fps, max_seconds)
+                yield current
+                yielded += 1
+            if end is not None and until >= end:
+                break
+            shown = frame
+    if not yielded:
         raise UnreadableError("it holds no frame that is shown for any time", "medium_empty")
 
 
@@ -524,10 +508,9 @@ def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: li
             raise UnreadableError(f"{pixels:,} in all frames", "too_many_pixels")
         time = last + 1 / float(rate) if stamp is None else stamp
         lasts = float(frame.duration * frame.time_base) if frame.duration else 1 / float(rate)
-        last, turns = (
-            time,
-            round(frame.rotation / 90) % 4 if abs(frame.rotation) <= 360 else 0,
-        )  # a matrix of zeros: NaN
+        last, turns = time, 0
+        if abs(frame.rotation) <= 360:  # a matrix of zeros turns by no angle
+            turns = round(frame.rotation / 90) % 4
         if turns and "turned" not in notes:
             notes.append("turned")
         yield Frame(time, time + lasts, partial(_upright, frame, stream.sample_aspect_ratio, turns))
@@ -536,11 +519,8 @@ def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: li
 def _upright(frame: Any, shape: Any, turns: int) -> Image.Image:
     """Return a frame of PyAV as RGB, turned by quarters, with square pixels; `shape` is the width of one over its height."""
     try:
-        image = (
-            _flatten(Image.fromarray(frame.to_ndarray(format="rgba")), [])
-            if frame.format.name == "bgra"
-            else frame.to_image()
-        )
+        has_alpha = frame.format.name == "bgra"  # of a GIF
+        image = _flatten(Image.fromarray(frame.to_ndarray(format="rgba")), []) if has_alpha else frame.to_image()
     except Exception as error:  # see `_opened`
         raise UnreadableError(f"a frame: {decoder_message(error)}", "medium_unreadable") from error
     if shape and shape != 1 and 0.25 <= shape <= 4:
@@ -609,13 +589,13 @@ def read_sound(
     """
     check_cut(start, end)
     if end is not None:
-        check_length(end - (start or 0.0), max_seconds)
+        _check_length(end - (start or 0.0), max_seconds)
     plain = wav_samples(content)
     if plain is not None:
         whole, own = plain
         check_cut(start, end, len(whole) / own)
         first, last = round((start or 0.0) * own), len(whole) if end is None else min(len(whole), round(end * own))
-        check_length((last - first) / own, max_seconds)
+        _check_length((last - first) / own, max_seconds)
         samples = _floats(whole[first:last]).mean(axis=1)
     elif codecs:
         samples, own = _read_stream(content, start, end, max_seconds, [] if notes is None else notes)
@@ -697,7 +677,7 @@ def _read_stream(
     with _opened(content, "audio") as (container, stream):
         said, is_flac = _declared_end(container, stream), container.format.name == "flac"
         if said is not None and end is None:
-            check_length(said - begin, most)
+            _check_length(said - begin, most)
         for time, frame in _decoded(container, stream, begin, notes):
             if not rate:
                 rate = frame.sample_rate

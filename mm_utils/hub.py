@@ -1,10 +1,10 @@
-"""Push a run's model, or a prepared data set, to the Hugging Face Hub; a push that fails is a warning."""
+"""Push a run's model to the Hugging Face Hub; a push that fails is a warning."""
 
 import logging
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,6 @@ _NO_MODEL = (
     # About this machine and its paths; the card has the settings, the command and the versions.
     *(CONFIG_FILE, "environment.json", "skipped_images.jsonl", "nonfinite_steps.jsonl"),
 )
-# What was set aside stays here: it may be what nobody should have, and it names paths of this machine.
-_SET_ASIDE = ("quarantine.jsonl", ".*")
 
 
 @dataclass
@@ -55,85 +53,18 @@ class HubArguments:
     )
 
     def __post_init__(self) -> None:
-        check_repository("--hub_model_id", self.hub_model_id)
-
-
-@dataclass
-class DatasetHubArguments:
-    """Flags for pushing the data set; the token is that of `hf auth login` or HF_TOKEN."""
-
-    push_to_hub: bool = arg(False, "Push the prepared data set to the Hugging Face Hub, with its card and its report.")
-    hub_dataset_id: str | None = arg(None, "Repository: 'name' or 'namespace/name'; by default output_dir's name.")
-    hub_private_repo: bool = arg(
-        True,
-        "Create the repository as private, as images and captions may belong to others; one that exists keeps its visibility.",
-    )
-    license: str | None = arg(
-        None, "Licence of images and captions, for the card: an identifier of the Hub, such as cc-by-4.0, or other."
-    )
-
-    def __post_init__(self) -> None:
-        check_repository("--hub_dataset_id", self.hub_dataset_id)
-        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
-            raise ValueError(
-                f"--license is {self.license!r}; the Hub's identifiers have small letters, digits, dots and hyphens. Give one of "
-                "https://hf.co/docs/hub/repositories-licenses, such as apache-2.0 or cc-by-4.0, or other."
-            )
-
-    def repository(self, folder: str) -> str:
-        """Return the name of the repository for a folder."""
-        return self.hub_dataset_id or repository_name(Path(folder))
-
-
-def check_repository(flag: str, name: str | None) -> None:
-    """Raise ValueError unless the Hub could have a repository of this name."""
-    try:
-        if name is not None:
-            validate_repo_id(name)
-    except HFValidationError as error:
-        raise ValueError(f"{flag} is {name!r}; {one_line(error)} Give 'name' or 'namespace/name'.") from error
+        try:
+            if self.hub_model_id is not None:
+                validate_repo_id(self.hub_model_id)
+        except HFValidationError as error:
+            problem = f"--hub_model_id is {self.hub_model_id!r}; {one_line(error)}"
+            raise ValueError(f"{problem} Give 'name' or 'namespace/name'.") from error
 
 
 def repository_name(output_dir: Path) -> str:
     """Return the folder's name without characters that the Hub refuses."""
     name = re.sub(r"[^A-Za-z0-9_.]+|\.\.+|--+", "-", output_dir.resolve().name.removesuffix(".git"))
     return name[:96].strip("-.") or "model"
-
-
-class Repository:
-    """A repository of the Hub, to which folders are pushed in the background, one after the other.
-
-    `name` has its namespace once the repository is created; `kind` is `model` or `dataset`.
-    """
-
-    def __init__(self, name: str, kind: str, private: bool = False):
-        self.name, self.kind, self.private = name, kind, private
-        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
-        disable_progress_bars()
-
-    def push(self, *uploads: Mapping[str, Any]) -> Future[None]:
-        """Create the repository, and push folders by arguments of `HfApi.upload_folder`."""
-
-        def work() -> None:
-            # None, not False: an organisation whose default is private keeps it.
-            made = self.api.create_repo(self.name, private=self.private or None, exist_ok=True, repo_type=self.kind)
-            self.name = made.repo_id
-            for upload in uploads:
-                self.api.upload_folder(repo_id=self.name, repo_type=self.kind, **upload)
-
-        return self.api.run_as_future(work)
-
-    def has_got(self, folder: Path, left_out: Sequence[str], message: str) -> bool:
-        """Push a folder and wait; return whether it is on the Hub. A failure is a warning, with the command for later."""
-        push = self.push({"folder_path": folder, "commit_message": message, "ignore_patterns": list(left_out)})
-        error = _failure(push, _TIMEOUT + size_of(folder) / 1e6)
-        if error:
-            kind = [] if self.kind == "model" else ["--repo-type", self.kind]
-            words = ["hf", "upload", self.name, str(folder), ".", *kind, *["--private"] * self.private]
-            words += [word for name in left_out for word in ("--exclude", name)]
-            text = "the push to %s failed; %s. It is safe in %s; push it later with: %s"
-            logger.warning(text, self.name, error, folder, shlex.join(words))
-        return not error
 
 
 def _failure(push: Future[None], timeout: float) -> str:
@@ -148,7 +79,10 @@ def _failure(push: Future[None], timeout: float) -> str:
 
 
 class HubPusher(RunCallback):
-    """Push at saves and at the end as `--hub_strategy` says, on the main process."""
+    """Push at saves and at the end as `--hub_strategy` says, in the background, on the main process.
+
+    `repository` has its namespace once the repository is created.
+    """
 
     arguments = HubArguments
     flag = "push_to_hub"
@@ -156,7 +90,8 @@ class HubPusher(RunCallback):
 
     def __init__(self, args: HubArguments):
         self.args, self.pushed = args, ""
-        self.push: Future[None] | None = None  # of the checkpoint `pushed`
+        self.pushing: Future[None] | None = None  # the checkpoint `pushed`
+        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
 
     @classmethod
     def attach(cls, given: Parsed) -> "HubPusher":
@@ -166,18 +101,29 @@ class HubPusher(RunCallback):
     def on_start(self, run: Any) -> None:
         """Name the repository of the run's folder."""
         self.output_dir = run.run.output_dir.absolute()
-        self.repository = Repository(self.args.hub_model_id or repository_name(self.output_dir), "model")
+        self.repository = self.args.hub_model_id or repository_name(self.output_dir)
+        disable_progress_bars()
+
+    def push(self, *uploads: Mapping[str, Any]) -> Future[None]:
+        """Create the repository, and push folders by arguments of `HfApi.upload_folder`, after what is in progress."""
+
+        def work() -> None:
+            self.repository = self.api.create_repo(self.repository, exist_ok=True).repo_id
+            for upload in uploads:
+                self.api.upload_folder(repo_id=self.repository, **upload)
+
+        return self.api.run_as_future(work)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Create the repository, so that a bad token shows before the training."""
-        if state.is_world_process_zero and (error := _failure(self.repository.push(), _START_TIMEOUT)):
+        if state.is_world_process_zero and (error := _failure(self.push(), _START_TIMEOUT)):
             text = "the Hub repository is %s; it cannot be opened: %s. Training goes on and the push is tried again later; "
-            logger.warning(text + "check `hf auth whoami`", self.repository.name, error)
+            logger.warning(text + "check `hf auth whoami`", self.repository, error)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Push the checkpoint in the background, unless the push before it is still in progress."""
         checkpoint: Path = kwargs["checkpoint"]
-        is_free = self.push is None or self.push.done()
+        is_free = self.pushing is None or self.pushing.done()
         if state.is_world_process_zero and self.args.hub_strategy != "end" and is_free:
             self.settle()
             model = {"commit_message": checkpoint.name, "ignore_patterns": [*_RESUME_STATE, SUMS_FILE]}
@@ -185,14 +131,14 @@ class HubPusher(RunCallback):
 
     def on_finish(self, run: Any) -> None:
         """Set the card's repository, whose namespace is known by now."""
-        run.run.repository = self.repository.name
+        run.run.repository = self.repository
 
     def on_publish(self, run: Any) -> None:
         """Push the model. The process group ends first: other ranks would wait for the Hub in a collective."""
         run.run.accelerator.wait_for_everyone()
         run.run.accelerator.end_training()
         if run.run.accelerator.is_main_process and self.push_model():
-            run.published.append(f"pushed to {self.repository.name}")
+            run.published.append(f"pushed to {self.repository}")
 
     def push_model(self) -> bool:
         """Push the last checkpoint, and the output folder as the final model; return whether the model is on the Hub."""
@@ -200,7 +146,18 @@ class HubPusher(RunCallback):
         for checkpoint in checkpoint_folders(self.output_dir)[-1:]:
             self._push(checkpoint)
         self.settle()
-        return self.repository.has_got(self.output_dir, _NO_MODEL, "End of training")
+        upload = {
+            "folder_path": self.output_dir,
+            "commit_message": "End of training",
+            "ignore_patterns": list(_NO_MODEL),
+        }
+        error = _failure(self.push(upload), _TIMEOUT + size_of(self.output_dir) / 1e6)
+        if error:
+            words = ["hf", "upload", self.repository, str(self.output_dir), "."]
+            words += [word for name in _NO_MODEL for word in ("--exclude", name)]
+            text = "the push to %s failed; %s. It is safe in %s; push it later with: %s"
+            logger.warning(text, self.repository, error, self.output_dir, shlex.join(words))
+        return not error
 
     def _push(self, checkpoint: Path, *uploads: Mapping[str, Any]) -> None:
         """Push, and with `--hub_strategy checkpoint` all of the checkpoint in the place of the one before, to resume."""
@@ -208,21 +165,10 @@ class HubPusher(RunCallback):
         if self.args.hub_strategy == "checkpoint":
             uploads = (*uploads, {"folder_path": checkpoint, **state, "delete_patterns": "*"})
         if uploads:
-            self.push, self.pushed = self.repository.push(*uploads), checkpoint.name
+            self.pushing, self.pushed = self.push(*uploads), checkpoint.name
 
     def settle(self) -> None:
         """Wait for the push of a checkpoint, and name one that failed."""
-        if self.push is not None and (error := _failure(self.push, _TIMEOUT)):
-            logger.warning("the push of %s to %s failed: %s", self.pushed, self.repository.name, error)
-        self.push = None
-
-
-def push_data_set(folder: str, args: DatasetHubArguments) -> bool:
-    """Push a prepared folder; return whether it is on the Hub. A failure is a warning."""
-    if not args.push_to_hub:
-        return False
-    repository = Repository(args.repository(folder), "dataset", args.hub_private_repo)
-    logger.info("Pushing %s to %s, %s", folder, repository.name, "private" if repository.private else "public")
-    if is_there := repository.has_got(Path(folder), _SET_ASIDE, "Prepared data set"):
-        logger.info("Pushed to %s: load_dataset(%r)", repository.name, repository.name)
-    return is_there
+        if self.pushing is not None and (error := _failure(self.pushing, _TIMEOUT)):
+            logger.warning("the push of %s to %s failed: %s", self.pushed, self.repository, error)
+        self.pushing = None

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import logging
 import time
+from pathlib import Path
 
 from mm_utils.arguments import parse_args
 from mm_utils.data.prepare.arguments import PrepareArguments, parse_source, workspace
@@ -30,7 +31,6 @@ from mm_utils.data.prepare.on_disk import write_findings, write_pairs
 from mm_utils.data.prepare.report import describe, summarize, write_data_card, write_report
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments
-from mm_utils.hub import DatasetHubArguments, push_data_set
 from mm_utils.run.start import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
     groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments)
-    given = parse_args(*groups, DatasetHubArguments, argv=argv, doc=__doc__)
+    given = parse_args(*groups, argv=argv, doc=__doc__)
     args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
-    reconcile_args, paths, hub_args = given[ReconcileArguments], given[PathArguments], given[DatasetHubArguments]
+    reconcile_args, paths = given[ReconcileArguments], given[PathArguments]
     set_up_logging()
 
     start = time.perf_counter()
@@ -64,10 +64,8 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
         summary["seconds"] = round(time.perf_counter() - start, 1)
         write_findings(work / "result", summary, ingested.faults + found.faults)
         write_report(work / "result", pairs, summary)
-        write_data_card(work / "result", hub_args.repository(args.output_dir), pairs, summary, hub_args.license)
+        write_data_card(work / "result", Path(args.output_dir).resolve().name, pairs, summary)
 
-    # 5. Push the folder, which is complete.
-    push_data_set(args.output_dir, hub_args)
     logger.info("%s", describe(summary, args.output_dir))
     return {f"{name}_images": float(len(rows)) for name, rows in pairs.items()}
 

@@ -51,12 +51,11 @@ def save(hub: HubPusher, is_main: bool = True) -> None:
 def test_a_push_uploads_exact_bytes_and_nothing_unfinished(server: Hub, run_dir: Path) -> None:
     hub = pusher(run_dir)
     hub.on_train_begin(None, TrainerState(), TrainerControl())
-    assert hub.repository.name == "tester/my-run"
+    assert hub.repository == "tester/my-run"
     assert hub.push_model()
     assert set(server.repos["tester/my-run"]) == ROOT
     for path in ROOT:
         assert server.repos["tester/my-run"][path] == (run_dir / path).read_bytes()
-    assert not server.private["tester/my-run"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ FOREIGN = {
     *("--batch-size", "--accum-freq", "--precision", "--train-data", "--epochs", "--warmup", "--resume", "--siglip"),
     *("--lock-image", "--local-loss", "--gather-with-grad", "--per_device_train_batch_size", "--bf16", "--warmup_steps"),
     *("--working-dir", "--head", "--signal", "--data-binary", "--shm-size", "--target", "--no-deps", "--rdzv_backend"),
-    *("--nodes", "--batch", "--prefix", "--requeue", "--kill-on-bad-exit"),
+    *("--nodes", "--batch", "--prefix", "--requeue", "--kill-on-bad-exit", "--repo-type", "--private", "--exclude"),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ _LOCK_SECONDS = 10.0  # a restarted run may meet its predecessor, which is being
 _DATA = ("train_file", "validation_file", "test_file", "dataset_name", "image_root")
 _OWN = (
     STARTS_FILE, METRICS_FILE, CONFIG_FILE, SUMS_FILE, "README.md", "config.json", "dual_encoder", "model*.safetensors*",
-    "*processor_config.json", "tokenizer*", "vocab.*", "training.png", "retrieval.png", "confusion.png", "results.json",
+    "*processor_config.json", "tokenizer*", "vocab.*", "training.png", "retrieval.png", "results.json",
 )  # fmt: skip
 """What a run writes beside its checkpoints and others may have, as patterns of names."""
 _NOT_SAVED = ("resume_from_checkpoint", "dry_run")  # true of one start only

@@ -65,8 +65,6 @@ MISTAKES = [
     ("scripts.prepare_data", "--sources x --output_dir y --validation_fraction 1", "--validation_fraction is 1"),
     ("scripts.prepare_data", "--sources x --output_dir y --validation_fraction 0.5 --test_fraction 0.5", "leave nothing to train on"),
     ("scripts.prepare_data", "--sources x --output_dir y --near_duplicate_distance 40", "--near_duplicate_distance is 40"),
-    ("scripts.prepare_data", "--sources x --output_dir y --hub_dataset_id a/b/c", "--hub_dataset_id is 'a/b/c'"),
-    ("scripts.prepare_data", "--sources x --output_dir y --license CC", "--license is 'CC'; "),
     ("scripts.mine_negatives", "--model_name_or_path x --dataset_name y --output_dir z --num_negatives 0", "--num_negatives is 0"),
     ("scripts.mine_negatives", "--model_name_or_path x --dataset_name y --output_dir z --num_negatives 9 --num_candidates 8", "--num_negatives is 9"),
     ("scripts.mine_negatives", "--model_name_or_path x --dataset_name y --output_dir z --relative_margin 1", "--relative_margin is 1"),

@@ -13,15 +13,13 @@ TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
 
 
 class Hub:
-    """Files, kind and privacy of repositories by name; the commits; and calls that fail or wait, where a test wants it.
+    """Files of repositories by name; the commits; and calls that fail or wait, where a test wants it.
 
     A call named in `faults` fails once for each time that it is named.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
-        self.kinds: dict[str, str] = {}
-        self.private: dict[str, bool] = {}
         self.calls, self.commits, self.faults = list[str](), list[str](), list[str]()
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -33,11 +31,10 @@ class Hub:
             self.faults.remove(call)
             raise ConnectionError(f"refused for Bearer {TOKEN}")  # the worst that a server could say
 
-    def create_repo(self, repo_id: str, *, private: bool | None, repo_type: str, **_: Any) -> Any:
+    def create_repo(self, repo_id: str, **_: Any) -> Any:
         self._answer("create_repo")
         name = repo_id if "/" in repo_id else f"tester/{repo_id}"
-        if name not in self.repos:
-            self.repos[name], self.kinds[name], self.private[name] = {}, repo_type, bool(private)
+        self.repos.setdefault(name, {})
         return SimpleNamespace(repo_id=name)
 
     def upload_folder(

@@ -274,9 +274,7 @@ def _tile(split: Dataset, row: int, name: str) -> tuple[Image.Image | None, str,
     return image, f"{name}: {pair['id']}", next(filter(None, pair["captions"]), "")
 
 
-def write_data_card(
-    folder: Path, name: str, pairs: DatasetDict, summary: dict[str, Any], license: str | None = None
-) -> None:
+def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: dict[str, Any]) -> None:
     """Write a prepared folder's `README.md`, named `name`: for the Hub, `load_dataset`, and with the text of its `report.md`."""
     images, features = sum(map(len, pairs.values())), next(iter(pairs.values())).features
     kind = summary["medium"]
@@ -287,14 +285,13 @@ def write_data_card(
         columns = {"dataset_info": {"features": decoded._to_yaml_list()}}
     files = [{"split": split, "path": f"{split}/*.arrow"} for split in pairs]
     front = DatasetCardData(
-        license=license,
         size_categories=next((size for power, size in enumerate(_SIZES, 3) if images < 10**power), "n>100M"),
         task_categories=_TASKS[kind],
         tags=[f"{COLUMNS[kind]}-text-pairs", f"{COLUMNS[kind]}-text-retrieval"],
         configs=[{"config_name": "default", "data_files": files}],
         **columns,
     )
-    terms = f"Licence: {license}." if license else "Licence: not stated. Images and captions belong to their authors."
+    terms = "Images and captions belong to their authors."
     report = (folder / "report.md").read_text(encoding="utf-8").partition("\n")[2].strip()
     parts = [
         f"---\n{front.to_yaml()}\n---",

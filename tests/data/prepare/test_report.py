@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from huggingface_hub import DatasetCard
 from PIL import Image
 
 from mm_utils.data.prepare.report import measure, shared_captions, write_report
-from mm_utils.hub import DatasetHubArguments, push_data_set
 from scripts.prepare_data import main
 from tests.kit.corpora import write_corpus
-from tests.kit.hub import Hub
 from tests.kit.media_files import clip, media_rows, tone
 
 FEATURES = Features({
@@ -143,14 +140,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows.append({**rows[0], "image": "images/nowhere.png", "captions": ["of nobody"]})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = tmp_path_factory.mktemp("out") / "my pairs"
-    flags = ["--on_leakage", "keep", "--max_bad_fraction", "1", "--num_proc", "1", "--license", "cc-by-4.0"]
+    flags = ["--on_leakage", "keep", "--max_bad_fraction", "1", "--num_proc", "1"]
     main(["--sources", str(path), "--output_dir", str(folder), *flags])
     return folder
 
 
 def test_the_card_shows_the_report_and_datasets_opens_the_folder_by_it(prepared: Path, tmp_path: Path) -> None:
     card = DatasetCard.load(prepared / "README.md")
-    assert (card.data.license, card.data.size_categories) == ("cc-by-4.0", "n<1K")
+    assert card.data.size_categories == "n<1K"
     assert (prepared / "report.md").read_text().partition("\n")[2].strip() in card.text
     found = datasets.load_dataset(str(prepared), cache_dir=str(tmp_path))
     stored = datasets.load_from_disk(str(prepared))
@@ -158,28 +155,3 @@ def test_the_card_shows_the_report_and_datasets_opens_the_folder_by_it(prepared:
     assert {name: rows["content_id"][:] for name, rows in found.items()} == {
         name: rows["content_id"][:] for name, rows in stored.items()
     }
-
-
-def test_a_push_sends_all_but_what_was_set_aside(prepared: Path, server: Hub) -> None:
-    assert not push_data_set(str(prepared), DatasetHubArguments())
-    assert server.calls == []
-    assert push_data_set(str(prepared), DatasetHubArguments(push_to_hub=True))
-    files = server.repos["tester/my-pairs"]
-    assert (server.kinds["tester/my-pairs"], server.private["tester/my-pairs"]) == ("dataset", True)
-    here = {path.relative_to(prepared).as_posix() for path in prepared.rglob("*") if path.is_file()}
-    assert set(files) == here - {"quarantine.jsonl"} != here
-    assert all(files[name] == (prepared / name).read_bytes() for name in files)
-    args = DatasetHubArguments(push_to_hub=True, hub_dataset_id="team/pairs", hub_private_repo=False)
-    assert push_data_set(str(prepared), args)
-    assert not server.private["team/pairs"]
-
-
-def test_a_push_that_fails_names_the_command_for_later(
-    prepared: Path, server: Hub, caplog: pytest.LogCaptureFixture
-) -> None:
-    """`tests/test_hub.py` runs such a command."""
-    server.faults.append("upload_folder")
-    assert not push_data_set(str(prepared), DatasetHubArguments(push_to_hub=True, hub_dataset_id="tester/pairs"))
-    _, _, command = caplog.text.partition("push it later with: ")
-    flags = ["--repo-type", "dataset", "--private", "--exclude", "quarantine.jsonl", "--exclude", ".*"]
-    assert shlex.split(command.splitlines()[0]) == ["hf", "upload", "tester/pairs", str(prepared), ".", *flags]

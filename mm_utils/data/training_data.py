@@ -19,7 +19,6 @@ from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.files import allow_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -164,30 +163,12 @@ def make_data(
     sizes = schedule.batch_sizes.at_most(len(rows)) if fits_batch else schedule.batch_sizes
     if sizes != schedule.batch_sizes:
         logger.info("A step takes all %d training rows, fewer than --global_batch_size", len(rows))
-    loaders = open_loaders(accelerator, splits, processor, loader_args, readers)
+    # Saved with the model, so that all who load it read as much of a text.
+    processor.tokenizer.model_max_length = loader_args.max_seq_length
+    loaders = make_loaders(loader_args, accelerator.device, processor, readers)
     order = GlobalOrder(len(rows), sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
     identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer)}
     found = TrainingData(splits, processor, loaders, order, identity, total_rows=total)
     logger.info("%s", found)
     return found
-
-
-def open_loaders(
-    accelerator: Accelerator,
-    splits: DatasetDict,
-    processor: ProcessorMixin,
-    loader_args: LoaderArguments,
-    readers: Sequence[ColumnReader] = (),
-) -> Loaders:
-    """Return the loaders of a run."""
-    rows = splits["validation"]
-    if "moments" in set(rows.column_names) - {reader.source(rows) for reader in readers}:
-        logger.info(
-            "The rows have moments that no term reads; add moments:0.5 to --objectives to learn when something is."
-        )
-    # Saved with the model, so that all who load it read as much of a text.
-    processor.tokenizer.model_max_length = loader_args.max_seq_length
-    loaders = make_loaders(loader_args, accelerator.device, processor, readers)
-    allow_open_files()
-    return loaders

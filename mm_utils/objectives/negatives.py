@@ -1,20 +1,18 @@
 """Negatives of the data, captions that are wrong for their image: tokenised once, one drawn in every epoch."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import datasets
 import numpy as np
 from datasets import List, Value
-from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint_of
+from mm_utils.data.batches.column_cache import Columns
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.order import choose_captions
-from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_captions, tokenizer_content
+from mm_utils.data.batches.tokens import add_tokens, caption_key, encode_captions, pad_captions
 from mm_utils.data.rows.columns import NEGATIVES
 
 NEGATIVE_IDS = "negative_input_ids"  # a column, and with `negative_attention_mask` a tensor of a batch, `[b, L]`
@@ -36,12 +34,7 @@ class Negatives(ColumnReader):
         return NEGATIVES
 
     def prepare(
-        self,
-        rows: datasets.Dataset,
-        split: str,
-        tokenizer: PreTrainedTokenizerBase,
-        max_seq_length: int,
-        num_proc: int | None,
+        self, rows: datasets.Dataset, split: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
     ) -> datasets.Dataset:
         """Add the tokens to training rows with negatives; raise ValueError if these are not lists of texts."""
         if split != "train" or NEGATIVES not in rows.column_names:
@@ -51,12 +44,8 @@ class Negatives(ColumnReader):
                 f"the column {NEGATIVES} holds {rows.features[NEGATIVES]}; it should have, for each image, a list of captions "
                 "that are wrong for it. Write it anew."
             )
-        key = Hasher.hash((NEGATIVES, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
-        compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
         features, read = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]}), [NEGATIVES, "caption_keys"]
-        return add_columns(
-            rows, read, compute, key, title="Tokenising negatives", num_proc=num_proc, features=features
-        )
+        return add_tokens(rows, NEGATIVES, read, _tokenize, tokenizer, max_seq_length, features)
 
     def example(self, row: dict[str, Any], shown: Shown | None, seed: int | None) -> dict[str, Any]:
         """Return the drawn negative, as `negative`."""

@@ -157,7 +157,7 @@ CHANGES: dict[str, Callable[[Dataset], Dataset]] = {
     image_size=st.sampled_from([16, SIZE, 40]),
     min_crop_area=st.sampled_from([0.5, 1.0]),
 )
-@settings(max_examples=12)
+@settings(max_examples=10)
 def test_pairs_survive_what_is_done_to_a_data_set(
     store: str, changes: list[str], world: int, image_size: int, min_crop_area: float, sources: dict[str, str]
 ) -> None:

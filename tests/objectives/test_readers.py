@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
-from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform, Transform
+from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.data.images import encode
@@ -115,7 +115,7 @@ def whites(pixels: Tensor) -> list[float]:
     ids=["random", "whole", "evaluation"],
 )
 def test_boxes_are_where_the_pixels_are(
-    kind: str, width: int, height: int, transform: Transform, tokenizer: PreTrainedTokenizerFast
+    kind: str, width: int, height: int, transform: EvaluationTransform, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Also if a JPEG is decoded at a reduced scale, or rotated."""
     rng = random.Random(0)

@@ -19,8 +19,7 @@ Values become tensors straight from the memory-mapped file, without a Python obj
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -30,65 +29,13 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from mm_utils.stored import open_rows, stamp, stored
+from mm_utils.stored import stamp
 
 Columns = dict[str, list]
 FEATURES = ("vision_pooled", "vision_taps_", "text_pooled", "text_states", "teacher_")  # beginnings of columns
 OF_TEACHER = "teacher_"
 _PER_CAPTION = ("text_", "teacher_text")
 SKIPPED = "vision_skipped"
-
-
-def add_columns(
-    rows: datasets.Dataset,
-    columns: Sequence[str],
-    compute: Callable[[Columns, np.ndarray | None], Columns],
-    name: str,
-    *,
-    title: str,
-    num_proc: int | None = None,
-    features: datasets.Features | None = None,
-) -> datasets.Dataset:
-    """Lay computed columns beside the others, which stay memory-mapped where they are.
-
-    Rows that were picked out of a table still point into it, so no image is copied.
-
-    Args:
-        rows: rows of a table, or a part of them.
-        columns: names of the columns that `compute` reads.
-        compute: maps the columns of a batch, and a bool for each row that is in `rows` (None: all), to the new columns. Its
-            values for other rows are never read.
-        name: identifies the result; it must change with everything that decides the result.
-        title: title of the progress bar.
-        num_proc: number of processes.
-        features: types of the new columns, if the first rows may not show them.
-    """
-    table, picked = rows.data, _picked(rows)
-    if not table.num_rows:
-        return rows
-    whole = datasets.Dataset(table, info=rows.info.copy(), split=rows.split, fingerprint=fingerprint_of(rows))
-    is_wanted = None
-    if picked is not None:
-        is_wanted = np.zeros(table.num_rows, bool)
-        is_wanted[picked.to_numpy()] = True
-
-    def make(folder: Path) -> None:
-        whole.select_columns(list(columns)).map(
-            lambda batch, places: compute(batch, None if is_wanted is None else is_wanted[places]),
-            batched=True,
-            with_indices=True,
-            num_proc=num_proc,
-            remove_columns=list(columns),
-            cache_file_name=str(folder / "columns.arrow"),
-            new_fingerprint=name,
-            features=features,
-            desc=title,
-        )
-
-    added = open_rows(stored("tokens", name, make))
-    both = datasets.concatenate_datasets([whole, added], axis=1)
-    # The rows at the same places of the wider table.
-    return datasets.Dataset(both.data, info=both.info, split=rows.split, indices_table=rows._indices, fingerprint=name)
 
 
 # -- features of a frozen tower -----------------------------------------------------------------------------------------
@@ -151,20 +98,17 @@ def empty_features(rows: datasets.Dataset) -> dict[str, Tensor]:
 def image_digest(rows: datasets.Dataset) -> str:
     """Hash the images: content ids of prepared rows, else bytes, and files' sizes and dates.
 
-    Of stored bytes the length and three blocks of a kilobyte are read, so that no start reads a whole data set.
+    Of stored bytes the length and the first and last kilobyte are read, so that no start reads a whole data set.
     """
     if "content_id" in rows.column_names:
         return column_digest(rows, "content_id")
     digest = hashlib.blake2b(digest_size=16)
     # Not by `arrow_batches`, which would bring all images of picked rows into memory.
     for batch in rows.select_columns(["image"]).with_format("arrow").iter(1000):
-        for image in _image_views(batch["image"]):
-            content, block, sample = image["bytes"], 1024, stamp(image["path"] or "") if image["bytes"] is None else ""
-            if content is not None:
-                starts = {0, max(0, content.size // 2 - block // 2), max(0, content.size - block)}
-                parts = [content.slice(at, min(block, content.size - at)).to_pybytes() for at in sorted(starts)]
-                sample = f"{content.size}:{hashlib.blake2b(b''.join(parts), digest_size=8).hexdigest()}"
-            digest.update(f"{sample} ".encode())
+        content, paths = (pc.struct_field(batch["image"], name) for name in ("bytes", "path"))
+        ends = pc.binary_slice(content, 0, 1024), pc.binary_slice(content, -1024, None), pc.binary_length(content)
+        for first, last, size, path in zip(*(column.to_pylist() for column in (*ends, paths)), strict=True):
+            digest.update(repr(stamp(path or "") if size is None else (size, first, last)).encode())
     return digest.hexdigest()
 
 
@@ -180,27 +124,11 @@ def column_digest(rows: datasets.Dataset, column: str) -> str:
 
 
 def python_columns(table: pa.Table) -> Columns:
-    """Convert Arrow columns to lists; images and features stay views of the memory-mapped file."""
+    """Convert Arrow columns to lists; features stay views of the memory-mapped file."""
     return {
-        name: _image_views(column)
-        if name == "image"
-        else list(column)
-        if name.startswith(FEATURES)
-        else column.to_pylist()
+        name: list(column) if name.startswith(FEATURES) else column.to_pylist()
         for name, column in zip(table.column_names, table.columns, strict=True)
     }
-
-
-def _image_views(images: pa.ChunkedArray) -> list[dict[str, Any]]:
-    """Return `{"bytes": buffer, "path": str}` of each image that `datasets.Image` stores."""
-    contents, paths = (pc.struct_field(images, name) for name in ("bytes", "path"))
-    views: list[pa.Buffer | None] = []
-    for chunk in contents.chunks:
-        _, offsets, data = chunk.buffers()
-        ends = np.frombuffer(offsets, np.int32, len(chunk) + 1, 4 * chunk.offset).tolist()
-        for start, stop, is_valid in zip(ends, ends[1:], chunk.is_valid().to_pylist(), strict=False):
-            views.append(data.slice(start, stop - start) if is_valid and stop > start else None)
-    return [{"bytes": view, "path": path} for view, path in zip(views, paths.to_pylist(), strict=True)]
 
 
 # -- private attributes of `datasets` -----------------------------------------------------------------------------------
@@ -216,13 +144,13 @@ def fingerprint_of(rows: datasets.Dataset) -> str:
 def arrow_batches(rows: datasets.Dataset, columns: Sequence[str], batch_size: int) -> Iterator[pa.Table]:
     """Yield columns in the order of the rows, as Arrow tables."""
     # `Dataset.iter` takes picked rows one by one, at 20 us each.
-    table, picked = rows.data.table.select(columns), _picked(rows)
-    if picked is not None:
+    table, places = rows.data.table.select(columns), picked(rows)
+    if places is not None:
         table = table.combine_chunks()
     for start in range(0, len(rows), batch_size):
-        yield table.slice(start, batch_size) if picked is None else table.take(picked.slice(start, batch_size))
+        yield table.slice(start, batch_size) if places is None else table.take(places.slice(start, batch_size))
 
 
-def _picked(rows: datasets.Dataset) -> pa.ChunkedArray | None:
+def picked(rows: datasets.Dataset) -> pa.ChunkedArray | None:
     """Return the places of the rows in their table, None if they are the whole table."""
     return None if rows._indices is None else rows._indices.column(0)

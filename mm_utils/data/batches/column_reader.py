@@ -46,12 +46,7 @@ class ColumnReader:
         raise NotImplementedError
 
     def prepare(
-        self,
-        rows: datasets.Dataset,
-        split: str,
-        tokenizer: PreTrainedTokenizerBase,
-        max_seq_length: int,
-        num_proc: int | None,
+        self, rows: datasets.Dataset, split: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
     ) -> datasets.Dataset:
         """Return tokenised rows with the columns that examples are made of, computed once.
 

@@ -7,7 +7,6 @@ epochs beside them.
 import random
 import re
 import unicodedata
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -45,8 +44,8 @@ _SIDES = re.compile(
 
 
 @dataclass
-class Transform(ABC):
-    """Turn a batch of rows into examples.
+class EvaluationTransform:
+    """Show an image's central square, or a clip's or sound's middle, with all its captions, or frozen towers' features.
 
     Attributes:
         medium: how images, clips or sounds are read.
@@ -56,6 +55,11 @@ class Transform(ABC):
     medium: Medium
     readers: Sequence[ColumnReader] = ()
 
+    @property
+    def columns(self) -> set[str]:
+        """The columns to read, as far as a data set has them."""
+        return _COLUMNS.union(*(reader.columns for reader in self.readers))
+
     def examples(self, batch: Columns) -> list[Example]:
         """Return one example per row.
 
@@ -63,15 +67,6 @@ class Transform(ABC):
         """
         rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
         return [self._example(row) for row in rows]
-
-    @property
-    def columns(self) -> set[str]:
-        """The columns to read, as far as a data set has them."""
-        return _COLUMNS.union(*(reader.columns for reader in self.readers))
-
-    @abstractmethod
-    def _show(self, row: dict[str, Any]) -> Example:
-        """Return the model's inputs; raise UnreadableError if the image cannot be decoded."""
 
     def _example(self, row: dict[str, Any]) -> Example:
         reason = row.get(SKIPPED)
@@ -82,12 +77,8 @@ class Transform(ABC):
             reason = f"image {row['id']}: {error}"
         return {"skipped": reason, "skipped_id": row["id"], "image_key": row["image_key"]}
 
-
-@dataclass
-class EvaluationTransform(Transform):
-    """Show an image's central square, or a clip's or sound's middle, with all its captions, or frozen towers' features."""
-
     def _show(self, row: dict[str, Any]) -> Example:
+        """Return the model's inputs; raise UnreadableError if the image cannot be decoded."""
         count, shown = len(row["input_ids"]), None
         example = {"input_ids": row["input_ids"], "caption_keys": row["caption_keys"]}
         if SKIPPED not in row:
@@ -99,7 +90,7 @@ class EvaluationTransform(Transform):
 
 
 @dataclass
-class TrainingTransform(Transform):
+class TrainingTransform(EvaluationTransform):
     """Show a random square of an image with one of its captions.
 
     An example is a pure function of (seed, epoch, image id): caption, crop and mirroring. Rows with
@@ -119,7 +110,7 @@ class TrainingTransform(Transform):
         return super().columns | ({"captions", "regions"} if self.horizontal_flip else set())
 
     def examples(self, batch: Columns) -> list[Example]:
-        """Return one example per row, see `Transform.examples`."""
+        """Return one example per row, see `EvaluationTransform.examples`."""
         epochs = np.array(batch["epoch"])
         counts = np.array([len(captions) for captions in batch["input_ids"]])
         keys = np.array(batch["image_key"])
@@ -163,7 +154,7 @@ class Pairs(Dataset):
         transform: turns rows into examples.
     """
 
-    def __init__(self, rows: datasets.Dataset, transform: Transform):
+    def __init__(self, rows: datasets.Dataset, transform: EvaluationTransform):
         read = [name for name in rows.column_names if name in transform.columns or name.startswith(FEATURES)]
         self.rows = rows.select_columns(read).with_format("arrow")
         self.transform = transform

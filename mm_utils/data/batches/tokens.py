@@ -3,8 +3,8 @@
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -15,10 +15,11 @@ from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.batches.column_cache import Columns, add_columns, arrow_batches, fingerprint_of
+from mm_utils.data.batches.column_cache import Columns, arrow_batches, fingerprint_of, picked
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.distributed import available_cores
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
+from mm_utils.stored import open_rows, stored
 
 logger = logging.getLogger(__name__)
 
@@ -27,21 +28,69 @@ _BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captio
 
 
 def tokenize_captions(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, num_proc: int | None = None
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> datasets.Dataset:
-    """Add columns that are computed from ids and captions, once, in the datasets cache.
+    """Add columns that are computed from ids and captions.
 
     `input_ids`: token ids, one list per caption. `image_key` and `caption_keys`: int64 hashes; equal keys mean the same
-    image or, except for case and spacing, the same caption.
-
-    Captions are tokenised by the rules of `encode_captions`. Only ids and texts are read and only the new columns are
-    written, see `add_columns`.
+    image or, except for case and spacing, the same caption. Captions are tokenised by the rules of `encode_captions`.
     """
-    compute = partial(tokenize_rows, tokenizer=tokenizer, max_seq_length=max_seq_length)
-    if num_proc is None and rows.data.num_rows >= _MANY:
-        num_proc = available_cores()  # the other ranks wait for the one that does this
-    name = Hasher.hash((fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
-    return add_columns(rows, ["id", "captions"], compute, name, title="Tokenising captions", num_proc=num_proc)
+    return add_tokens(rows, "captions", ["id", "captions"], tokenize_rows, tokenizer, max_seq_length)
+
+
+def add_tokens(
+    rows: datasets.Dataset,
+    name: str,
+    read: Sequence[str],
+    compute: Callable[[Columns, np.ndarray | None, PreTrainedTokenizerBase, int], Columns],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    features: datasets.Features | None = None,
+) -> datasets.Dataset:
+    """Lay computed columns beside the others, once, in the datasets cache; only the new ones are written.
+
+    Rows that were picked out of a table still point into it, so no image is copied.
+
+    Args:
+        rows: rows of a table, or a part of them.
+        name: what is tokenised.
+        read: names of the columns that `compute` reads.
+        compute: maps the columns of a batch, a bool for each row that is in `rows` (None: all), tokenizer and length to the new
+            columns. Its values for other rows are never read.
+        tokenizer, max_seq_length: given to `compute`.
+        features: types of the new columns, if the first rows may not show them.
+    """
+    table, places = rows.data, picked(rows)
+    if not table.num_rows:
+        return rows
+    key = Hasher.hash((name, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
+    whole = datasets.Dataset(table, info=rows.info.copy(), split=rows.split, fingerprint=fingerprint_of(rows))
+    is_wanted = None
+    if places is not None:
+        is_wanted = np.zeros(table.num_rows, bool)
+        is_wanted[places.to_numpy()] = True
+
+    def of_batch(batch: Columns, numbers: list[int]) -> Columns:
+        return compute(batch, None if is_wanted is None else is_wanted[numbers], tokenizer, max_seq_length)
+
+    def make(folder: Path) -> None:
+        whole.select_columns(list(read)).map(
+            of_batch,
+            batched=True,
+            with_indices=True,
+            num_proc=available_cores()
+            if table.num_rows >= _MANY
+            else None,  # the other ranks wait for the one that does this
+            remove_columns=list(read),
+            cache_file_name=str(folder / "columns.arrow"),
+            new_fingerprint=key,
+            features=features,
+            desc=f"Tokenising {name}",
+        )
+
+    both = datasets.concatenate_datasets([whole, open_rows(stored("tokens", key, make))], axis=1)
+    # The rows at the same places of the wider table.
+    return datasets.Dataset(both.data, info=both.info, split=rows.split, indices_table=rows._indices, fingerprint=key)
 
 
 def encode_captions(
@@ -105,14 +154,13 @@ def tokenize_splits(
     pairs: datasets.DatasetDict,
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
-    num_proc: int | None = None,
     readers: Iterable[ColumnReader] = (),
 ) -> datasets.DatasetDict:
     """Tokenise the captions of every split, see `tokenize_captions`, and add the columns of readers."""
-    found = {name: tokenize_captions(rows, tokenizer, max_seq_length, num_proc) for name, rows in pairs.items()}
+    found = {name: tokenize_captions(rows, tokenizer, max_seq_length) for name, rows in pairs.items()}
     for reader in readers:
         for name, rows in found.items():
-            found[name] = reader.prepare(rows, name, tokenizer, max_seq_length, num_proc)
+            found[name] = reader.prepare(rows, name, tokenizer, max_seq_length)
     return datasets.DatasetDict(found)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from mm_utils.files import allow_open_files
+
 PREFETCH = 4  # batches that each worker makes in advance
 TIMEOUT = 240  # seconds for a batch; other ranks wait for 300
 
@@ -16,6 +18,7 @@ _living: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 def worker_loader(dataset: Any, workers: int, **options: Any) -> DataLoader:
     """Return a `DataLoader` with this many workers, which live until `end_workers`; the options are those of torch."""
     if workers:
+        allow_open_files()
         options |= {"prefetch_factor": PREFETCH, "timeout": TIMEOUT, "persistent_workers": True}
     loader = DataLoader(dataset, num_workers=workers, worker_init_fn=_begin_worker, **options)
     _living.add(loader)

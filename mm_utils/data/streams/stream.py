@@ -30,7 +30,7 @@ from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch, Collator, Example
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
+from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
 from mm_utils.data.batches.order import BatchSizes, replacement_rows
 from mm_utils.data.batches.tokens import tokenize_rows, tokenize_splits
 from mm_utils.data.batches.workers import worker_loader
@@ -42,7 +42,7 @@ from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Slot
 from mm_utils.data.streams.shards import Row, Shard, ShardReader, count_shards, expand, features_of, find_medium
-from mm_utils.data.training_data import Schedule, TrainingData, open_loaders, processor_of
+from mm_utils.data.training_data import Schedule, TrainingData, processor_of
 from mm_utils.stored import key_of
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,8 @@ def open_streamed(
         processor = processor_of(make_processor, stream.captions(), stream.validation, args)
         splits = DatasetDict(validation=stream.validation)
         splits = tokenize_splits(splits, processor.tokenizer, args.max_seq_length, readers=readers)
-    loaders = open_loaders(accelerator, splits, processor, args, readers)
+    processor.tokenizer.model_max_length = args.max_seq_length  # as `make_data` does
+    loaders = make_loaders(args, accelerator.device, processor, readers)
     identity = {"data": stream.fingerprint, **loaders.content(None, processor.tokenizer)}
     total = {"train": stream.order.num_rows, "validation": len(stream.validation)}
     order: Any = stream.order

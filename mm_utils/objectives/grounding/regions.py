@@ -22,20 +22,18 @@ A region is left out if less than half of it is in the square: its phrase would 
 
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 import torch
 from datasets import Value
-from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.batches.column_cache import Columns, add_columns, fingerprint_of
+from mm_utils.data.batches.column_cache import Columns
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
-from mm_utils.data.batches.tokens import caption_key, encode_captions, pad_captions, tokenizer_content
+from mm_utils.data.batches.tokens import add_tokens, caption_key, encode_captions, pad_captions
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Window
 
@@ -64,12 +62,7 @@ class RegionReader(ColumnReader):
         return "regions" if kind_of(rows.features) == "image" else "moments"
 
     def prepare(
-        self,
-        rows: datasets.Dataset,
-        split: str,
-        tokenizer: PreTrainedTokenizerBase,
-        max_seq_length: int,
-        num_proc: int | None = None,
+        self, rows: datasets.Dataset, split: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
     ) -> datasets.Dataset:
         """Add the columns above, once, in the datasets cache; raise ValueError without regions, or if one is none."""
         column = self.source(rows)
@@ -78,11 +71,8 @@ class RegionReader(ColumnReader):
                 f"the {split} split has no column {column}; it has {', '.join(rows.column_names)}. Take {column} out of "
                 f"--objectives, or give every row a list, each a {_MEANING[column]}."
             )
-        cache = Hasher.hash((column, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
-        compute = partial(_tokenize, tokenizer=tokenizer, max_seq_length=max_seq_length)
         read = ("id", column) if column == "regions" else ("id", column, "seconds")
-        title = f"Tokenising {column}"
-        found = add_columns(rows, read, compute, cache, title=title, num_proc=num_proc, features=_FEATURES)
+        found = add_tokens(rows, column, read, _tokenize, tokenizer, max_seq_length, _FEATURES)
         if split == "train" and not any(map(len, found.select_columns(["region_keys"])["region_keys"])):
             raise ValueError(f"no row of the train split has {column}. Take {column} out of --objectives.")
         return found

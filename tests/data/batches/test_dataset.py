@@ -99,7 +99,7 @@ def test_a_broken_image_is_left_out_of_evaluation_and_replaced_in_training(token
 
 
 @given(bad=st.sets(st.integers(0, 12), max_size=11), world=st.sampled_from([1, 2, 4]), start=st.integers(0, 9))
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_replacements_are_the_same_on_any_ranks_and_after_a_restart(
     bad: set[int], world: int, start: int, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -35,7 +35,7 @@ sizes = st.integers(2, 24).flatmap(lambda batch: st.tuples(st.integers(batch, 4 
 
 
 @given(sizes, st.integers(0, 2**32), st.lists(st.integers(0, 30), min_size=1, max_size=4))
-@settings(max_examples=30)
+@settings(max_examples=10)
 def test_batch_is_a_function_of_the_step(size: tuple[int, int], seed: int, steps: list[int]) -> None:
     straight = in_order(*size, seed)
     sequence = [straight.batch(step) for step in range(31)]
@@ -85,7 +85,7 @@ def test_ranks_share_out_every_batch(num_rows: int, batch_size: int, world: int)
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(1, 6))
-@settings(max_examples=80)
+@settings(max_examples=10)
 def test_evaluation_covers_every_row_once(num_rows: int, batch_size: int, world: int) -> None:
     shares = []
     for rank in range(world):
@@ -118,7 +118,7 @@ def test_batch_sizes_find_the_step_of_a_pair(sizes: BatchSizes, step: int) -> No
 
 
 @given(schedules, st.integers(0, 70), st.integers(0, 2**32))
-@settings(max_examples=80)
+@settings(max_examples=10)
 def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, more: int, seed: int) -> None:
     num_rows = sizes.sizes[-1] + more
     order = GlobalOrder(num_rows, sizes, seed)

@@ -1,6 +1,5 @@
 """The model itself: its folder, the exported mean, the fusion head, regions, time. By family: tests/contracts/test_models.py."""
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -42,18 +41,6 @@ def outputs(model: torch.nn.Module, batch: Batch, names: tuple[str, ...] = OUTPU
     return {name: output[name] for name in names}
 
 
-def assert_same_state(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert list(ours) == list(theirs)
-    for name, value in ours.items():
-        assert value.dtype == theirs[name].dtype, name
-        assert torch.equal(value, theirs[name]), name
-
-
-def attention_of(model: torch.nn.Module) -> list[str | None]:
-    return [tower.config._attn_implementation for tower in (model.vision_model, model.text_model)]
-
-
 # Saving and loading
 def test_saved_folder_has_the_code_that_loads_it(tmp_path):
     """`tests/run/test_commands.py` loads one where this project is not installed."""
@@ -88,21 +75,6 @@ def test_the_exported_mean_does_not_depend_on_the_other_weights(tmp_path):
     batch = batch_for(model, (1, 16, 2, 30))
     stock = outputs(export(model, tmp_path), batch, EMBEDS)
     torch.testing.assert_close(stock["text_embeds"], model(**batch).text_embeds.detach(), rtol=0, atol=1e-4)
-
-
-def test_export_leaves_the_model_as_it_was():
-    model = build(text_pooling="mean")
-    batch, before, attention = batch_for(model), copy.deepcopy(model), attention_of(model)
-    expected = outputs(model, batch)
-    stock = to_dual_encoder(model)
-    assert None not in attention
-    assert attention_of(model) == attention == attention_of(stock)
-    assert_same_state(before, model)
-    actual = outputs(model, batch)
-    for name in OUTPUTS:
-        assert torch.equal(expected[name], actual[name]), name
-    shared = dict(stock.named_parameters())["vision_model.embeddings.cls_token"]
-    assert shared.data_ptr() == model.vision_model.embeddings.cls_token.data_ptr()
 
 
 # Masks
@@ -157,19 +129,6 @@ def test_head_scores_are_weighted_sums():
     ):
         model.config.rerank_weights = weights
         torch.testing.assert_close(model.head_scores(keys_values, states, mask, ids), expected)
-
-
-@torch.no_grad()
-def test_a_bridge_mixes_the_layers_of_the_text_tower():
-    model = build(fusion_text_taps=(-1, 0))
-    batch, bridge = batch_for(model), model.fusion.bridges[0]
-    _, states = model.text_features(batch["input_ids"], batch["attention_mask"])
-    output = model.text_model(batch["input_ids"], batch["attention_mask"], output_hidden_states=True)
-    last, first = output.last_hidden_state, output.hidden_states[0]
-    torch.testing.assert_close(states, torch.cat([last, first], -1))
-    bridge.mix.copy_(torch.tensor([0.0, math.log(3.0)]))
-    expected = bridge.projection(0.25 * bridge.norm(last) + 0.75 * bridge.norm(first))
-    torch.testing.assert_close(bridge(states), expected)
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,14 @@ def test_every_format_gives_the_same_pairs_through_every_door(
     wanted = (
         CONTENTS["image"] if medium == "image" else [(at + 4) / (8 if medium == "sound" else 4) for at in range(COUNT)]
     )
-    for door in (prepared, raw, *([streamed] if streams else []), *([labelled] if form in WITH_COLUMNS else [])):
+    if streams and medium != "image":
+        with pytest.raises(ValueError, match=f"it holds {medium}s, and images alone are streamed. Drop --streaming"):
+            streamed(path, medium, flag)
+    for door in (
+        prepared,
+        raw,
+        *([streamed] if streams and medium == "image" else []),
+        *([labelled] if form in WITH_COLUMNS else []),
+    ):
         pairs = [shown(row, medium) for row in door(path, medium, flag)]
         assert sorted(pairs) == list(zip(CAPTIONS, wanted, strict=True)), door.__name__

@@ -2,7 +2,7 @@
 
 A reader that starts at row r reads again the rows before r in their row group of Parquet, the headers before r of a tar, and
 nothing of Arrow; from a server, tars and Arrow from the beginning. Columns, captions and archives follow the rules of
-`mm_utils.data.rows`. Media must be embedded, sounds and clips as prepared sets keep them: training has no codec.
+`mm_utils.data.rows`. Images must be embedded.
 """
 
 import json
@@ -19,13 +19,11 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
-from datasets import Features, Value
+from datasets import Features, Image, Value
 from datasets import Sequence as ListOf
 
-from mm_utils.data import media
 from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
-from mm_utils.data.faults import Fault, is_hopeless, unreadable_as_fault
-from mm_utils.data.media.riff import read_avi, read_wav
+from mm_utils.data.faults import Fault, is_hopeless
 from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import files_of_pattern, shard_kind
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
@@ -42,9 +40,10 @@ from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any] | str
-"""A training row with `features_of` its kind; or, of a row that cannot be used, the reason."""
+"""A training row; or, of a row that cannot be used, the reason."""
 
-_STORED: dict[str, Callable[[bytes], tuple[Any, float]]] = {"clip": read_avi, "sound": read_wav}
+FEATURES = Features({"id": Value("string"), "image": Image(decode=False), "captions": ListOf(Value("string"))})
+"""Of a row."""
 _BATCH = 64  # rows read at a time, with their images
 _READ_AHEAD, _BUFFER = 8 << 20, 1 << 20  # bytes per request to a server; of a column of a local file
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
@@ -153,21 +152,18 @@ def count_rows(url: str) -> int:
         return int(shard.file.metadata.num_rows) if isinstance(shard, ParquetRows) else sum(map(len, shard))
 
 
-def features_of(medium: str) -> Features:
-    """Return the columns of a medium's rows; clips and sounds have their `seconds`, too."""
-    columns = {"id": Value("string"), "image": media.FEATURES[medium], "captions": ListOf(Value("string"))}
-    return Features(columns | ({"seconds": Value("float64")} if medium in _STORED else {}))
-
-
-def find_medium(url: str, source: Source) -> str:
-    """Return the kind of the media of a file; raise a ValueError if a table has no column of media or captions."""
+def check_columns(url: str, source: Source) -> None:
+    """Raise a ValueError if a file holds no images, or a table has no column of them or of captions."""
     with _opened(url) as shard:
         if isinstance(shard, tarfile.TarFile):
-            return medium_of_samples(read_samples(shard, url), source)
-        if "split" in shard.schema.names:
-            said = "its column split is not read, so rows of all splits are trained on"
-            logger.warning("%s; %s. Write a file for each, or prepare the set", source.title, said)
-        return find_table_columns(shard.schema, source.title, source.columns).medium
+            medium = medium_of_samples(read_samples(shard, url), source)
+        else:
+            if "split" in shard.schema.names:
+                said = "its column split is not read, so rows of all splits are trained on"
+                logger.warning("%s; %s. Write a file for each, or prepare the set", source.title, said)
+            medium = find_table_columns(shard.schema, source.title, source.columns).medium
+    if medium != "image":
+        raise ValueError(f"{source.title}; it holds {medium}s, and images alone are streamed. Drop --streaming.")
 
 
 def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = ()) -> Iterator[Row]:
@@ -180,7 +176,7 @@ def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = 
             records = _table_records(shard, first, builder)
         for number, record in enumerate(records, first):
             try:
-                good = _training_row(record, source.medium)
+                good = _training_row(record)
                 shown = held_out and (good["id"] in held_out or stored_hash(good["image"]["bytes"]) in held_out)
                 row: Row = f"shard {url}, row {number}: {SHOWN_IN_VALIDATION}" if shown else good
             except Fault as fault:
@@ -189,7 +185,7 @@ def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = 
 
 
 def _tar_records(shard: tarfile.TarFile, url: str, first: int, builder: RecordBuilder) -> Iterator[Record | BadRow]:
-    for sample in islice(read_samples(shard, url, kinds=(builder.source.medium,), first=first), first, None):
+    for sample in islice(read_samples(shard, url, kinds=("image",), first=first), first, None):
         try:
             values = sample.values()
             # By .json alone: two keys may have the same image.
@@ -226,25 +222,18 @@ def _arrow_cells(
         first = max(0, first - len(batch))
 
 
-def _training_row(record: Record | BadRow, medium: str) -> dict[str, Any]:
-    """Return a row that can be trained on; raises the fault of one that cannot, such as a part of a clip."""
+def _training_row(record: Record | BadRow) -> dict[str, Any]:
+    """Return a row that can be trained on; raises the fault of one that cannot."""
     if isinstance(record, BadRow):
         raise record.fault
-    if not all(map(is_null, record.cut)):
-        raise Fault("span_outside", f"it is a part of its {medium}, by start and end, and not cut out")
     content = record.image.data if isinstance(record.image, BytesImage) else None
     if not isinstance(content, bytes) or not content:
-        raise Fault("image_missing", f"the {medium} is not in the shard")
+        raise Fault("image_missing", "the image is not in the shard")
     captions, faults, _ = check_captions(record.captions, CheckArguments())
     if not captions:
         raise faults[-1]
     image = {"bytes": content, "path": record.image.name or None}  # which says the size of raw pixels
-    row: dict[str, Any] = {"id": record.id or stored_hash(content), "image": image, "captions": captions}
-    if medium in _STORED:
-        with unreadable_as_fault():
-            shown, rate = _STORED[medium](content)
-        row["seconds"] = len(shown) / rate
-    return row
+    return {"id": record.id or stored_hash(content), "image": image, "captions": captions}
 
 
 class ShardReader:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict, Features, Value, config
+from datasets import Dataset, DatasetDict, config
 from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -41,7 +41,7 @@ from mm_utils.data.rows.folders import Unread, own_files, split_of_path
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Slot
-from mm_utils.data.streams.shards import Row, Shard, ShardReader, count_shards, expand, features_of, find_medium
+from mm_utils.data.streams.shards import FEATURES, Row, Shard, ShardReader, check_columns, count_shards, expand
 from mm_utils.data.training_data import Schedule, TrainingData, processor_of
 from mm_utils.stored import key_of
 
@@ -65,7 +65,7 @@ class Stream:
 
     Attributes:
         shards: the files, or runs of rows in a file, that `order` counts.
-        validation: rows with `features_of` their kind, on disk in the datasets cache.
+        validation: rows, on disk in the datasets cache.
         held_out: ids and bytes, hashed, of images that training must not show.
         fingerprint: 16 hexadecimal digits that depend on the shards' names, numbers of rows, sizes and 128 KiB of content.
     """
@@ -92,7 +92,8 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
     if sum(file.rows for file in files) < 2:
         raise ValueError(f"{title}; its shards hold fewer than 2 rows. Give some with an image and its caption a row.")
     source = Source(urls["train"][0], title=title, split="train", **data.columns)
-    source = replace(source, medium=find_medium(files[0].url, source))
+    check_columns(files[0].url, source)
+    source = replace(source, medium="image")
     most, held_out = data.max_eval_samples, set[str]()
     if urls.get("validation"):
         validation = _read_all(_first_rows(count_shards(urls["validation"]), most or HELD_OUT), source)
@@ -184,24 +185,16 @@ def _first_rows(files: list[Shard], most: int) -> list[Shard]:
 def _read_all(shards: list[Shard], source: Source) -> Dataset:
     """Read whole shards once, into the datasets cache."""
     lost = (row for row in _rows(shards, source) if isinstance(row, str))
-    features = features_of(source.medium)
-    bare = {**features, "image": {"bytes": Value("binary"), "path": Value("string")}}  # encoding `Audio` takes a codec
     whole = shards, source  # a tuple, for a list would be shared out among processes
     if next(_usable_rows(whole), None) is None:
-        remedy = (
-            "Write the files anew"
-            if source.medium == "image"
-            else "Run scripts/prepare_data.py, and stream its folder"
-        )
-        raise ValueError(
-            f"{source.title}; no row of validation can be used ({next(lost, 'there is none')}). {remedy}."
-        )
+        said = next(lost, "there is none")
+        raise ValueError(f"{source.title}; no row of validation can be used ({said}). Write the files anew.")
     cache = str(config.HF_DATASETS_CACHE)
-    rows = Dataset.from_generator(_usable_rows, Features(bare), cache, gen_kwargs={"whole": whole})
+    rows = Dataset.from_generator(_usable_rows, FEATURES, cache, gen_kwargs={"whole": whole})
     assert isinstance(rows, Dataset)
     if count := sum(shard.rows for shard in shards) - len(rows):
         logger.warning("%s; %d rows of validation cannot be used, such as %s", source.title, count, next(lost))
-    return rows.cast_column("image", features["image"])
+    return rows
 
 
 def _usable_rows(whole: tuple[Any, ...]) -> Iterator[dict[str, Any]]:

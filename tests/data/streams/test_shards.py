@@ -16,7 +16,7 @@ from datasets import disable_progress_bars
 from mm_utils.data.rows import tars
 from mm_utils.data.rows.source import Source
 from mm_utils.data.streams import shards
-from mm_utils.data.streams.shards import Shard, ShardReader, count_shards, expand, find_medium, rows_from
+from mm_utils.data.streams.shards import Shard, ShardReader, check_columns, count_shards, expand, rows_from
 from tests.kit import numbered_shards as kit
 from tests.kit.reading import write_tar
 
@@ -45,7 +45,7 @@ def test_rows_are_counted_and_read_from_any_row_on_in_any_order(kind: str, place
         if place == "memory":
             fsspec.filesystem("memory").put(str(path), f"/streams/{path.name}")
         assert count_shards([url]) == [Shard(url, 0, 30)]
-        assert find_medium(url, Source("shards")) == "image"
+        check_columns(url, Source("shards"))
         for first in (0, 1, 4, 17, 29, 30):
             assert numbers_in(list(rows_from(url, first, SOURCE))) == list(range(first, 30))
         reader = ShardReader([Shard(url, 0, 10), Shard(url, 10, 20)], SOURCE)
@@ -208,7 +208,7 @@ def test_columns_and_ids(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert first["id"] == same["id"] != other["id"]  # type: ignore[index]  # of the bytes
     [row, *_] = rows_from(path, 0, Source("shards", medium="image", caption_column="words"))
     assert (first["captions"], row["captions"]) == (["b"], ["a"])  # type: ignore[index]
-    assert find_medium(path, Source("shards")) == "image"
+    check_columns(path, Source("shards"))
     assert "rows of all splits are trained on" in caplog.text
 
 

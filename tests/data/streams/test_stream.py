@@ -1,55 +1,38 @@
 """Streams from end to end: the batch of a step, from any kind of shard, for any number of readers and after a restart."""
 
 import contextlib
-import json
 import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import ClapFeatureExtractor, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import PreTrainedTokenizerFast
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.media import COLUMNS, FEATURES, kind_of
-from mm_utils.data.media.medium import Clip, Medium, Sound
-from mm_utils.data.media.riff import write_wav
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.order import InterleavedOrder
-from mm_utils.data.streams.stream import (
-    Stream,
-    StreamLoader,
-    merge,
-    open_stream,
-    open_streamed,
-    pack,
-)
-from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.processor import load_processor, train_tokenizer
+from mm_utils.data.streams.stream import Stream, StreamLoader, merge, open_stream, pack
+from mm_utils.model.processor import train_tokenizer
 from tests.kit import numbered_shards as shards
-from tests.kit.media_files import COLOURS, clip, media_rows, tone
 from tests.kit.numbered_rows import pairs_of
-from tests.kit.reading import write_tar
 
 datasets.disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES, SCHEDULE = [30, 22, 41, 9, 38, 20], BatchSizes((0, 5), (12, 20))
-IMAGE, RATE = media.Image(8, min_crop_area=0.5), 1000
-KINDS = ("parquet", "tar", "one file", "address", "sound tar", "clip arrow")
+IMAGE = media.Image(8, min_crop_area=0.5)
+KINDS = ("parquet", "tar", "one file", "address")
 
 
 @pytest.fixture(scope="module")
@@ -64,79 +47,34 @@ def opened(source: str, sizes: BatchSizes = SCHEDULE, groups: int = 4, **flags: 
     return open_stream(DataArguments(**flags), sizes, 3, groups, 8)
 
 
-def steps_of(
-    stream: Stream, tokenizer: PreTrainedTokenizerFast, medium: Medium = IMAGE, workers: int = 0
-) -> StreamLoader:
+def steps_of(stream: Stream, tokenizer: PreTrainedTokenizerFast, workers: int = 0) -> StreamLoader:
     arguments = LoaderArguments(16, dataloader_num_workers=str(workers))
-    return StreamLoader(stream, Loaders(arguments, torch.device("cpu"), 0, medium), tokenizer, 3, 9)
+    return StreamLoader(stream, Loaders(arguments, torch.device("cpu"), 0, IMAGE), tokenizer, 3, 9)
 
 
 def batches_of(steps: StreamLoader, start: int, stop: int, part: int = 0, parts: int = 1) -> list[dict[str, Any]]:
-    collate = Collator(0, steps.loaders.medium, longest_first=True)
+    collate = Collator(0, IMAGE, longest_first=True)
     return [collate(steps.examples(step, part, parts)) for step in range(start, stop)]
-
-
-def timed_rows(medium: str) -> datasets.Dataset:
-    """Sounds and clips of several lengths, no two alike."""
-    shown = [[COLOURS[at // 4**place % 4] for place in range(3)] for at in range(44)]
-    if medium == "sound":
-        return media_rows(medium, [tone(20 + 7 * at, 0, rate=RATE, each=0.6 + 0.02 * at) for at in range(44)])
-    return media_rows(medium, [clip([*colours, *colours[: at % 3]]) for at, colours in enumerate(shown)])
-
-
-def timed(medium: str) -> Medium:
-    if medium == "clip":
-        return Clip(8, min_crop_area=0.6, frames=3, seconds=0.5)
-    extractor = ClapFeatureExtractor(
-        feature_size=16, sampling_rate=RATE, hop_length=50, fft_window_size=128, max_length_s=3, frequency_min=20,
-        frequency_max=RATE // 2, truncation="rand_trunc", padding="pad",
-    )  # fmt: skip
-    return Sound(extractor, 0.4, 0.8, 6.0)
-
-
-def write_timed(folder: Path, kind: str, rows: datasets.Dataset, medium: str) -> str:
-    """Three shards, and what names them."""
-    stored = rows.rename_column("image", COLUMNS[medium])
-    if kind == "arrow":
-        datasets.DatasetDict(train=stored).save_to_disk(folder, num_shards={"train": 3})
-        return str(folder)
-    folder.mkdir()
-    for place in range(3):
-        part, path = stored.shard(3, place, contiguous=True), folder / f"{place}.{kind}"
-        if kind == "parquet":
-            part.to_parquet(path)
-            continue
-        members: list[tuple[str, bytes]] = []
-        for row in part.with_format("arrow").to_pandas().to_dict("records"):
-            said = json.dumps({"id": row["id"], "caption": list(row["captions"])}).encode()
-            members += [(f"{row['id']}.wav", row[COLUMNS[medium]]["bytes"]), (f"{row['id']}.json", said)]
-        write_tar(path, members)
-    return str(folder / f"*.{kind}")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Stream, datasets.Dataset, Medium]]:
-    """A stream, the rows of its shards in one table on disk, and the medium."""
-    folder, (medium, _, kind) = tmp_path_factory.mktemp("shards"), request.param.partition(" ")
+) -> Iterator[tuple[Stream, datasets.Dataset]]:
+    """A stream, and the rows of its shards in one table on disk."""
+    folder, kind = tmp_path_factory.mktemp("shards"), request.param
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        if medium in ("sound", "clip"):
-            rows = timed_rows(medium)
-            source = write_timed(folder / "timed", kind, rows, medium)
-            yield opened(source, BatchSizes((0,), (10,)), 3), rows, timed(medium)
-            return
         rows = datasets.Dataset.from_list(shards.rows_of(range(sum(SIZES))), features=shards.FEATURES)
-        if medium == "tar":  # whose samples have one caption
+        if kind == "tar":  # whose samples have one caption
             rows = rows.map(lambda row: {"captions": row["captions"][:1]})
-        if medium == "one":
+        if kind == "one file":
             source = str(shards.write_parquet(folder / "a.parquet", shards.rows_of(range(sum(SIZES)))))
         else:
-            source = shards.write_shards(folder, "tar" if medium == "tar" else "parquet", SIZES)
-        if medium == "address":
+            source = shards.write_shards(folder, "tar" if kind == "tar" else "parquet", SIZES)
+        if kind == "address":
             source = f"{stack.enter_context(shards.serve(folder))}/{{000..005}}.parquet"
-        yield opened(source), rows, IMAGE
+        yield opened(source), rows
 
 
 def content(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -145,15 +83,15 @@ def content(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def test_examples_are_those_of_a_set_on_disk_and_every_image_comes_once_an_epoch(
-    case: tuple[Stream, datasets.Dataset, Medium], tokenizer: PreTrainedTokenizerFast
+    case: tuple[Stream, datasets.Dataset], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    stream, rows, medium = case
-    steps, sizes = steps_of(stream, tokenizer, medium), stream.order.sizes
+    stream, rows = case
+    steps, sizes = steps_of(stream, tokenizer), stream.order.sizes
     last = sizes.step_of(2 * stream.order.num_rows) + 1
     straight = batches_of(steps, 0, last)
     held = stream.validation["id"]
-    assert (kind_of(stream.validation.features), len(held)) == (medium.kind, min(30, len(rows) // 5))
-    pairs = Pairs(tokenize_captions(rows, tokenizer, 16), TrainingTransform(medium, seed=3))
+    assert len(held) == min(30, len(rows) // 5)
+    pairs = Pairs(tokenize_captions(rows, tokenizer, 16), TrainingTransform(IMAGE, seed=3))
     places = {name: at for at, name in enumerate(rows["id"])}
     shown: list[list[str]] = [[], [], []]
     for step, batch in enumerate(straight):
@@ -162,7 +100,7 @@ def test_examples_are_those_of_a_set_on_disk_and_every_image_comes_once_an_epoch
         for name, epoch in zip(batch["image_ids"], drawn, strict=True):
             shown[epoch].append(name)
         draws = [(places[name], epoch) for name, epoch in zip(batch["image_ids"], drawn, strict=True)]
-        expected = Collator(0, medium, longest_first=True)(pairs.__getitems__(draws))
+        expected = Collator(0, IMAGE, longest_first=True)(pairs.__getitems__(draws))
         assert (len(batch["rows"]), batch["skipped"]) == (sizes.at(step), [])
         for name in ("pixel_values", "input_ids", "attention_mask", "ids", "lengths", "all_input_ids"):
             assert torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(expected[name])), name
@@ -171,10 +109,10 @@ def test_examples_are_those_of_a_set_on_disk_and_every_image_comes_once_an_epoch
 
 
 def test_a_step_is_the_same_for_any_parts_and_after_a_restart(
-    case: tuple[Stream, datasets.Dataset, Medium], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    case: tuple[Stream, datasets.Dataset], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, _, medium = case
-    steps, collate = steps_of(stream, tokenizer, medium), Collator(0, medium, longest_first=True)
+    stream, _ = case
+    steps, collate = steps_of(stream, tokenizer), Collator(0, IMAGE, longest_first=True)
     straight = batches_of(steps, 0, 12)
     for ranks, workers, start in ((1, 2, 1), (2, 1, 4), (3, 3, 7), (stream.order.groups, 1, 0)):
         for step in range(start, start + 4):
@@ -185,11 +123,11 @@ def test_a_step_is_the_same_for_any_parts_and_after_a_restart(
                 assert_same(merged[0], straight[step])
 
     for _ in range(2):
-        for batch, whole in zip(steps_of(stream, tokenizer, medium, workers=2), straight[3:9], strict=True):
+        for batch, whole in zip(steps_of(stream, tokenizer, workers=2), straight[3:9], strict=True):
             assert_same(batch, whole)
     monkeypatch.setattr(distributed, "rank", lambda: 1)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    of_rank = steps_of(stream, tokenizer, medium)
+    of_rank = steps_of(stream, tokenizer)
     for batch, mine in zip(of_rank, batches_of(of_rank, 3, 9, 1, 2), strict=True):
         assert content(batch) == content(mine)
 
@@ -353,60 +291,6 @@ def test_a_source_that_cannot_be_streamed_is_refused_in_one_line(flags: dict[str
     with pytest.raises(ValueError, match=message) as caught:
         open_stream(DataArguments(**flags), SCHEDULE, 0)
     assert "\n" not in str(caught.value)
-
-
-# -- sounds and clips --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("medium", ["sound", "clip"])
-def test_a_run_has_the_window_and_the_input_of_its_tower(medium: str, tmp_path: Path) -> None:
-    schedule: Any = SimpleNamespace(seed=3, batch_sizes=BatchSizes((0,), (10,)))
-
-    def make(captions: Iterator[str], medium: str, seconds: float | None) -> ProcessorMixin:
-        return load_processor(ModelArguments(image_size=32), captions, medium, seconds)
-
-    source = DataArguments(dataset_name=write_timed(tmp_path / "shards", "arrow", timed_rows(medium), medium))
-    flags = source, LoaderArguments(dataloader_num_workers="0")
-    data = open_streamed(Accelerator(cpu=True), Parsed(flags), schedule, make)
-    held = data.splits["validation"]
-    assert (data.medium, held.features["image"]) == (medium, FEATURES[medium])
-    assert held["seconds"][0] == (1.2 if medium == "sound" else 0.75)
-    assert getattr(data.loaders.medium, "seconds", None) == (3.0 if medium == "sound" else None)  # whole seconds
-    [batch] = data.train_batches(0, 1)
-    assert data.eval_loader is not None
-    evaluated, *_ = data.eval_loader
-    assert batch["pixel_values"].shape == data.loaders.blank(10).shape
-    assert evaluated["pixel_values"].shape == data.loaders.blank(len(held)).shape
-
-
-STEREO = bytearray(tone(440))
-STEREO[22:24] = b"\2\0"
-
-
-@pytest.mark.parametrize(
-    ("content", "suffix", "said", "message"),
-    [
-        (b"ID3" + bytes(99), "mp3", {}, "row 0: medium_unreadable: it is no WAV file"),
-        (bytes(STEREO), "wav", {}, "it is no WAV file of one channel"),
-        (write_wav(np.zeros(0, np.int16), RATE)[:40], "wav", {}, "medium_truncated: a WAV file without its sound"),
-        (b"....ftyp" + bytes(99), "mp4", {}, r"it is not in the format AVI"),
-        (
-            tone(440),
-            "wav",
-            {"start": 0.5},
-            r"span_outside: it is a part of its sound, by start and end, and not cut out",
-        ),
-    ],
-)
-def test_what_a_stream_does_not_decode_is_refused_with_the_remedy(
-    content: bytes, suffix: str, said: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    texts = json.dumps({**said, "caption": "a bark"}).encode()
-    path = write_tar(
-        tmp_path / "s.tar", [each for at in range(20) for each in ((f"{at}.{suffix}", content), (f"{at}.json", texts))]
-    )
-    with pytest.raises(ValueError, match=f"no row of validation can be used .*{message}.* Run scripts/prepare"):
-        opened(path)
 
 
 # -- the order, against a plain reference that lists all rows of an epoch -----------------------------------------------

@@ -16,8 +16,7 @@ from mm_utils.data.images import encode
 from mm_utils.data.media.medium import read_by
 from mm_utils.data.media.riff import write_wav
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.build import build_model, load_model
+from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 from scripts import pretrain
@@ -100,16 +99,3 @@ def test_the_model_of_sounds_is_whole(runs: tuple[Path, Path]) -> None:
     alone = AutoModel.from_pretrained(runs[1], trust_remote_code=True).eval()
     assert torch.equal(alone.encode(texts="a fox"), load_model(str(runs[1])).encode(texts="a fox"))
     assert json.loads((runs[1] / "config.json").read_text())["medium"] == "sound"
-
-
-def test_other_texts_than_the_runs_own_are_refused(runs: tuple[Path, Path]) -> None:
-    given = {"text_model_name_or_path": str(runs[0]), "vision_config": str(runs[0].parent / "sound.json")}
-    tokenizer = load_processor_of(str(runs[0])).tokenizer  # type: ignore[attr-defined]
-    model = build_model(ModelArguments(**given), tokenizer, medium="sound")  # to be trained on
-    assert model.text_projection.weight.requires_grad
-    for flag, value, remedy in (
-        ("projection_dim", 8, "that model has 24. Drop the flag"),
-        ("projection", "mlp", "that model was trained with linear. Give the same"),
-    ):
-        with pytest.raises(ValueError, match=f"--{flag} is {value}; .*{remedy}"):
-            build_model(ModelArguments(**given, **{flag: value}), tokenizer, medium="sound")

@@ -1,13 +1,10 @@
 """The flags of a model, and what its towers from scratch are made of."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from mm_utils.arguments import arg
 from mm_utils.model.modeling_fusion_dual_encoder import PROJECTIONS
@@ -31,7 +28,6 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
               "intermediate_size": 1536},
     "base": {"model_type": "bert"},
 }  # fmt: skip
-_BYTES_OF_PIXEL = 24  # three colours as floats, and a first layer of at least as many
 
 
 @dataclass
@@ -109,12 +105,8 @@ class ModelArguments:
                 )
         if self.joins_whole:
             self.freeze_vision = True
-        most = math.isqrt(psutil.virtual_memory().total // _BYTES_OF_PIXEL)
-        if self.image_size is not None and not 0 < self.image_size <= most:
-            raise ValueError(
-                f"--image_size is {self.image_size}; a larger image than {most:,} pixels a side would fill this machine's memory. Give "
-                "pixels, from 1 on."
-            )
+        if self.image_size is not None and self.image_size < 1:
+            raise ValueError(f"--image_size is {self.image_size}; give pixels, from 1 on.")
         if self.projection not in PROJECTIONS:
             raise ValueError(f"--projection is {self.projection!r}; choose one of {', '.join(PROJECTIONS)}.")
         for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):

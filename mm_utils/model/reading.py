@@ -143,7 +143,8 @@ def decode(
         Exception: what the decoder raises at a damaged file, among others struct.error and RuntimeError.
     """
     width, height = header.size
-    _draft(header, min_side)
+    if min_side is not None and min_side < min(width, height):  # `draft` keeps both sides at least as large as asked
+        header.draft("RGB", (width * min_side // min(width, height), height * min_side // min(width, height)))
     if most_pixels is not None and header.width * header.height > most_pixels:
         text = f"it has {width:,} x {height:,} pixels, {most_pixels:,} are the most; prepare_data can shrink it once"
         raise UnreadableError(text, "too_many_pixels")
@@ -176,13 +177,6 @@ def _orientation_of(header: Image.Image) -> int:
     except Exception:  # Pillow parses lazily: struct.error, KeyError, SyntaxError, TypeError, ...
         return 1
     return value if value in range(1, 9) else 1
-
-
-def _draft(header: Image.Image, min_side: int | None) -> None:
-    """Ask for a reduced decode of a JPEG; `draft` keeps both sides at least as large as asked."""
-    shorter = min(header.size)
-    if min_side is not None and min_side < shorter:
-        header.draft("RGB", (header.width * min_side // shorter, header.height * min_side // shorter))
 
 
 def _plain_jpeg(header: Image.Image, content: bytes, size: tuple[int, int]) -> np.ndarray | None:
@@ -220,11 +214,9 @@ def _scale(image: Image.Image, notes: list[str]) -> Image.Image:
     if not (math.isfinite(low) and math.isfinite(high)):
         raise UnreadableError("it holds values that are not finite")
     top = 1.0 if image.mode == "F" else 65535.0
-    if low < 0 or high > top or image.mode == "F":
-        notes.append("float_scaled")
-    else:
-        notes.append("sixteen_bit_scaled")
-    if low >= 0 and high <= top:
+    is_within = low >= 0 and high <= top
+    notes.append("sixteen_bit_scaled" if is_within and image.mode != "F" else "float_scaled")
+    if is_within:
         low, high = 0.0, top
     grey = (values.astype(np.float32) - np.float32(low)) * np.float32(255 / ((high - low) or 1)) + np.float32(0.5)
     return Image.fromarray(grey.astype(np.uint8)).convert("RGB")

@@ -1,7 +1,6 @@
 """Read and write dual encoders of `transformers`: CLIP, Chinese CLIP, SigLIP, Siglip2, CLAP; a run's folder `dual_encoder/`."""
 
 import copy
-import logging
 import math
 from typing import Any
 
@@ -13,8 +12,6 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from mm_utils.model.join import has_bert_pooler, join_backbones, probe
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, UNPROJECTED, FusionDualEncoderModel
 from mm_utils.model.pretrained import complete, explained, set_outputs
-
-logger = logging.getLogger(__name__)
 
 
 def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
@@ -41,14 +38,7 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
             f"{name} holds no whole {config.model_type}; it lacks {len(missing)} weights, such as {missing[0]}. Choose "
             "another model."
         )
-    model = from_dual_encoder(stock, **fields)
-    if config.model_type == "clap":
-        logger.info(
-            "%s has two temperatures, and one is trained: logit_scale %.3f, their geometric mean, instead of %.3f for sounds "
-            "and %.3f for texts",
-            *(name, *(scale.exp().item() for scale in (model.logit_scale, stock.logit_scale_a, stock.logit_scale_t))),
-        )
-    return model
+    return from_dual_encoder(stock, **fields)
 
 
 def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:

@@ -78,16 +78,16 @@ def _frame(content: memoryview, min_side: int | None = None) -> Image.Image:
 def _spectrogram(content: bytes) -> Image.Image:
     """Draw a sound over its time, the highest frequency on top."""
     from matplotlib import colormaps
+    from scipy.signal import spectrogram
 
     samples, rate = read_wav(content)
     size = max(16, round(_WINDOW * rate))
     step = max(size // 4, -(-len(samples) // _MOST_WINDOWS))
-    padded = np.pad(samples, (size // 2, size))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, size)[::step][: 1 + len(samples) // step]
-    power_TF = np.abs(np.fft.rfft(windows * (np.hanning(size) / 2**15).astype(np.float32))) ** 2
-    level_FT = 10 * np.log10(np.maximum(power_TF.T[::-1], 1e-10))
-    # Silence stays dark: the loudest spot counts as at most 40 dB below a tone of full scale.
-    top = max(level_FT.max(), 20 * np.log10(size / 4) - 40)
+    waves = np.pad(samples, size // 2) / np.float32(2**15)
+    power_FT = spectrogram(waves, rate, "hann", size, size - step, detrend=False, scaling="spectrum")[2]
+    level_FT = 10 * np.log10(np.maximum(power_FT[::-1], 1e-14))
+    # Silence stays dark: the loudest spot counts as at most 40 dB below a tone of full scale, of -3 dB.
+    top = max(level_FT.max(), -43)
     shade_FT = np.clip(1 + (level_FT - top) / _DECIBELS, 0, 1).astype(np.float32)
     shade = Image.fromarray(shade_FT).resize((SIDE, _ROWS), Image.Resampling.BOX)
     return Image.fromarray(np.ascontiguousarray(colormaps["viridis"](np.asarray(shade), bytes=True)[..., :3]))

@@ -1,16 +1,13 @@
 """Small shards whose images and captions name the same number, for the tests of streaming."""
 
-import contextlib
 import json
 import tarfile
-import threading
-from collections.abc import Iterator, Sequence
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
@@ -59,6 +56,12 @@ def write_tar(path: Path, numbers: Sequence[int]) -> Path:
     return path
 
 
+def in_memory(folder: Path) -> str:
+    """The address of the files of a folder on a server, which is the memory of this process."""
+    fsspec.filesystem("memory").put(f"{folder}/", f"/{folder.name}/", recursive=True)
+    return f"memory://{folder.name}"
+
+
 def write_shards(folder: Path, kind: str, sizes: Sequence[int]) -> str:
     """Shards of these sizes, rows numbered through: what `--train_file` or `--dataset_name` is then."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,41 +78,3 @@ def write_shards(folder: Path, kind: str, sizes: Sequence[int]) -> str:
         datasets.DatasetDict({"train": rows}).save_to_disk(folder / "prepared", num_shards={"train": len(sizes)})
         return str(folder / "prepared")
     return str(folder / f"*.{kind}")
-
-
-class Server(SimpleHTTPRequestHandler):
-    """Files of a folder, by ranges."""
-
-    ranges = True
-
-    def log_message(self, *_: Any) -> None: ...
-
-    def do_GET(self) -> None:
-        file = Path(self.translate_path(self.path))
-        if not file.is_file():
-            return self.send_error(404)
-        content, span = file.read_bytes(), self.headers.get("Range") if self.ranges else None
-        self.send_response(206 if span else 200)
-        if span:
-            low, _, high = span.removeprefix("bytes=").partition("-")
-            total, stop = len(content), min(int(high or len(content) - 1) + 1, len(content))
-            content = content[int(low) : stop]
-            self.send_header("Content-Range", f"bytes {low}-{stop - 1}/{total}")
-        self.send_header("Accept-Ranges", "bytes" if self.ranges else "none")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-        return None
-
-    do_HEAD = do_GET
-
-
-@contextlib.contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """The address of a server that serves the files of `folder`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()

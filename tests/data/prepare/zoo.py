@@ -527,8 +527,6 @@ _IMAGE, _TEXT, _LINK = _Member("{key}.png"), _Member("{key}.txt", b"{caption}"),
 _HEADERS = [(tarfile.SYMTYPE, _LINK), (tarfile.LNKTYPE, _LINK), (tarfile.CHRTYPE, {}), (tarfile.FIFOTYPE, {})]
 _PLAIN: tuple[str, list[_Member]] = ("", [_TEXT, _IMAGE])
 _SAMPLES: list[tuple[str, list[_Member]]] = [
-    ("unsafe_member", [_IMAGE, _TEXT, _Member("{key}.pkl", b"cos\nsystem\n")]),
-    ("unsafe_member", [_IMAGE, _TEXT, _Member("{key}.features.pth", b"PK\3\4")]),
     ("incomplete_sample", [_TEXT]),
     ("incomplete_sample", [_IMAGE]),
     ("repeated_member", [_IMAGE, _IMAGE, _TEXT]),

@@ -1,6 +1,5 @@
 """Streams from end to end: the batch of a step, from any kind of shard, for any number of readers and after a restart."""
 
-import contextlib
 import os
 import pickle
 from collections.abc import Iterator
@@ -63,7 +62,7 @@ def case(
 ) -> Iterator[tuple[Stream, datasets.Dataset]]:
     """A stream, and the rows of its shards in one table on disk."""
     folder, kind = tmp_path_factory.mktemp("shards"), request.param
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         rows = datasets.Dataset.from_list(shards.rows_of(range(sum(SIZES))), features=shards.FEATURES)
         if kind == "tar":  # whose samples have one caption
@@ -73,7 +72,7 @@ def case(
         else:
             source = shards.write_shards(folder, "tar" if kind == "tar" else "parquet", SIZES)
         if kind == "address":
-            source = f"{stack.enter_context(shards.serve(folder))}/{{000..005}}.parquet"
+            source = f"{shards.in_memory(folder)}/{{000..005}}.parquet"
         yield opened(source), rows
 
 

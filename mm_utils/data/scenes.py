@@ -87,7 +87,6 @@ _COLUMNS = {
     "id": datasets.Value("string"),
     "image": None,
     "captions": [datasets.Value("string")],
-    "languages": [datasets.Value("string")],
     "regions": [{"box": [datasets.Value("float32")], "phrase": datasets.Value("string")}],
     "order_pair": {"true": datasets.Value("string"), "false": datasets.Value("string")},
 }
@@ -121,7 +120,7 @@ def load_scenes(
 ) -> datasets.DatasetDict:
     """Load the splits train, validation and test from the cache; generate them on first use.
 
-    A row has `id`, `image` (PNG bytes, not decoded), four `captions` with their `languages`, English first, `regions`
+    A row has `id`, `image` (PNG bytes, not decoded), four `captions`, the first two in English, `regions`
     (a `box` as x, y, width, height in pixels and a `phrase` for each object) and `order_pair`: a true English caption, and the
     same words in a false order. Mirror twins are neighbouring rows. The cache is `cache_dir`, or else the one of `datasets`.
     """
@@ -172,23 +171,22 @@ def _row(scene: _Scene, split: str, number: int) -> dict[str, Any]:
     pixels, boxes = _draw(scene, random.Random(f"0 {split} {number}"))
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, format="PNG")
-    captions, languages = _captions(scene)
+    captions = _captions(scene)
     return {
         "id": f"scene-{split}-{number:05d}",
         "image": png.getvalue(),
         "captions": captions,
-        "languages": languages,
         "regions": [{"box": box, "phrase": " ".join(thing)} for box, thing in zip(boxes, scene.things, strict=True)],
-        "order_pair": {"true": captions[0], "false": _captions(scene.twin())[0][0]},
+        "order_pair": {"true": captions[0], "false": _captions(scene.twin())[0]},
     }
 
 
-def _captions(scene: _Scene) -> tuple[list[str], list[str]]:
-    """Return four captions and their languages; a twin gets the same templates and words."""
+def _captions(scene: _Scene) -> list[str]:
+    """Return four captions; a twin gets the same templates and words."""
     rng = random.Random(f"0 {scene.group()}")
     languages = ["en", "en", rng.choices(["en", "de"])[0], "de"]
     templates = {name: sorted(options, key=lambda _: rng.random()) for name, options in _TEMPLATES.items()}
-    return [_caption(scene, language, *templates[language].pop(), rng) for language in languages], languages
+    return [_caption(scene, language, *templates[language].pop(), rng) for language in languages]
 
 
 def _caption(scene: _Scene, language: str, case: str, pattern: str, suffix: str, rng: random.Random) -> str:

@@ -260,12 +260,10 @@ class _KeysValuesCache:
         self.has_room, self.room = max_bytes > 0, max_bytes
 
     def add(self, keys_values: KeysValues | None) -> None:
-        if not self.has_room:
-            return
         self.room -= sum(layer.numel() * layer.element_size() for layer in keys_values or ())
-        self.has_room = self.room >= 0
-        if self.has_room or not any(self.batches):
+        if self.has_room and (self.room >= 0 or not any(self.batches)):
             self.batches.append(keys_values)
+        self.has_room &= self.room >= 0
 
     def joined(self, count: int) -> KeysValues | None:
         """Concatenate the first `count` batches; only one layer is in memory twice at a time."""

@@ -113,47 +113,52 @@ def combine(cosine_QK: Tensor, voices_VQK: Tensor, weight_FV: Tensor, key_Q: Ten
     return cosine_QK + (weight_VQ1 * voices_VQK).where(weight_VQ1 != 0, 0).sum(0)
 
 
-class Candidates(NamedTuple):
-    """Cosine, index and pair number of each query's first K items, best first, all `[Q, K]`."""
+class Listed(NamedTuple):
+    """The first K items of the queries of one direction, best first; `[Q, K]` where nothing else is said."""
 
-    cosine: Tensor
-    item: Tensor
-    pair: Tensor
+    cosine_QK: Tensor  # scaled cosines
+    voices_VQK: Tensor  # `[V, Q, K]`, of no voice before pairs are scored
+    right_QK: Tensor  # whether the item is right
+    group_Q: Tensor  # `[Q]`; images with equal captions are one group, see `Keyed`
+    item_QK: Tensor | None = None
+    pair_QK: Tensor | None = None  # pair numbers
+
+    def of_fold(self, fold: int) -> "Listed":
+        """Return the queries of one fold."""
+        mine = self.group_Q % FOLDS == fold
+        return Listed(self.cosine_QK[mine], self.voices_VQK[:, mine], self.right_QK[mine], self.group_Q[mine])
 
 
-def find_candidates(split: Embeddings, top_k: int, texts: int) -> dict[str, Candidates]:
+def find_candidates(split: Embeddings, top_k: int, texts: int, scale: float) -> dict[str, Listed]:
     """Find the candidates of each direction, with pair numbers among `texts` texts."""
     found = {}
     for direction, (queries, items) in split.directions.items():
         cosine_QK, item_QK = top_candidates(queries, items, top_k)
         query_Q1 = torch.arange(len(item_QK), device=item_QK.device)[:, None]
         image, text = (item_QK, query_Q1) if direction == "text_to_image" else (query_Q1, item_QK)
-        found[direction] = Candidates(cosine_QK, item_QK, image * texts + text)
+        right_QK = right_items(queries, items, item_QK)
+        found[direction] = Listed(
+            scale * cosine_QK, cosine_QK[None, :0], right_QK, queries.group, item_QK, image * texts + text
+        )
     return found
 
 
 def rank_directions(
-    split: Embeddings,
-    candidates: dict[str, Candidates] | None = None,
-    scores: PairScores | None = None,
-    scale: float = 0.0,
-    weight_FV: Tensor | None = None,
+    split: Embeddings, candidates: dict[str, Listed] | None = None, weight_FV: Tensor | None = None
 ) -> dict[str, DirectionRanks]:
-    """Return the ranks by cosine in both directions and, with `candidates`, after re-ranking.
-
-    The score of a candidate is `scale` x cosine + the weighted voices, with weights `weight_FV` of each fold.
-    """
+    """Return the ranks by cosine in both directions and, with scored `candidates`, after re-ranking with weights `weight_FV` of each fold."""
     ranks = {}
     for direction, (queries, items) in split.directions.items():
         ranked = ranks[direction] = DirectionRanks(queries, cosine_ranks(queries, items))
-        if candidates is None or scores is None or weight_FV is None:
+        if candidates is None or weight_FV is None:
             continue
         found = candidates[direction]
-        score_QK = combine(scale * found.cosine, scores(found.pair), weight_FV, queries.group)
+        score_QK = combine(found.cosine_QK, found.voices_VQK, weight_FV, found.group_Q)
         ranked.reranked_scores, place_QK = score_QK.sort(1, descending=True)
-        ranked.reranked_items = found.item.gather(1, place_QK)
+        assert found.item_QK is not None
+        ranked.reranked_items = found.item_QK.gather(1, place_QK)
         # Because ties count against it, a right item is among the first k exactly where its rank is at most k.
-        among_Q = best_rank(score_QK, right_items(queries, items, found.item))
+        among_Q = best_rank(score_QK, found.right_QK)
         ranked.reranked_Q = torch.where(ranked.cosine_Q <= score_QK.shape[1], among_Q, ranked.cosine_Q)
     return ranks
 
@@ -220,20 +225,6 @@ def _score_block(
     _, states = model.encode_text(read.input_ids, read.attention_mask)
     scores = model.voice_scores(voices, own, states[place], read.attention_mask[place], read.input_ids[place])
     return scores.float()
-
-
-class Listed(NamedTuple):
-    """The candidates of the queries of one direction."""
-
-    cosine_QK: Tensor  # scaled cosines
-    voices_VQK: Tensor
-    right_QK: Tensor  # whether the candidate is right
-    group_Q: Tensor  # images with equal captions are one group, see `Keyed`
-
-    def of_fold(self, fold: int) -> "Listed":
-        """Return the queries of one fold."""
-        mine = self.group_Q % FOLDS == fold
-        return Listed(self.cosine_QK[mine], self.voices_VQK[:, mine], self.right_QK[mine], self.group_Q[mine])
 
 
 def fit_weights(directions: list[Listed]) -> list[float]:

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from mm_utils.arguments import arg, load_own
 from mm_utils.distributed import full_tensor
-from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split, right_items
+from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split
 from mm_utils.evaluation.metrics import embedding_health, helps, mean_recall, retrieval_metrics
 from mm_utils.evaluation.probes import Probes, probe_cosines
 from mm_utils.evaluation.reranking import (
     FOLDS,
-    Candidates,
     DirectionRanks,
     Listed,
-    PairScores,
     combine,
     describe_weights,
     find_candidates,
@@ -141,16 +139,18 @@ class RetrievalEvaluator:
             self.directions = rank_directions(split)
             return retrieval_metrics(split, self.directions) | others
         texts = Texts.cat([split.texts, probes.texts])
-        candidates, pair_P2 = find_candidates(split, self.args.rerank_top_k, len(texts)), probes.pairs(split)
-        pairs = torch.cat([*(found.pair.flatten() for found in candidates.values()), pair_P2.flatten()])
+        candidates, pair_P2 = find_candidates(split, self.args.rerank_top_k, len(texts), scale), probes.pairs(split)
+        listed = {name: found.pair_QK for name, found in candidates.items() if found.pair_QK is not None}
+        pairs = torch.cat([*(pair_QK.flatten() for pair_QK in listed.values()), pair_P2.flatten()])
         scores = score_pairs(model, split, texts, pairs, loader, accelerator, list(weights))
         if "caption" in weights:
             voice = list(weights).index("caption")
-            scores = scores.minus_priors(voice, candidates["text_to_image"].pair, len(texts))
+            scores = scores.minus_priors(voice, listed["text_to_image"], len(texts))
+        candidates = {name: found._replace(voices_VQK=scores(listed[name])) for name, found in candidates.items()}
         weight_FV, of_head = torch.tensor([list(weights.values())] * FOLDS), None
         if self.fits:
-            weight_FV, of_head = self._fit(model, split, candidates, scores, scale, list(weights))
-        ranked = self.directions = rank_directions(split, candidates, scores, scale, weight_FV)
+            weight_FV, of_head = self._fit(model, split, candidates, list(weights))
+        ranked = self.directions = rank_directions(split, candidates, weight_FV)
         score_P2 = combine(scale * cosine_P2, scores(pair_P2), weight_FV, split.group_M[probes.image_P])
         others |= probes.share(score_P2, "rerank_order_accuracy")
         # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
@@ -177,22 +177,17 @@ class RetrievalEvaluator:
         self,
         model: FusionDualEncoderModel,
         split: Embeddings,
-        candidates: dict[str, Candidates],
-        scores: PairScores,
-        scale: float,
+        candidates: dict[str, Listed],
         voices: list[str],
     ) -> tuple[Tensor, dict[str, DirectionRanks]]:
         """Write the weights fitted on the split into the config; return each fold's, `[F, V]`, and the ranks by what was fitted.
 
         Where the head does not help beyond noise, weights are 0, and the ranks are still those by the head.
         """
-        listed = [
-            Listed(scale * found.cosine, scores(found.pair), right_items(queries, items, found.item), queries.group)
-            for found, (queries, items) in zip(candidates.values(), split.directions.values(), strict=True)
-        ]
+        listed = list(candidates.values())
         of_fold = [fit_weights([one.of_fold(1 - fold) for one in listed]) for fold in range(FOLDS)]
         weights, weight_FV = fit_weights(listed), torch.tensor(of_fold)
-        ranked = rank_directions(split, candidates, scores, scale, weight_FV)
+        ranked = rank_directions(split, candidates, weight_FV)
         if not helps(ranked):
             weights, weight_FV = [0.0] * len(voices), torch.zeros_like(weight_FV)
         model.config.rerank_weights = dict(zip(voices, weights, strict=True))

@@ -67,7 +67,7 @@ class ZeroShotArguments(LabelArguments):
     templates: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Texts with {} in place of the class's name, or one file with a text per line; default: those of the "
+            "help": "Texts with {} in place of the class's name; default: those of the "
             f"benchmark, else '{Image.templates[0]}' and two like it, or such of clips and sounds."
         },
     )
@@ -75,14 +75,9 @@ class ZeroShotArguments(LabelArguments):
     def __post_init__(self) -> None:
         if self.split is not None and self.split.lower() not in SPLIT_NAMES:
             raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
-        if self.templates is not None and len(self.templates) == 1 and Path(self.templates[0]).is_file():
-            lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
-            # As CLIP_benchmark has it
-            self.templates = [line.strip().replace("{c}", "{}") for line in lines if line.strip()]
         without = [template for template in self.templates or () if "{}" not in template]
-        if without or self.templates == []:
-            shown = without[0] if without else "an empty file"
-            raise ValueError(f"--templates is {shown}; a template says with {{}} where the name goes. Add it.")
+        if without:
+            raise ValueError(f"--templates is {without[0]}; a template says with {{}} where the name goes. Add it.")
 
     @property
     def benchmark(self) -> Benchmark | None:

@@ -96,15 +96,6 @@ def test_names_that_the_tokenizer_does_not_know_are_named(caplog: pytest.LogCapt
     assert "1 of 2 classes have words that the tokenizer does not know, and are not found by them: жзж" in caplog.text
 
 
-def test_templates_are_checked_and_read_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "templates.txt"
-    file.write_text("a {}\n\n the {} \n")
-    assert ZeroShotArguments(templates=[str(file)]).templates == ["a {}", "the {}"]
-    for templates, message in ((["a photo"], "--templates is a photo; "), ([], "--templates is an empty file; ")):
-        with pytest.raises(ValueError, match=message):
-            ZeroShotArguments(templates=templates)
-
-
 def test_the_table_of_classes_by_hand(tmp_path: Path) -> None:
     predictions = torch.tensor([[0, 0], [0, 2], [0, 2], [0, 1], [1, 1], [1, 1], [-1, 1]])
     assert report_classes(predictions, ["cat", "dog", "owl", "yak"], tmp_path) == [

@@ -16,7 +16,7 @@ from PIL import Image
 from mm_utils.data.media.riff import write_avi
 from mm_utils.data.scenes import COLOURS as SCENE_COLOURS
 from mm_utils.data.scenes import shape_mask
-from mm_utils.data.sets.sequences import Content, Event, Medium, Recipe, Span, lay_out
+from mm_utils.data.sets.generate import Content, Event, Medium, Recipe, Span, lay_out
 
 SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {name: SCENE_COLOURS[name] for name in ("red", "green", "blue", "yellow", "white", "black")}

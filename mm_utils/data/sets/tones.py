@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from mm_utils.data.media.riff import write_wav
-from mm_utils.data.sets.sequences import Content, Event, Medium, Recipe, Span, lay_out
+from mm_utils.data.sets.generate import Content, Event, Medium, Recipe, Span, lay_out
 
 RATE, SECONDS = 16000, 4
 PITCHES = {"low": (220.0, 320.0), "middle": (700.0, 1000.0), "high": (2200.0, 3000.0)}  # Hz

@@ -330,12 +330,9 @@ def in_notebook() -> bool:
 
 
 def launcher() -> str:
-    """Return what stands before the script in the command that starts this run once more."""
-    return os.environ.get(LAUNCH_VARIABLE) or processes_launcher()
-
-
-def processes_launcher() -> str:
-    """Return `accelerate launch` where a launcher has started this process, else `python`, as the user's shell finds them."""
+    """Return what stands before the script in the command that starts this run once more, as the user's shell finds it."""
+    if LAUNCH_VARIABLE in os.environ:
+        return os.environ[LAUNCH_VARIABLE]
     found = shutil.which("python")
     is_on_path = found is not None and Path(found).parent == Path(sys.executable).parent
     python = "python" if is_on_path else shlex.quote(sys.executable)
@@ -344,16 +341,13 @@ def processes_launcher() -> str:
     return python
 
 
-def launch_command(script: str, words: Sequence[str], launcher: str | None = None) -> str:
-    """Return the shell command that launches a script with some words, to be pasted in the working folder.
-
-    `launcher` is what stands before the script, by default that of these processes.
-    """
+def launch_command(script: str, words: Sequence[str], before: str | None = None) -> str:
+    """Return the shell command that launches a script with some words, to be pasted in the working folder."""
     path = Path(sys.argv[0]).with_name(f"{script}.py") if Path(sys.argv[0]).name else Path()
     if path.parent.name != "scripts" or not path.is_file():  # a notebook or a test has called `main`
         path = scripts_folder() / f"{script}.py"
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{launcher or processes_launcher()} {shlex.join([str(path), *words])}"
+    return f"{before or launcher()} {shlex.join([str(path), *words])}"
 
 
 # -- YAML that anyone may have written ----------------------------------------------------------------------------------

@@ -101,9 +101,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         f", see {folder / SKIPPED}" if done.skipped else "",
     )  # fmt: skip
     if done.images:
-        logger.info(
-            "Search it: %s", launch_command("search", ["--index_dir", str(folder), "--serve"], launcher="python")
-        )
+        logger.info("Search it: %s", launch_command("search", ["--index_dir", str(folder), "--serve"], "python"))
     accelerator.end_training()
     return vars(done)
 

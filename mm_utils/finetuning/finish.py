@@ -17,7 +17,7 @@ from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classe
 from mm_utils.finetuning.labels import LabelArguments, LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.plots import plot_training
-from mm_utils.reports.model_card import EXAMPLES, CardInfo, EvaluatedData, an, data_names, write_model_card
+from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, eval_results, write_model_card
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.commands import SOURCES
 from mm_utils.run.finish import chosen_on_validation, closing_lines, run_card
@@ -82,9 +82,8 @@ def classification_card(
     rows, results = [], []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
-            data = EvaluatedData(*data_names(run.settings), split, {"rows": len(task.splits[split])})
-            for measure in ("accuracy", "macro_f1"):
-                results.append(data.result(task_of_hub, measure, metrics[prefix + measure], measure))
+            figures = ((measure, metrics[prefix + measure], measure) for measure in ("accuracy", "macro_f1"))
+            results += eval_results(run.settings, split, {"rows": len(task.splits[split])}, task_of_hub, figures)
             accuracy, low, high, f1, majority = (
                 f"{metrics[prefix + name]:.3f}"
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")

@@ -4,16 +4,17 @@ import json
 import logging
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.source import is_embedded
+from mm_utils.evaluation.metrics import CUTOFFS
 from mm_utils.files import optional_file
 from mm_utils.text import markdown_table, markdown_text, printable, publishable, redact, without_secrets
 
@@ -21,41 +22,24 @@ logger = logging.getLogger(__name__)
 
 RETRIEVAL_TAGS = ("dual-encoder", "contrastive-learning")
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
-STAGES = {"": "the two encoders", "rerank_": "re-ranked by the fusion head"}
-MEASURES = ("recall@1", "recall@5", "recall@10")
+MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
 EMBEDDED = "The embedded scenes"
 
 
-class EvaluatedData(NamedTuple):
-    """What a model was measured on.
-
-    Attributes:
-        name: for people.
-        repository: the data set of the Hub, or a word of its own where it is none: by it the Hub tells data sets apart.
-        split: train, validation or test.
-        counts: what was measured, by name, such as the number of images.
-        medium: the kind of media, of `mm_utils.data.media.COLUMNS`.
-    """
-
-    name: str
-    repository: str
-    split: str
-    counts: Mapping[str, int]
-    medium: str = "image"
-
-    def result(self, task: str, measure: str, value: float, title: str) -> EvalResult:
-        """Return a figure, under a title."""
-        name, repository = (" ".join(printable(publishable(text)).split()) for text in (self.name, self.repository))
-        return EvalResult(
-            task_type=task,
-            dataset_type=repository,
-            dataset_name=name,
-            dataset_split=self.split,
-            dataset_args=dict(self.counts),
-            metric_type=measure,
-            metric_value=round(value, 4),
-            metric_name=title,
-        )
+def eval_results(
+    settings: Mapping[str, Any],
+    split: str,
+    counts: Mapping[str, int],
+    task: str,
+    figures: Iterable[tuple[str, float, str]],
+) -> list[EvalResult]:
+    """Return figures of a run, as (measure, value, title), for the Hub; `counts` says on how much of the split."""
+    name, repository = (" ".join(printable(publishable(text)).split()) for text in data_names(settings))
+    data = {"dataset_type": repository, "dataset_name": name, "dataset_split": split, "dataset_args": dict(counts)}
+    return [
+        EvalResult(task_type=task, metric_type=measure, metric_value=round(value, 4), metric_name=title, **data)
+        for measure, value, title in figures
+    ]
 
 
 def data_names(settings: Mapping[str, Any]) -> tuple[str, str]:
@@ -85,20 +69,18 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-").lower()
 
 
-def retrieval_results(metrics: Mapping[str, float], data: EvaluatedData, prefix: str = "") -> list[EvalResult]:
-    """Return both directions' recall, and re-ranked ones, named by `prefix`."""
-    return [
-        data.result(
-            f"{COLUMNS[data.medium]}-text-retrieval",
-            measure,
-            metrics[name],
-            f"{measure}, {title.replace('image', data.medium)}, {STAGES[stage]}",
-        )
+def retrieval_results(
+    metrics: Mapping[str, float], settings: Mapping[str, Any], counts: Mapping[str, int], medium: str
+) -> list[EvalResult]:
+    """Return both directions' recall on the validation split, and re-ranked ones."""
+    figures = [
+        (f"recall@{k}", metrics[name], f"recall@{k}, {title.replace('image', medium)}, {stage}")
         for direction, title in DIRECTIONS.items()
-        for stage in STAGES
-        for measure in MEASURES
-        if (name := f"{prefix}{stage}{direction}_{measure}") in metrics
+        for prefix, stage in MEASURED.items()
+        for k in CUTOFFS
+        if (name := f"{prefix}{direction}_recall@{k}") in metrics
     ]
+    return eval_results(settings, "validation", counts, f"{COLUMNS[medium]}-text-retrieval", figures)
 
 
 EXAMPLES = {  # of code: the folder of a person's files, which files, and a text

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mm_utils.arguments import launch_command, launcher, to_words
+from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
@@ -15,9 +15,7 @@ SOURCES = ("dataset_name", "train_file")
 
 def again_command(script: str, folder: Path) -> str:
     """Return the command that repeats the run of this output folder, in another folder."""
-    return launch_command(
-        script, ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "again")], launcher()
-    )
+    return launch_command(script, ["--config", str(folder / CONFIG_FILE), "--output_dir", _beside(folder, "again")])
 
 
 def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
@@ -28,7 +26,7 @@ def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> li
     data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
     words = ["--model_name_or_path", str(folder), *data, "--index_dir", index]
     found = ["--index_dir", index, "--query", query]
-    return [launch_command("embed", words), launch_command("search", found, launcher="python")]
+    return [launch_command("embed", words), launch_command("search", found, "python")]
 
 
 def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str | None:

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
-from mm_utils.arguments import launch_command, launcher
+from mm_utils.arguments import launch_command
 from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.pictures import picture
@@ -30,9 +30,8 @@ from mm_utils.reports.model_card import (
     DIRECTIONS,
     EMBEDDED,
     EXAMPLES,
+    MEASURED,
     CardInfo,
-    EvaluatedData,
-    data_names,
     is_on_hub,
     listed,
     model_title,
@@ -49,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
-MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
 
 
 def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence[str] | None) -> CardInfo:
@@ -72,7 +70,6 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
         chosen_on_validation(context, model),
         describe_weights(model),
     ]
-    measured = EvaluatedData(*data_names(run.settings), "validation", counts, medium)
     return run_card(
         *(run, model, context.metrics, argv),
         medium=medium,
@@ -82,7 +79,7 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
         num_trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
         terms=[name.rpartition(".")[2].replace("_", " ") for name in context.given[ObjectiveArguments].weights],
         search=search_commands(run.output_dir, run.settings, EXAMPLES[medium][2]),
-        results=retrieval_results(shown, measured, "eval_"),
+        results=retrieval_results(shown, run.settings, counts, medium),
         vision_model=vision,
         text_model=text,
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
@@ -163,7 +160,7 @@ def run_card(
         model=run.repository or str(run.output_dir.resolve()),
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        command=launch_command(run.name, sys.argv[1:] if argv is None else argv, launcher()),
+        command=launch_command(run.name, sys.argv[1:] if argv is None else argv),
         metrics=metrics,
         datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
         hyperparameters={

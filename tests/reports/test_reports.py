@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
-from mm_utils.reports.model_card import CardInfo, EvaluatedData, retrieval_results, write_model_card
+from mm_utils.reports.model_card import CardInfo, retrieval_results, write_model_card
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
 
@@ -36,12 +36,13 @@ def card(**changes: object) -> CardInfo:
     return CardInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
-DATA = EvaluatedData("photos/captions.jsonl", "local-photos", "validation", {"images": 164, "captions": 166})
+DATA = {"train_file": "/my/photos/captions.jsonl"}
 FIGURES = {"text_to_image_recall@1": 0.43217, "image_to_text_recall@5": 0.5, "rerank_image_to_text_recall@10": 0.75}
+FIGURES = {f"eval_{name}": value for name, value in FIGURES.items()}
 
 
 def test_card_says_how_the_model_was_made_how_to_load_it_and_what_was_measured(tmp_path: Path) -> None:
-    results = retrieval_results({f"eval_{name}": value for name, value in FIGURES.items()}, DATA, "eval_")
+    results = retrieval_results(FIGURES, DATA, {"images": 164, "captions": 166}, "image")
     path = write_model_card(tmp_path, card(results=results, datasets=["me/pairs"], base_models=["me/base"]))
     data, text = ModelCard.load(path).data, path.read_text(encoding="utf-8")
     assert (data.library_name, data.pipeline_tag) == ("transformers", "feature-extraction")
@@ -80,13 +81,13 @@ def test_card_says_how_the_model_was_made_how_to_load_it_and_what_was_measured(t
     ],
 )
 def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path: Path) -> None:
-    data = DATA._replace(medium=medium, counts={f"{medium}s": 7})
-    path = write_model_card(tmp_path, card(medium=medium, dual_encoder="", results=retrieval_results(FIGURES, data)))
+    results = retrieval_results(FIGURES, DATA, {f"{medium}s": 7}, medium)
+    path = write_model_card(tmp_path, card(medium=medium, dual_encoder="", results=results))
     loaded, text = ModelCard.load(path).data, path.read_text(encoding="utf-8")
     tags = [f"{column}-text-retrieval", "dual-encoder", "contrastive-learning"]
     assert loaded.tags == [*tags, *([column] if medium != "image" else []), "custom_code"]
     result = loaded.eval_results[0]
-    assert (result.task_type, result.metric_name) == (tags[0], f"recall@1, text to {medium}, the two encoders")
+    assert (result.task_type, result.metric_name) == (tags[0], f"recall@1, text to {medium}, encoders alone")
     code = text.partition("```python\n")[2].partition("```")[0]
     compile(code, "card", "exec")
     assert call in code
@@ -110,7 +111,7 @@ def test_card_shows_any_text_literally(tmp_path: Path) -> None:
     given: dict[str, object] = dict.fromkeys(texts, hostile)
     given |= {"dataset_rows": {hostile: 3}, "metrics": {hostile: 0.5}, "base_models": [hostile]}
     hyperparameters = {"caption": hostile, hostile: 1, "empty": "", "none": None}
-    results = retrieval_results(FIGURES, EvaluatedData(hostile, hostile, "test", {}))
+    results = retrieval_results(FIGURES, {"dataset_name": hostile}, {}, "image")
     table = ([hostile, hostile], [[hostile, hostile]])
     made = card(command=f"run {hostile}", hyperparameters=hyperparameters, results=results, table=table, **given)
     path = write_model_card(tmp_path, made)
@@ -143,7 +144,7 @@ def test_card_holds_no_secret_and_no_folder_of_the_machine_but_in_the_code_that_
         hyperparameters=values,
         table_note=f"see {place}",
         base_models=[place],
-        results=retrieval_results(FIGURES, EvaluatedData(f"{TOKEN} {place}", TOKEN, "test", {})),
+        results=retrieval_results(FIGURES, {"dataset_name": f"{TOKEN} {place}"}, {}, "image"),
         model=place,
     )
     text = write_model_card(tmp_path, planted).read_text(encoding="utf-8")

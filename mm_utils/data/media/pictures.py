@@ -1,13 +1,13 @@
 """Pictures of media for people: an image, four frames of a clip, a sound's spectrogram; and of clips and sounds for fingerprints."""
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from scipy.signal import spectrogram
 
 from mm_utils.data.images import open_image, shrink
 from mm_utils.data.media.riff import read_avi, read_wav
@@ -78,7 +78,6 @@ def _frame(content: memoryview, min_side: int | None = None) -> Image.Image:
 def _spectrogram(content: bytes) -> Image.Image:
     """Draw a sound over its time, the highest frequency on top."""
     from matplotlib import colormaps
-    from scipy.signal import spectrogram
 
     samples, rate = read_wav(content)
     size = max(16, round(_WINDOW * rate))
@@ -121,21 +120,12 @@ def loudness_picture(samples: np.ndarray, rate: int) -> Image.Image:
     heard = np.flatnonzero(steps >= steps.max() * 10 ** (-_SILENCE / 10))
     floats = floats[heard[0] * step : (heard[-1] + 1) * step]
     padded = np.pad(floats, (0, max(0, 2 * _PART - len(floats))))
-    count = min(max(2 * _CELLS, 2 * len(padded) // _PART), 16 * _CELLS)
-    begins = np.linspace(0, len(padded) - _PART, count).astype(int)
-    windows = padded[begins[:, None] + np.arange(_PART)] * np.hanning(_PART).astype(np.float32)
-    power_tb = abs(np.fft.rfft(windows, axis=1)) ** 2 @ _mel_bands(rate)
-    cells = np.stack([part.mean(axis=0) for part in np.array_split(power_tb, _CELLS)])
-    loudness = 10 * np.log10(np.maximum(cells, 1e-12))
-    grey = 255 * (1 + np.maximum(loudness - loudness.max(), -_RANGE) / _RANGE)
-    return Image.fromarray(grey.round().astype(np.uint8).T.copy()).convert("RGB")
-
-
-def _mel_bands(rate: int) -> np.ndarray:
-    """Return weights [frequencies, bands] that average power, even in mel, 100 to 3,800 Hz."""
-    low, high = (2595 * math.log10(1 + hertz / 700) for hertz in (100.0, 3800.0))
-    edges = 700 * (10 ** (np.linspace(low, high, _CELLS + 1) / 2595) - 1)
-    hertz = np.linspace(0, rate / 2, _PART // 2 + 1)[:, None]
-    width = rate / _PART
-    weights = np.clip(np.minimum(hertz - edges[:-1], edges[1:] - hertz) / width + 0.5, 0, 1)
-    return (weights / np.maximum(weights.sum(axis=0), 1e-6)).astype(np.float32)
+    step = (len(padded) - _PART) // (16 * _CELLS - 1) or 1  # 512 windows, however long it is
+    hertz, _, power_FT = spectrogram(padded, rate, "hann", _PART, _PART - step, detrend=False)
+    # Even in mel, from 100 to 3,800 Hz; a band that is narrower than a frequency's is that.
+    edges = np.searchsorted(hertz, 700 * (np.geomspace(1 + 100 / 700, 1 + 3800 / 700, _CELLS + 1) - 1))
+    bands_bT = np.add.reduceat(power_FT, edges.clip(max=len(hertz) - 1), axis=0)[:-1]
+    cells = np.stack([part.mean(axis=1) for part in np.array_split(bands_bT, _CELLS, axis=1)], axis=1)
+    loudness = 10 * np.log10(np.maximum(cells, cells.max() * 10 ** (-_RANGE / 10)))
+    grey = 255 * (1 + (loudness - loudness.max()) / _RANGE)
+    return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")

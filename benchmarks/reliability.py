@@ -1,4 +1,4 @@
-"""Ways to interrupt and resume a training run, beside plain Accelerate and transformers' Trainer: are the weights equal, bit for bit?
+"""Ways to interrupt and resume a training run, beside plain Accelerate: are the weights equal, bit for bit?
 
     python -m benchmarks.reliability
     python -m benchmarks.reliability --cases 1,12,13 --contestants tandem,accelerate
@@ -6,8 +6,8 @@
 Each of 21 cases trains 16 steps on two processes (gloo, CPU), once straight, with a checkpoint on the way, and once from that
 checkpoint. Right is that it goes on at the checkpoint's step and ends with the straight run's weights. `tandem` is
 scripts/pretrain.py, with what stands there for a way of Accelerate's in brackets. `accelerate` is a loop as Accelerate's guide and
-example `checkpointing.py` write it: seedable sampler, `set_epoch`, `skip_first_batches`, or torchdata's StatefulDataLoader (package
-torchdata) where the loader has a state. `trainer` is `transformers.Trainer`. A dash is a way for which a contestant has no setting.
+example `checkpointing.py` write it: seedable sampler, `set_epoch`, `skip_first_batches`, or torchdata's StatefulDataLoader where the
+loader has a state.
 """
 
 import hashlib
@@ -26,16 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import TrainerCallback
 
 from benchmarks.harness import flags_of, names, numbers, print_table
 from scripts import pretrain
@@ -120,10 +117,10 @@ class Run:
 
 
 class Watch(TrainerCallback):
-    """Saves when the run says so, and writes down where it begins and how it ends; for both kinds of Trainer."""
+    """Saves when the run says so, and writes down where it begins and how it ends."""
 
-    def __init__(self, run: Run, leaves: bool):
-        self.run, self.leaves = run, leaves
+    def __init__(self, run: Run):
+        self.run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write down the step that was resumed."""
@@ -137,8 +134,7 @@ class Watch(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the process, as the final evaluation says nothing here."""
-        if self.leaves:
-            os._exit(0)
+        os._exit(0)
 
 
 # -- this project -----------------------------------------------------------------------------------------------------
@@ -160,31 +156,23 @@ def tandem(run: Run) -> None:
         flags += ["--micro_batch_size", str(BATCH // case.accumulate)]
     if case.stateful:
         flags += ["--streaming"]
-    pretrain.main([*flags, *(["--resume_from_checkpoint", "latest"] if run.resume else [])], [Watch(run, leaves=True)])
+    pretrain.main([*flags, *(["--resume_from_checkpoint", "latest"] if run.resume else [])], [Watch(run)])
 
 
 def write_data(folder: Path, case: Case) -> tuple[str, str]:
     """Write the pairs and the configs of both encoders, if they are not there; return the configs' paths."""
-    if int(os.environ.get("RANK", 0)) or (folder / f"text-{case.dropout}.json").exists():
-        return str(folder / "vision.json"), str(folder / f"text-{case.dropout}.json")
-    image = datasets.Image(decode=False)
-    schema = datasets.Features(
-        {"image": image, "captions": [datasets.Value("string")], "id": datasets.Value("string")}
-    )
-    for name, rows in (("train-64", range(64)), ("train-61", range(61)), ("validation", range(100, 104))):
-        table = pa.Table.from_pylist([draw_pair(number) for number in rows], schema.arrow_schema)
-        pq.write_table(table, folder / f"{name}.parquet", row_group_size=8)
-    wide = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    vision = {"model_type": "vit", **wide, "patch_size": 16, "image_size": 32}
-    text = {
-        "model_type": "bert",
-        **wide,
-        "hidden_dropout_prob": case.dropout,
-        "attention_probs_dropout_prob": case.dropout,
-    }
-    (folder / "vision.json").write_text(json.dumps(vision))
-    (folder / f"text-{case.dropout}.json").write_text(json.dumps(text))
-    return write_data(folder, case)
+    vision, text = folder / "vision.json", folder / f"text-{case.dropout}.json"
+    if not text.exists():
+        for name, rows in (("train-64", range(64)), ("train-61", range(61)), ("validation", range(100, 104))):
+            pairs = datasets.Dataset.from_list([draw_pair(number) for number in rows])
+            pairs.cast_column("image", datasets.Image(decode=False)).to_parquet(
+                folder / f"{name}.parquet", batch_size=8
+            )
+        wide = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        dropout = {"hidden_dropout_prob": case.dropout, "attention_probs_dropout_prob": case.dropout}
+        vision.write_text(json.dumps({"model_type": "vit", **wide, "patch_size": 16, "image_size": 32}))
+        text.write_text(json.dumps({"model_type": "bert", **wide, **dropout}))
+    return str(vision), str(text)
 
 
 def draw_pair(number: int) -> dict[str, Any]:
@@ -197,7 +185,7 @@ def draw_pair(number: int) -> dict[str, Any]:
     return {"image": {"bytes": buffer.getvalue(), "path": None}, "captions": [caption], "id": f"id-{number}"}
 
 
-# -- plain Accelerate and transformers' Trainer -----------------------------------------------------------------------
+# -- plain Accelerate -------------------------------------------------------------------------------------------------
 
 
 class Encoders(nn.Module):
@@ -292,42 +280,9 @@ def batches(accelerator: Accelerator, loader: Any, case: Case, step: int) -> Ite
             step += 1
 
 
-def trainer(run: Run) -> None:
-    """`transformers.Trainer`, as its scripts call it."""
-    set_seed(SEED)
-    case = run.case
-    run = Run(case, run.folder, run.data, run.save // case.accumulate, run.resume)  # it counts optimizer steps
-    arguments = TrainingArguments(
-        output_dir=str(run.folder),
-        max_steps=STEPS // case.accumulate,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=case.accumulate,
-        learning_rate=1e-2,
-        save_strategy="no",  # decided by the callback
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=SEED,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        dataloader_num_workers=case.workers,
-        accelerator_config={"use_seedable_sampler": case.sampler == "seedable"},
-    )
-    built = Trainer(Encoders(case.dropout), arguments, train_dataset=Pairs(case), callbacks=[Watch(run, leaves=False)])
-    built.train(resume_from_checkpoint=get_last_checkpoint(str(run.folder)) if run.resume else None)
-
-
-def has(contestant: str, case: Case) -> bool:
-    """Whether a contestant has a setting to train so."""
-    if contestant == "accelerate":
-        return not case.stateful or importlib.util.find_spec("torchdata") is not None
-    return contestant == "tandem" or (not case.stateful and case.set_epoch and case.save % case.accumulate == 0)
-
-
 # -- processes --------------------------------------------------------------------------------------------------------
 
-CONTESTANTS: dict[str, Callable[[Run], None]] = {"tandem": tandem, "accelerate": accelerate, "trainer": trainer}
+CONTESTANTS: dict[str, Callable[[Run], None]] = {"tandem": tandem, "accelerate": accelerate}
 
 
 def train(contestant: str, run: Run) -> str:
@@ -343,9 +298,8 @@ def train(contestant: str, run: Run) -> str:
         process.start()
     for process in ranks:
         process.join(SECONDS)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
     lines = (run.folder / "log").read_text(errors="replace").strip().splitlines()
     return "" if (run.folder / "ended").exists() else lines[-1][:200] if lines else "it ended without a word"
 
@@ -379,7 +333,7 @@ def try_case(contestant: str, case: Case, folder: Path, data: Path) -> str:
         if problem := train(contestant, Run(case, resumed, data, save, resume=True)):
             return problem
         began = int((resumed / "began").read_text())
-        if began * (case.accumulate if contestant == "trainer" else 1) != step:
+        if began != step:
             return f"it went on at step {began}"
     return "" if (resumed / "ended").read_text() == right else "other weights"
 
@@ -394,6 +348,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         "--cases", type=numbers, default=range(1, len(CASES) + 1), help="numbers of cases; default: all"
     )
     args = parser.parse_args(argv)
+    if any(CASES[number - 1].stateful for number in args.cases) and not importlib.util.find_spec("torchdata"):
+        parser.error("cases of a loader with a state need torchdata: pip install torchdata, or choose other --cases")
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="reliability-") as temporary:
@@ -406,12 +362,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             rows.append({"equal weights after a resume": f"{number} {case.title}"})
             for name in args.contestants:
                 folder = Path(temporary, f"{number}-{name}")
-                problem = try_case(name, case, folder, data) if has(name, case) else None
-                rows[-1][name] = "-" if problem is None else "**no**" if problem else "yes"
+                problem = try_case(name, case, folder, data)
+                rows[-1][name] = "**no**" if problem else "yes"
                 notes += [f"{number}, {name}: {problem}"] if problem else []
                 shutil.rmtree(folder, ignore_errors=True)
-        counts = {name: [row[name] for row in rows] for name in args.contestants}
-    total = {name: f"{marks.count('yes')} of {len(marks) - marks.count('-')}" for name, marks in counts.items()}
+    total = {name: f"{sum(row[name] == 'yes' for row in rows)} of {len(rows)}" for name in args.contestants}
     rows.append({"equal weights after a resume": "all", **total})
     print_table(rows, notes)
     return rows

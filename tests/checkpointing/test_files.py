@@ -1,11 +1,9 @@
 """Checkpoint folders are complete or absent: the order of writing, finding, damage, removal."""
 
-import errno
 import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,7 @@ from mm_utils.checkpointing.files import (
     write_checkpoint,
 )
 from mm_utils.checkpointing.writer import remove_old_checkpoints
-from tests.kit.checkpoints import flip, saved, write_files
+from tests.kit.checkpoints import flip, saved
 
 
 def steps_in(output_dir: Path) -> list[int]:
@@ -60,23 +58,6 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_before_older_ones_go(
     assert {f"{temporary}{folder}" for folder in ("", "/deep", "/deep/er")} <= {path for _, path, _ in before}
     assert before[-1] == ("fsync", temporary, 0)
     assert after == [("fsync", str(tmp_path), 0), ("rename", str(tmp_path / "checkpoint-1"), 0)]
-
-
-@pytest.mark.parametrize("call", ["write", "fsync"])
-def test_the_old_checkpoint_survives_a_failed_write(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(tmp_path, 1)
-
-    def failing(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    if call == "fsync":
-        monkeypatch.setattr("os.fsync", failing)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        write_checkpoint(path, failing if call == "write" else write_files)
-    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-1"]
-    assert verify(path) == []
 
 
 def test_leftovers_of_a_killed_run_are_removed_and_a_replaced_checkpoint_is_restored(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """One way to read a picture, a clip, a sound and a text: training, evaluation, search, the page and the model's own `encode`.
 
-Files of odd kinds and broken ones: tests/data/prepare/test_timed.py, tests/faults/test_images.py.
+Files of odd kinds and broken ones: tests/data/prepare/test_timed.py, tests/faults/test_data.py.
 """
 
 import contextlib

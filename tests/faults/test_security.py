@@ -1,5 +1,6 @@
 """What strangers wrote is data: no code of theirs runs, nothing is written where they say, and no file takes for ever."""
 
+import io
 import json
 import os
 import pickle
@@ -174,12 +175,8 @@ def with_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut in half": with_weights(lambda content: content[: len(content) // 2]),
     "a header of an exabyte": with_weights(lambda content: (1 << 60).to_bytes(8, "little") + content[8:]),
-    "a garbled header": with_weights(lambda content: content[:8] + b"\0" * 20 + content[28:]),
     "a function as type": replaced(dtype="__import__"),
-    "no function": replaced(hidden_act="nonesuch"),
-    "a number for a table": replaced(quantization_config=5),
     "a word for a number": replaced(hidden_size="wide"),
-    "nothing for a number": replaced(num_hidden_layers=None),
 }
 
 
@@ -208,19 +205,21 @@ def prepare(source: object, folder: Path, *flags: str) -> None:
     main(["--sources", str(source), "--output_dir", str(folder), "--num_proc", "1", "--max_bad_fraction", "1", *flags])
 
 
+def hostile(name: str, canary: Canary) -> bytes:
+    """A pickle, in an array where the name is that of one."""
+    if not name.endswith("npy"):
+        return pickle.dumps(canary)
+    np.save(array := io.BytesIO(), np.array([canary], dtype=object), allow_pickle=True)
+    return array.getvalue()
+
+
 def test_no_pickle_in_a_shard_is_read(canary: Canary, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "0.tar", "w") as archive:
-        for number, suffix in enumerate(
-            ("txt", "pkl", "pickle", "pyd", "pth", "pt", "joblib", "npy", "npz", "txt", "txt")
-        ):
+        for number, suffix in enumerate(("", "pkl", "pickle", "pyd", "pth", "pt", "joblib", "npy", "npz", "", "")):
             add_member(archive, f"{number}.png", png(draw(number)))
             add_member(archive, f"{number}.txt", b"picture %d" % number)
-            if suffix != "txt":
-                add_member(
-                    archive,
-                    f"{number}.{suffix}",
-                    hostile_array(tmp_path, canary) if suffix == "npy" else pickle.dumps(canary),
-                )
+            if suffix:
+                add_member(archive, f"{number}.{suffix}", hostile(suffix, canary))
     prepare(tmp_path / "0.tar", tmp_path / "out")
     faults = [json.loads(each) for each in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert [each["reason"] for each in faults] == ["unsafe_member"] * 6
@@ -229,39 +228,25 @@ def test_no_pickle_in_a_shard_is_read(canary: Canary, tmp_path: Path) -> None:
     assert sorted(read) == [f"picture {number}" for number in (0, 10, 7, 8, 9)]
 
 
-def hostile_array(folder: Path, canary: Canary) -> bytes:
-    np.save(folder / "array.npy", np.array([canary], dtype=object), allow_pickle=True)
-    return (folder / "array.npy").read_bytes()
-
-
-def test_no_pickle_in_a_data_folder_is_read(canary: Canary, tmp_path: Path) -> None:
-    source = write_rows(tmp_path)
-    for name in ("pairs.pkl", "dataset.pkl", "state.pkl", "data.pt", "0.npy"):
-        (tmp_path / name).write_bytes(hostile_array(tmp_path, canary) if name == "0.npy" else pickle.dumps(canary))
-    load_pairs(DataArguments(train_file=str(source)))
-    prepare(source, tmp_path / "out")
-    for name in ("cache.pkl", "state.pkl", "data.pt"):
-        (tmp_path / "out" / name).write_bytes(pickle.dumps(canary))
-    load_pairs(DataArguments(dataset_name=str(tmp_path / "out")))
-
-
-def test_no_pickle_in_the_schema_of_a_table_is_read(canary: Canary, tmp_path: Path) -> None:
-    """pyarrow once unpickled the types of columns (CVE-2023-47248)."""
+def test_no_pickle_and_no_script_in_a_data_folder_is_read(canary: Canary, tmp_path: Path) -> None:
+    """Also not in the schema of a table: pyarrow once unpickled the types of columns (CVE-2023-47248)."""
     write_rows(tmp_path)
-    hostile = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(canary)}
-    schema = pa.schema([pa.field("image", pa.string()), pa.field("caption", pa.string(), metadata=hostile)])
+    for name in ("pairs.pkl", "dataset.pkl", "state.pkl", "data.pt", "0.npy"):
+        (tmp_path / name).write_bytes(hostile(name, canary))
+    extension = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(canary)}
+    schema = pa.schema([pa.field("image", pa.string()), pa.field("caption", pa.string(), metadata=extension)])
     columns = {"image": [f"{at}.png" for at in range(6)], "caption": [f"picture {at}" for at in range(6)]}
     pq.write_table(pa.table(columns, schema=schema), tmp_path / "pairs.parquet")
-    load_pairs(DataArguments(train_file=str(tmp_path / "pairs.parquet")))
-    prepare(tmp_path / "pairs.parquet", tmp_path / "out")
-
-
-def test_a_script_in_a_data_folder_is_not_run(canary: Canary, tmp_path: Path) -> None:
-    folder = tmp_path / "pairs"
-    folder.mkdir()
-    (folder / "pairs.py").write_text(f"import pathlib; pathlib.Path({str(canary.path)!r}).write_text('sang')")
+    for name in ("pairs.jsonl", "pairs.parquet"):
+        load_pairs(DataArguments(train_file=str(tmp_path / name)))
+        prepare(tmp_path / name, tmp_path / f"{name} prepared")
+    for name in ("cache.pkl", "state.pkl", "data.pt"):
+        (tmp_path / "pairs.jsonl prepared" / name).write_bytes(hostile(name, canary))
+    load_pairs(DataArguments(dataset_name=str(tmp_path / "pairs.jsonl prepared")))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/own.py").write_text(f"import pathlib; pathlib.Path({str(canary.path)!r}).write_text('sang')")
     with pytest.raises(ValueError, match=r"^--dataset_name is [^\n]*$"):
-        load_pairs(DataArguments(dataset_name=str(folder)))
+        load_pairs(DataArguments(dataset_name=str(tmp_path / "own")))
 
 
 HOSTILE_NAMES = ["../../escape", "/tmp/escape", "a/../../b", "new\nline", "~/escape", "-rf", "nul\0"]
@@ -296,9 +281,7 @@ LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(f"a{at}: &a{at} [{', '.join([f'*a{at -
 CONFIGS = {
     "a tag that runs a program": ("output_dir: !!python/object/apply:os.system ['touch {canary}']\n", "line 1"),
     "a billion laughs": (LAUGHS + "output_dir: *a29\n", "line 2"),
-    "an alias to itself": ("output_dir: &a [*a]\n", "line 1"),
     "5,000 brackets": ("max_steps: " + "[" * 5000 + "\n", "not valid YAML"),
-    "NUL characters": ("max_steps: \0\0\n", "not valid YAML"),
     "two megabytes": ("# " + "x" * (2 << 20) + "\n", "bytes"),
     "UTF-16": ("max_steps: 1\n", "in UTF-8"),
 }

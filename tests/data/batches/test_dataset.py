@@ -213,7 +213,7 @@ def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch
 
 
 def test_workers_end_by_themselves_where_a_cycle_keeps_the_loader() -> None:
-    """Torch's own end, of what is garbage, waits 5 seconds for each and then kills it. Killed workers: `tests/faults/test_loading.py`."""
+    """Torch's own end, of what is garbage, waits 5 seconds for each and then kills it. Killed workers: `tests/faults/test_data.py`."""
     before = {*multiprocessing.active_children()}
     loader = worker_loader(list(range(4)), 2)
     loader.itself = loader  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The Slurm script: what it starts, whom it passes USR1 to, and when it goes back into the queue.
+"""The Kubernetes files, whose commands parse; and the Slurm script: what it starts, and when it goes back into the queue.
 
 `srun`, `scancel` and `scontrol` are stand-ins for one job, whose machines are processes here.
 """
@@ -12,12 +12,63 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.kit.commands import Command, parse
 from tests.kit.processes import kill_family, on_loopback, wait_until
 
-SCRIPT = Path(__file__).parents[2] / "launchers/slurm.sbatch"
+LAUNCHERS = Path(__file__).parents[2] / "launchers"
+DOCUMENTS = [
+    document for path in LAUNCHERS.glob("*.yaml") for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+]
+LONGEST_SAVE = 240  # seconds that torchrun waits for its processes, in all files
+
+
+def found(value: Any, key: str) -> Iterator[Any]:
+    """Yield what stands under a key, anywhere in a document."""
+    if isinstance(value, dict):
+        if key in value:
+            yield value[key]
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from found(each, key)
+
+
+def document_of(kind: str) -> dict[str, Any]:
+    [match] = [document for document in DOCUMENTS if document["kind"] == kind]
+    return match
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
+def test_torchrun_and_the_script_take_their_arguments(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [command] = found(document_of(kind), "command")
+    assert command[0] == "torchrun"
+    given = get_args_parser().parse_args(command[1:])
+    assert given.training_script == "scripts/pretrain.py"
+    parse(Command(kind, "scripts.pretrain", given.training_script_args), monkeypatch)
+    assert given.training_script_args[-1] == "--resume_from_checkpoint=latest"
+    [variables] = found(document_of(kind), "env")
+    assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(LONGEST_SAVE)} in variables
+
+
+def test_the_workers_of_ray_are_the_gpus_of_its_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = document_of("RayJob")["spec"]
+    words = shlex.split(spec["entrypoint"])
+    assert words[:2] == ["python", "scripts/launch_ray.py"]
+    script = words.index("scripts/pretrain.py")
+    flags = dict(zip(words[2:script:2], words[3:script:2], strict=True))
+    [group] = spec["rayClusterSpec"]["workerGroupSpecs"]
+    limits = next(found(group, "limits"))
+    gpus = limits["nvidia.com/gpu"]
+    assert flags["--num_workers"] == f"{gpus * group['minReplicas']}:{gpus * group['maxReplicas']}"
+    assert int(flags["--cpus_per_worker"]) * gpus <= int(limits["cpu"])
+    assert flags["--storage_path"].startswith("/outputs/")
+    assert words[-2:] == ["--resume_from_checkpoint", "latest"]
+    parse(Command(spec["entrypoint"], "scripts.pretrain", words[script + 1 :]), monkeypatch)
+
+
+# -- Slurm --------------------------------------------------------------------------------------------------------------
 JOB = os.getpid()  # the job's number, of which the port is made
 STAND_INS = {
     # One process per machine; the status is the highest one, as srun's.
@@ -42,7 +93,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
         variables = on_loopback() | {"JOB": str(tmp_path), "SLURM_JOB_ID": str(JOB), "SLURM_NNODES": "2"}
         variables |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "1"}
         variables["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{variables['PATH']}"
-        command = ["bash", str(SCRIPT), *arguments]
+        command = ["bash", str(LAUNCHERS / "slurm.sbatch"), *arguments]
         with open(tmp_path / "log", "a") as log:
             started.append(subprocess.Popen(command, env=variables, cwd=tmp_path, stdout=log, stderr=log))
         return started[-1]

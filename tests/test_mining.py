@@ -16,7 +16,7 @@ from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.mining import REASONS, Mined, MiningArguments, choose
 from scripts import mine_negatives, prepare_data, pretrain
 from tests.kit.fault_images import draw
-from tests.kit.prepared import intact_rows
+from tests.kit.reading import intact_rows
 
 IMAGES, WIDTH = 40, 8
 ARGS = MiningArguments(num_negatives=3, num_candidates=12, relative_margin=0.1)

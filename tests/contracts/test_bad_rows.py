@@ -34,11 +34,21 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.rows.text_files import BadLine, text_records
 from scripts.prepare_data import main
 from tests.data.prepare.zoo import Corpus, Pair, build, line
+from tests.kit.corpora import task_of
 from tests.kit.fault_images import draw, grey, png
-from tests.kit.finetuning import task_of
 from tests.kit.numbered_rows import loaders, new_tokenizer
-from tests.kit.prepared import CLOSE, pixels_apart, quarantine_of, report_of
-from tests.kit.reading import add_member, content, put, read, reasons, write
+from tests.kit.reading import (
+    CLOSE,
+    add_member,
+    content,
+    pixels_apart,
+    put,
+    quarantine_of,
+    read,
+    reasons,
+    report_of,
+    write,
+)
 
 FLAGS = ["--num_proc", "2", "--max_bad_fraction", "1", "--on_leakage", "drop", "--near_duplicates", "drop"]
 disable_progress_bars()

@@ -22,8 +22,8 @@ from mm_utils.data.paths import Jail, is_url, read_file
 from mm_utils.data.rows.source import DataArguments, PathArguments
 from mm_utils.data.streams.stream import _find_urls
 from scripts import prepare_data
+from tests.kit.corpora import labelled_of, task_of
 from tests.kit.fault_images import draw, png
-from tests.kit.finetuning import labelled_of, task_of
 from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.reading import lines, read, write, write_tar
 

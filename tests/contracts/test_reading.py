@@ -74,7 +74,7 @@ from tests.kit.fault_images import TEXTS, awkward_pictures, draw, save, turn
 from tests.kit.media_files import clip, damaged, jpeg, media_rows, steady, tone, video, wav
 from tests.kit.media_files import picture as made_picture
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
-from tests.kit.prepared import pixels_apart
+from tests.kit.reading import pixels_apart
 
 SIDE, MOST, RATE = 32, 12, 1000
 CPU = torch.device("cpu")

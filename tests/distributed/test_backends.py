@@ -13,8 +13,8 @@ from accelerate.utils import DistributedType
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.training.prepared import configure_deepspeed, configure_fsdp
 from scripts import finetune, pretrain
-from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
 from tests.kit.objectives import tiny_objective
+from tests.kit.processes import ROOT, ROUNDED, launch, losses, rows_of, weights
 
 
 def run(script: str, flags: list[str], folder: Path, precision: str = "no", config: str = "fsdp2") -> None:

@@ -28,8 +28,8 @@ from scripts.prepare_data import main
 from tests.data.prepare.zoo import Corpus, good_rows
 from tests.kit.fault_images import UNDECODABLE, Broken, draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of
-from tests.kit.prepared import digests, intact_rows, report_of
 from tests.kit.ranks import forks
+from tests.kit.reading import digests, intact_rows, report_of
 from tests.kit.tiny_run import alone
 
 LONGEST = 120.0  # seconds of a preparation on a busy machine

@@ -21,8 +21,8 @@ from mm_utils.finetuning import labels
 from mm_utils.finetuning.labels import LabelledTask
 from mm_utils.finetuning.zero_shot import LabelledImages
 from mm_utils.model.processor import train_tokenizer
+from tests.kit.corpora import labelled_of, task_of
 from tests.kit.fault_images import grey
-from tests.kit.finetuning import labelled_of, task_of
 from tests.kit.media_files import tone
 from tests.kit.reading import write_tar
 

@@ -14,8 +14,8 @@ from mm_utils.data.benchmarks import BENCHMARKS
 from mm_utils.finetuning.evaluator import report_classes
 from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotArguments, ZeroShotEvaluator, unknown_names
 from mm_utils.model.processor import train_tokenizer
+from tests.kit.corpora import labelled_of
 from tests.kit.fault_images import grey
-from tests.kit.finetuning import labelled_of
 from tests.kit.reading import write_tar
 
 

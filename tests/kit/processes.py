@@ -1,8 +1,10 @@
-"""Child processes of a test, and the events of a training loop without one."""
+"""Child processes of a test, runs of scripts in processes of their own, and what these leave."""
 
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,8 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from transformers import TrainerControl, TrainerState
 
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.run import restarts
 
 ROOT = Path(__file__).parents[2]
@@ -95,3 +99,34 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+ROUNDED = 5e-5  # a key's bias has no gradient but rounding, of which Adam makes whole steps
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return logged(folder, "loss")
+
+
+def logged(folder: Path, name: str) -> dict[int, float]:
+    return {row["step"]: row[name] for row in rows_of(folder) if name in row}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return FusionDualEncoderModel.from_pretrained(folder).state_dict()
+
+
+def launch(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
+    return subprocess.run(
+        [*accelerate, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )

@@ -27,9 +27,8 @@ from mm_utils.launch.arguments import LaunchArguments
 from mm_utils.run.start import run_script
 from mm_utils.search.index import open_index
 from scripts import embed, launch_ray, prepare_data
-from tests.kit.launches import ROOT, weights
 from tests.kit.numbered_rows import png
-from tests.kit.processes import kill_family
+from tests.kit.processes import ROOT, kill_family, weights
 
 pytest.importorskip("ray")
 cluster = importlib.import_module("mm_utils.launch.cluster")

@@ -22,8 +22,8 @@ from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.feature_cache import Source, cache_features
 from mm_utils.training.teacher import CacheTeacher
 from scripts import pretrain
-from tests.kit.launches import losses, weights
 from tests.kit.numbered_rows import SIZE, new_tokenizer, rows_of, training_data
+from tests.kit.processes import losses, weights
 from tests.kit.stock_folders import write_stock
 
 BROKEN = (2, 7)

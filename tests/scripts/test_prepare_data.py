@@ -18,7 +18,7 @@ from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.negatives import Negatives
 from scripts.prepare_data import main
 from tests.kit.fault_images import draw
-from tests.kit.prepared import digests, intact_rows, report_of
+from tests.kit.reading import digests, intact_rows, report_of
 
 
 def write_source(folder: Path, count: int = 40, first: int = 0, **values: Any) -> Path:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from mm_utils.training.arguments import TrainingArguments
 from scripts import pretrain
 from tests.kit.corpora import draw, write_corpus
-from tests.kit.launches import ROOT, ROUNDED, launch, losses, rows_of, weights
+from tests.kit.processes import ROOT, ROUNDED, launch, losses, rows_of, weights
 from tests.kit.stock_folders import write_stock
 
 

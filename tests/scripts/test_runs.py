@@ -15,10 +15,10 @@ from mm_utils.model.adapt import attention_layers
 from mm_utils.model.build import load_model
 from scripts import eval_retrieval, finetune, pretrain
 from tests.kit.corpora import draw
-from tests.kit.launches import losses, rows_of
 from tests.kit.media_files import clip, tone
 from tests.kit.models import save_model
 from tests.kit.numbered_shards import write_shards
+from tests.kit.processes import losses, rows_of
 from tests.kit.stock_folders import KINDS, close, our_logits, stock_logits, write_stock
 
 STARTS = ["scratch", "towers", "frozen", "clip", "siglip2", "siglip adapters", "stream", "sound", "classes"]

@@ -22,11 +22,11 @@ from mm_utils.training import closed_form
 from mm_utils.training.starts import interpolate, paired_features, start_projections, weights_of_start
 from scripts import pretrain
 from tests.kit.corpora import COLOURS, SHAPES
-from tests.kit.launches import logged
-from tests.kit.launches import rows_of as logged_rows
-from tests.kit.launches import weights as saved_weights
 from tests.kit.models import write_towers
 from tests.kit.numbered_rows import new_tokenizer, rows_of, training_data
+from tests.kit.processes import logged
+from tests.kit.processes import rows_of as logged_rows
+from tests.kit.processes import weights as saved_weights
 from tests.kit.ranks import run_on_ranks
 
 

@@ -16,7 +16,7 @@ from mm_utils.model.adapt import WeightAverage
 from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.prepared import place_encoders
 from mm_utils.training.trainer import Trainer
-from tests.kit.launches import logged
+from tests.kit.processes import logged
 from tests.kit.tiny_run import Signalled, TinyRun, alone, build, exiting, train
 
 QUIET = {"max_steps": 8, "eval_steps": 100, "save_steps": 0, "logging_steps": 100}

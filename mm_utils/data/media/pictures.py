@@ -1,7 +1,7 @@
-"""Pictures of media for people: an image, four frames of a clip, a sound's spectrogram; and of clips and sounds for fingerprints."""
+"""Pictures of media for people: an image, four frames of a clip, a sound's spectrogram."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -90,42 +90,3 @@ def _spectrogram(content: bytes) -> Image.Image:
     shade_FT = np.clip(1 + (level_FT - top) / _DECIBELS, 0, 1).astype(np.float32)
     shade = Image.fromarray(shade_FT).resize((SIDE, _ROWS), Image.Resampling.BOX)
     return Image.fromarray(np.ascontiguousarray(colormaps["viridis"](np.asarray(shade), bytes=True)[..., :3]))
-
-
-# -- for fingerprints ---------------------------------------------------------------------------------------------------
-_STRIP = 32  # pixels of a frame in a strip
-_CELLS, _PART, _RANGE, _SILENCE = 32, 512, 40.0, 30.0  # cells a side, samples, dB, dB
-
-
-def strip(jpegs: Sequence[bytes]) -> Image.Image:
-    """Lay three frames of a clip, of its thirds, side by side: for a fingerprint of it."""
-    found = Image.new("RGB", (3 * _STRIP, _STRIP))
-    for place in range(3):
-        at = int((2 * place + 1) / 6 * len(jpegs))
-        while not jpegs[at]:
-            at -= 1
-        frame = open_image({"bytes": jpegs[at]}, _STRIP)
-        found.paste(frame.resize((_STRIP, _STRIP), Image.Resampling.BOX), (place * _STRIP, 0))
-    return found
-
-
-def loudness_picture(samples: np.ndarray, rate: int) -> Image.Image:
-    """Draw a sound's loudness, int16 `[n]`: 32 parts left to right, 32 mel bands downwards.
-
-    White is the loudest cell, black 40 dB below it. Silence before and behind the sound is left out: what is 30 dB below
-    the loudest 20 ms. Copies that are louder, compressed or cut a little have nearly the same `fingerprint` of it.
-    """
-    floats, step = samples.astype(np.float32) / 32768, rate // 50
-    steps = np.add.reduceat(floats**2, np.arange(0, len(floats), step))
-    heard = np.flatnonzero(steps >= steps.max() * 10 ** (-_SILENCE / 10))
-    floats = floats[heard[0] * step : (heard[-1] + 1) * step]
-    padded = np.pad(floats, (0, max(0, 2 * _PART - len(floats))))
-    step = (len(padded) - _PART) // (16 * _CELLS - 1) or 1  # 512 windows, however long it is
-    hertz, _, power_FT = spectrogram(padded, rate, "hann", _PART, _PART - step, detrend=False)
-    # Even in mel, from 100 to 3,800 Hz; a band that is narrower than a frequency's is that.
-    edges = np.searchsorted(hertz, 700 * (np.geomspace(1 + 100 / 700, 1 + 3800 / 700, _CELLS + 1) - 1))
-    bands_bT = np.add.reduceat(power_FT, edges.clip(max=len(hertz) - 1), axis=0)[:-1]
-    cells = np.stack([part.mean(axis=1) for part in np.array_split(bands_bT, _CELLS, axis=1)], axis=1)
-    loudness = 10 * np.log10(np.maximum(cells, cells.max() * 10 ** (-_RANGE / 10)))
-    grey = 255 * (1 + (loudness - loudness.max()) / _RANGE)
-    return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")

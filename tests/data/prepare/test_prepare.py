@@ -28,9 +28,9 @@ from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, ImageRef, 
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tars import MemberImage
 from tests.kit.fault_images import ODD, draw, save
-from tests.kit.prepared import CLOSE, pixels_apart
 from tests.kit.processes import wait_until
 from tests.kit.ranks import forks
+from tests.kit.reading import CLOSE, pixels_apart
 
 disable_progress_bars()
 LIMITS = CheckArguments()

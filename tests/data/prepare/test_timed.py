@@ -13,19 +13,17 @@ from datasets import Audio, load_from_disk
 
 from mm_utils.data.images import open_image
 from mm_utils.data.media import kind_of
-from mm_utils.data.media.pictures import loudness_picture
 from mm_utils.data.media.riff import StoredClip, read_avi, read_wav, store_clip
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import IngestPlan, Storage, ingest_sources, read_part
 from mm_utils.data.prepare.on_disk import open_prepared, write_splits
-from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, near_pairs
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.model.reading import read_frames, read_sound
 from scripts import prepare_data
 from tests.kit.fault_images import save
 from tests.kit.media_files import animation, clicking, encoded, picture, steady, video, wav
-from tests.kit.prepared import intact_rows
+from tests.kit.reading import intact_rows
 
 # -- times --------------------------------------------------------------------------------------------------------------
 CLICKS = (0.35, 0.8)
@@ -182,21 +180,6 @@ def test_prepared_clips_open_as_clips_and_a_set_is_of_one_kind(sounds: str, tmp_
         prepare(tmp_path / "both", "--sources", sounds, f"{second},name=clips")
     with pytest.raises(ValueError, match=r"--store is png; clips are kept as JPEG frames, sounds as WAV"):
         prepare(tmp_path / "png", "--sources", sounds, "--store", "png")
-
-
-def test_copies_of_a_sound_are_found_and_others_are_not() -> None:
-    melodies = [melody(seed, 3.0, 16_000) for seed in range(40)]
-    one = melodies[7]
-    copies = [
-        (one * 0.4).astype(np.int16),
-        one[480:],
-        read_sound(encoded(one, 16_000, "mp3", "libmp3lame"), 16_000),
-        np.concatenate([np.zeros(8000, np.int16), one, np.zeros(4000, np.int16)]),
-    ]
-    prints = b"".join(fingerprint(loudness_picture(samples, 16_000)) for samples in [*melodies, *copies])
-    found = {tuple(pair) for pair in near_pairs(np.frombuffer(prints, FINGERPRINT)).tolist()}
-    assert {(7, 40 + at) for at in range(len(copies))} <= found
-    assert not {pair for pair in found if pair[1] < 40}
 
 
 # -- broken rows --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from mm_utils.export.graphs import head_weights
 from mm_utils.export.open_clip import write_open_clip
 from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.run.script import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from mm_utils.arguments import parse_args
 from mm_utils.launch.arguments import LaunchArguments, read_command, split_words
-from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.run.script import run_script, set_up_logging
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:

@@ -31,7 +31,7 @@ from mm_utils.data.prepare.on_disk import write_findings, write_pairs
 from mm_utils.data.prepare.report import describe, summarize, write_data_card, write_report
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments
-from mm_utils.run.start import run_script, set_up_logging
+from mm_utils.run.script import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mm_utils.arguments import arg, parse_args, required
-from mm_utils.run.script import run_script, set_up_logging
-from mm_utils.search.searcher import Filter, Hit, Searcher
-from mm_utils.text import printable, shortened
 
 
 @dataclass
@@ -61,6 +58,14 @@ class SearchArguments:
             raise ValueError(
                 f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
             )
+
+
+if __name__ == "__main__":
+    parse_args(SearchArguments, doc=__doc__, rest="query")  # so are flags
+
+from mm_utils.run.script import run_script, set_up_logging
+from mm_utils.search.searcher import Filter, Hit, Searcher
+from mm_utils.text import printable, shortened
 
 
 def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:

@@ -58,7 +58,6 @@ def earlier_starts(folder: Path, launch: Sequence[str] | None = None) -> list[di
         starts = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    starts = [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
     return starts if launch is None else [start for start in starts if set(launch) & set(start.get("launch", ()))]
 
 

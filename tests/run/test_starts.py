@@ -1,7 +1,6 @@
 """Starts of a run: what is refused, the folder and the files written there, one run at a time, and what a restart resumes."""
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -152,16 +151,6 @@ def test_a_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert restarts.launcher_names() == [f"{os.uname().nodename}:job-7"]
 
 
-@pytest.mark.parametrize("text", ["[{", "{}", "[1, 2]"])
-def test_a_damaged_list_is_begun_anew(text: str, tmp_path: Path) -> None:
-    (tmp_path / "environment.json").write_text(text)
-    assert restarts.earlier_starts(tmp_path) == []
-    begin_training(tmp_path, 4)  # without a list, nothing is recorded
-    restarts.record_start(tmp_path, {"a": 1}, [])
-    begin_training(tmp_path, 3)
-    assert [each["resumed_from"] for each in starts(tmp_path)] == [3]
-
-
 def test_the_checkpoint_that_a_restart_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = launched(monkeypatch, "a")
     assert restarts.resume_name(None, tmp_path, launch) is None
@@ -228,14 +217,6 @@ def test_the_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path: Path, childr
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert is_alive(worker)
-    assert output_folder.lock_folder(tmp_path, 0) is None
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(output_folder.fcntl, "lockf", refuse)
     assert output_folder.lock_folder(tmp_path, 0) is None
 
 

@@ -21,7 +21,7 @@ from tests.kit.numbered_shards import write_shards
 from tests.kit.processes import losses, rows_of
 from tests.kit.stock_folders import KINDS, close, our_logits, stock_logits, write_stock
 
-STARTS = ["scratch", "towers", "frozen", "clip", "siglip2", "siglip adapters", "stream", "sound", "classes"]
+STARTS = ["scratch", "towers", "frozen", "clip", "siglip adapters", "stream", "sound", "classes"]
 SLOW = [kind for kind in KINDS if kind not in STARTS] + ["clip adapters", "video"]
 CHOSEN = ["--load_best_model_at_end", "false"]  # else the start may be the best
 

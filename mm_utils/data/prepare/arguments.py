@@ -20,7 +20,6 @@ from filelock import FileLock, Timeout
 
 from mm_utils import distributed
 from mm_utils.arguments import arg
-from mm_utils.data.faults import storable
 from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.checks import CheckArguments, check_between
 from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool
@@ -67,11 +66,6 @@ class PrepareArguments:
             raise ValueError(
                 f"--output_dir is {redact(self.output_dir)}; a folder of this machine is written. Give one, and copy it afterwards, "
                 "for example with aws s3 sync."
-            )
-        if self.output_dir != storable(self.output_dir):
-            raise ValueError(
-                f"--output_dir is {storable(self.output_dir)}; that is not UTF-8 text, and Arrow files need such names. Give "
-                "another folder."
             )
         one_on = (1, math.inf)
         check_between(self, image_size=(16, math.inf), max_bad_fraction=(0, 1), max_rows=one_on, num_proc=one_on)

@@ -177,7 +177,7 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
         sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
     found = Ingested(sources={source.name: source for source in sources})
     given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
-    for part, result in ingest_rows(_of_one_kind(given, plan.storage), plan, work):
+    for part, result in ingest_rows(_of_one_kind(given), plan, work):
         found.parts.append(part)
         found.faults += result.faults
         for mine, more in ((found.rows, result.rows), (found.bad, result.bad), (found.notes, result.notes)):
@@ -236,13 +236,11 @@ def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path
             raise
 
 
-def _of_one_kind(rows: Rows, storage: Storage) -> Iterator[Record | BadRow]:
-    """Yield the rows; refuse a second kind of medium, and a store that the kind does not have."""
+def _of_one_kind(rows: Rows) -> Iterator[Record | BadRow]:
+    """Yield the rows; refuse a second kind of medium."""
     first: Record | None = None
     for row in rows:
         if isinstance(row, Record):
-            if first is None and row.medium != "image" and storage.store in ("png", "raw"):
-                raise ValueError(f"--store is {storage.store}; clips are kept as JPEG frames, sounds as WAV. Drop it.")
             first = first or row
             if row.medium != first.medium:
                 raise ValueError(
@@ -408,9 +406,9 @@ class Worker:
                 yield {name: getattr(item, name) for name in _OWN} | {
                     **image,
                     "captions": captions,
-                    "regions": self._part(item.regions, stored_regions, item, image),
-                    NEGATIVES: self._negatives(item),
-                    "moments": self._part(item.moments, stored_moments, item, image),
+                    "regions": self._kept(item, stored_regions, image) if item.regions is not None else None,
+                    NEGATIVES: self._kept(item, _negatives) if item.negatives else None,
+                    "moments": self._kept(item, stored_moments, image) if item.moments is not None else None,
                 }
             except Fault as fault:
                 self.result.bad[item.source] += is_row
@@ -431,21 +429,10 @@ class Worker:
             raise faults[-1]
         return good
 
-    def _negatives(self, record: Record) -> list[str] | None:
-        """Return the good captions that are wrong for the image, once each; set others aside."""
-        if not record.negatives:
-            return None
-        given = record.negatives if isinstance(record.negatives, list) else [record.negatives]
-        good, faults, _ = check_captions(given, self.checks)
-        self._set_aside(record, *faults)
-        return good
-
-    def _part(self, value: Any, move: Callable[..., Any], record: Record, image: dict[str, Any]) -> Any:
-        """Return boxes or moments as they lie in what is stored; bad moments are set aside alone."""
-        if value is None:
-            return None
-        good, faults, found = move(record, image, self.checks)
-        self.result.notes.update(found)
+    def _kept(self, record: Record, check: Callable[..., Any], *given: Any) -> Any:
+        """Return what is good of boxes, moments or negatives; bad ones are set aside alone."""
+        good, faults, notes = check(record, *given, self.checks)
+        self.result.notes.update(notes)
         self._set_aside(record, *faults)
         return good
 
@@ -504,6 +491,12 @@ class Worker:
         lossless = checked.format == "PNG" or (checked.format == "JPEG" and store == "jpeg")
         kept = untouched and lossless and len(data) <= len(encoded) and not _METADATA.search(data)
         return data if kept else encoded, None, image.size
+
+
+def _negatives(record: Record, checks: CheckArguments) -> tuple[list[str], list[Fault], list[str]]:
+    """Return the good captions that are wrong for the image, once each, and the faults of the others."""
+    given = record.negatives if isinstance(record.negatives, list) else [record.negatives]
+    return (*check_captions(given, checks)[:2], [])
 
 
 def _labelled_text(record: Record) -> list[str]:

@@ -178,8 +178,6 @@ def test_prepared_clips_open_as_clips_and_a_set_is_of_one_kind(sounds: str, tmp_
     assert [each["span"] for each in row["moments"]] == [[1.0, 1.2], [1.0, 1.45]]
     with pytest.raises(ValueError, match=r"clips holds clips, and rows.jsonl sounds; .* is of one kind"):
         prepare(tmp_path / "both", "--sources", sounds, f"{second},name=clips")
-    with pytest.raises(ValueError, match=r"--store is png; clips are kept as JPEG frames, sounds as WAV"):
-        prepare(tmp_path / "png", "--sources", sounds, "--store", "png")
 
 
 # -- broken rows --------------------------------------------------------------------------------------------------------

@@ -42,9 +42,6 @@ class LaunchArguments:
             raise ValueError(
                 f"--tune is {self.tune}, and --num_workers is {self.num_workers}; trials need one number."
             )
-        for name, least in (("cpus_per_worker", 1), ("gpus_per_worker", 0), ("max_failures", -1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"--{name} is {value}; give at least {least}.")
         if self.mixed_precision not in PRECISIONS:
             raise ValueError(f"--mixed_precision is {self.mixed_precision}; choose from {', '.join(PRECISIONS)}.")
         parse_grid(self.tune)

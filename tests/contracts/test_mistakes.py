@@ -74,10 +74,7 @@ MISTAKES = [
     ("scripts.pretrain", "--hub_model_id a/b/c", "--hub_model_id is 'a/b/c'"),
     ("scripts.launch_ray", "--num_workers 3:2", "--num_workers is 3:2"),
     ("scripts.launch_ray", "--num_workers 0", "--num_workers is 0"),
-    ("scripts.launch_ray", "--cpus_per_worker 0", "--cpus_per_worker is 0"),
-    ("scripts.launch_ray", "--gpus_per_worker -1", "--gpus_per_worker is -1"),
     ("scripts.launch_ray", "--mixed_precision int8", "--mixed_precision is int8; choose from no, fp16, bf16"),
-    ("scripts.launch_ray", "--max_failures -2", "--max_failures is -2"),
     ("scripts.launch_ray", "--tune seed=1,2 --num_workers 1:2", "--tune is seed=1,2, and --num_workers is 1:2"),
     *(
         ("scripts.launch_ray", f"'--tune={grid}'", "is not a new flag with different values")

@@ -173,10 +173,6 @@ QUICK = {
     ),
     "has data that end early": ending_early(1, 6),
     "is asked to stop": asked_to_stop("backward", STRUCK, 0),
-    "has a tenth step that is not finite": Case(
-        [Fault(NAN_PIXELS, "taken", step, 1) for step in range(4, 16)],
-        *([1, 1], {0: "10 steps had a loss or a gradient that is not finite"}, {"max_steps": 16}),
-    ),
     "has a checkpoint that is not finite": Case(
         [Fault(break_a_weight, "end", 6, None)], [1, 1], {0: "the weights after step 6 are not finite"}, again=2
     ),
@@ -207,6 +203,10 @@ SLOW = {
        for place, step, rank in [("backward", 5, 1), ("backward", 5, None), ("evaluation", 4, 1), ("evaluation", 4, None)]},
     "hangs while data are awaited": hanging("batch", 8, "data", r"\d+"),
     "hangs in an evaluation": hanging("evaluation", 4, "evaluation", r"(?:[6-9]|\d\d)"),
+    "has a tenth step that is not finite": Case(
+        [Fault(NAN_PIXELS, "taken", step, 1) for step in range(4, 16)],
+        *([1, 1], {0: "10 steps had a loss or a gradient that is not finite"}, {"max_steps": 16}),
+    ),
     "is slow for a while": Case([Fault(Sleep(3), "batch", 8, 1)], [0, 0]),
     "all data end early": ending_early(None, 6),
     "data end after a checkpoint": ending_early(1, 9),
@@ -290,7 +290,7 @@ def without_a_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("action", "rank", "parts"),
-    [(NAN_PIXELS, 1, None), (overflow, 0, None), (no_rows, None, None), slow(INFINITE_PIXELS, 0, "2"),
+    [(NAN_PIXELS, 1, None), (no_rows, None, None), slow(overflow, 0, None), slow(INFINITE_PIXELS, 0, "2"),
      slow(overflow, 1, "1"), slow(NAN_PIXELS, None, "2"), slow(no_rows, None, "2")],
 )  # fmt: skip
 def test_a_step_without_a_row_or_a_finite_gradient(

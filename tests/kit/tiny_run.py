@@ -260,16 +260,15 @@ def losses(folder: Path) -> dict[int, float]:
 
 @dataclass
 class Signalled:
-    """Sends a signal to this process at a place of a step, n times, on the one rank that is named, or on all."""
+    """Sends a signal to this process at a place of a step, n times."""
 
     place: str
     step: int
     number: int
     times: int = 1
-    only: int | None = None
 
     def __call__(self, place: str, step: int) -> None:
-        if (place, step) == (self.place, self.step) and self.only in (None, distributed.rank()):
+        if (place, step) == (self.place, self.step):
             for _ in range(self.times):
                 os.kill(os.getpid(), self.number)
 

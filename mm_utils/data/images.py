@@ -37,9 +37,7 @@ def open_image(value: dict[str, Any], min_side: int | None = None) -> Image.Imag
     return _open_sized(value, min_side)[0]
 
 
-def _open_sized(
-    value: dict[str, Any], min_side: int | None, fast: bool = False
-) -> tuple[Image.Image, tuple[int, int]]:
+def _open_sized(value: dict[str, Any], min_side: int | None) -> tuple[Image.Image, tuple[int, int]]:
     """Return what `open_image` does, with the size of the whole image."""
     name = value.get("path") or "embedded image"
     try:
@@ -51,7 +49,7 @@ def _open_sized(
         if raw_size(value) is not None:
             image = Image.fromarray(pixels(value))
             return image, image.size
-        return decode(read_header(content), content, min_side, fast=fast, most_pixels=MOST_PIXELS)[:2]
+        return decode(read_header(content), content, min_side, most_pixels=MOST_PIXELS)[:2]
     except Exception as error:  # a damaged file makes Pillow raise struct.error, RuntimeError and others, too
         raise UnreadableError(f"{name}: {decoder_message(error)}") from error
 
@@ -61,7 +59,7 @@ def read_pixels(value: dict[str, Any], min_side: int | None = None) -> tuple[np.
     size = raw_size(value)
     if size is not None:
         return pixels(value), size
-    image, size = _open_sized(value, min_side, fast=True)
+    image, size = _open_sized(value, min_side)
     return np.asarray(image), size
 
 

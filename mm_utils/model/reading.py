@@ -124,7 +124,6 @@ def decode(
     min_side: int | None = None,
     *,
     strict: bool = False,
-    fast: bool = False,
     most_pixels: int | None = None,
 ) -> tuple[Image.Image, tuple[int, int], tuple[str, ...]]:
     """Decode the image whose header is `read_header(content)`, by the rules above.
@@ -132,7 +131,6 @@ def decode(
     Args:
         min_side: a JPEG may be decoded at half, quarter or eighth scale whose shorter side is at least this.
         strict: refuse a JPEG with inner damage that decoders skip over. Needs simplejpeg; ignored without it.
-        fast: decode a plain JPEG by simplejpeg, where installed: 0.64 ms for 344 x 258 pixels, and 0.85 ms by Pillow.
         most_pixels: refuse more, at the scale of decoding, before any is decoded.
 
     Returns:
@@ -155,7 +153,7 @@ def decode(
         notes.append("multi_page_first" if header.format in ("TIFF", "MPO") else "animated_first_frame")
     array = None
     with nullcontext() if strict else suppress(ValueError):
-        array = _plain_jpeg(header, content, (width, height)) if strict or fast else None
+        array = _plain_jpeg(header, content, (width, height))
     if array is None:
         header.load()
     image = _flatten(header if array is None else Image.fromarray(array), notes)
@@ -182,7 +180,7 @@ def _orientation_of(header: Image.Image) -> int:
 def _plain_jpeg(header: Image.Image, content: bytes, size: tuple[int, int]) -> np.ndarray | None:
     """Decode a colour JPEG of `size` at the scale of `header` by simplejpeg, to Pillow's pixels `[H, W, 3]`; None of other files.
 
-    Raises ValueError also at inner damage that Pillow skips over.
+    344 x 258 pixels take 0.64 ms, and 0.85 ms by Pillow. ValueError also at inner damage that Pillow skips over.
     """
     if simplejpeg is None or header.format != "JPEG" or header.mode != "RGB":
         return None

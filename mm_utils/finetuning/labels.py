@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas
 from accelerate import Accelerator
 from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_datasets
 from transformers import ProcessorMixin
@@ -176,8 +177,10 @@ def _labels(rows: Dataset) -> list[str]:
 
 def _classes(known: Sequence[str], labels: list[str], title: str) -> list[str]:
     """Return the classes in the order of source, number or name."""
-    if not known:
-        known = sorted(set(labels), key=lambda name: (0, float(name), name) if is_number(name) else (1, 0.0, name))
+    if not set(labels) <= set(known):
+        known = sorted(
+            {*known, *labels}, key=lambda name: (0, float(name), name) if is_number(name) else (1, 0.0, name)
+        )
     if len(known) < 2:
         raise ValueError(
             f"{title}; its labels are {known[0]!r} alone, and a task has 2 classes. Add others, or set --label_column."
@@ -209,7 +212,7 @@ def is_number(name: str) -> bool:
 
 
 def _task_split(rows: Dataset, classes: list[str], split: str, has_images: bool) -> Dataset:
-    """Lay ids, captions and labels beside the media, or beside grey pixels; train keeps only known classes."""
+    """Lay ids, captions and labels beside the media, or beside grey pixels."""
     place, count = {name: number for number, name in enumerate(classes)}, len(rows)
     columns: dict[str, Any] = {
         "id": [f"{split} {row}" for row in range(count)],
@@ -220,22 +223,19 @@ def _task_split(rows: Dataset, classes: list[str], split: str, has_images: bool)
     if not has_images:
         pixel = {"bytes": b"\x80\x80\x80", "path": "raw:1x1"}
         rows = Dataset.from_dict({"image": [pixel] * count}, Features({"image": FEATURES["image"]}))
-    built = _beside_media(rows, columns, Features(features))
     if others := columns["label"].count(-1):
-        left = "left out of train" if split == "train" else f"counted as wrong in {split}"
-        logger.info("%s of %s rows have a class that is not learnt; they are %s", f"{others:,}", f"{count:,}", left)
-    if split != "train":
-        return built
-    return built.select([row for row, label in enumerate(columns["label"]) if label >= 0])
+        logger.info(
+            "%s of %s rows of %s have a class that train lacks; they count as wrong",
+            f"{others:,}",
+            f"{count:,}",
+            split,
+        )
+    return _beside_media(rows, columns, Features(features))
 
 
 def first_of_classes(labels: Sequence[str | int], most: int | None) -> Sequence[int]:
     """Return the places of the first rows of the classes in turn, as folders and tables list one class after the other."""
     if most is None:
         return range(len(labels))
-    seen: Counter[str | int] = Counter()
-    turns = []
-    for row, label in enumerate(labels):
-        turns.append((seen[label], row))
-        seen[label] += 1
-    return sorted(row for _, row in sorted(turns)[:most])
+    turns = pandas.Series(range(len(labels))).groupby(list(labels)).cumcount()
+    return sorted(turns.sort_values(kind="stable").index[:most])

@@ -119,12 +119,6 @@ def one_row(*captions: str, image_id: str = "a") -> Dataset:
     return Dataset.from_list([row], features=FEATURES)
 
 
-def test_captions_are_cut(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokens = tokenize_captions(one_row("one " * 100, "two"), tokenizer, 10)[0]["input_ids"]
-    assert list(map(len, tokens)) == [10, 3]
-    assert tokens[0][-1] == tokenizer.sep_token_id
-
-
 PIECES = [(piece, -1.0) for piece in ("<s>", "<pad>", "</s>", "<unk>", "▁", "a")]
 LETTERS = {letter: number for number, letter in enumerate("a|<>[]/senodftx")}
 FAMILIES = {

@@ -74,28 +74,22 @@ def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedToke
 
 # -- broken images ------------------------------------------------------------------------------------------------------
 def test_a_broken_image_is_left_out_of_evaluation_and_replaced_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
-    """With image and caption; all other rows are the same as without a broken one."""
-    whole, broken = (tokenize_captions(rows_of(12, broken=bad), tokenizer, 16) for bad in ((), (2, 7)))
-    evaluated = list(loaders().evaluation(broken, 4))
+    """With image and caption, by another one every time."""
+    rows = tokenize_captions(rows_of(12, broken=(2, 7)), tokenizer, 16)
+    evaluated = list(loaders().evaluation(rows, 4))
     assert [batch["skipped_ids"] for batch in evaluated] == [["id-2"], ["id-7"], []]
     assert evaluated[0]["skipped"][0].startswith("image id-2: embedded image: ")
     assert sum(len(batch["rows"]) for batch in evaluated) == 10
-    order, replacements = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), []
-    both = zip(*(loaders().train(rows, order, 0, 30) for rows in (whole, broken)), strict=True)
-    for step, batches in enumerate(both):
-        expected, batch = map(pairs_of, batches)
-        bad = [row for row, _ in order.batch(step) if row in (2, 7)]
-        assert len(batch) == 4
-        assert batches[1]["skipped_ids"] == [f"id-{row}" for row in bad]
-        for pair in expected:
-            if pair[0] not in bad:
-                batch.remove(pair)
-        replacements += [row for row, *_ in batch]
-        said = [number_said(ids, tokenizer) for ids in batches[1]["input_ids"]]
-        assert said == batches[1]["rows"].tolist() == [number_shown(pixels) for pixels in batches[1]["pixel_values"]]
-    assert len(replacements) == 20  # ten epochs
-    assert not {2, 7} & set(replacements)
-    assert len(set(replacements)) > 5  # another one every time
+    order, replacements = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), set[int]()
+    for step, batch in enumerate(loaders().train(rows, order, 0, 30)):
+        drawn = [row for row, _ in order.batch(step)]
+        assert batch["skipped_ids"] == [f"id-{row}" for row in drawn if row in (2, 7)]
+        assert len(batch["rows"]) == 4
+        replacements |= {*batch["rows"].tolist()} - {*drawn}
+        said = [number_said(ids, tokenizer) for ids in batch["input_ids"]]
+        assert said == batch["rows"].tolist() == [number_shown(pixels) for pixels in batch["pixel_values"]]
+    assert not {2, 7} & replacements
+    assert len(replacements) > 5
 
 
 @given(bad=st.sets(st.integers(0, 12), max_size=11), world=st.sampled_from([1, 2, 4]), start=st.integers(0, 9))
@@ -190,7 +184,7 @@ def test_half_of_the_images_are_mirrored_where_no_caption_has_sides(
 
 # -- loaders ------------------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_batches_stay_as_they_are_while_workers_go_on(workers: int, tokenizer: PreTrainedTokenizerFast) -> None:
     """Also when an iteration is broken off and another begins; with any number of workers."""
     rows = tokenize_captions(rows_of(broken=[3]), tokenizer, 16)

@@ -31,20 +31,6 @@ def on_rank(patch: pytest.MonkeyPatch, rank: int, world: int) -> None:
     patch.setattr(distributed, "world_size", lambda: world)
 
 
-sizes = st.integers(2, 24).flatmap(lambda batch: st.tuples(st.integers(batch, 4 * batch + 3), st.just(batch)))
-
-
-@given(sizes, st.integers(0, 2**32), st.lists(st.integers(0, 30), min_size=1, max_size=4))
-@settings(max_examples=10)
-def test_batch_is_a_function_of_the_step(size: tuple[int, int], seed: int, steps: list[int]) -> None:
-    straight = in_order(*size, seed)
-    sequence = [straight.batch(step) for step in range(31)]
-    jumping = in_order(*size, seed)
-    for step in steps:
-        assert jumping.batch(step) == sequence[step]
-        assert in_order(*size, seed).batch(step) == sequence[step]
-
-
 def test_seeds_share_no_epoch() -> None:
     """Seed 7 has no epoch of seed 8: neither the order, the captions nor the replacement rows."""
     ones, keys = np.ones(3000, np.int64), np.random.default_rng(3).integers(0, 2**63 - 1, 3000)
@@ -67,7 +53,7 @@ def test_rows_moved_over_an_epoch_stay_uniform() -> None:
     assert max(crossing.values()) < 720  # 600 in expectation, with a standard deviation of 22
 
 
-@pytest.mark.parametrize("world", range(1, 6))
+@pytest.mark.parametrize("world", [1, 2, 5])
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(37, 8), (10, 3), (64, 64)])
 def test_ranks_share_out_every_batch(num_rows: int, batch_size: int, world: int) -> None:
     order, start, stop = in_order(num_rows, batch_size, 7), 3, 20
@@ -109,14 +95,6 @@ schedules = st.tuples(
 )
 
 
-@given(schedules, st.integers(0, 80))
-def test_batch_sizes_find_the_step_of_a_pair(sizes: BatchSizes, step: int) -> None:
-    each = [sizes.at(earlier) for earlier in range(step + 1)]
-    assert sizes.before(step) == sum(each[:-1])
-    first = sum(each[:-1])
-    assert sizes.step_of(first) == sizes.step_of(first + each[-1] - 1) == step
-
-
 @given(schedules, st.integers(0, 70), st.integers(0, 2**32))
 @settings(max_examples=10)
 def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, more: int, seed: int) -> None:
@@ -130,7 +108,8 @@ def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, mo
     for epoch in range(8):
         assert sorted(stream[epoch * num_rows :][:num_rows]) == [(row, epoch) for row in range(num_rows)]
     assert all(type(value) is int for draw in stream for value in draw)
-    assert GlobalOrder(num_rows, sizes, seed).batch(steps - 1) == batches[-1]
+    for step in {0, steps // 2, steps - 1}:  # a function of the step alone
+        assert GlobalOrder(num_rows, sizes, seed).batch(step) == batches[step]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +121,7 @@ def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, mo
         ("5:8", "begins at step 5"),
         ("0:1,5:8", "--global_batch_size is 1;"),
         ("0:128", "is 128, .* has 5 images; .* at most --global_batch_size 5"),
-        *((text, "write step:size") for text in ("", "8", "0:8;10:16", "0:8,", "0:8:9", "0:x")),
+        *((text, "write step:size") for text in ("8", "0:8,", "0:x")),
     ],
 )
 def test_invalid_sizes_are_refused(text: str, message: str) -> None:

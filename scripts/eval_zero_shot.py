@@ -1,8 +1,5 @@
 """Measure zero-shot classification: an image, clip or sound is given the class whose text, "a photo of a {}.", is nearest.
 
-A benchmark by name, with its classes and prompts:
-    python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --classes imagenet1k --dataset_name imagenet/
-
 A folder of images, clips or sounds per class, with the table of confusions:
     python scripts/eval_zero_shot.py --model_name_or_path outputs/mine --dataset_name scans/ \\
         --classes names.txt --output_dir outputs/zero-shot

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
-from mm_utils.data.benchmarks import BENCHMARKS, Benchmark
 from mm_utils.data.media import Image, medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
@@ -31,7 +30,7 @@ from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.media_folders import WORDNET_ID, class_names, readable
 from mm_utils.data.rows.records import Record
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source, close_to
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.finetuning.evaluator import gather_rows, report_classes
@@ -56,44 +55,31 @@ _SHOWN = 10  # classes in the log
 class ZeroShotArguments(LabelArguments):
     """Labelled images, clips or sounds, and the texts that stand for their classes."""
 
-    split: str | None = arg(
-        None, "Split; default: that of the benchmark, else the first there is of validation, test and train."
-    )
+    split: str | None = arg(None, "Split; default: the first there is of validation, test and train.")
     classes: str | None = arg(
         None,
-        f"A benchmark, {', '.join(BENCHMARKS)}: its classes and prompts. Or a file: lines 'id name' for folders such as "
-        "n01440764, or one name a line in the order of the labels. Default: the names that the data has.",
+        "A file of names: lines 'id name' for folders such as n01440764, or one name a line in the order of the labels. Default: "
+        "the names that the data has.",
     )
     templates: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Texts with {} in place of the class's name; default: those of the "
-            f"benchmark, else '{Image.templates[0]}' and two like it, or such of clips and sounds."
+            "help": "Texts with {} in place of the class's name, or one file with a text per line, as CLIP_benchmark writes it; default: "
+            f"'{Image.templates[0]}' and two like it, or such of clips and sounds."
         },
     )
 
     def __post_init__(self) -> None:
         if self.split is not None and self.split.lower() not in SPLIT_NAMES:
             raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
+        if self.classes is not None and not Path(self.classes).is_file():
+            raise ValueError(f"--classes is {self.classes}; there is no such file. Write one with a name a line.")
+        if self.templates is not None and len(self.templates) == 1 and Path(self.templates[0]).is_file():
+            lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
+            self.templates = [line.strip().replace("{c}", "{}") for line in lines if line.strip()]
         without = [template for template in self.templates or () if "{}" not in template]
         if without:
             raise ValueError(f"--templates is {without[0]}; a template says with {{}} where the name goes. Add it.")
-
-    @property
-    def benchmark(self) -> Benchmark | None:
-        """The benchmark that `classes` names; None for a file.
-
-        Raises:
-            ValueError: if it is neither.
-        """
-        if self.classes is None or Path(self.classes).is_file():
-            return None
-        if self.classes not in BENCHMARKS:
-            raise ValueError(
-                f"--classes is {self.classes}; there is no such file and no such benchmark. Known are {', '.join(BENCHMARKS)}."
-                f"{close_to(self.classes, BENCHMARKS)}"
-            )
-        return BENCHMARKS[self.classes]
 
 
 @dataclass
@@ -105,14 +91,12 @@ class LabelledImages:
         label_M: the class of each row, int64.
         classes: names of all classes, also of those without an image.
         split: train, validation or test.
-        templates: prompts that the benchmark has; else none.
     """
 
     rows: Dataset
     label_M: Tensor
     classes: list[str]
     split: str
-    templates: tuple[str, ...] = ()
 
 
 class Predictions(NamedTuple):
@@ -134,8 +118,7 @@ class ZeroShotEvaluator:
     def __init__(
         self, images: LabelledImages, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, args: ZeroShotArguments
     ):
-        usual = medium_of(images.rows.features).templates
-        templates = args.templates or images.templates or usual
+        templates = args.templates or medium_of(images.rows.features).templates
         if unknown := unknown_names(tokenizer, images.classes, max_seq_length):
             logger.warning(
                 "%d of %d classes have words that the tokenizer does not know, and are not found by them: %s. Give other names.",
@@ -207,13 +190,12 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         ValueError: in one line, if there is no such split or column, no image, a label that is not a class, or a class
             without a name.
     """
-    benchmark = labels.benchmark
     sources = labelled_sources(args, labels, medium)
     if not sources:
-        advice = "Give a labelled data set, or a folder of one." if benchmark is None else benchmark.download
-        raise ValueError(f"--dataset_name is missing; it says what is measured. {advice}")
+        raise ValueError(
+            "--dataset_name is missing; it says what is measured. Give a labelled data set, or a folder of one."
+        )
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
-    usual = usual if benchmark is None else [benchmark.split, *usual]
     title, paths = sources[0].title, PathArguments(args.image_root, args.allow_outside_root)
     there = {row.split or "train" for source in sources for row in rows_of(source, paths) if isinstance(row, Record)}
     split = _choose_split(labels.split, there, usual)
@@ -225,14 +207,8 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
     has_folders = os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"  # whose names may be numbers
     if not known and (has_folders or not all(map(is_number, names))):
         known = tuple(sorted(set(names)))
-    if benchmark is not None and len(names) != benchmark.images:
-        logger.warning(
-            "%s: %s images, and %s has %s; the figures are not those of the benchmark",
-            title, f"{len(names):,}", benchmark.name, f"{benchmark.images:,}",
-        )  # fmt: skip
-    classes = _readable_names(known, labels.classes, title) if benchmark is None else list(benchmark.classes)
-    places = range(len(classes)) if benchmark is None else benchmark.places(known, title)
-    number_of = dict(zip(known or map(str, range(len(classes))), places, strict=True))
+    classes = _readable_names(known, labels.classes, title)
+    number_of = {name: place for place, name in enumerate(known or map(str, range(len(classes))))}
     unknown = next((row for row, name in enumerate(names) if name not in number_of), None)
     if unknown is not None:
         raise ValueError(
@@ -240,7 +216,7 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
             "them in --classes."
         )
     rows, label_M = _evaluated(rows, torch.tensor([number_of[name] for name in names]), args.max_eval_samples)
-    return LabelledImages(rows, label_M, classes, split, () if benchmark is None else benchmark.templates)
+    return LabelledImages(rows, label_M, classes, split)
 
 
 def _evaluated(rows: Dataset, label_M: Tensor, most: int | None) -> tuple[Dataset, Tensor]:

@@ -1,5 +1,7 @@
 """Labelled rows, for tasks and for zero-shot evaluation: classes, held-out rows, prepared sets; bad input is named."""
 
+import copy
+import csv
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
@@ -18,8 +21,9 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media.riff import read_wav
 from mm_utils.data.scenes import load_scenes
 from mm_utils.finetuning import labels
+from mm_utils.finetuning.evaluator import report_classes
 from mm_utils.finetuning.labels import LabelledTask
-from mm_utils.finetuning.zero_shot import LabelledImages
+from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotArguments, ZeroShotEvaluator, unknown_names
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.corpora import labelled_of, task_of
 from tests.kit.fault_images import grey
@@ -159,6 +163,42 @@ def test_names_for_prompts(tmp_path: Path) -> None:
             labelled_of(**flags)
 
 
+def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(tmp_path: Path, own_cache: Path) -> None:
+    path = tmp_path / "data/validation-00000-of-00001.parquet"
+    path.parent.mkdir(parents=True)
+    features = Features({"img": ImageFeature(), "label": ClassLabel(names=["apple pie", "baklava", "bibimbap"])})
+    Dataset.from_dict({"img": pictures(3), "label": [2, 0, 1]}, features).to_parquet(path)
+    beside = tmp_path / ".cache/huggingface/download" / f"{path.name}.metadata"  # as the Hub's client leaves it
+    beside.parent.mkdir(parents=True)
+    beside.write_text("x")
+    found = labelled_of(dataset_name=str(tmp_path))
+    assert (found.split, found.label_M.tolist()) == ("validation", [2, 0, 1])
+
+
+def test_names_that_the_tokenizer_does_not_know_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    classes = ["cat", "sea lion", "жзж", "a 象", ""]
+    own = train_tokenizer(["a photo of a cat, a dog or a sea lion"], 200)
+    stock = copy.deepcopy(own)
+    stock.unk_token = stock.sep_token  # as CLIP's
+    assert [unknown_names(each, classes, 32) for each in (own, stock)] == [["жзж", "a 象", ""], [""]]
+    images = LabelledImages(Dataset.from_dict({}), torch.tensor([0]), ["cat", "жзж"], "test")
+    ZeroShotEvaluator(images, own, 32, ZeroShotArguments())
+    assert "1 of 2 classes have words that the tokenizer does not know, and are not found by them: жзж" in caplog.text
+
+
+def test_the_table_of_classes_by_hand(tmp_path: Path) -> None:
+    predictions = torch.tensor([[0, 0], [0, 2], [0, 2], [0, 1], [1, 1], [1, 1], [-1, 1]])
+    assert report_classes(predictions, ["cat", "dog", "owl", "yak"], tmp_path) == [
+        ("cat", 4, 0.25, 1.0, "owl", 2),
+        ("dog", 2, 1.0, 0.5, "", 0),
+        ("owl", 0, None, 0.0, "", 0),
+        ("yak", 0, None, None, "", 0),
+    ]
+    rows = list(csv.reader((tmp_path / "classes.csv").open()))
+    assert rows[0] == ["name", "rows", "recall", "precision", "most_confused_with", "times"]
+    assert rows[1] == ["cat", "4", "0.25", "1.0", "owl", "2"]
+
+
 # -- splits -----------------------------------------------------------------------------------------------------------
 def test_a_column_divides_the_rows_of_a_file(tmp_path: Path) -> None:
     rows = [question(n, "yes" if n % 2 else "no", split="val" if n == 5 else "train") for n in range(6)]
@@ -277,7 +317,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
         (task_of, "sound", {"dataset_name": "sounds"}, "its rows have no labels. Give a labelled set"),
         *((labelled_of, "image", {"dataset_name": save(tmp_path / f"saved {n}", *case)}, message)
           for n, (*case, message) in enumerate(not_a_class)),
-        (labelled_of, "image", {"classes": "no.txt"}, "--classes is no.txt; there is no such file and no such benchmark"),
+        (labelled_of, "image", {"classes": "no.txt"}, "--classes is no.txt; there is no such file"),
         *((door, "clip", {"dataset_name": sounds}, "media; it holds sounds, and the model is for clips")
           for door in (task_of, labelled_of)),
         *((door, "image", {"dataset_name": prepared}, "it is prepared, and has captions and no labels") for door in (task_of, labelled_of)),

@@ -88,7 +88,7 @@ def test_figures_and_table_are_left(classes: list[str], tmp_path: Path) -> None:
 
 
 def test_a_folder_of_clip_benchmark_gives_the_same_figures(classes: list[str], folders: str, tmp_path: Path) -> None:
-    """The same images in tar shards, with the file of names beside them."""
+    """The same images in tar shards, with the files of names and templates beside them."""
     names = sorted(path.name for path in Path(folders).iterdir())
     members = []
     for label, name in enumerate(names):
@@ -98,6 +98,7 @@ def test_a_folder_of_clip_benchmark_gives_the_same_figures(classes: list[str], f
     (tmp_path / "test").mkdir()
     write_tar(tmp_path / "test/0.tar", members)
     (tmp_path / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
-    beside = ["--classes", f"{tmp_path}/classnames.txt"]
+    (tmp_path / "templates.txt").write_text("a {c}, number 0\nnumber 1: one {c}\n")
+    beside = ["--classes", f"{tmp_path}/classnames.txt", "--templates", f"{tmp_path}/templates.txt"]
     found = eval_zero_shot.main([*classes, "--dataset_name", str(tmp_path), *beside])
     assert found == pytest.approx(eval_zero_shot.main(classes))

@@ -72,8 +72,6 @@ class ZeroShotArguments(LabelArguments):
     def __post_init__(self) -> None:
         if self.split is not None and self.split.lower() not in SPLIT_NAMES:
             raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
-        if self.classes is not None and not Path(self.classes).is_file():
-            raise ValueError(f"--classes is {self.classes}; there is no such file. Write one with a name a line.")
         if self.templates is not None and len(self.templates) == 1 and Path(self.templates[0]).is_file():
             lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
             self.templates = [line.strip().replace("{c}", "{}") for line in lines if line.strip()]
@@ -190,6 +188,8 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         ValueError: in one line, if there is no such split or column, no image, a label that is not a class, or a class
             without a name.
     """
+    if labels.classes is not None and not Path(labels.classes).is_file():
+        raise ValueError(f"--classes is {labels.classes}; there is no such file. Write one with a name a line.")
     sources = labelled_sources(args, labels, medium)
     if not sources:
         raise ValueError(

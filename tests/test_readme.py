@@ -7,6 +7,8 @@ import io
 import json
 import random
 import re
+import shlex
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,11 +17,88 @@ from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from mm_utils.arguments import parse_args
+from mm_utils.launch.arguments import LaunchArguments, split_words
 from scripts import embed, pretrain
-from tests.kit.commands import BLOCK, MADE_BY, STARTS, Command, blocks, command_lines, parse, understand
+from tests.kit.commands import Command, parse
 from tests.kit.corpora import COLOURS, draw
 
 ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+MADE_BY = re.compile(r"made at commit \w+ by `[^`]+`, which was removed", re.IGNORECASE)
+
+
+STARTS = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|torchrun|pip) "
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the fenced blocks and the commands in code spans, in order, each with its language."""
+    text = MADE_BY.sub("", page.read_text(encoding="utf-8"))
+    for found in re.finditer(rf"{BLOCK.pattern}|`({STARTS}[^`\n]+)`", text, BLOCK.flags):
+        language, block, span = found.groups()
+        if block is not None:
+            yield language, block
+        elif re.search(r"\.py\b| -m ", span):
+            yield "bash", span
+
+
+def command_lines(text: str) -> list[str]:
+    for name, value in re.findall(r'\b([A-Z])="([^"]*)"', text):  # shorthands of a block of commands
+        text = text.replace(f'{name}="{value}"', "").replace(f"${name} ", f"{value} ")
+    lines = [
+        line.lstrip("; ") for line in text.replace("\\\n", " ").splitlines() if not line.startswith(("#", "echo "))
+    ]
+    return [" ".join(line.partition("   #")[0].split()) for line in lines if line.strip()]
+
+
+def launched(line: str) -> tuple[list[str], bool]:
+    """Parse what stands before the script with the launcher's own parser; return the rest, and whether it is for several."""
+    words = shlex.split(line)
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    if words[:3] == ["ray", "job", "submit"]:
+        words = words[words.index("--") + 1 :]
+    if words[:2] == ["accelerate", "launch"]:
+        given = launch_command_parser().parse_args(words[2:])
+        assert given.config_file is None or Path(given.config_file).is_file(), line
+        words = ["python", *(["-m"] if given.module else []), given.training_script, *given.training_script_args]
+        return words, given.config_file is not None and "single" not in given.config_file
+    if words[0] == "torchrun":
+        given = torchrun_parser().parse_args(words[1:])
+        return ["python", given.training_script, *given.training_script_args], True
+    if "launchers/slurm.sbatch" in words:
+        return ["python", *words[words.index("launchers/slurm.sbatch") + 1 :]], True
+    if words[:2] == ["python", "scripts/launch_ray.py"]:
+        own, script, rest = split_words(words[2:])
+        parse_args(LaunchArguments, argv=own)
+        assert script is not None, line
+        return ["python", script, *rest], True
+    return words, False
+
+
+def understand(line: str) -> Command:
+    """Return the script and its arguments; fail for a program that is not known, or a file that there is not."""
+    words, distributed = launched(line)
+    if words[0] == "kubectl" or words[:3] == ["python", "-m", "tests.golden"] or words[:2] == ["pip", "install"]:
+        assert all((ROOT / word).is_file() for word in words if word.endswith((".yaml", ".txt"))), line
+        return Command(line, None, [])
+    if words[:3] == ["python", "-m", "pytest"]:
+        assert all((ROOT / word.split("::")[0]).exists() for word in words[3:] if word.startswith("tests")), line
+        return Command(line, None, [])
+    if words[0] == "make":
+        assert all(f"\n{word}:" in (ROOT / "Makefile").read_text(encoding="utf-8") for word in words[1:]), line
+        return Command(line, None, [])
+    if words[:2] == ["ray", "start"]:
+        return Command(line, None, [])
+    assert words[0] == "python", f"a test should know how to check: {line}"
+    name, argv = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
+    module = name.removesuffix(".py").replace("/", ".")
+    assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file(), line
+    return Command(line, module, argv, distributed)
+
+
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/**/*.md"), *ROOT.glob("mm_utils/**/*.md")]
 )

@@ -10,7 +10,12 @@ from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.embeddings import embed_split, image_shares
 from mm_utils.evaluation.reranking import Listed, combine, fit_weights
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
-from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, ranks_by_sorting
+from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, lists_by_sorting
+
+
+def ranks_by_sorting(*scores: Any) -> list[int]:
+    """Further right items do not push the first one down, so its rank counts only wrong ones."""
+    return [hits.index(True) + 1 for hits in lists_by_sorting(*scores)]
 
 
 def evaluator(top_k: int, weights: dict[str, float] | None = None) -> RetrievalEvaluator:

@@ -64,13 +64,6 @@ def jpeg(grey: int, size: tuple[int, int] = (48, 32)) -> bytes:
     return save(Image.new("RGB", size, (grey, grey, grey)), "JPEG")
 
 
-def rows_with_moments(moments: list[Any], contents: Sequence[bytes] = (), seconds: Sequence[float] = ()) -> Dataset:
-    """A sound for each list of moments, with their phrases as caption; by default of 8 seconds, and not to be read."""
-    captions = [[", then ".join(moment["phrase"] for moment in listed or []) or "picture"] for listed in moments]
-    columns = {"captions": captions, "seconds": seconds or [8.0] * len(moments), "moments": moments}
-    return media_rows("sound", contents or [b""] * len(moments), **columns)
-
-
 def clicking(seconds: float = 1.0, rate: int = 8000, clicks: Sequence[float] = (), pitch: float = 440.0) -> np.ndarray:
     """A faint tone with clicks of full scale, 4 ms long: int16 [n]."""
     times = np.arange(round(seconds * rate)) / rate

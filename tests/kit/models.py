@@ -165,8 +165,3 @@ TOWERS: dict[str, dict[str, Any]] = {
                  "num_channels": 1, "image_size": [128, 16]},
     "vit": {**LAYERS, "image_size": 16, "patch_size": 8},
 }  # fmt: skip
-CAPTIONS = [
-    f"{text} number {number}"
-    for number in range(20)
-    for text in ("A red circle left of a blue square,", "Ein größerer grüner Kreis über der Brücke:")
-]

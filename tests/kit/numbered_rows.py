@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
-from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
+from mm_utils.data.batches.dataset import TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.training_data import TrainingData
@@ -76,10 +76,6 @@ def training_data(
 def training_pairs(rows: Dataset, min_crop_area: float = 1.0, **options: Any) -> TrainingPairs:
     medium = media.Image(SIZE, min_crop_area=min_crop_area)
     return TrainingPairs(rows, TrainingTransform(medium, **options))
-
-
-def evaluation_pairs(rows: Dataset, **options: Any) -> Pairs:
-    return Pairs(rows, EvaluationTransform(media.Image(SIZE), **options))
 
 
 def number_said(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> int:

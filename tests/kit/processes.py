@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -10,42 +9,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
-import pytest
 import torch
-from transformers import TrainerControl, TrainerState
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.run import restarts
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 240.0  # seconds, for a busy machine on which processes import a lot
-
-
-def fork(children: list[int], body: Callable[[Callable[[str], Any]], Any]) -> tuple[int, int]:
-    """Call `body(report)` in a child, which then sleeps; return its pid and the pipe of its reports."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
-            os.close(reading)
-            body(lambda text: os.write(writing, f"{text}\n".encode()))
-            time.sleep(2 * PATIENCE)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    children.append(pid)
-    return pid, reading
-
-
-def read_report(reading: int) -> str:
-    """Return a child's next report; empty once no process can write another."""
-    return os.read(reading, 1000).decode()
 
 
 def wait_until(holds: Callable[[], bool]) -> bool:
@@ -56,14 +27,6 @@ def wait_until(holds: Callable[[], bool]) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def kill_family(pid: int) -> None:
@@ -79,20 +42,6 @@ def on_loopback() -> dict[str, str]:
     own = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, **own, "PATH": paths, "GLOO_SOCKET_IFNAME": "lo", "PET_LOCAL_ADDR": "127.0.0.1"}
-
-
-def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run_id: str = "none") -> list[str]:
-    """Set what torchelastic sets for one attempt of a launch; return the launchers' names."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/te/{run_id}_{launch}/attempt_{attempt}/0/error.json")
-    return restarts.launcher_names()
-
-
-def begin_training(folder: Path, step: int) -> None:
-    """Record that training begins at a step."""
-    arguments: Any = SimpleNamespace(output_dir=str(folder))
-    restarts.RestartRecord().on_train_begin(arguments, TrainerState(global_step=step), TrainerControl())
 
 
 def free_port() -> int:

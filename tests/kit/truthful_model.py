@@ -49,11 +49,6 @@ def lists_by_sorting(
     return lists
 
 
-def ranks_by_sorting(*scores: Any) -> list[int]:
-    """Further right items do not push the first one down, so its rank counts only wrong ones."""
-    return [hits.index(True) + 1 for hits in lists_by_sorting(*scores)]
-
-
 def figures_of_lists(lists: list[list[bool]]) -> dict[str, float]:
     """The figures of ranked lists, item by item: recall and ranks."""
     ranks = sorted(hits.index(True) + 1 for hits in lists)

@@ -63,11 +63,18 @@ from mm_utils.model.reading import center_square
 from mm_utils.model.stock import to_dual_encoder
 from scripts import pretrain
 from tests.kit.media_files import animation
-from tests.kit.models import CAPTIONS, IMAGE, TOWER, TOWERS
+from tests.kit.models import IMAGE, TOWER, TOWERS
 from tests.kit.stock_folders import chinese_tokenizer, noise, write_clap, write_stock
 
 MEAN, STD = [0.1, 0.2, 0.3], [0.9, 0.8, 0.7]
 NO_TOKENIZER: Any = None
+
+
+CAPTIONS = [
+    f"{text} number {number}"
+    for number in range(20)
+    for text in ("A red circle left of a blue square,", "Ein größerer grüner Kreis über der Brücke:")
+]
 
 
 @pytest.fixture(scope="module")

@@ -24,17 +24,8 @@ from mm_utils.data.scenes import load_scenes
 from mm_utils.objectives.grounding.regions import MAX_REGIONS, SLACK, RegionReader, boxes_in, visible_regions
 from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
 from tests.kit.fault_images import save
-from tests.kit.media_files import rows_with_moments
-from tests.kit.numbered_rows import (
-    FEATURES,
-    WORDS,
-    equal,
-    evaluation_pairs,
-    loaders,
-    number_said,
-    rows_of,
-    training_pairs,
-)
+from tests.kit.media_files import media_rows
+from tests.kit.numbered_rows import FEATURES, SIZE, WORDS, equal, loaders, number_said, rows_of, training_pairs
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -146,7 +137,7 @@ def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast)
     for keys in chosen:
         assert len(keys) == len(set(keys)) <= MAX_REGIONS
         assert keys == [key for key in everything if key in keys]
-    evaluated = evaluation_pairs(rows, readers=READERS)[(0, 0)]
+    evaluated = Pairs(rows, EvaluationTransform(media.Image(SIZE), readers=READERS))[(0, 0)]
     assert len(evaluated["region_keys"]) > MAX_REGIONS
 
 
@@ -186,7 +177,8 @@ def a_moment(start: float, end: float, phrase: str = "picture one") -> dict[str,
 
 def test_moments_are_regions_on_the_time_axis(tokenizer: PreTrainedTokenizerFast) -> None:
     listed = [[a_moment(1.5, 2), a_moment(3, 8 + SLACK / 2, "picture two")], None, []]
-    found = tokenized(rows_with_moments(listed), tokenizer)
+    columns = {"captions": [["picture"]] * 3, "seconds": [8.0] * 3, "moments": listed}
+    found = tokenized(media_rows("sound", [b""] * 3, **columns), tokenizer)
     assert found["region_boxes"][0] == [1.5, 0, 0.5, 1, 3, 0, 5, 1]  # the second ends with the sound
     assert found["region_input_ids"][0] == encode_captions(tokenizer, ["picture one", "picture two"], 16)
     assert list(map(len, found["region_keys"])) == [2, 0, 0]

@@ -9,11 +9,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, parse_args
@@ -23,8 +25,53 @@ from mm_utils.run import start as starting
 from mm_utils.run.flags import PRETRAINING
 from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
-from tests.kit.processes import PATIENCE, begin_training, fork, is_alive, launched, read_report
+from tests.kit.processes import PATIENCE
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
+
+
+def fork(children: list[int], body: Callable[[Callable[[str], Any]], Any]) -> tuple[int, int]:
+    """Call `body(report)` in a child, which then sleeps; return its pid and the pipe of its reports."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            os.close(reading)
+            body(lambda text: os.write(writing, f"{text}\n".encode()))
+            time.sleep(2 * PATIENCE)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    children.append(pid)
+    return pid, reading
+
+
+def read_report(reading: int) -> str:
+    """Return a child's next report; empty once no process can write another."""
+    return os.read(reading, 1000).decode()
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run_id: str = "none") -> list[str]:
+    """Set what torchelastic sets for one attempt of a launch; return the launchers' names."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/te/{run_id}_{launch}/attempt_{attempt}/0/error.json")
+    return restarts.launcher_names()
+
+
+def begin_training(folder: Path, step: int) -> None:
+    """Record that training begins at a step."""
+    arguments: Any = SimpleNamespace(output_dir=str(folder))
+    restarts.RestartRecord().on_train_begin(arguments, TrainerState(global_step=step), TrainerControl())
 
 
 def message_of(check: Any, *args: Any) -> str | None:

@@ -6,7 +6,6 @@ are 98 kB, and 900 MB when they are decoded.
 
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -99,11 +98,3 @@ def _cells_of_row(batch: pa.RecordBatch, row: int) -> dict[str, Any] | Fault:
         except UnicodeDecodeError as error:
             return Fault("bad_encoding", f"column {name} is not UTF-8 text: byte {error.start + 1}")
     return values
-
-
-def check_files(paths: Sequence[str]) -> None:
-    """Check Parquet files that `datasets` will read; raise ValueError as `ParquetRows` does."""
-    for path in paths:
-        if path.lower().endswith(".parquet"):
-            with ParquetRows(path, Path(path).name).file:
-                pass

@@ -26,7 +26,7 @@ from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.parquet import ParquetRows, check_files
+from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import MOST_FILES, expand_braces, files_of_pattern
 from mm_utils.data.rows import text_files
 from mm_utils.data.rows.records import CellImage
@@ -355,7 +355,6 @@ def test_a_parquet_file_takes_memory_that_its_size_bounds(tmp_path: Path, monkey
         CellImage("q", str(tmp_path / "q.parquet"), 0, "image").read(1 << 30)
     rows = [{"n": at, "caption": f"a dog and {at} cats"} for at in range(30_000)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet", row_group_size=7000)
-    check_files([str(tmp_path / "r.parquet")])
     assert list(ParquetRows(str(tmp_path / "r.parquet"), "r").cells(["n", "caption"], 1000, first=6999)) == rows[6999:]
 
 

@@ -167,7 +167,7 @@ FORMATS: dict[str, tuple[Make, str, tuple[str, ...], str, bool]] = {
     "captions beside in a split": (lambda made: made.beside("Train/"), "imagefolder", STILL, "dataset_name", False),
     "a saved set": (lambda made: made.saved(splits=False), "datasets", ALL, "dataset_name", True),
     "saved splits": (lambda made: made.saved(splits=True), "datasets", STILL, "dataset_name", True),
-    "a repository": (Made.repository, "datasets", STILL, "dataset_name", True),
+    "a repository": (Made.repository, "parquet", STILL, "dataset_name", True),
     "a tar": (lambda made: made.tars("0.tar") / "0.tar", "webdataset", ALL, "train_file", True),
     "a folder of tars": (lambda made: made.tars("train-0.tar", "train-1.tar"), "webdataset", STILL, "dataset_name", False),
     "a pattern of tars": (lambda made: made.tars("0.tar", "1.tar") / "{0..1}.tar", "webdataset", STILL, "train_file", True),

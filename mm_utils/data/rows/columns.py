@@ -235,36 +235,30 @@ def is_null(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-_TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|nan|null)"""
-_TEXTS = re.compile(
-    rf"(?:array\()?[\[(]\s*{_TEXT}(?:(?:\s*,\s*|\s+){_TEXT})*\s*,?\s*[\])](?:, dtype=[^()]*)?\)?", re.DOTALL
-)
-# What begins like a list and ends like one, or is cut off behind its first text.
-_LIST = re.compile(r"""\[\s*(?:['"\[{].*[\])]$|(['"])(?:(?!\1).)*\1\s*,\s*['"])""", re.DOTALL)
+_LIST = re.compile(r"""(?:array\()?[\[(]\s*['"{\[]""")  # how a list of texts begins that a program wrote
 _LONGEST_LIST = 100_000  # characters
 
 
 def texts_of(value: Any) -> list[Any]:
-    """Return the texts of a cell: a list, a text, or a list that a program wrote as text.
+    """Return the texts of a cell: a list, a text, or a list that JSON or Python wrote as text.
 
-    JSON and Python write ['a', 'b'] or ('a', 'b'), NumPy ['a' 'b'], pandas' tables array(['a', 'b'], dtype=object). Raises
-    caption_list of a text that looks like one and is none.
+    Raises caption_list of a text that looks like such a list and is none, such as NumPy's ['a' 'b'].
     """
     if isinstance(value, list):
         return [text for each in value for text in (texts_of(each) if isinstance(each, str) else [each])]
     text = value.strip() if isinstance(value, str) else ""
-    if not text.startswith(("[", "('", '("', "array([")) or len(text) > _LONGEST_LIST:
+    if not _LIST.match(text) or len(text) > _LONGEST_LIST:
         return [value]
-    with suppress(ValueError, RecursionError):
-        items = json.loads(text)
-        if isinstance(items, list) and items and all(item is None or isinstance(item, str) for item in items):
-            return items
-    if _TEXTS.fullmatch(text):
-        found = re.findall(_TEXT, text.rpartition("]" if "[" in text[:7] else ")")[0], re.DOTALL)
-        return [ast.literal_eval(item) if item[0] in "'\"" else None for item in found]
-    if _LIST.match(text):
-        raise Fault("caption_list", f"{text[:80]!r} looks like a list of texts, and does not parse as one")
-    return [value]
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            items = parse(text)
+            if all(item is None or isinstance(item, str) for item in items) and not re.search(
+                r"""['"]\s+['"]""", text
+            ):
+                return list(items) if isinstance(items, (list, tuple)) else [value]
+    if text.startswith("("):
+        return [value]
+    raise Fault("caption_list", f"{text[:80]!r} looks like a list of texts, and does not parse as one")
 
 
 def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:

@@ -21,9 +21,8 @@ from mm_utils.data.rows.tables import (
     METADATA_FILES,
     read_datasets,
     read_metadata,
-    read_parquet,
     read_sqlite,
-    read_text,
+    read_tables,
 )
 from mm_utils.data.rows.tars import read_webdataset
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES
@@ -32,8 +31,7 @@ _OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
-    **dict.fromkeys(("jsonl", "json", "csv", "tsv"), read_text),
-    "parquet": read_parquet,
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet"), read_tables),
     "datasets": read_datasets,
     "imagefolder": read_caption_files,
     "classes": read_classes,
@@ -135,14 +133,17 @@ def _of_folder(path: Path, source: Source) -> str:
     if is_captioned(files, medium):
         return "imagefolder"
     media = [place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium]]
-    has_card, tables = (path / "README.md").is_file(), suffixes & {".parquet", ".arrow", ".jsonl", ".csv"}
-    is_set = tables & {".parquet", ".arrow"} or (tables and has_card)
+    tables = [kind for kind in ("parquet", "jsonl", "csv", "tsv") if f".{kind}" in suffixes]
+    is_set = tables and (tables[0] == "parquet" or (path / "README.md").is_file())
     if any(os.path.relpath(place, path) != "." for place in media) or (media and not is_set):
         if not source.labelled:
             check_classes(path, source.title, medium)
         return "classes"
     if tables:
-        return "parquet" if ".parquet" in suffixes and not has_card else "datasets"
+        card = path / "README.md"
+        if card.is_file() and not card.is_symlink() and card.read_bytes()[:_HEAD].count(b"config_name:") > 1:
+            raise ValueError(f"{source.title}; its card names several configurations. Give the files of one of them.")
+        return tables[0]
     if (kinds := kinds_of_folder(path)) and medium not in kinds:
         raise wrong_kind(f"{source.title}; it", next(iter(kinds)), medium)
     known = f"prepare_data takes format=, one of {', '.join(FORMATS)}"

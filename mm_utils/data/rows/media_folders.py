@@ -81,6 +81,7 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
     builder = RecordBuilder(source, safety)
     names, divided, unread, nested = class_names(source), _is_divided(source.path), Unread(), ""
     suffixes = SUFFIXES[builder.medium]
+    templates = MEDIA[builder.medium].templates if source.templates == TEMPLATES else source.templates
     for place, files in walk(source.path, unread):
         parts = os.path.relpath(place, source.path).split(os.sep)
         images = [name for name in files if name.lower().endswith(suffixes)]
@@ -106,7 +107,7 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
         if not label:
             yield builder.bad(f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class"))
             continue
-        captions = [] if source.labelled else captions_of_class(source, label, builder.medium)
+        captions = [] if source.labelled else [template.replace("{}", label) for template in templates]
         for name in images:
             path = os.path.relpath(os.path.join(place, name), source.path)
             try:
@@ -145,12 +146,6 @@ def check_classes(folder: Path, title: str, medium: str) -> None:
             f"{title}; this folder holds {medium}s and no captions, and no two folders of classes. Write a caption file beside every "
             f"{medium} (NAME.txt) or metadata.jsonl with file_name and caption{other}."
         )
-
-
-def captions_of_class(source: Source, name: str, medium: str) -> list[str]:
-    """Return the captions that the templates make of the name of a class."""
-    usual = MEDIA[medium].templates
-    return [each.replace("{}", name) for each in (usual if source.templates == TEMPLATES else source.templates)]
 
 
 def class_names(source: Source) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Open data sets of `datasets`, from a folder or the Hub, with no file elsewhere.
+"""Open what `save_to_disk` wrote, and data sets of the Hub, with no file elsewhere.
 
-Anyone may publish such a folder. Its card, its JSON files and its columns of images name files, and `datasets` opens them
-wherever they are, on the disk or in the network; so they are judged here before.
+Anyone may publish such data. Cards, JSON files and columns of images name files, and `datasets` opens them wherever they
+are, on the disk or in the network; so they are judged here before.
 """
 
 import json
@@ -24,29 +24,25 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError
 
 from mm_utils.data.faults import REASONS, Fault
-from mm_utils.data.parquet import check_files
 from mm_utils.data.paths import Jail, is_url
-from mm_utils.data.rows.folders import is_service
 from mm_utils.data.rows.records import image_path
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
-_BUILDERS = ("arrow", "csv", "imagefolder", "json", "parquet", "text", "webdataset")
-
-
 REMEDIES = REASONS | {
     "url_not_allowed": "Download the file into the folder, and name it there.",
     "outside_root": "Copy the files into the folder, or set --allow_outside_root.",
-    "image_unknown_format": "Give a folder of regular files of these kinds.",
 }
 """What to do about a fault of `check_saved` or `open_builder`."""
 
 
 def load_splits(name: str, title: str, allow_outside: bool = False, config: str | None = None) -> DatasetDict:
-    """Load all splits of a folder of `save_to_disk`, of a Hub data set or of a local one; ValueError, begun by `title`, if it fails."""
+    """Load all splits of a folder of `save_to_disk` or of a data set of the Hub; ValueError, begun by `title`, if it fails."""
     folder = Path(name)
     if folder.is_file():
         raise ValueError(f"{title}; that is a file. Give it as --train_file.")
+    if folder.is_dir() and not is_saved(folder):
+        raise ValueError(f"{title}; save_to_disk did not write this folder. Leave out format=.")
     if problem := missing(name):
         raise ValueError(f"{title}; {problem}")
     with blamed_on(title):
@@ -57,9 +53,8 @@ def load_splits(name: str, title: str, allow_outside: bool = False, config: str 
             except IndexError:  # of datasets, where no file has rows
                 raise ValueError("it holds no rows") from None
         else:
-            if not folder.is_dir():
-                use_cache_without_network()
-            builder = open_builder(name, config, allow_outside)
+            use_cache_without_network()
+            builder = open_builder(name, config)
             builder.download_and_prepare()
             source = builder.as_dataset()
     return DatasetDict({"train": source}) if isinstance(source, Dataset) else source
@@ -79,38 +74,22 @@ def blamed_on(title: str) -> Iterator[None]:
         ) from error
 
 
-def open_builder(name: str, config: str | None, allow_outside: bool) -> DatasetBuilder:
-    """Return the builder of a local or Hub data set, none of whose data files lies elsewhere.
+def open_builder(name: str, config: str | None = None) -> DatasetBuilder:
+    """Return the builder of a data set of the Hub, whose data files are its own.
 
-    Raises a `Fault` if one does, or the errors of `datasets`.
+    Raises a `Fault` if one is not, or the errors of `datasets`.
     """
-    folder, jail = Path(name), Jail(name, allow_outside)
     for file in ("README.md", ".huggingface.yaml"):
-        path = folder / file if folder.is_dir() else _file_on_hub(name, file)
-        if path is not None and path.is_file():
-            check_card(path, jail)
+        try:
+            path = hf_hub_download(name, file, repo_type="dataset")
+        except (HfHubHTTPError, OSError, ValueError):  # there is none, or `datasets` cannot reach the Hub either
+            continue
+        check_card(Path(path))
     builder = load_dataset_builder(name, config)
-    kind = type(builder).__module__.rpartition(".")[2]
-    if folder.is_dir() and kind not in _BUILDERS:  # others follow links inside files, such as HDF5's
-        raise Fault("image_unknown_format", f"it holds files of the kind {kind}; known are {', '.join(_BUILDERS)}")
-    for held in (builder.config.data_files or {}).values() if folder.is_dir() else ():
-        held[:] = [file for file in held if not any(map(is_service, os.path.relpath(file, folder).split(os.sep)))]
-    files = [str(file) for each in (builder.config.data_files or {}).values() for file in each]
-    for file in files:
-        if folder.is_dir():
-            jail.resolve(file)
-        elif not file.startswith("hf://datasets/"):
+    for file in (str(file) for files in (builder.config.data_files or {}).values() for file in files):
+        if not file.startswith("hf://datasets/"):
             raise Fault("outside_root", f"its data file {file} is not in the data set")
-    if folder.is_dir():
-        check_files(files)
     return builder
-
-
-def _file_on_hub(name: str, file: str) -> Path | None:
-    try:
-        return Path(hf_hub_download(name, file, repo_type="dataset"))
-    except (HfHubHTTPError, OSError, ValueError):  # there is none, or `datasets` cannot reach the Hub either
-        return None
 
 
 def dataset_jail(name: str, root: str | None, allow_outside: bool) -> Jail:
@@ -174,8 +153,8 @@ def check_saved(folder: Path, jail: Jail) -> None:
             check(os.path.join(part, file), f"{part}state.json")
 
 
-def check_card(path: Path, jail: Jail) -> None:
-    """Check the data files that a data set's card or .huggingface.yaml names, beforehand.
+def check_card(path: Path) -> None:
+    """Check the data files that the card or .huggingface.yaml of a data set of the Hub names, before `datasets` looks for them.
 
     Patterns are judged by their text: no address, no absolute path, no step upwards.
 
@@ -192,8 +171,7 @@ def check_card(path: Path, jail: Jail) -> None:
                 # One letter before a colon is a drive of Windows; "::" joins addresses of fsspec.
                 if len(urlsplit(name).scheme) > 1 or "::" in name or is_url(name):
                     raise Fault("url_not_allowed", f"{path.name} names the {key} {name}, an address")
-                leaves = os.path.isabs(name) or name.startswith("~") or ".." in re.split(r"[\\/]", name)
-                if leaves and not jail.allow_outside:
+                if os.path.isabs(name) or name.startswith("~") or ".." in re.split(r"[\\/]", name):
                     raise Fault("outside_root", f"{path.name} names the {key} {name}, outside the data set")
 
 

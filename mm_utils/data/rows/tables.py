@@ -53,10 +53,17 @@ class Table:
     jail: Jail
 
 
-def read_text(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read a JSONL, JSON, CSV or TSV file."""
-    builder = RecordBuilder(source, safety)
-    return records_of(_text_table(Path(source.path), builder, f".{source.format}"), builder)
+def read_tables(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+    """Read a file of Parquet, JSONL, JSON, CSV or TSV, or a folder of such files, whose names may begin with a split's."""
+    builder, path, kind, unread = RecordBuilder(source, safety), Path(source.path), f".{source.format}", Unread()
+    is_folder = path.is_dir()
+    names = own_files(source.path, (kind,), safety.allow_outside_root, source.title, unread) if is_folder else [""]
+    for name in names:
+        file = path / name
+        table = _parquet_table(file, builder) if kind == ".parquet" else _text_table(file, builder, kind)
+        split = split_of_path(name, by_words=True) if is_folder else None
+        yield from records_of(table, builder, f"{name}, " if is_folder else "", split)
+    yield from unread.rows(builder)
 
 
 def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> Iterator[Record | BadRow]:
@@ -82,18 +89,6 @@ def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> I
             is_other = lower in METADATA_FILES and file not in read
             if is_other or (lower.endswith(SUFFIXES[builder.medium]) and file not in named):
                 unread.add("not_read", os.path.relpath(file, root))
-    yield from unread.rows(builder)
-
-
-def read_parquet(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
-    """Read a Parquet file or a folder of them, whose names may begin with a split's."""
-    builder, path, unread = RecordBuilder(source, safety), Path(source.path), Unread()
-    if not path.is_dir():
-        yield from records_of(_parquet_table(path, builder), builder)
-        return
-    for name in own_files(source.path, (".parquet",), safety.allow_outside_root, source.title, unread):
-        table = _parquet_table(path / name, builder)
-        yield from records_of(table, builder, f"{name}, ", split_of_path(name, by_words=True))
     yield from unread.rows(builder)
 
 

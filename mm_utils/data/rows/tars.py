@@ -18,7 +18,6 @@ from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import files_of_pattern, read_file
 from mm_utils.data.rows.columns import BESIDE, LABEL_NAMES, SUFFIXES, TEXT_NAMES, USUAL_NAMES, answers_of, split_of
 from mm_utils.data.rows.folders import Unread, own_files, split_of_path
-from mm_utils.data.rows.media_folders import captions_of_class, class_names
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source, set_medium
 from mm_utils.data.rows.text_files import checked_object, parse_json
@@ -88,7 +87,7 @@ class Sample:
 
 def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read `source`'s shards, each by itself; an id is the shard's path in the folder, and the key."""
-    names, is_folder, unread = class_names(source), os.path.isdir(source.path), Unread()
+    is_folder, unread = os.path.isdir(source.path), Unread()
     if is_folder:
         found = own_files(source.path, (".tar",), safety.allow_outside_root, source.title, unread)
         paths = [os.path.join(source.path, name) for name in found]
@@ -111,7 +110,7 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
                 f"{os.path.splitext(name)[0]}/{sample.key}",
             )
             try:
-                yield record_of_sample(builder, sample, where, key, names, split)
+                yield record_of_sample(builder, sample, where, key, split)
             except Fault as fault:
                 yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"), split)
 
@@ -171,12 +170,10 @@ def read_samples(
     """
     current, number, keys = None, -1, set[str]()
     for member in _members(archive, size):
-        key, _ = ("", "") if member is None else _key(member.name)  # behind None comes another archive
-        if current is not None and (member is None or key != current.key):
+        key, _ = _key(member.name)
+        if current is not None and key != current.key:
             yield current
             current = None
-        if member is None:
-            continue
         if current is None:
             again = Fault("incomplete_sample", f"the key {key} comes in {path} again, after other samples")
             current, number = Sample(key, fault=again if key in keys else None), number + 1
@@ -185,18 +182,16 @@ def read_samples(
             _add(current, member, kinds, archive, path, in_memory=first is not None)
     if current is not None:
         yield current
+    stream: Any = archive.fileobj
+    while block := stream.read(tarfile.RECORDSIZE):
+        if any(block):
+            raise tarfile.ReadError("something follows the end marker, such as another archive")
 
 
-def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.TarInfo | None]:
-    """Read the members except folders, and None at the end of an archive, behind which another one may follow.
-
-    Raises a TarError if the end of an archive is wrong.
-    """
+def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.TarInfo]:
+    """Read the members except folders. Raises a TarError if the end of the archive is wrong."""
     begin = -1
-    while (member := archive.next()) is not None or _continues(archive):
-        if member is None:
-            yield None
-            continue
+    while (member := archive.next()) is not None:
         vars(archive)["members"] = []  # else it keeps the header of every member
         if member.offset <= begin or member.size < 0:
             raise tarfile.ReadError("a header has a negative size")
@@ -208,22 +203,11 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
             yield member  # of the next sample, perhaps: then the one before is whole, although this one is cut
         if size is not None and stored and member.offset_data + member.size > size:
             raise tarfile.ReadError("the file ends inside a member")
-
-
-def _continues(archive: tarfile.TarFile) -> bool:
-    """Go to what follows the end mark of an archive; return whether there is anything but zeros."""
     # `tarfile` takes a damaged header, and the end of the file where the end marker should be, for a regular end.
     stream: Any = archive.fileobj
     stream.seek(archive.offset)
     if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError("the end marker is missing")
-    archive.offset += tarfile.BLOCKSIZE
-    while block := stream.read(tarfile.BLOCKSIZE):
-        if any(block):
-            stream.seek(archive.offset)
-            return True
-        archive.offset += tarfile.BLOCKSIZE
-    return False
 
 
 def _key(name: str) -> tuple[str, str]:
@@ -283,13 +267,11 @@ def record_of_sample(
     sample: Sample,
     where: str,
     key: str,
-    names: dict[str, str],
     split: str | None,
 ) -> Record:
-    """Return a sample's record: its unchecked captions are the lines of .txt or .caption, else those of .json, else the class in .cls.
+    """Return a sample's record: its unchecked captions are the lines of .txt or .caption, else those of .json.
 
     Args:
-        names: the names of classes by number.
         split: that of the folder.
     """
     values, source, answers = sample.values(), builder.source, None
@@ -307,11 +289,6 @@ def record_of_sample(
         captions = list(filter(None, map(str.strip, sample.text(plain).splitlines()))) or [""]
     elif column in values:
         captions = values[column]
-    elif "cls" in sample.texts:
-        number = sample.text("cls").strip()
-        if number.isdigit() and number not in names:
-            raise Fault("unmatched_image", f"class {number} has no name; set classes= to a file of names")
-        captions = captions_of_class(source, names.get(number, number), source.medium)
     else:
         raise sample.lacks("caption")
     captions = captions if isinstance(captions, list) else [captions]

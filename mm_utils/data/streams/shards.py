@@ -190,7 +190,7 @@ def _tar_records(shard: tarfile.TarFile, url: str, first: int, builder: RecordBu
             values = sample.values()
             # By .json alone: two keys may have the same image.
             key = next((str(values[name]) for name in USUAL_NAMES["id"] if not is_null(values.get(name))), "")
-            yield record_of_sample(builder, sample, sample.key, key, {}, None)
+            yield record_of_sample(builder, sample, sample.key, key, None)
         except Fault as fault:
             yield builder.bad(sample.key, fault)
 

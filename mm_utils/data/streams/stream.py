@@ -149,7 +149,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         splits = load_splits(name, title, data.allow_outside_root)
         return {split: [file["filename"] for file in splits[split].cache_files] for split in splits}
     folder = Path(name)
-    if folder.is_dir() and not (folder / "README.md").is_file():  # whose card may name the files
+    if folder.is_dir():
         found, unread = {}, Unread()
         for file in own_files(name, tuple(SHARDS), data.allow_outside_root, title, unread):
             found.setdefault(split_of_path(file, by_words=True) or "train", []).append(str(folder / file))
@@ -157,7 +157,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
             logger.warning("%s; %s", title, fault)
         return found
     with blamed_on(title):
-        data_files = open_builder(name, None, data.allow_outside_root).config.data_files
+        data_files = open_builder(name).config.data_files
     return {str(split): list(files) for split, files in (data_files or {}).items()}
 
 

@@ -144,20 +144,22 @@ _CAPTIONS = [
             *("PXL_20210101_123456789", "my photo.png", "images/cats/001.jpeg", "/home/me/my cat on the mat.jpg"),
             *("C:\\x\\y.JPG", "C:\\My Photos\\a b c.JPG", "https://example.org/a?b=c", "www.example.org", "./a b c.tif"),
         ],
-        "caption_list": ["['{caption}', 'a]", "['{caption}', b]", "[{'raw': '{caption}'}]"],
+        "caption_list": [
+            *("['{caption}', 'a]", "['{caption}', b]", "[{'raw': '{caption}'}]", "['{caption}'\n 'IMG_1234.jpg']"),
+            "array(['{caption}', 'IMG_1234.jpg'], dtype=object)",
+        ],
         "caption_null caption_empty": [[None, ""]],
     }),
     *(Row(line(caption=text), "", (kept or text,), tuple(notes.split())) for text, kept, notes in _CLEANED),
     *(Row(line(caption=value), reasons, (_CAPTION,)) for value, reasons in [
-        ("['{caption}', 'IMG_1234.jpg']", "caption_is_file_name"),  # a list as Python, NumPy and JSON write it
-        ("['{caption}'\n 'IMG_1234.jpg']", "caption_is_file_name"),
+        ("['{caption}', 'IMG_1234.jpg']", "caption_is_file_name"),  # a list as Python and JSON write it
         ("('{caption}', 'IMG_1234.jpg')", "caption_is_file_name"),
-        ("array(['{caption}', 'IMG_1234.jpg'], dtype=object)", "caption_is_file_name"),
         ('["{caption}", null]', "caption_null"),
         (["{caption}", None, 7], "caption_null caption_not_text"),
         (["a.jpg", "{caption}"], "caption_is_file_name"),
     ]),
     Row(line(caption=["{caption}", " {caption}"]), "", (_CAPTION,), ("caption_repeated",)),
+    *_good(line(caption='("{caption}", she said)'), kept=('("{caption}", she said)',)),
     *_good(line(caption=["{caption}", "ein Hund"]), kept=("{caption}", "ein Hund")),
 ]  # fmt: skip
 _OUTSIDE = "{outside}/secret.png"  # a whole picture that no row may reach
@@ -534,7 +536,7 @@ _SAMPLES: list[tuple[str, list[_Member]]] = [
     ("bad_encoding", [_IMAGE, _Member("{key}.txt", b"caf\xe9")]),
     ("malformed_row", [_IMAGE, _Member("{key}.json", b'{"caption": "a d')]),
     ("not_an_object", [_IMAGE, _Member("{key}.json", b'["a dog"]')]),
-    ("unmatched_image", [_IMAGE, _Member("{key}.cls", b"7")]),
+    ("incomplete_sample", [_IMAGE, _Member("{key}.cls", b"7")]),
     ("malformed_row", [_IMAGE, _Member("{key}.txt", b"a" * (2 << 20))]),
     ("image_empty", [_Member("{key}.jpg", b""), _TEXT]),
     ("caption_empty", [_IMAGE, _Member("{key}.txt", b" \n")]),

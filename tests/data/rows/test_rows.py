@@ -22,7 +22,6 @@ from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_nu
 from mm_utils.data.rows.records import FileImage
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.rows.tars import read_shard
-from mm_utils.data.streams.shards import rows_from
 from tests.kit.fault_images import grey
 from tests.kit.reading import Member, content, lines, put, read, reasons, write, write_tar
 
@@ -357,20 +356,17 @@ def test_members_of_one_key_are_one_sample(tmp_path: Path, kind: int) -> None:
     assert good[0].where == "s-0.tar, member 000"
 
 
-def test_captions_come_from_text_then_json_then_the_class(tmp_path: Path) -> None:
+def test_captions_come_from_text_then_json(tmp_path: Path) -> None:
     described = json.dumps({"text": ["one", "zwei"], "split": "val", "regions": [1], "negatives": ["x"]}).encode()
     members = [
         *(("0.png", b"x"), ("0.json", described)),
         *(("1.png", b"x"), ("1.json", described), ("1.txt", b"\xef\xbb\xbfplain")),
-        *(("2.png", b"x"), ("2.cls", b"1\n")),
         *(("3.png", b"x"), ("3.txt", b"one\r\n\nanother\n")),
         *(("4.json", b'{"caption": "a"}'),),
     ]
     path = write_tar(tmp_path / "s.tar", members)
-    names = write(tmp_path / "names.txt", "goldfish\ngreat_white_shark, white shark\n")
-    good, bad = read(path, classes=str(names), templates=("a {}.", "{}"))
-    captions = [["one", "zwei"], ["plain"], ["a great white shark.", "great white shark"], ["one", "another"]]
-    assert [record.captions for record in good] == captions
+    good, bad = read(path)
+    assert [record.captions for record in good] == [["one", "zwei"], ["plain"], ["one", "another"]]
     assert (good[0].split, good[0].regions, good[0].negatives) == ("validation", [1], ["x"])
     assert [row.fault.reason for row in bad] == ["incomplete_sample"]
 
@@ -406,29 +402,15 @@ def test_a_large_extended_header_is_refused_before_it_is_searched(kind: bytes, t
     assert "an extended header has 1,048,576 bytes" in str(sample.fault)
 
 
-@pytest.mark.parametrize(
-    ("join", "keys", "bad"),
-    [
-        (lambda a, b: a + bytes(512 * 7) + b, ["a", "b", "c", "d"], []),
-        (lambda a, b: a + b[:700], ["a", "b"], ["truncated_archive"]),
-        (lambda a, b: a + b"garbage" * 100, ["a", "b"], ["truncated_archive"]),
-        (lambda a, b: gzip.compress(a), [], ["truncated_archive"]),
-    ],
-)
-def test_archives_that_follow_each_other_in_a_file_are_all_read(
-    join: Callable[[bytes, bytes], bytes], keys: list[str], bad: list[str], tmp_path: Path
-) -> None:
-    ab, cd = (
-        Path(write_tar(tmp_path / f"{keys}.tar", [member for key in keys for member in pair(key, "png", grey(1))]))
-        for keys in ("ab", "cd")
-    )
-    (tmp_path / "both.tar").write_bytes(join(ab.read_bytes(), cd.read_bytes()))
-    good, found = read(tmp_path / "both.tar")
-    assert [(record.where.rpartition(" ")[2], content(record)) for record in good] == [(key, grey(1)) for key in keys]
-    assert [row.fault.reason for row in found] == bad
-    if not bad:  # a stream reads the same rows, from any on
-        path = str(tmp_path / "both.tar")
-        assert [isinstance(row, dict) for row in rows_from(path, 3, Source(path, medium="image"))] == [True]
+@pytest.mark.parametrize("more", [bytes(512 * 7) + b"another archive" * 99, b"garbage" * 100])
+def test_what_follows_an_archive_is_named(more: bytes, tmp_path: Path) -> None:
+    path = Path(write_tar(tmp_path / "a.tar", [*pair("a", "png", grey(1)), *pair("b", "png", grey(1))]))
+    path.write_bytes(path.read_bytes() + more)
+    good, bad = read(path)
+    assert [record.where for record in good] == ["a.tar, member a", "a.tar, member b"]
+    assert reasons(bad) == [("a.tar", "truncated_archive")]
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert [row.fault.reason for row in read(path)[1]] == ["truncated_archive"]
 
 
 @pytest.mark.parametrize("pattern", ["{a,b}/*.tar", "a/0.tar {a,b}/{0..1}.tar", "a/[5-9].tar", "a/{0..3}.tar"])

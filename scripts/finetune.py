@@ -99,7 +99,6 @@ def main(
     evaluator = ClassificationEvaluator(data.splits["validation"])
     measures: list[Evaluate] = [evaluator, *evaluators]
     context = RunContext(run, given, data, model, objective, measures, resume_from, callbacks=attached)
-    context.final_evaluations = int("test" in data.splits)
     context.call("on_start")
     trainer = Trainer(
         run.args,

@@ -48,7 +48,6 @@ class RunContext:
         metrics, choice: after training, those of the saved model; which weights are saved, and what chose them.
         published: lines of the summary: where callbacks have published the output folder.
         passes: passes over training rows at the start: seconds, rows, and the most rows that a whole run takes.
-        final_evaluations: how often callbacks evaluate after training.
     """
 
     run: Run
@@ -65,7 +64,6 @@ class RunContext:
     choice: str = ""
     published: list[str] = field(default_factory=list)
     passes: list[tuple[float, int, int]] = field(default_factory=list)
-    final_evaluations: int = 0
     callbacks: Sequence[TrainerCallback] = ()
 
     def __post_init__(self) -> None:

@@ -24,7 +24,6 @@ from mm_utils.run.callbacks import RunContext
 from mm_utils.run.output_folder import misplaced, occupied
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +87,10 @@ def dry_run(
         f"  speed       {figures['pairs_per_second']:.4g} pairs/s; the loader alone reaches {probe.loaded:.4g}\n"
         f"  time        {duration(figures['hours'])}: training {duration(figures['training_hours'])}, at most "
         f"{figures['evaluations']} evaluations, {figures['checkpoints']} checkpoints, and what comes before the first step\n"
-        f"  memory      {figures['peak_memory_gib']:.2f} GiB a process; {figures['free_memory_gib']:.2f} GiB free\n"
+        f"  memory      {figures['peak_memory_gib']:.2f} GiB a process\n"
         f"  disk        {figures['disk_gb']:.3g} GB of checkpoints and model; {figures['free_disk_gb']:.4g} GB free\n"
         "The same command without --dry_run starts it."
     )
-    if figures["peak_memory_gib"] > figures["free_memory_gib"]:
-        logger.warning("The peak of memory is more than is free. Set --micro_batch_size auto.")
     if figures["disk_gb"] > figures["free_disk_gb"]:
         logger.warning("The disk of %s has no room for that. Make room.", existing)
     return {f"dry_run_{name}": float(value) for name, value in figures.items()}
@@ -136,7 +133,6 @@ class _Probe(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Time the loader alone."""
         self.is_main_process = state.is_world_process_zero
-        self.free_memory = available_bytes(next(kwargs["model"].parameters()).device) / 2**30
         images, began, seconds = 0, time.perf_counter(), 0.0
         for batch in self.data.train_batches(state.global_step, state.global_step + 100_000):
             images, seconds = images + len(batch["image_ids"]), time.perf_counter() - began
@@ -160,7 +156,6 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     evaluations = (max(1, steps // args.eval_steps) if args.eval_steps > 0 else 1) + context.evaluates_start
     if args.keeps_best:  # each may be the best so far, and is measured once more if it is not the last
         saved, evaluations = max(saved, evaluations), evaluations + (evaluations > 1)
-    evaluations += context.final_evaluations
     kept = saved
     if args.save_total_limit is not None:  # an old one goes after a new one is complete, and the best of a stage stays
         kept = min(saved, args.save_total_limit + 1 + 2 * args.keeps_best)
@@ -172,7 +167,7 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     return {
         **{"steps": steps, "evaluations": evaluations, "checkpoints": saved, "pairs_per_second": rate},
         **{"hours": (before + training + others) / 3600, "training_hours": training / 3600},
-        **{"peak_memory_gib": probe.logs["peak_memory_gib"], "free_memory_gib": probe.free_memory},
+        "peak_memory_gib": probe.logs["peak_memory_gib"],
         "disk_gb": ((kept - 1) * (size_of(checkpoint) if checkpoint else 0) + size_of(folder)) / 1e9,
         "free_disk_gb": shutil.disk_usage(folder).free / 1e9,
     }

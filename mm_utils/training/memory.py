@@ -7,15 +7,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from mm_utils import distributed
-
-
-def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this process could use at its peak."""
-    if device.type == "cuda":
-        return free_bytes(device)
-    return free_bytes(device) // distributed.processes_here() + peak_bytes(device)
-
 
 def peak_bytes(device: torch.device) -> int:
     """Return the peak of memory in bytes: of tensors on a GPU, else of this process alone.

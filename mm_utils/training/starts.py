@@ -234,7 +234,6 @@ class WiseFT(RunCallback):
     def on_start(self, run: Any) -> None:
         """Copy the weights; they are measured as alpha 0 at the end."""
         self.start, self.alphas = weights_of_start(run.model, run.objective.added), ALPHAS[run.run.name]
-        run.final_evaluations += len(self.alphas) + 1  # the last, of the chosen weights, leaves their predictions
         run.evaluates_start = False
 
     def on_finish(self, run: Any) -> None:

@@ -39,7 +39,7 @@ def test_the_figures_are_those_of_a_real_run_and_nothing_is_left_behind(tiny_fla
     assert found["dry_run_evaluations"] == 2 + 1  # and of the best, if they are not the last
     assert found["dry_run_checkpoints"] == 4
     assert found["dry_run_training_hours"] * 3600 == pytest.approx(40 * 12 / found["dry_run_pairs_per_second"])
-    assert 0 < found["dry_run_peak_memory_gib"] < found["dry_run_free_memory_gib"]
+    assert found["dry_run_peak_memory_gib"] > 0
     whole = ["--head_share", "0"]  # so that one step has the moments of all weights
     folder = tmp_path / "run"
     pretrain.main([*tiny_flags, *whole, "--max_steps", "1", "--save_steps", "1", "--output_dir", str(folder)])
@@ -68,16 +68,12 @@ def test_a_dry_run_of_each_kind_of_run(flags, tiny_flags, tmp_path, monkeypatch)
     assert not files(tmp_path)
 
 
-def test_a_full_disk_and_a_small_memory_are_warned_of_and_nothing_is_pushed(
-    tiny_flags, tmp_path, caplog, monkeypatch, server
-):
+def test_a_full_disk_is_warned_of_and_nothing_is_pushed(tiny_flags, tmp_path, caplog, monkeypatch, server):
     usage = dry_run.shutil.disk_usage(tmp_path)._replace(free=3 * 10**7)
     monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(dry_run, "available_bytes", lambda _: 2**30 // 100)
     run_dry([*tiny_flags, "--push_to_hub", "--hub_model_id", "tester/run"], tmp_path)
     assert not server.repos
     assert f"The disk of {tmp_path} has no room" in caplog.text
-    assert "Set --micro_batch_size auto" in caplog.text
 
 
 def test_an_output_folder_that_holds_a_run_or_cannot_be_written_is_refused(tiny_flags, tmp_path):

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, TrainerState
+from transformers.utils import flatten_dict
 
 from mm_utils.checkpointing.files import STATE_FILE, SUMS_FILE
 from mm_utils.distributed import RunError, full_tensor, on_first, shard_like
@@ -296,15 +297,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
 
 def settings(config: PretrainedConfig) -> dict[str, Any]:
     """Return a configuration by name, `text_config.hidden_size` for a part."""
-
-    def named(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        for name, value in values.items():
-            if isinstance(value, Mapping) and name.endswith("_config"):
-                yield from named(f"{prefix}{name}.", value)
-            elif name[0] != "_" and name not in _NOT_COMPARED:
-                yield prefix + name, value
-
-    return dict(named("", json.loads(config.to_json_string(use_diff=False))))
+    flat = flatten_dict(json.loads(config.to_json_string(use_diff=False)))
+    private = {name for name in flat if any(part[:1] == "_" or part in _NOT_COMPARED for part in name.split("."))}
+    return {name: value for name, value in flat.items() if name not in private}
 
 
 def comparable(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ _COLLECTIVES = (
     distributed.__file__,
     *(os.path.join(os.path.dirname(torch.__file__), name) for name in ("distributed", "autograd")),
 )
-_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)))
 
 
 def _entering(phase: str) -> Any:
@@ -94,12 +93,10 @@ class HangDetection(TrainerCallback):
                     self._end(idle, limit, stack, waits)
 
     def _end(self, idle: float, limit: float, stack: traceback.StackSummary, waits: bool) -> None:
-        place = ([frame for frame in stack if not frame.filename.startswith(_LIBRARIES)] or stack)[-1]
         logger.error(
-            "Stopped, because process %d (host %s, pid %d) has been in '%s' of step %d for %.0f s, at %s:%d in %s%s. "
+            "Stopped, because process %d (host %s, pid %d) has been in '%s' of step %d for %.0f s%s. "
             "--ddp_timeout is %.0f s; give more than %.0f if so long a wait is right. The stack, most recent call last:\n%s",
             *(distributed.rank(), platform.node(), os.getpid(), self._phase, self._step, idle),
-            *(os.path.basename(place.filename), place.lineno, place.name),
             ", waiting for another process, which is stopped, or whose machine is lost" if waits else "",
             *(self.timeout, limit, "".join(traceback.format_list(stack[-12:])).rstrip()),
         )

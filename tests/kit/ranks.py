@@ -15,20 +15,7 @@ import torch.distributed as dist
 from mm_utils import distributed
 
 # One clean process imports everything once; the processes of all files are forked from it in a fraction of a second.
-PRELOADED = [
-    "pytest",
-    "hypothesis",
-    "tests.faults.rank_runs",
-    "tests.kit.tiny_run",
-    "tests.distributed.test_signature",
-    "mm_utils.evaluation.retrieval",
-    "mm_utils.objectives.matching",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.clip.modeling_clip",
-    "transformers.models.convnext.modeling_convnext",
-    "transformers.models.vision_text_dual_encoder.modeling_vision_text_dual_encoder",
-    "transformers.models.vit.modeling_vit",
-]
+PRELOADED = ["hypothesis", "tests.faults.rank_runs", "tests.distributed.test_signature"]
 
 
 def forks() -> Any:

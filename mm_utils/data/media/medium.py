@@ -99,9 +99,9 @@ class Medium(ABC):
             UnreadableError: if it cannot be decoded.
         """
 
-    @abstractmethod
     def features(self, shown: Tensor) -> Tensor:
         """Return the tower's input of examples `[B, ...]`, on their device."""
+        return shown
 
     def blank(self, count: int) -> Tensor:
         """Return `count` examples of black squares, black frames or silence, as they leave the workers."""
@@ -239,10 +239,6 @@ class Sound(Medium):
         self.shape = sound_input(self.extractor, np.zeros(1, np.int16), round(self.seconds * self.rate)).shape
         own = ["sound", self.seconds, self.extractor.to_dict()]
         self.key = {"image_size": 0, "image mean and std": [[], []], "medium": own}  # the first two as in earlier runs
-
-    @override
-    def features(self, shown: Tensor) -> Tensor:
-        return shown
 
     @override
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:

@@ -116,7 +116,7 @@ def make_step(
         model.text_model.resize_token_embeddings(words)
     image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), words)
     optimizer_args = OptimizerArguments(warmup_ratio=0.0)  # the bare loop's rate
-    objective = build_objective(model, ObjectiveArguments(setting["objectives"]), 0, processor.tokenizer)
+    objective = build_objective(model, ObjectiveArguments(setting["objectives"]), 0)
     model.to(accelerator.device)
     batch = random_batch(setting["pairs"], vocabulary, image_size, accelerator.device)
     operations = count_flops(model, batch)

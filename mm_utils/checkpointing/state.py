@@ -26,7 +26,7 @@ from transformers.utils import flatten_dict
 from mm_utils.checkpointing.files import STATE_FILE, SUMS_FILE
 from mm_utils.distributed import RunError, full_tensor, on_first, shard_like
 from mm_utils.files import readable
-from mm_utils.model.adapt import WeightAverage, load_weights, merged, save_adapters
+from mm_utils.model.adapt import load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
 from mm_utils.model.stock import stock_processor, to_dual_encoder
 from mm_utils.objectives.joint import Objective
@@ -73,7 +73,6 @@ class TrainingState:
     Args:
         processor: saved beside the model.
         objective: the unwrapped objective, which holds the model.
-        average: the weight average, if there is one; the final model is saved with it.
     """
 
     def __init__(
@@ -83,10 +82,9 @@ class TrainingState:
         processor: ProcessorMixin,
         objective: Objective,
         optimizer: torch.optim.Optimizer,
-        average: WeightAverage | None,
     ):
         self.accelerator, self.output_dir, self.processor = accelerator, output_dir, processor
-        self.objective, self.model, self.optimizer, self.average = objective, objective.model, optimizer, average
+        self.objective, self.model, self.optimizer = objective, objective.model, optimizer
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +92,7 @@ class TrainingState:
         parameters = list(self.model.parameters())
         weights = sum(parameter.nbytes for parameter in parameters)
         trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        return weights + 2 * trained + (weights if self.average is not None else 0)
+        return weights + 2 * trained
 
     def capture(self, state: TrainerState, run: dict[str, Any]) -> Snapshot:
         """Copy everything that training changes to the main process; called on all ranks."""
@@ -103,13 +101,9 @@ class TrainingState:
         tensors = {}
         if not self._has_deepspeed:
             tensors[OPTIMIZER_FILE] = optimizer_tensors(self.optimizer, self.objective)
-        if self.average is not None:
-            tensors[self.average.file] = self.average.values
         copies = {name: copy_to_host(values, main) for name, values in tensors.items()}
         weights = copy_to_host(self.model.state_dict(), main)
-        best = state.best_model_checkpoint
-        best = best and os.path.relpath(best, self.output_dir)  # so that a run may be moved, and published
-        state = dataclasses.replace(state, log_history=list(state.log_history), best_model_checkpoint=best)
+        state = dataclasses.replace(state, log_history=list(state.log_history))
         snapshot = Snapshot(self.model, self.processor, state, run, restore_scalars(weights), copies)
         if self._has_deepspeed:
             snapshot.folders.append(self._save_deepspeed())
@@ -118,7 +112,7 @@ class TrainingState:
     def restore(
         self, path: Path, identity: Mapping[str, Any], flags: Mapping[str, Any]
     ) -> tuple[TrainerState, dict[str, Any]]:
-        """Load weights, optimizer, average and loss scale from a checkpoint, on all ranks.
+        """Load weights, optimizer and loss scale from a checkpoint, on all ranks.
 
         Args:
             identity, flags: the present run's `run["identity"]` and `run["flags"]`, which must be those of the checkpoint.
@@ -153,17 +147,13 @@ class TrainingState:
         if self.accelerator.scaler is not None and run["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(run["scaler"])
         state = TrainerState.load_from_json(str(path / STATE_FILE))
-        best = state.best_model_checkpoint
-        state.best_model_checkpoint = best and str(path.absolute().parent / best)
         return state, run
 
     def load_weights(self, path: Path) -> None:
-        """Load only weights, those of re-ranking too, and average from a checkpoint, on all ranks."""
+        """Load only weights, those of re-ranking too, from a checkpoint, on all ranks."""
         load_weights(self.model, path)
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         self.model.config.rerank_weights = config.get("rerank_weights")
-        if self.average is not None:
-            self.average.load(path)
 
     def save_model(self) -> None:
         """Write model and processor to the output folder, the stock model to `dual_encoder/`.
@@ -173,8 +163,6 @@ class TrainingState:
         """
         main = self.accelerator.is_main_process
         weights = copy_to_host(self.model.state_dict(), main)
-        if self.average is not None:
-            weights |= copy_to_host(self.average.values, main)
 
         def write() -> None:
             check_finite(weights, "the last step")

@@ -1,1 +1,1 @@
-"""The model: architecture, construction, tokenizer, adapters, weight average."""
+"""The model: architecture, construction, tokenizer, adapters."""

@@ -1,4 +1,4 @@
-"""Adapt a model to training: unused parameters, checkpointing, dropout, adapters, average.
+"""Adapt a model to training: unused parameters, checkpointing, dropout, adapters.
 
 Adapters are low-rank (LoRA, arXiv 2106.09685), by peft, in the attention of a tower. The factor alpha / rank is 1, so a merged
 weight is W + B A. A checkpoint holds the merged model, which loads without peft, and beside it the adapters, from which a run
@@ -7,8 +7,7 @@ resumes: the weights under them are those that the run started from.
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mm_utils.arguments import arg
-from mm_utils.distributed import load_full_weights, shard_like
+from mm_utils.distributed import load_full_weights
 from mm_utils.model.fusion import on_gpu
 from mm_utils.model.join import probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_backbone, input_shape, is_trained
@@ -248,56 +247,3 @@ def load_weights(model: FusionDualEncoderModel, folder: Path) -> None:
         kept = {name: value for name, value in own.items() if _BASE in name}
         stored = {name: value for name, value in stored.items() if name in own} | kept | load_file(folder / FILE)
     load_full_weights(model, stored)
-
-
-# -- average of the weights ---------------------------------------------------------------------------------------------
-
-
-class WeightAverage:
-    """Exponential moving average of parameters, evaluated and saved in their place.
-
-    average <- decay x average + (1 - decay) x parameter
-    """
-
-    file = "ema.safetensors"  # in a checkpoint
-
-    def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = model, decay
-        self.values: dict[str, Tensor] = {name: value.detach().clone() for name, value in model.named_parameters()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Move the average one step towards the current parameters."""
-        parameters = dict(self.model.named_parameters())
-        torch._foreach_lerp_([self.values[name] for name in parameters], list(parameters.values()), 1 - self.decay)
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Replace the model's parameters by the average inside the `with` block."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Make the average the model's parameters."""
-        for name, value in self.model.named_parameters():
-            value.copy_(self.values[name])
-
-    def load(self, folder: Path) -> None:
-        """Load the average from a checkpoint, on all ranks; ValueError if it was written without one."""
-        if not (folder / self.file).is_file():
-            raise ValueError(
-                f"{folder} holds no {self.file}; it was written without --ema_decay. Resume without it, too."
-            )
-        for name, value in load_file(folder / self.file).items():
-            self.values[name].copy_(shard_like(value, self.values[name]))
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for name, value in self.model.named_parameters():
-            held = value.clone()
-            value.copy_(self.values[name])
-            self.values[name].copy_(held)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
-from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg, load_own
 from mm_utils.data.batches.column_reader import ColumnReader
@@ -17,16 +16,12 @@ from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.contrastive import Distillation, InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives.joint import JointObjective
-from mm_utils.objectives.masked_language import MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching
 from mm_utils.objectives.terms import EmbeddingTerm, Term
 
 logger = logging.getLogger(__name__)
 
-_TERMS = (
-    *(InfoNCE, PairwiseSigmoid, Captioning, Matching, MaskedLanguageModelling),
-    *(RegionPointing, MomentCovering, Distillation),
-)
+_TERMS = (InfoNCE, PairwiseSigmoid, Captioning, Matching, RegionPointing, MomentCovering, Distillation)
 TERMS: dict[str, type[Term]] = {term.name: term for term in _TERMS}
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
@@ -38,8 +33,8 @@ class ObjectiveArguments:
 
     objectives: str = arg(
         "contrastive:1,captioning:1",
-        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
-        "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); captioning "
+        "(it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
         "sounds); distillation (soft targets of --teacher_name_or_path); or module.Class, a term of your own.",
         usual=True,
     )
@@ -107,7 +102,6 @@ def build_objective(
     model: FusionDualEncoderModel,
     args: ObjectiveArguments,
     seed: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     rows: datasets.Dataset | None = None,
 ) -> JointObjective:
     """Build the objective; add to the model what terms need, freeze what none trains.
@@ -117,7 +111,7 @@ def build_objective(
     Raises:
         ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.
     """
-    weights = {term_class(name).build(args, seed, tokenizer): weight for name, weight in args.weights.items()}
+    weights = {term_class(name)(seed): weight for name, weight in args.weights.items()}
     if not any(term.has_bias for term in weights):
         model.remove_logit_bias()
     before = {name for name in model.state_dict() if model.voices or not name.startswith("fusion.")}

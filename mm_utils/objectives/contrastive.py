@@ -13,8 +13,6 @@ from mm_utils.objectives.losses import (
     AtEmbeddings,
     Directions,
     GlobalBatch,
-    Tile,
-    add_product,
     full_precision,
     info_nce,
     logits_of,
@@ -62,7 +60,7 @@ class PairwiseSigmoid(EmbeddingTerm):
 
 
 def sigmoid_loss(
-    image_nE: Tensor, text_nE: Tensor, scale: Tensor, bias: Tensor, batch: GlobalBatch, tile: Tile | None = None
+    image_nE: Tensor, text_nE: Tensor, scale: Tensor, bias: Tensor, batch: GlobalBatch, tile: int | None = None
 ) -> Tensor:
     """Return the pairwise sigmoid loss (SigLIP, arXiv 2303.15343), a scalar.
 
@@ -73,24 +71,23 @@ def sigmoid_loss(
 
 
 def _sigmoid(
-    directions: Directions, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: Tile
+    directions: Directions, scale: Tensor, bias: Tensor, batch: GlobalBatch, total: int, tile: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
     grads = []
     for direction, (rows_nE, columns_NE) in enumerate(directions):
         scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
-        for part in slices(len(rows_nE), tile.rows):
-            for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, diagonal = logits_of(scaled_nE, columns_NE, batch, part, columns)
-                logits_TC += bias
-                negated = -logits_TC[diagonal]
-                weight_TC = logits_TC.sigmoid()
-                weight_TC[diagonal] = -negated.sigmoid()
-                add_product(grad_nE[part], weight_TC, columns_NE, columns)
-                if direction == 0:
-                    logits_TC[diagonal] = negated
-                    loss = loss + softplus(logits_TC, threshold=40).sum()
-                    bias_grad = bias_grad + weight_TC.sum()
+        for part in slices(len(rows_nE), tile):
+            logits_TN, own = logits_of(scaled_nE, columns_NE, batch, part)
+            logits_TN += bias
+            negated = -logits_TN[own]
+            weight_TN = logits_TN.sigmoid()
+            weight_TN[own] = -negated.sigmoid()
+            torch.mm(weight_TN, columns_NE, out=grad_nE[part])
+            if direction == 0:
+                logits_TN[own] = negated
+                loss = loss + softplus(logits_TN, threshold=40).sum()
+                bias_grad = bias_grad + weight_TN.sum()
         grads.append(grad_nE.div_(total))
     scale_grad = (grads[0] * directions[0][0]).sum()
     loss = distributed.sum_over_ranks(loss) / total

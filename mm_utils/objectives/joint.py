@@ -42,9 +42,7 @@ class Objective(nn.Module):
     """
 
     highest_scale: float | None = None  # the bound of the inverse temperature; None for an objective without one
-    groups_texts = (
-        True  # by about one length in their tower; not where all ranks must run it equally often, as in FSDP
-    )
+    groups_texts = True  # by about one length; not where all ranks must run the tower equally often, as in FSDP
     row_ids = "ids"  # the name of the ids of a batch's rows, from which dropout by row draws
     pairs_per_image = 0  # that the fusion head scores
     embeds_taps = False  # whether a term reads intermediate levels of the vision tower without the head
@@ -81,10 +79,7 @@ class Objective(nn.Module):
 
     def encode(self, batch: Batch, for_backward: bool = True) -> Encoded:
         """Run the model on a part, as far as `plan` and, with `for_backward`, `part` need."""
-        raise ValueError(
-            f"{type(self).__name__} cannot be cut into micro-batches: it has a `forward` alone. Drop --micro_batch_size, "
-            "or give it `encode`, `plan`, `part` and `report`."
-        )
+        raise NotImplementedError
 
     def plan(self, encoded: Encoded, batch: Batch, step: int) -> Any:
         """Share the embeddings of all this rank's rows, take the loss's gradient at them, decide what `part` computes."""

@@ -1,20 +1,19 @@
 """Exact losses of the global batch, in tiles.
 
-Every rank holds its n rows against all N columns, one tile of rows and columns at a time, and computes the gradient of its
-rows in the forward pass: memory is that of a tile, no N x N matrix exists at any moment, and the backward pass only
-multiplies. A first sweep over the tiles keeps a running log-sum-exp of every row, a second one adds up the gradient; where all is
-one tile, InfoNCE keeps it.
+Every rank holds its n rows against all N columns, one tile of T rows at a time, and computes the gradient of its rows in the
+forward pass: memory is that of a tile, no N x N matrix exists at any moment, and the backward pass only multiplies. A first
+sweep over the tiles keeps the log-sum-exp of every row, a second one computes the gradient; where all is one tile, InfoNCE keeps it.
 Returned losses are the mean over the global batch, the same on all ranks; gradients are multiplied by the number of
 ranks because DDP and FSDP average them. After that average every parameter's gradient, the temperature's included,
 is the one a single process with the whole batch would compute.
 
-Shape letters: n this rank's rows, N the global batch, T rows and C columns of a tile, E embedding width.
+Shape letters: n this rank's rows, N the global batch, T rows of a tile, E embedding width.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +26,6 @@ Directions = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 TILE_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
 """Logits in a tile: 64 MiB of fp32 on a CPU (time is flat from 128 to 4096 rows); 256 MiB on a GPU, which waits for launches."""
-LARGE = {"cpu": (2**13, 2**10), "cuda": (2**17, 2**13)}
-"""Columns above which tiles are squares, and their side: on a CPU these fit its cache; on a GPU strips would have under 512 rows."""
-
-
-class Tile(NamedTuple):
-    """How many rows and columns of logits are computed at a time."""
-
-    rows: int
-    columns: int
 
 
 @dataclass
@@ -76,7 +66,7 @@ def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:
     return (ids_n2[:, None] == ids_N2).any(-1)
 
 
-def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatch, tile: Tile | None = None) -> Tensor:
+def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatch, tile: int | None = None) -> Tensor:
     """Return InfoNCE in both directions (CLIP, arXiv 2103.00020), a scalar.
 
     loss = 1/2N sum_i [-log softmax_j(scale a_i b_j)_i - log softmax_j(scale b_i a_j)_i], where j runs over i itself and
@@ -86,7 +76,7 @@ def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatc
         image_nE, text_nE: this rank's unit embeddings, with gradient.
         scale: the inverse temperature, a scalar (already exponentiated).
         batch: the result of `gather_batch` for the same embeddings.
-        tile: the size of a tile; the result does not depend on it.
+        tile: rows of a tile; the result does not depend on it.
     """
     return AtEmbeddings.apply(_info_nce, batch, tile, image_nE, text_nE, scale)
 
@@ -111,7 +101,7 @@ class AtEmbeddings(torch.autograd.Function):
         ctx: Any,
         compute: Callable,
         batch: GlobalBatch,
-        tile: Tile | None,
+        tile: int | None,
         image_nE: Tensor,
         text_nE: Tensor,
         *scalars: Tensor,
@@ -121,9 +111,7 @@ class AtEmbeddings(torch.autograd.Function):
         directions = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
         with full_precision(image_nE.device):
             wide = [scalar.to(batch.image_NE.dtype) for scalar in scalars]
-            loss, gradients = compute(
-                directions, *wide, batch, total, tile or tile_of(len(image_nE), total, image_nE.device)
-            )
+            loss, gradients = compute(directions, *wide, batch, total, tile or tile_rows(total, image_nE.device))
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [value.dtype for value in (image_nE, text_nE, *scalars)]
         return loss
@@ -138,55 +126,44 @@ class AtEmbeddings(torch.autograd.Function):
 
 
 def _info_nce(
-    directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: Tile
+    directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
     nll_n2 = torch.empty_like(lse_n2)
-    is_one = tile.rows >= len(directions[0][0]) and tile.columns >= total
+    is_one = tile >= len(directions[0][0])
     kept: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []  # the logits, where a direction is one tile
     for direction, (rows_nE, columns_NE) in enumerate(directions):
         scaled_nE = scale * rows_nE
-        for part in slices(len(rows_nE), tile.rows):
-            positive_T, others_T = lse_n2.new_full((2, part.stop - part.start), -torch.inf)
-            for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, (row, column) = logits_of(scaled_nE, columns_NE, batch, part, columns)
-                positive_T[row] = logits_TC[row, column]
-                logits_TC[row, column] = -torch.inf
-                others_T = torch.logaddexp(others_T, logits_TC.logsumexp(1))
-                if is_one:
-                    kept.append((logits_TC, (row, column)))
+        for part in slices(len(rows_nE), tile):
+            logits_TN, own = logits_of(scaled_nE, columns_NE, batch, part)
+            positive_T = logits_TN[own]
+            logits_TN[own] = -torch.inf
             # softplus(lse over the negatives - positive) loses no digits near convergence; lse - positive does. Its
             # usual threshold of 20 would lose 2e-9, which gradient checks in fp64 see.
-            nll_n2[part, direction] = softplus(others_T - positive_T, threshold=40)
+            nll_n2[part, direction] = softplus(logits_TN.logsumexp(1) - positive_T, threshold=40)
             lse_n2[part, direction] = positive_T + nll_n2[part, direction]
+            if is_one:
+                kept.append((logits_TN, own))
     shared_N3 = distributed.gather(torch.cat([lse_n2, nll_n2.sum(1, keepdim=True)], 1), batch.sizes)
     diagonal_grad_n = torch.expm1(-nll_n2).sum(1)  # softmax - 1, of both directions
     grads = []
     for direction, (rows_nE, columns_NE) in enumerate(directions):
         scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
-        for part in slices(len(rows_nE), tile.rows):
-            for columns in slices(len(columns_NE), tile.columns):
-                logits_TC, (row, column) = (
-                    kept.pop(0) if is_one else logits_of(scaled_nE, columns_NE, batch, part, columns)
-                )
-                weight_TC = (logits_TC - lse_n2[part, direction, None]).exp_()
-                weight_TC += logits_TC.sub_(shared_N3[columns, 1 - direction]).exp_()
-                weight_TC[row, column] = diagonal_grad_n[part][row]
-                add_product(grad_nE[part], weight_TC, columns_NE, columns)
+        for part in slices(len(rows_nE), tile):
+            logits_TN, own = kept.pop(0) if is_one else logits_of(scaled_nE, columns_NE, batch, part)
+            weight_TN = (logits_TN - lse_n2[part, direction, None]).exp_()
+            weight_TN += logits_TN.sub_(shared_N3[:, 1 - direction]).exp_()
+            weight_TN[own] = diagonal_grad_n[part]
+            torch.mm(weight_TN, columns_NE, out=grad_nE[part])
         grads.append(grad_nE.div_(2 * total))
     scale_grad = (grads[0] * directions[0][0]).sum()  # sum_ij weight_ij <a_i, b_j> over this rank's rows
     loss = shared_N3[:, 2].sum() / (2 * total)
     return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
 
 
-def tile_of(rows: int, columns: int, device: torch.device) -> Tile:
-    """Return the size of tiles: all columns, or a square of very many."""
-    kind = device.type if device.type in LARGE else "cuda"
-    most, side = LARGE[kind]
-    if columns <= most:
-        return Tile(TILE_ELEMENTS[kind] // max(1, columns) or 1, columns)
-    height = max(1, min(rows, side))
-    return Tile(height, side**2 // height)
+def tile_rows(columns: int, device: torch.device) -> int:
+    """Return how many rows of so many logits are computed at a time."""
+    return TILE_ELEMENTS.get(device.type, TILE_ELEMENTS["cuda"]) // max(1, columns) or 1
 
 
 def slices(count: int, most: int) -> list[slice]:
@@ -195,21 +172,15 @@ def slices(count: int, most: int) -> list[slice]:
 
 
 def logits_of(
-    rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, part: slice, columns: slice
+    rows_nE: Tensor, columns_NE: Tensor, batch: GlobalBatch, part: slice
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return a tile of logits `[T, C]`, other positives at -inf, and the own pairs' index."""
-    logits_TC = rows_nE[part] @ columns_NE[columns].T
+    """Return a tile of logits `[T, N]`, other positives at -inf, and the index of the own pairs."""
+    logits_TN = rows_nE[part] @ columns_NE.T
     first, last = batch.offset + part.start, batch.offset + part.stop  # of the rows in the global batch
-    low = max(first, columns.start)
-    own = torch.arange(low, max(low, min(last, columns.stop)), device=logits_TC.device)
-    diagonal = (own - first, own - columns.start)
+    row = torch.arange(last - first, device=logits_TN.device)
+    own = (row, row + first)
     if batch.shared_ids:
-        same = same_pair(batch.ids_N2[first:last], batch.ids_N2[columns])
-        same[diagonal] = False
-        logits_TC.masked_fill_(same, -torch.inf)
-    return logits_TC, diagonal
-
-
-def add_product(sum_TE: Tensor, weight_TC: Tensor, columns_NE: Tensor, columns: slice) -> None:
-    """Add the weighted columns of a tile; the first tile overwrites."""
-    sum_TE.addmm_(weight_TC, columns_NE[columns], beta=min(columns.start, 1))
+        same = same_pair(batch.ids_N2[first:last], batch.ids_N2)
+        same[own] = False
+        logits_TN.masked_fill_(same, -torch.inf)
+    return logits_TN, own

@@ -1,6 +1,6 @@
 """Image-text matching: the fusion head classifies pairs as matching or not.
 
-Shape letters: P pairs, n this rank's rows, N the global batch, T rows and C columns of a tile, E embedding width, L tokens.
+Shape letters: P pairs, n this rank's rows, N the global batch, T rows of a tile, E embedding width, L tokens.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from mm_utils.model.encoding import knows_padding, length_groups
 from mm_utils.model.fusion import rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
-from mm_utils.objectives.losses import GlobalBatch, Tile, full_precision, same_pair, slices, tile_of
+from mm_utils.objectives.losses import GlobalBatch, full_precision, same_pair, slices, tile_rows
 from mm_utils.objectives.negatives import Negatives
 from mm_utils.objectives.terms import Batch, Encoded, Report, RowPlan, RowTerm
 
@@ -158,9 +158,7 @@ def _texts(
     longest, chosen = max(1, lengths.max()), to_device(wanted, device)
     wanted_mask = plan.attention_mask[chosen, :longest]
     with knows_padding(lengths.min() < longest):
-        pooled, foreign_states = model.text_features(plan.input_ids[chosen, :longest], wanted_mask)
-    if "text_states" in batch:  # rounded as this rank's own are, which were stored
-        foreign_states = foreign_states.to(batch["text_states"].dtype).to(pooled)
+        _, foreign_states = model.text_features(plan.input_ids[chosen, :longest], wanted_mask)
     head: Any = model.fusion
     foreign_states = head.encode_text(foreign_states)
     states = _one_below_the_other(encoded.text_states[:own], foreign_states)
@@ -168,7 +166,7 @@ def _texts(
 
 
 def hard_negatives(
-    query_nE: Tensor, keys_NE: Tensor, scale: Tensor, batch: GlobalBatch, key: int, tile: Tile | None = None
+    query_nE: Tensor, keys_NE: Tensor, scale: Tensor, batch: GlobalBatch, key: int, tile: int | None = None
 ) -> Tensor:
     """Draw a negative for each own row: its global index, -1 if there is none, int64 `[n]`.
 
@@ -177,19 +175,13 @@ def hard_negatives(
     noise is a hash of `key` and of the ids of both pairs: the draw depends neither on the order of the batch nor on how many
     ranks hold it.
     """
-    tile = tile or tile_of(len(query_nE), len(keys_NE), query_nE.device)
-    ids_n2, pair_N = batch.ids_N2[batch.offset : batch.offset + len(query_nE)], pair_keys(batch.ids_N2)
-    pair_n = pair_N[batch.offset : batch.offset + len(query_nE)]
-    chosen_n = torch.full_like(pair_n, -1)
-    best_n = torch.full_like(pair_n, -torch.inf, dtype=torch.float32)
-    for part in slices(len(query_nE), tile.rows):
-        for columns in slices(len(keys_NE), tile.columns):
-            with full_precision(query_nE.device):
-                logits_TC = scale.float() * query_nE[part].float() @ keys_NE[columns].float().T
-            logits_TC = logits_TC + gumbel_noise(pair_n[part], pair_N[columns], key)
-            logits_TC = logits_TC.masked_fill(same_pair(ids_n2[part], batch.ids_N2[columns]), -torch.inf)
-            best_T, index_T = logits_TC.max(1)
-            is_better = best_T > best_n[part]
-            chosen_n[part] = torch.where(is_better, index_T + columns.start, chosen_n[part])
-            best_n[part] = torch.where(is_better, best_T, best_n[part])
+    mine = slice(batch.offset, batch.offset + len(query_nE))
+    ids_n2, pair_N = batch.ids_N2[mine], pair_keys(batch.ids_N2)
+    chosen_n = torch.full_like(pair_N[mine], -1)
+    for part in slices(len(query_nE), tile or tile_rows(len(keys_NE), query_nE.device)):
+        with full_precision(query_nE.device):
+            logits_TN = scale.float() * query_nE[part].float() @ keys_NE.float().T
+        logits_TN = logits_TN + gumbel_noise(pair_N[mine][part], pair_N, key)
+        best_T, index_T = logits_TN.masked_fill(same_pair(ids_n2[part], batch.ids_N2), -torch.inf).max(1)
+        chosen_n[part] = torch.where(best_T > -torch.inf, index_T, -1)
     return chosen_n

@@ -16,7 +16,6 @@ import datasets
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
@@ -75,11 +74,6 @@ class Term:
 
     def __init__(self, seed: int = 0):
         self.seed = seed
-
-    @classmethod
-    def build(cls, args: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> "Term":
-        """Return the term of a run: its `ObjectiveArguments`, its seed, and the tokenizer of its texts."""
-        return cls(seed)
 
     def evaluator(self, medium: str) -> Evaluator | None:
         """Return what measures on images, clips or sounds what the term teaches; terms share one of a class."""

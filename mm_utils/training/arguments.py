@@ -74,7 +74,6 @@ class TrainingArguments:
     early_stopping_patience: int = arg(
         0, "Stop after N evaluations without a better metric; 0 = never.", decides="length"
     )
-    ema_decay: float = arg(0.0, "Average the weights with this decay and evaluate and save the average; 0 = off.")
     max_corrupt_share: float = arg(
         0.01,
         "Stop once more than this share of the training rows cannot be read; each is replaced by another.",
@@ -106,8 +105,6 @@ class TrainingArguments:
             raise ValueError(f"--max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
         if self.ddp_timeout <= 0:
             raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"--ema_decay is {self.ema_decay}; give 0 (off) or a share below 1, e.g. 0.999.")
         if self.early_stopping_patience and self.eval_steps <= 0:
             raise ValueError("--early_stopping_patience needs evaluations: set --eval_steps.")
 

@@ -11,7 +11,6 @@ from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
-from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
 
 logger = logging.getLogger(__name__)
@@ -138,10 +137,7 @@ class ProgressBar(TrainerCallback):
             if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))
         ]
         if figures and state.is_world_process_zero:
-            data, few = kwargs.get("data"), ""
-            if data is not None and "eval_mean_recall" in logs:
-                few = too_few(len(data.splits["validation"]), data.medium)
-            self.bar.write(f"step {state.global_step}: {', '.join(figures)}{few and '. '}{few}")
+            self.bar.write(f"step {state.global_step}: {', '.join(figures)}")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the finished bar on the screen."""

@@ -42,7 +42,6 @@ class Stage:
         None  # the metric that `metric` stands in for; where that is not measured, the last head is best
     )
     judges_start: bool = True  # the weights at `begin` may be the best
-    awaits_new_head: bool = False  # a later stage trains a head that was not trained before
     rate: float = 1.0  # a factor of the peak rates
 
     def freeze_others(self, objective: nn.Module) -> None:
@@ -121,7 +120,7 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
     without_head, without_encoders = (
         frozenset(name for name in trained if not name.startswith(part)) for part in (HEAD, ENCODERS)
     )
-    encoders = Stage("encoders", 0, begin, without_head, metric, begin == steps, awaits_new_head=is_new)
+    encoders = Stage("encoders", 0, begin, without_head, metric, begin == steps)
     head = replace(head, begin=begin, trains=without_encoders, rate=HEAD_RATE)
     return [stage for stage in (encoders, head) if stage.begin < stage.end]
 

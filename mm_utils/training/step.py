@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.model.adapt import WeightAverage
 from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.reliability.skipped import NonfiniteSteps
@@ -40,7 +39,6 @@ class TrainStep:
         stage: the steps that are taken, and their rates.
 
     Attributes:
-        average: the moving average of the weights, with `--ema_decay`.
         micro_batch_size: the number of pairs that this rank holds at a time; None for all.
         nonfinite: the steps that changed nothing because they were not finite.
     """
@@ -56,8 +54,7 @@ class TrainStep:
     ):
         self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
         self.objective, self.optimizer, self.stage = objective, optimizer, stage
-        self.unwrapped = unwrapped = accelerator.unwrap_model(objective)
-        self.average = WeightAverage(unwrapped.model, args.ema_decay) if args.ema_decay else None
+        self.unwrapped = accelerator.unwrap_model(objective)
         self.sizes, size = args.batch_sizes, args.micro_batch_size
         share = -(-max(self.sizes.sizes) // distributed.world_size())
         # "auto" is all pairs of this process, halved when memory runs out.
@@ -93,8 +90,6 @@ class TrainStep:
             if (highest := self.unwrapped.highest_scale) is not None:
                 with torch.no_grad():  # CLIP keeps the inverse temperature in 1 to 100 (arXiv 2103.00020)
                     self.unwrapped.model.logit_scale.clamp_(0.0, math.log(highest))
-            if self.average is not None:
-                self.average.update()
         elif scaler is not None:
             scaler.update()  # lower or raise the scale, by what unscaling has found
             if scaler.get_scale() < _MIN_LOSS_SCALE:

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import torch
-from PIL import Image
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mm_utils.arguments import Parsed
 from mm_utils.data.batches.column_cache import column_digest, image_digest
+from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.data.batches.tokens import fingerprint, tokenizer_digest
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
@@ -20,9 +22,8 @@ from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import UnreadableError
 from mm_utils.objectives.contrastive import Distillation
-from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
-from mm_utils.training.feature_cache import Block, Source, weights_digest
+from mm_utils.training.feature_cache import Block, stored_features, weights_digest
 
 FLAG = "--teacher_name_or_path"
 
@@ -40,21 +41,14 @@ class Teacher(nn.Module):
             reads = self.medium.key, tokenizer_digest(processor.tokenizer)
             settings = {**self.model.config.to_dict(), "reads": str(reads)}
         else:
-            try:
-                from sentence_transformers import SentenceTransformer
+            from sentence_transformers import SentenceTransformer
 
-                safe = {"use_safetensors": True, "dtype": "float32"}
-                self.model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=False, model_kwargs=safe)
-                both = [self.embed([each]) for each in (Image.new("RGB", (64, 64)), "a")]
-                self.width = torch.cat(both).shape[1]  # one width, or this is an error
-            except Exception as error:  # of any kind: its modules are of many classes
-                raise ValueError(
-                    f"{FLAG} is {name}; it does not embed images and texts: {one_line(error)}. Give the folder of a "
-                    "SentenceTransformer that does, and run pip install sentence-transformers."
-                ) from error
+            safe = {"use_safetensors": True, "dtype": "float32"}
+            self.model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=False, model_kwargs=safe)
+            self.width = self.embed(["a"]).shape[1]
             files = sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".txt", ".model", ".jinja"))
             settings = {str(path.relative_to(folder)): path.read_bytes().hex() for path in files}
-        self.config = SimpleNamespace(to_dict=lambda: settings)
+        self.config = SimpleNamespace(to_dict=lambda: settings)  # for the digest
 
     def read(self, value: dict[str, Any]) -> Any:
         """Return a stored medium as `embed` takes it; None if it cannot be decoded, which is never shown."""
@@ -74,26 +68,21 @@ class Teacher(nn.Module):
         return self.model.encode_image(pixels, with_keys_values=False)[0].float().cpu()
 
 
-class _Embeddings(Source):
-    """The teacher, run on every medium and on all its captions."""
-
-    name, flag = "teacher", FLAG
-
-    def depends_on(self) -> tuple:
-        return image_digest(self.rows), column_digest(self.rows, "captions"), fingerprint(self.rows)
-
-    @torch.no_grad()
-    def blocks(self) -> Iterator[Block]:
-        with ThreadPoolExecutor() as pool, self.accelerator.autocast():
-            for draws in self.batches:
-                rows = [self.rows[row] for row, _ in draws]
-                counts = [len(row["captions"]) for row in rows]
-                image_nE, text_tE = (torch.zeros(size, self.model.width) for size in (len(rows), sum(counts)))
-                media = dict(enumerate(pool.map(self.model.read, [row["image"] for row in rows])))
-                if there := [place for place, medium in media.items() if medium is not None]:
-                    image_nE[there] = self.model.embed([media[place] for place in there])
-                    text_tE = self.model.embed([text for row in rows for text in row["captions"]])
-                yield {"teacher_image": (image_nE,), "teacher_text": (text_tE, counts)}, {}
+@torch.no_grad()
+def _embeddings(
+    teacher: Teacher, rows: datasets.Dataset, batches: EvaluationBatches, accelerator: Accelerator
+) -> Iterator[Block]:
+    """Run the teacher on every medium and on all its captions."""
+    with ThreadPoolExecutor() as pool, accelerator.autocast():
+        for draws in batches:
+            drawn = [rows[row] for row, _ in draws]
+            counts = [len(row["captions"]) for row in drawn]
+            image_nE, text_tE = (torch.zeros(size, teacher.width) for size in (len(drawn), sum(counts)))
+            media = dict(enumerate(pool.map(teacher.read, [row["image"] for row in drawn])))
+            if there := [place for place, medium in media.items() if medium is not None]:
+                image_nE[there] = teacher.embed([media[place] for place in there])
+                text_tE = teacher.embed([text for row in drawn for text in row["captions"]])
+            yield {"teacher_image": (image_nE,), "teacher_text": (text_tE, counts)}, {}
 
 
 class CacheTeacher(RunCallback):
@@ -109,22 +98,31 @@ class CacheTeacher(RunCallback):
     def attach(cls, given: Parsed) -> "CacheTeacher":
         """Return the callback of a teacher that exists."""
         name = given[cls.flag]
-        Teacher(name) if name.startswith("st:") else check_model(name, FLAG)  # complains before the data are loaded
+        if not name.startswith("st:"):
+            check_model(name, FLAG)  # complains before the data are loaded
         return cls(name)
 
     def on_start(self, run: Any) -> None:
         """Put the embeddings beside the training rows, and the teacher's scale into the term."""
-        run.timed_pass(run.data.num_rows, run.data.num_rows, lambda: self._embed(run))
+        run.timed_pass(run.data.num_rows, run.data.num_rows, partial(self.embed, run))
 
-    def _embed(self, run: Any) -> None:
+    def embed(self, run: Any) -> None:
+        """Embed the training rows, as `on_start` says."""
         data, teacher = run.data, Teacher(self.name)
         kind = "image" if teacher.medium is None else teacher.model.config.medium
         if data.medium != kind:
             raise ValueError(
                 f"{FLAG} is {self.name}; it embeds {kind}s, and the data are {data.medium}s. Give another."
             )
-        source = _Embeddings(data, "train", teacher, teacher, run.run.accelerator)
-        data.features["train"] = datasets.concatenate_datasets([data.rows("train"), source.open_or_compute()], axis=1)
+        rows, accelerator = data.splits["train"], run.run.accelerator
+        batches = EvaluationBatches(len(rows), data.eval_batch_size)
+        depends_on = image_digest(rows), column_digest(rows, "captions"), fingerprint(rows)
+        blocks = _embeddings(teacher, rows, batches, accelerator)
+        embeddings = stored_features(
+            *("teacher", teacher, depends_on, blocks),
+            **{"model": teacher, "batches": batches, "accelerator": accelerator, "flag": FLAG},
+        )
+        data.features["train"] = datasets.concatenate_datasets([data.rows("train"), embeddings], axis=1)
         data.identity["teacher"] = weights_digest(teacher)
         for term in run.objective.weights:
             if isinstance(term, Distillation):

@@ -1,22 +1,18 @@
 """Measure how well a run uses its hardware."""
 
 import time
-from contextlib import suppress
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils.model.encoding import computed_tokens
-from mm_utils.objectives.grad_cache import cuts
 from mm_utils.training.memory import peak_bytes
 
 
 class Throughput(TrainerCallback):
     """Add to each training row the rates since the row before, of this rank by default.
 
-    pairs_per_second: pairs of all ranks. data_wait: share of the time. padding: share of the tokens. peak_memory_gib.
-    gpu_utilisation: share of the last sample period in which the GPU ran a kernel.
+    pairs_per_second: pairs of all ranks. data_wait: share of the time. peak_memory_gib.
     """
 
     def __init__(self, device: torch.device):
@@ -31,11 +27,7 @@ class Throughput(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count a step."""
-        lengths = kwargs["batch"]["lengths"]
         self.pairs += args.batch_sizes.at(state.global_step - 1)
-        self.real_tokens += sum(lengths)
-        for cut in cuts(len(lengths), kwargs["micro_batch_size"]):
-            self.tokens += computed_tokens(lengths[cut.start : cut.stop], self.device.type)
         self.wait += kwargs["data_wait"]
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -46,12 +38,7 @@ class Throughput(TrainerCallback):
         seconds = max(1e-9, time.perf_counter() - self.start)
         logs["pairs_per_second"] = self.pairs / seconds
         logs["data_wait"] = self.wait / seconds
-        logs["padding"] = 1 - self.real_tokens / self.tokens if self.tokens else 0.0
         logs["peak_memory_gib"] = peak_bytes(self.device) / 2**30
-        # NVML raises errors of many kinds: without nvidia-ml-py, without a driver, on a MIG slice. None matters.
-        with suppress(Exception):
-            if self.device.type == "cuda":
-                logs["gpu_utilisation"] = torch.cuda.utilization(self.device) / 100
         self._restart(time.perf_counter())
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -59,5 +46,4 @@ class Throughput(TrainerCallback):
         self._restart(None)
 
     def _restart(self, start: float | None) -> None:
-        self.start, self.wait = start, 0.0
-        self.pairs = self.real_tokens = self.tokens = 0
+        self.start, self.wait, self.pairs = start, 0.0, 0

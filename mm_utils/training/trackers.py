@@ -3,12 +3,12 @@
 import logging
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, filter_trackers, get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed, arg
@@ -31,7 +31,7 @@ class TrackerArguments:
 
     def __post_init__(self) -> None:
         installed = [tracker.value for tracker in get_available_trackers()]
-        if set(self.names) - {"all", *installed}:
+        if set(self.names) - set(installed):
             raise ValueError(
                 f"--report_to is {self.report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
             )
@@ -48,31 +48,27 @@ class Tracking(RunCallback):
     arguments = TrackerArguments
     flag = "report_to"
 
-    def __init__(self, args: TrackerArguments):
-        self.args = args
-        self._trackers: list[GeneralTracker] = []
-        self._failed: set[str] = set()
+    def __init__(self, names: Sequence[str]):
+        self.names, self.trackers, self.failed = names, list[GeneralTracker](), set[str]()
 
     @classmethod
-    def attach(cls, given: Parsed) -> "Tracking | None":
-        """Return the callback with a tracker."""
-        return cls(given[TrackerArguments]) if given[TrackerArguments].names else None
+    def attach(cls, given: Parsed) -> "Tracking":
+        """Return the callback."""
+        return cls(given[TrackerArguments].names)
 
     def on_start(self, run: Any) -> None:
         """Start the trackers."""
         if not run.run.accelerator.is_main_process:
             return
-        folder, settings = str(run.run.output_dir), without_secrets(run.run.settings).items()
-        given = {name: value for name, value in settings if value is not None}
-        config = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
-        }
+        given = {name: value for name, value in without_secrets(run.run.settings).items() if value is not None}
+        plain = (bool, int, float, str)
+        config = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
 
         def start(name: str) -> None:
             kind = LOGGER_TYPE_TO_CLASS[name]
-            tracker = kind(run.run.name, *[folder] if kind.requires_logging_directory else [])
+            tracker = kind(run.run.name, *[str(run.run.output_dir)] if kind.requires_logging_directory else [])
             tracker.start()
-            self._trackers.append(tracker)
+            self.trackers.append(tracker)
             tracker.store_init_configuration(config)
 
         try:
@@ -80,7 +76,7 @@ class Tracking(RunCallback):
         except ValueError:  # a quote has lost its partner
             words = sys.argv[:1]
         with mock.patch.object(sys, "argv", words):  # some trackers publish it
-            for name in map(str, filter_trackers(self.args.names, folder)):
+            for name in self.names:
                 self._try(name, start, name)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -90,12 +86,12 @@ class Tracking(RunCallback):
             for name, value in kwargs["logs"].items()
             if name != "step"
         }
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             self._try(tracker.name, tracker.log, values, state.global_step)
 
     def on_publish(self, run: Any) -> None:
         """End the trackers."""
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             self._try(tracker.name, tracker.finish)
 
     def _try(self, name: str, act: Callable[..., Any], *given: Any) -> None:
@@ -103,7 +99,7 @@ class Tracking(RunCallback):
         try:
             act(*given)
         except (Exception, SystemExit) as error:  # a client may exit
-            if name not in self._failed:
-                self._failed.add(name)
+            if name not in self.failed:
+                self.failed.add(name)
                 text = "the tracker %s lacks metrics: %s. Training goes on; all metrics are in metrics.jsonl"
                 logger.warning(text, name, one_line(error))

@@ -6,7 +6,7 @@ number of processes continues with the same batches. A run may be several stages
 callbacks then see training begin and end as often.
 
 Callbacks get the stock events, with further keyword arguments:
-    on_step_begin: batch, data_wait (seconds). on_step_end: report, batch, data_wait, micro_batch_size.
+    on_step_begin: batch, data_wait (seconds). on_step_end: report, batch, data_wait.
     on_prediction_step: before every evaluation batch. on_log: logs, to which a callback may add values.
     on_evaluate: metrics, to which a callback may add values: they are logged, too.
     on_save: checkpoint, the folder, once it is complete; training is steps ahead of it then.
@@ -16,7 +16,7 @@ manager is entered around training, and one that is `ExportableState` is stored 
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,15 +91,12 @@ class Trainer:
         )
         self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // data.num_rows)
         self.step = TrainStep(args, optimizer_args, accelerator, self.objective, self.optimizer, stage)
-        self.average = self.step.average
         early = [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else []
         self.callbacks = CallbackRunner([*callbacks, *early], self._context, accelerator.device)
         self.signals = Interruption()
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
         self.flags = comparable(flags or {})
-        self.captured = TrainingState(
-            accelerator, self.output_dir, data.processor, objective, self.optimizer, self.average
-        )
+        self.captured = TrainingState(accelerator, self.output_dir, data.processor, objective, self.optimizer)
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
         self._evaluated_step, self._saved_step = -1, stage.begin
         self._resumed_from: Path | None = None
@@ -147,8 +144,6 @@ class Trainer:
         self.callbacks.call("on_train_end")
         if self.ends_run:
             self.captured.save_model()
-        elif self.average is not None:
-            self.average.settle()
         if not complete:
             self._fail_after_save_errors()
         return metrics
@@ -163,10 +158,7 @@ class Trainer:
             self.state.global_step += 1
             self.state.epoch = self.sizes.before(self.state.global_step) / self.data.num_rows
             self._schedule_actions()
-            size = self.step.micro_batch_size
-            self.callbacks.call(
-                "on_step_end", report=report, batch=batch, data_wait=loader.wait, micro_batch_size=size
-            )
+            self.callbacks.call("on_step_end", report=report, batch=batch, data_wait=loader.wait)
             signal = self._sync_ranks()
             metrics = self._run_due_actions(report) or metrics
             if signal:
@@ -248,17 +240,10 @@ class Trainer:
     # -- evaluation -------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate now, log, and call the callbacks; return the metrics.
-
-        With a weight average, which is what will be saved, `eval_*` are its metrics, and `eval_raw_*` those of the current
-        weights.
-        """
+        """Evaluate now, log, and call the callbacks; return the metrics."""
         self.callbacks.call("on_evaluate_begin")
-        # The saved weights come last: evaluators keep their last findings, for the pictures.
-        raw = self.measure() if self.average is not None else {}
-        found = self.measure(saved=True)
+        found = self.measure()
         metrics = {f"eval_{name}": value for name, value in found.items()}
-        metrics |= {f"eval_raw_{name}": value for name, value in raw.items()}
         self._evaluated_step = self.state.global_step
         if self._is_evaluated():  # before a kill: evaluators need their findings again, the log and callbacks do not
             return metrics
@@ -278,12 +263,11 @@ class Trainer:
         """Return the steps whose checkpoints are kept: that of the best, and that which the stage began with."""
         return [*self.stage.ranked(self.state.log_history)[:1], self.stage.begin] if self.args.keeps_best else []
 
-    def measure(self, saved: bool = False) -> dict[str, float]:
-        """Evaluate the current weights, or those that would be saved, without logging."""
+    def measure(self) -> dict[str, float]:
+        """Evaluate the current weights, without logging."""
         assert self.data.eval_loader is not None
         self.objective.eval()
-        average = self.average.applied() if saved and self.average is not None else nullcontext()
-        with average, unsharded(self.objective):
+        with unsharded(self.objective):
             loader = self.data.eval_loader.with_check(self._check_stop_signal)
             return in_turn(*self.evaluators)(self.model, loader, self.accelerator)
 
@@ -308,8 +292,6 @@ class Trainer:
         """Start writing all that a resumed run needs, in a folder for `from_pretrained`."""
         self.callbacks.call("on_save_begin")
         self.state.stateful_callbacks = self.callbacks.exported()  # type: ignore[assignment]
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(self.writer.path(self.state.global_step))
         self.writer.wait()  # the host holds one copy at a time
         run = {"identity": self.identity, "flags": self.flags, "nonfinite_steps": self.step.nonfinite.count}
         run["stage"] = {"name": self.stage.name, "begin": self.stage.begin}
@@ -366,10 +348,6 @@ class Trainer:
             else:
                 lost = self.writer.path(ranked[0])
                 logger.warning("%s could not be written, so the last weights are kept in place of the best", lost)
-        if self.ends_run and self.stage.awaits_new_head:
-            self.model.config.rerank_weights = {}
-            self.choice += f" No head was trained: the run ended at step {last}, and its head learns from step {self.stage.end} on."
-        self.choice = self.choice.strip()
         return metrics
 
     def _load_best(self, best: int, path: Path) -> dict[str, float]:
@@ -385,18 +363,18 @@ class Trainer:
         reranks = any((self.model.config.rerank_weights or {}).values())
         if self.stage.lost_recall(history, best, reranks) and (start := self._folder_of(self.stage.begin)):
             self._put_back_projections(start)
-            metrics = {f"eval_{name}": value for name, value in self.measure(saved=True).items()}
+            metrics = {f"eval_{name}": value for name, value in self.measure().items()}
             self.choice += " Its projections are those that it began with: later ones cost more recall than it adds."
             row["saved_projections_step"] = self.stage.begin
         elif best != self._evaluated_step:
-            self.measure(saved=True)  # the pictures are of what is saved
+            self.measure()  # the pictures are of what is saved
         if self.accelerator.is_main_process:
             append_rows(self.output_dir / METRICS_FILE, [row])
         return metrics
 
     def _put_back_projections(self, path: Path) -> None:
         """Load all weights of a checkpoint but the head's."""
-        weights = [*self.model.named_parameters(), *(self.average.values.items() if self.average is not None else ())]
+        weights = self.model.named_parameters()
         heads = [(weight, weight.detach().clone()) for name, weight in weights if f"model.{name}".startswith(HEAD)]
         self.captured.load_weights(path)
         with torch.no_grad():
@@ -404,9 +382,9 @@ class Trainer:
                 weight.copy_(kept)
 
     def _folder_of(self, step: int) -> Path | None:
-        """Return the checkpoint of a step, maybe in the folder that the run was begun in; None if it is lost."""
-        place, stored, resumed = self.writer.path(step), self.state.best_model_checkpoint, self._resumed_from
-        others = [path.parent / place.name for path in (resumed, stored and Path(stored)) if resumed and path]
+        """Return the checkpoint of a step, maybe in the folder that the run was resumed from; None if it is lost."""
+        place = self.writer.path(step)
+        others = [self._resumed_from.parent / place.name] if self._resumed_from else []
         return next((path for path in (place, *others) if path.is_dir()), None)
 
     def _save_and_exit(self, signal: int) -> NoReturn:

@@ -9,13 +9,12 @@ negatives of each other and lower chance a little.
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed, arg
+from mm_utils.arguments import Parsed
 from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.optim import OptimizerArguments, warmup_steps
 
@@ -26,9 +25,7 @@ Row = dict[str, float]
 SHARE, MAX_STEPS, MIN_ROWS = 0.1, 500, 5  # a finding must last this share of the run, and this many log rows
 NEAR = 0.02  # a loss within this share of chance is at chance, and a loss that falls by less does not fall
 ONE_POINT = 0.01  # spread, which is a mean cosine of 0.99
-FORGOTTEN = 0.1  # of the best mean recall, by which a later one is lower; of 165 photographs it varies by half of it
 COLLAPSED, STILL, COLLAPSE_STEPS = 0.01, 0.01, 50  # within 1 % of chance, at a gradient norm below 0.01, for 50 steps
-FEW_STEPS = 50  # the smallest encoders from scratch need about 20 to leave chance
 
 
 def chance_loss(pairs: int, sigmoid: bool) -> float:
@@ -36,42 +33,24 @@ def chance_loss(pairs: int, sigmoid: bool) -> float:
     return math.log(pairs) + ((pairs - 1) * math.log(pairs / (pairs - 1)) if sigmoid else 0.0)
 
 
-@dataclass
-class CollapseArguments:
-    """Runs that learn nothing."""
-
-    stop_collapsed: bool = arg(
-        True,
-        "Stop a run whose embeddings have become all alike, and which therefore learns nothing any more.",
-        decides="length",
-    )
-
-
 class CollapseWarning(RunCallback):
-    """Read the log, and warn once for each cause: the finding, the likely reason and the remedy.
-
-    After warm-up, several rows in succession must agree that the contrastive loss is at chance. A zero gradient and a loss that is
-    not finite count at once.
-    """
+    """Read the log, and warn once for each cause: a contrastive loss that stays at chance after warm-up, and a zero gradient."""
 
     scripts = ("pretrain",)
-    arguments = CollapseArguments
 
-    def __init__(self, optimizer_args: OptimizerArguments, stops: bool = True):
-        self.optimizer_args, self.stops = optimizer_args, stops
+    def __init__(self, optimizer_args: OptimizerArguments):
+        self.optimizer_args = optimizer_args
 
     @classmethod
     def attach(cls, given: Parsed) -> "CollapseWarning":
         """Return the callback of any run."""
-        return cls(given[OptimizerArguments], given["stop_collapsed"])
+        return cls(given[OptimizerArguments])
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forget an earlier run; read a resumed one's log, and log again what still holds."""
         self.lines = max(MIN_ROWS, int(min(SHARE * state.max_steps, MAX_STEPS) / max(1, args.logging_steps)))
         self.rows: list[Row] = []
         self.still_since: float | None = None  # the first step of those at chance without a gradient
-        self.evaluation: Row = {}
-        self.best: Row = {}
         self.said: set[str] = set()
         for row in state.log_history:
             list(self._read(row, args, state))
@@ -89,7 +68,7 @@ class CollapseWarning(RunCallback):
             if cause not in self.said and state.is_world_process_zero:
                 logger.warning("%s", message)
             self.said.add(cause)
-        if not self.stops or self.still_since is None or not self.rows:
+        if self.still_since is None or not self.rows:
             return
         is_point = max(row.get(f"eval_{side}_spread", math.inf) for side in ("image", "text")) < ONE_POINT
         if is_point or ("loss" in row and row["step"] - self.still_since >= COLLAPSE_STEPS):
@@ -98,36 +77,18 @@ class CollapseWarning(RunCallback):
                 f"contrastive_loss is {last['contrastive_loss']:.4g} at step {last['step']:.0f}, which is chance, and grad_norm is "
                 f"{last['grad_norm']:.1g}; all images, or all texts, are embedded alike, and so small a gradient does not part them "
                 "again. Start anew with a lower rate: leave --learning_rate and --warmup_ratio out, which then fit the encoders, or "
-                "give a tenth of it; or start from pretrained encoders. --stop_collapsed false goes on."
+                "give a tenth of it; or start from pretrained encoders."
             )
 
     def _read(self, row: Row, args: Any, state: TrainerState) -> Iterator[tuple[str, str]]:
         """Add a row of the log; yield causes and messages."""
-        is_judged = row["step"] > warmup_steps(state.max_steps, self.optimizer_args)
-        if "eval_image_effective_rank" in row:
-            recall, before = row.get("eval_mean_recall", 0.0), self.best.get("eval_mean_recall", 0.0)
-            if recall < (1 - FORGOTTEN) * before:
-                yield (
-                    "recall",
-                    f"eval_mean_recall is {recall:.3f} at step {row['step']} and was {before:.3f} at step {self.best['step']}; the "
-                    "run forgets what carries over to other images. Lower --learning_rate, freeze the backbones, or train on more "
-                    "pairs, and set --eval_steps to keep the best weights.",
-                )
-            self.best = row if recall >= before else self.best
-            self.evaluation = row if is_judged else self.evaluation
-            return
         if row.get("grad_norm") == 0:
             yield (
                 "gradient",
                 f"grad_norm is 0 at step {row['step']}; no trained parameter influences the loss, or the gradient underflows. "
                 "Check --freeze_vision, --freeze_text and the weights of --objectives, or train in bf16 instead of fp16.",
             )
-        if not math.isfinite(row.get("loss", 0.0)) or row.get("nonfinite_steps"):
-            yield (
-                "finite",
-                f"The loss or its gradient is not finite at or before step {row['step']}; such steps change nothing. Lower "
-                "--learning_rate, train in bf16 instead of fp16, or look at the images in nonfinite_steps.jsonl.",
-            )
+        is_judged = row["step"] > warmup_steps(state.max_steps, self.optimizer_args)
         if not is_judged or not math.isfinite(row.get("contrastive_loss", math.nan)):
             return
         chance = chance_loss(args.batch_sizes.at(int(row["step"]) - 1), "logit_bias" in row)
@@ -144,19 +105,7 @@ class CollapseWarning(RunCallback):
             yield (
                 "chance",
                 f"contrastive_loss is {mean:.3g} over steps {self.rows[0]['step']} to {self.rows[-1]['step']}; chance is "
-                f"{chance:.3g}, and {self._reason(state.max_steps)}",
+                f"{chance:.3g}, so all pairs look alike. Check that captions belong to their images, and what --freeze_vision and "
+                "--freeze_text leave to be trained; train for more than 50 steps, lower --learning_rate tenfold, or raise it if "
+                "the loss never moved.",
             )
-
-    def _reason(self, max_steps: int) -> str:
-        """Return the likely reason of a loss at chance."""
-        if not any(row.get("learning_rate", 1.0) for row in self.rows):
-            return "learning_rate is 0. Raise --learning_rate."
-        if max_steps < FEW_STEPS:
-            return f"{max_steps} steps are too few. Raise --num_train_epochs, or start from pretrained encoders."
-        for side in ("image", "text"):
-            if self.evaluation.get(f"eval_{side}_spread", 1.0) < ONE_POINT:
-                return f"all {side}s are embedded alike. Lower --learning_rate or raise --warmup_ratio."
-        return (
-            "all pairs look alike. Check that captions belong to their images, and what --freeze_vision and --freeze_text leave to be "
-            "trained; lower --learning_rate tenfold, or raise it if the loss never moved."
-        )

@@ -22,7 +22,7 @@ from mm_utils.checkpointing.state import (
 )
 from mm_utils.distributed import full_tensor
 from mm_utils.model import adapt
-from mm_utils.model.adapt import LoraArguments, WeightAverage, add_adapters, load_weights
+from mm_utils.model.adapt import LoraArguments, add_adapters, load_weights
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from tests.kit.objectives import sharded, tiny_objective
@@ -30,7 +30,7 @@ from tests.kit.ranks import run_on_ranks
 from tests.kit.tiny_run import Processor
 
 KIND = "sigmoid_matching"  # temperature and bias: two vectors of one, of which one rank holds both
-Parts = tuple[JointObjective, torch.optim.AdamW, WeightAverage]
+Parts = tuple[JointObjective, torch.optim.AdamW]
 
 
 def parts(shard: bool = False, lora_rank: int = 0) -> Parts:
@@ -41,25 +41,24 @@ def parts(shard: bool = False, lora_rank: int = 0) -> Parts:
     if shard:
         objective = sharded(objective)
     optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=torch.device("cpu"))
-    return objective, optimizer, WeightAverage(objective.model, 0.9)
+    return objective, optimizer
 
 
-def learn(objective: JointObjective, optimizer: torch.optim.AdamW, average: WeightAverage, steps: int) -> None:
+def learn(objective: JointObjective, optimizer: torch.optim.AdamW, steps: int) -> None:
     """Steps whose gradients are functions of the weights alone, the same however these are sharded."""
     for _ in range(steps):
         for parameter in objective.parameters():
             if parameter.requires_grad:
                 parameter.grad = (parameter.detach() * 3).cos()
         optimizer.step()
-        average.update()
 
 
-def snapshot_of(objective: JointObjective, optimizer: torch.optim.AdamW, average: WeightAverage) -> Snapshot:
+def snapshot_of(objective: JointObjective, optimizer: torch.optim.AdamW) -> Snapshot:
     state = TrainerState(global_step=3, log_history=[{"step": 1, "loss": 0.5}])
     processor: Any = Processor()
     main = distributed.rank() == 0
     accelerator: Any = SimpleNamespace(is_main_process=main, scaler=None, distributed_type=DistributedType.NO)
-    captured = TrainingState(accelerator, Path(), processor, objective, optimizer, average)
+    captured = TrainingState(accelerator, Path(), processor, objective, optimizer)
     return captured.capture(state, {"identity": {"seed": 1}})
 
 
@@ -75,20 +74,18 @@ def save(folder: Path, shard: bool = False, lora_rank: int = 0) -> dict[str, tor
 
 def load(folder: Path, shard: bool = False, lora_rank: int = 0) -> list[dict[str, torch.Tensor]]:
     """What is loaded, and what it becomes in a further step."""
-    objective, optimizer, average = parts(shard, lora_rank)
+    objective, optimizer = parts(shard, lora_rank)
     load_weights(objective.model, folder)
     load_optimizer(optimizer, objective, folder)
-    average.load(folder)
-    loaded = everything(objective, optimizer, average)
-    learn(objective, optimizer, average, 1)
-    return [loaded, everything(objective, optimizer, average)]
+    loaded = everything(objective, optimizer)
+    learn(objective, optimizer, 1)
+    return [loaded, everything(objective, optimizer)]
 
 
 def everything(*trained: Any) -> dict[str, torch.Tensor]:
     """All that training changes, whole."""
-    objective, optimizer, average = trained
+    objective, optimizer = trained
     found = {f"weight {name}": value for name, value in objective.model.state_dict().items()}
-    found |= {f"average {name}": value for name, value in average.values.items()}
     found |= {f"optimizer {name}": value for name, value in optimizer_tensors(optimizer, objective).items()}
     return {name: full_tensor(value.detach()).clone().reshape(-1) for name, value in found.items()}
 
@@ -144,12 +141,12 @@ def test_a_copy_holds_tied_weights_once_and_is_whole() -> None:
 
 
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
-    """Weights, average, optimizer state, log and configuration change after the copy; what is written does not."""
-    objective, optimizer, average = parts()
-    learn(objective, optimizer, average, 1)
-    right = everything(objective, optimizer, average)
-    snapshot = snapshot_of(objective, optimizer, average)
-    learn(objective, optimizer, average, 2)
+    """Weights, optimizer state, log and configuration change after the copy; what is written does not."""
+    objective, optimizer = parts()
+    learn(objective, optimizer, 1)
+    right = everything(objective, optimizer)
+    snapshot = snapshot_of(objective, optimizer)
+    learn(objective, optimizer, 2)
     (tmp_path / "checkpoint-3").mkdir()
     snapshot.write(tmp_path / "checkpoint-3")
     assert_same(load(tmp_path / "checkpoint-3")[0], right)
@@ -158,7 +155,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     save(folder)
-    objective, _, _ = parts()
+    objective, _ = parts()
     objective.model.vision_model.requires_grad_(False)
     optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"parameters that are not trained now, such as model\.vision_model"):

@@ -44,7 +44,6 @@ MISTAKES = [
     ("scripts.pretrain", "--lr_scheduler_type cubic", "--lr_scheduler_type"),
     ("scripts.pretrain", "--optim lion", "--optim"),
     ("scripts.pretrain", "--warmup_ratio -0.1", "--warmup_ratio"),
-    ("scripts.pretrain", "--ema_decay 1", "--ema_decay"),
     ("scripts.pretrain", "--global_batch_size 1", "at least 2 pairs"),
     ("scripts.pretrain", "--batch_size_schedule 0:8,20:16,10:32", "goes back from step 20 to step 10"),
     ("scripts.pretrain", "--micro_batch_size 0", "--micro_batch_size is 0; give at least 1, 'auto'"),

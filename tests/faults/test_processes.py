@@ -265,18 +265,13 @@ _state: dict[str, Any] = {}
 
 
 def _remember(trainer: Trainer, batch: dict[str, Any]) -> None:
-    assert trainer.average is not None
     state = {"model": trainer.model, "optimizer": trainer.optimizer}
     _state.update({name: copy.deepcopy(each.state_dict()) for name, each in state.items()})
-    _state["average"] = copy.deepcopy(trainer.average.values)
 
 
 def _go_back(trainer: Trainer, batch: dict[str, Any]) -> None:
-    assert trainer.average is not None
     trainer.model.load_state_dict(_state["model"])
     trainer.optimizer.load_state_dict(_state["optimizer"])
-    for name, value in _state["average"].items():
-        trainer.average.values[name].copy_(value)
 
 
 @pytest.fixture(scope="module")

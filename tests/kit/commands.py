@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from mm_utils.run import flags
-from mm_utils.training import feature_cache, teacher
+from mm_utils.training import teacher
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("mm_utils.run.recipes._unreachable", lambda _: "")  # the tests have no network
-        patch.setattr(feature_cache, "has_no_head", lambda _: False)
+        patch.setattr(flags, "has_no_head", lambda _: False)
         for place in (module, flags, teacher):
             if hasattr(place, "check_model"):
                 patch.setattr(place, "check_model", lambda *_: None)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, normalize, softplus
-from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel
 
 from mm_utils import distributed
 from mm_utils.model.fusion import TokenHead
@@ -53,7 +52,6 @@ TERMS = {
     "sigmoid": "sigmoid:1",
     "sigmoid_matching": "sigmoid:1,matching:0.7",
     "matching_with_negatives": "contrastive:1,matching:0.7",
-    "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
     "captioning_of_few_words": "contrastive:1,captioning:0.5",
@@ -62,7 +60,7 @@ TERMS = {
     "distillation": "contrastive:1,distillation:0.5",
     "mlp": "contrastive:1,matching:0.7,distillation:0.5",
     "own": "contrastive:1,tests.kit.objectives.Uniformity:0.3",
-    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,distillation:0.5",
+    "everything": "sigmoid:1,matching:0.7,captioning:0.3,distillation:0.5",
 }
 KINDS = tuple(TERMS)
 
@@ -86,22 +84,14 @@ def tiny_model(fusion_layers: int = 2, projection: str = "linear") -> FusionDual
     return model.double().train()
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"{'##' if number % 3 == 0 else ''}w{number}": number for number in range(5, 50)}
-    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, **words}
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, mask_token="[MASK]")
-
-
 def tiny_objective(kind: str) -> JointObjective:
     teacher = "larger" if "distillation" in TERMS[kind] else None
     args = ObjectiveArguments(TERMS[kind], teacher)
     model = tiny_model(
-        fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions", "moments"} else 0,
+        fusion_layers=2 if set(args.weights) & {"matching", "captioning", "regions", "moments"} else 0,
         projection="mlp" if kind == "mlp" else "linear",
     )
-    objective = build_objective(model, args, 3, tiny_tokenizer())
+    objective = build_objective(model, args, 3)
     model.double()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():

@@ -157,7 +157,6 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
         "save_steps": 3,
         "eval_steps": 4,
         "logging_steps": 1,
-        "ema_decay": 0.9,
     }
     given |= {"load_best_model_at_end": False, "early_stopping_patience": run.patience, "global_batch_size": BATCH}
     given |= {"metric_for_best_model": "score"} | run.arguments

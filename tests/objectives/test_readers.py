@@ -4,12 +4,9 @@ import itertools
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import ExifTags, Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -21,14 +18,30 @@ from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_
 from mm_utils.data.images import encode
 from mm_utils.data.media.medium import Window
 from mm_utils.data.scenes import load_scenes
-from mm_utils.objectives.grounding.regions import MAX_REGIONS, SLACK, RegionReader, boxes_in, visible_regions
+from mm_utils.objectives.grounding.regions import MAX_REGIONS, RegionReader, visible_regions
 from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
 from tests.kit.fault_images import save
 from tests.kit.media_files import media_rows
-from tests.kit.numbered_rows import FEATURES, SIZE, WORDS, equal, loaders, number_said, rows_of, training_pairs
+from tests.kit.numbered_rows import (
+    FEATURES,
+    SIZE,
+    WORDS,
+    equal,
+    loaders,
+    new_tokenizer,
+    number_said,
+    rows_of,
+    training_pairs,
+)
 
 disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return new_tokenizer()
+
 
 REGIONS = Features({**FEATURES, "regions": [{"box": [Value("float32")], "phrase": Value("string")}]})
 READERS = (RegionReader(),)
@@ -51,26 +64,6 @@ def rows_with(regions: list[Any], images: list[bytes] | None = None) -> Dataset:
 
 def tokenized(rows: Dataset, tokenizer: PreTrainedTokenizerFast) -> Dataset:
     return tokenize_splits(DatasetDict(train=rows), tokenizer, 16, readers=READERS)["train"]
-
-
-shares = st.floats(0, 0.7), st.floats(0, 0.7), st.floats(0.05, 0.3), st.floats(0.05, 0.3)
-
-
-@given(st.tuples(*shares), st.tuples(*shares))
-def test_boxes_agree_with_counted_points(box: tuple[float, ...], cut: tuple[float, ...]) -> None:
-    """Points on a grid in the box show how much of it is in the window, and where."""
-    window = Window(cut[0], cut[1], cut[0] + cut[2], cut[1] + cut[3])
-    [found], [shown] = boxes_in(window, np.array([box]))
-    ticks = [(np.arange(400) + 0.5) / 400 * box[2 + axis] + box[axis] for axis in (0, 1)]
-    inside = [(window[axis] <= tick) & (tick <= window[2 + axis]) for axis, tick in enumerate(ticks)]
-    share = inside[0].mean() * inside[1].mean()
-    if abs(share - 0.5) > 0.01:
-        assert shown == (share > 0.5)
-    if shown:
-        for axis in (0, 1):
-            seen = (ticks[axis][inside[axis]] - window[axis]) / cut[2 + axis]
-            near = 2 * box[2 + axis] / 400 / cut[2 + axis]
-            assert found[[axis, 2 + axis]] == pytest.approx([seen.min(), seen.max()], abs=near + 1e-6)
 
 
 def white_box(kind: str, width: int, height: int, box: tuple[int, int, int, int]) -> bytes:
@@ -163,20 +156,12 @@ def test_phrases_become_tokens_once(tokenizer: PreTrainedTokenizerFast) -> None:
         assert tokenized(rows, tokenizer)._fingerprint == found._fingerprint
 
 
-@pytest.mark.parametrize(
-    "region", [a_region(1, 2, 0, 4), a_region(1, 2, 3, 4, " "), {"box": [1, 2, 3], "phrase": "x"}]
-)
-def test_an_invalid_region_is_named(region: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"image 1 has the region \{'box'.*phrase'.*Correct it, or let"):
-        tokenized(rows_with([[a_region(1, 1, 1, 1)], [region]]), tokenizer)
-
-
 def a_moment(start: float, end: float, phrase: str = "picture one") -> dict[str, Any]:
     return {"span": [start, end], "phrase": phrase}
 
 
 def test_moments_are_regions_on_the_time_axis(tokenizer: PreTrainedTokenizerFast) -> None:
-    listed = [[a_moment(1.5, 2), a_moment(3, 8 + SLACK / 2, "picture two")], None, []]
+    listed = [[a_moment(1.5, 2), a_moment(3, 8.05, "picture two")], None, []]
     columns = {"captions": [["picture"]] * 3, "seconds": [8.0] * 3, "moments": listed}
     found = tokenized(media_rows("sound", [b""] * 3, **columns), tokenizer)
     assert found["region_boxes"][0] == [1.5, 0, 0.5, 1, 3, 0, 5, 1]  # the second ends with the sound
@@ -220,16 +205,10 @@ def with_negatives(tokenizer: PreTrainedTokenizerFast, rows: Dataset, negatives:
 
 def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = rows_of(4)
-    plain = tokenize_captions(rows, tokenizer, 16)
     given = [["Picture  ZERO", "picture two"], [], None, ["picture one"]]
     found = with_negatives(tokenizer, rows, given)
     expected = encode_captions(tokenizer, ["picture two", "picture one"], 16)
     assert list(found[NEGATIVE_IDS]) == [[expected[0]], [], [], [expected[1]]]
-    for name in ("input_ids", "image_key", "caption_keys"):
-        assert list(found[name]) == list(plain[name])
-    assert NEGATIVE_IDS not in plain.column_names
-    none = with_negatives(tokenizer, rows, [[]] * 4)
-    assert list(none[NEGATIVE_IDS]) == [[]] * 4
 
 
 def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -239,10 +218,6 @@ def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedT
     drawn = {}
     for seed, epoch in itertools.product((0, 1), range(24)):
         found = training_pairs(rows, seed=seed, readers=NEGATIVES).__getitems__([(row, epoch) for row in range(5)])
-        turned = training_pairs(rows.select([4, 3, 2, 1, 0]), seed=seed, readers=NEGATIVES).__getitems__(
-            [(4, epoch), (0, epoch)]
-        )
-        assert [turned[0]["negative"], turned[1]["negative"]] == [found[0]["negative"], found[4]["negative"]]
         alone = training_pairs(plain, seed=seed).__getitems__([(row, epoch) for row in range(5)])
         for one, other in zip(found, alone, strict=True):
             negative = one.pop("negative")
@@ -262,5 +237,4 @@ def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedT
         for ids, mask in zip(batch["negative_input_ids"], batch["negative_attention_mask"], strict=True)
     ]
     assert said == [drawn[0, row][0] for row in batch["rows"].tolist()]
-    for others in (of_run.train(plain, order, 0, 1), of_run.evaluation(rows, 6), loaders().train(rows, order, 0, 1)):
-        assert not any(name.startswith("negative") for name in next(iter(others)))
+    assert not any(name.startswith("negative") for name in next(iter(of_run.evaluation(rows, 6))))

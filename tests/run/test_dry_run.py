@@ -56,7 +56,7 @@ TOWERS = ["--objectives", "sigmoid", "--fusion_layers", "0", "--rerank_top_k", "
     "flags",
     [
         ["--freeze_vision", "--freeze_text", "--cache_features"],
-        ["--micro_batch_size", "auto", "--ema_decay", "0.5"],
+        ["--micro_batch_size", "auto"],
         [*TOWERS, "--batch_size_schedule", "0:4,2:16"],
         ["--eval_steps", "1", "--early_stopping_patience", "1", "--load_best_model_at_end", "--max_steps", "1"],
     ],

@@ -36,6 +36,14 @@ def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
     assert given.learnt.keys().isdisjoint(["train_file", "micro_batch_size", "max_steps", "save_steps", "dry_run"])
 
 
+def test_a_whole_model_without_a_head_is_trained_without_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "fusion-dual-encoder", "fusion_layers": 0}')
+    for words, objectives in (([], "contrastive:1"), (["--objectives", "sigmoid:1"], "sigmoid:1")):
+        given = parse_args(*flags.PRETRAINING, argv=["--model_name_or_path", str(tmp_path), *words])
+        flags.check_flags(given)
+        assert (given["objectives"], given["fusion_layers"]) == (objectives, 0)
+
+
 # -- what is not read ---------------------------------------------------------------------------------------------------
 TOWERS = "--vision_model_name_or_path a --text_model_name_or_path b"
 RULES = [

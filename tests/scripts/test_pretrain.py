@@ -33,22 +33,6 @@ def test_config_yaml_reruns_the_run(scratch_run, tmp_path):
     assert again == metrics
 
 
-def test_the_average_of_the_weights_is_kept_and_resumed(tiny_flags, tmp_path):
-    flags = [*tiny_flags, "--ema_decay", "0.5", "--save_steps", "2"]
-    pretrain.main([*flags, "--output_dir", str(tmp_path / "a")])
-    resume = ["--resume_from_checkpoint", str(tmp_path / "a/checkpoint-2")]
-    pretrain.main([*flags, "--output_dir", str(tmp_path / "b"), *resume])
-    plain = pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "c")])
-    assert plain
-    name = "visual_projection.weight"
-    torch.testing.assert_close(weights(tmp_path / "a")[name], weights(tmp_path / "b")[name])
-    assert not torch.equal(weights(tmp_path / "a")[name], weights(tmp_path / "c")[name])
-    [measured] = [row for row in rows_of(tmp_path / "a") if "eval_text_to_image_mean_rank" in row]
-    assert {name.replace("eval_", "eval_raw_") for name in measured if "eval_t" in name} <= set(measured)
-    pretrain.main([*flags, "--eval_steps", "1", "--output_dir", str(tmp_path / "d")])
-    assert losses(tmp_path / "d")[2] == losses(tmp_path / "c")[2]  # an evaluation of the average leaves the weights
-
-
 def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags, tmp_path):
     still = ["--learning_rate", "0", "--max_steps", "20", "--eval_steps", "2", "--early_stopping_patience", "1"]
     flags = [*tiny_flags, *still, "--load_best_model_at_end", "--output_dir", str(tmp_path)]

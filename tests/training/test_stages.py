@@ -1,6 +1,5 @@
 """A run is first its encoders' stage and then its head's: what judges each, what the second begins with, and what is saved."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from mm_utils.training.stages import stages_of
 from tests.kit.objectives import tiny_objective
 from tests.kit.processes import logged, rows_of
 from tests.kit.ranks import run_on_ranks
-from tests.kit.tiny_run import Signalled, TinyRun, alone, exiting, train, trainers
+from tests.kit.tiny_run import Signalled, TinyRun, alone, exiting, train
 
 HEAD, TOWERS = "fusion.", ("vision_model.", "text_model.")
 Recalls = dict[int, tuple[float, float]]
@@ -32,7 +31,7 @@ def run_of(folder: Path, recalls: Recalls, reranks: bool = True, **more: Any) ->
         for step, (own, head) in recalls.items()
     }
     given: dict[str, Any] = {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "mean_recall"}
-    arguments = given | {"save_total_limit": None, "ema_decay": 0.0} | more.pop("arguments", {})
+    arguments = given | {"save_total_limit": None} | more.pop("arguments", {})
     weights = {"match": 0.5} if reranks else {}
     more = {"new_head": True, "head_share": 0.5, "rerank_weights": weights} | more
     return TinyRun(folder, figures=figures, arguments=arguments, **more)
@@ -64,7 +63,6 @@ COSTLY: Recalls = BEST_EARLY | {8: (0.7, 0.86), 10: (0.6, 0.8)}
         pytest.param(BEST_EARLY, True, {}, (8, None), id="the best head"),
         pytest.param(COSTLY, True, {}, (8, 5), id="projections that got worse are put back"),
         pytest.param(BEST_EARLY, False, {}, (8, 5), id="a head within noise is kept, off"),
-        pytest.param(COSTLY, True, {"arguments": {"ema_decay": 0.9}}, (8, 5), id="an average"),
         pytest.param(BEST_EARLY, True, {"arguments": {"metric_for_best_model": "score"}}, (None, None), id="a figure of one's own"),
         pytest.param(COSTLY, True, {"new_head": False}, (5, None), id="a head of before, better as it was"),
     ],
@@ -75,7 +73,7 @@ def test_each_stage_is_judged_by_what_it_trains(
     """Both begin with the best weights of what was before them, and the saved model has the best head and encoders."""
     run, (head, projections) = run_of(tmp_path, recalls, reranks, **more), expected
     assert alone(train, run)[0] == 0
-    row, first, averages = saved(tmp_path), 2, run.arguments["ema_decay"] > 0
+    row, first = saved(tmp_path), 2
     if head is None:
         scores = logged(tmp_path, "eval_score")
         first, head = (max(steps, key=lambda step: scores[step]) for steps in ((2, 4, 5), (6, 8, 10)))
@@ -83,13 +81,9 @@ def test_each_stage_is_judged_by_what_it_trains(
     assert row["saved_by"] == ("eval_score" if "score" in str(more) else "eval_head_mean_recall")
     of = {step: weights(tmp_path / f"checkpoint-{step}") for step in {first, 5, 6, 10, head}}
     assert all(torch.equal(value, of[5][name]) for name, value in of[10].items() if name.startswith(TOWERS))
-    if not averages:
-        assert all(torch.equal(value, of[first][name]) for name, value in of[5].items() if not name.startswith(HEAD))
+    assert all(torch.equal(value, of[first][name]) for name, value in of[5].items() if not name.startswith(HEAD))
     for name, value in weights(tmp_path).items():
-        if name.startswith(HEAD) and not averages:
-            assert torch.equal(value, of[head][name])
-        elif not name.startswith(HEAD):
-            assert torch.equal(value, of[projections or head][name])
+        assert torch.equal(value, of[head if name.startswith(HEAD) else projections or head][name])
 
 
 STOPS: Recalls = {2: (0.9, 0.9), 4: (0.8, 0.8), 6: (0.9, 0.5), 8: (0.9, 0.4), 10: (0.9, 0.9)}
@@ -109,7 +103,7 @@ def test_early_stopping_ends_the_stages_one_by_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("patience", "step"), [(100, 4), (100, 5), (100, 8), (1, 4), (1, 8)])
 def test_a_resumed_run_saves_what_an_uninterrupted_one_does(patience: int, step: int, tmp_path: Path) -> None:
-    recalls, more = STOPS if patience == 1 else BEST_EARLY, {"arguments": {"save_total_limit": 1, "ema_decay": 0.9}}
+    recalls, more = STOPS if patience == 1 else BEST_EARLY, {"arguments": {"save_total_limit": 1}}
     assert alone(train, run_of(tmp_path / "straight", recalls, patience=patience, **more))[0] == 0
     strike = Signalled("forward", step, signal.SIGTERM)
     broken = run_of(tmp_path / "run", recalls, patience=patience, strike=strike, **more)
@@ -156,26 +150,3 @@ def test_the_stages_of_a_run(share: float | None, expected: list[tuple[str, int,
         assert ("fusion" in parts) == (stage.name == "head")
         assert ("vision_model" in parts) == (stage.name == "encoders" or share == 0)
         assert "visual_projection" in parts
-
-
-def test_a_run_that_ends_before_the_head_says_that_none_was_trained(tmp_path: Path) -> None:
-    """Its re-ranking is off, and its encoders are chosen by their own recall."""
-    choice = alone(stopped, run_of(tmp_path, BEST_EARLY))[1]
-    assert "No head was trained: the run ended at step 4, and its head learns from step 5 on." in choice
-    assert (saved(tmp_path)["saved_step"], saved(tmp_path)["saved_part"]) == (2, "encoders")
-    assert json.loads((tmp_path / "config.json").read_text())["rerank_weights"] == {}
-
-
-def stopped(run: TinyRun) -> str:
-    run.folder.mkdir(exist_ok=True)
-    trainer = next(trainers(run, []))
-
-    def stop(place: str, step: int) -> None:
-        if (place, step) == ("end", 4):
-            trainer.callbacks.control.should_training_stop = True
-
-    for callback in trainer.callbacks.callbacks:
-        if hasattr(callback, "strike"):
-            callback.strike = stop
-    trainer.train()
-    return trainer.choice

@@ -1,7 +1,6 @@
 """Runs that start from a closed form, or that are interpolated with their start: on any number of processes, nothing ends below it."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,19 +101,6 @@ def test_the_start_is_the_same_on_any_number_of_processes(towers: dict[str, str]
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
-def refused_on_rank(towers: dict[str, str]) -> str:
-    Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="7 images are too few") as refused:
-        start_projections(100, towers["vision_model_name_or_path"], data_of(towers, 9), joined(towers), Accelerator())
-    return str(refused.value)
-
-
-def test_a_start_that_cannot_be_computed_ends_on_all_processes(towers: dict[str, str]) -> None:
-    found = run_on_ranks(3, refused_on_rank, towers)
-    assert found == [found[0]] * 3
-    assert "at least 8 are needed. Give more images that can be read." in found[0]
-
-
 # -- whole runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,16 +132,6 @@ def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
     assert sentence in caplog.text
     assert sentence in (tmp_path / "run" / "README.md").read_text()
     assert ("trained from the first step on, without --head_share" in caplog.text) == frozen
-
-
-def test_a_resumed_run_keeps_its_baseline(towers: dict[str, str], tiny_flags: list[str], tmp_path: Path) -> None:
-    flags = flags_of(towers, tiny_flags, tmp_path / "run")
-    metrics = pretrain.main(flags)
-    for step in (3, 4):
-        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}", ignore_errors=True)
-    again = pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
-    assert again == metrics
-    assert list(logged(tmp_path / "run", "eval_mean_recall")) == [0, 1, 2, 3, 4]
 
 
 # -- weights between the start and the end --------------------------------------------------------------------------------

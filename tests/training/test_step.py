@@ -12,7 +12,6 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from mm_utils.checkpointing.files import checkpoint_folders, step_of
-from mm_utils.model.adapt import WeightAverage
 from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.prepared import place_encoders
 from mm_utils.training.trainer import Trainer
@@ -39,15 +38,14 @@ def trainer_of(run: TinyRun, poison: dict[int, float]) -> Trainer:
     return trainer
 
 
-def moved_by(trainer: Trainer, steps: int) -> list[list[bool]]:
-    """Of each step, whether it moved the weights, and their average."""
-    moved, average = [], trainer.average
-    assert average is not None
+def moved_by(trainer: Trainer, steps: int) -> list[int]:
+    """The steps that moved the weights."""
+    moved = []
     for number, batch in enumerate(trainer.data.train_batches(0, steps)):
-        before = [copy.deepcopy(dict(values)) for values in (trainer.model.state_dict(), average.values)]
+        before = copy.deepcopy(trainer.model.state_dict())
         trainer.step.run(batch, number)
-        after = trainer.model.state_dict(), average.values
-        moved.append([any(not torch.equal(a[k], b[k]) for k in b) for a, b in zip(after, before, strict=True)])
+        if any(not torch.equal(before[name], value) for name, value in trainer.model.state_dict().items()):
+            moved.append(number)
     return moved
 
 
@@ -57,12 +55,12 @@ def written(folder: Path) -> list[int]:
 
 def test_a_step_without_a_finite_gradient_or_without_any_moves_nothing(tmp_path: Path) -> None:
     trainer = trainer_of(TinyRun(tmp_path, arguments=QUIET), {2: math.nan, 3: math.inf, 4: 0.0})
-    assert moved_by(trainer, 6) == [[number in (0, 1, 5)] * 2 for number in range(6)]
+    assert moved_by(trainer, 6) == [0, 1, 5]
     assert max(float(state["step"]) for state in trainer.optimizer.state.values()) == 3
     assert (written(tmp_path), trainer.step.nonfinite.count) == ([3, 4], 2)
 
 
-def test_with_a_loss_scaler_only_a_finite_step_moves_weights_and_average(tmp_path: Path) -> None:
+def test_with_a_loss_scaler_only_a_finite_step_moves_the_weights(tmp_path: Path) -> None:
     """Gradients of 0, infinite ones, and a loss that is not finite change nothing; the scale is lowered by overflows alone."""
     trainer = trainer_of(TinyRun(tmp_path, arguments=QUIET), {2: 0.0, 3: math.inf, 5: math.nan})
     accelerator, step = trainer.accelerator, trainer.step
@@ -78,21 +76,9 @@ def test_with_a_loss_scaler_only_a_finite_step_moves_weights_and_average(tmp_pat
         return report | {"loss": report["loss"] * (math.nan if number == 4 else 1.0)}
 
     step._backward = losing  # type: ignore[method-assign]
-    assert moved_by(trainer, 7) == [[number in (0, 1, 6)] * 2 for number in range(7)]
+    assert moved_by(trainer, 7) == [0, 1, 6]
     assert scales == [1024.0, 1024.0, 1024.0, 1024.0, 512.0, 512.0, 256.0]
     assert written(tmp_path) == [5]
-
-
-def test_the_average_moves_as_each_of_its_weights_would() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
-    average = WeightAverage(model, 0.9)
-    right = {name: value.detach().clone() for name, value in model.named_parameters()}
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value += torch.randn(value.shape)
-            right[name].lerp_(value, 1 - 0.9)
-    average.update()
-    assert all(torch.equal(average.values[name], value) for name, value in right.items())
 
 
 def test_the_gradient_that_moves_the_weights_is_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +134,6 @@ def test_an_evaluation_that_a_signal_prevented_is_made_up_for(tmp_path: Path) ->
     assert alone(train, TinyRun(tmp_path / "run", arguments=best))[0] == 0
     assert logged(tmp_path / "run", "eval_score") == logged(tmp_path / "straight", "eval_score")
     assert list(logged(tmp_path / "run", "eval_score")) == [4, 8, 10]
-
-
-def test_a_short_run_has_a_curve(tmp_path: Path) -> None:
-    for steps, every in ((1, 1), (6, 1), (15, 2), (25, 3), (100, 10), (1000, 10)):
-        run = TinyRun(tmp_path, arguments={"max_steps": steps, "logging_steps": -1})
-        assert build(run, []).args.logging_steps == every
 
 
 # -- where the image encoder is -------------------------------------------------------------------------------------------

@@ -7,14 +7,12 @@ boxes cover.
 Moments: the softmax of the cosines of cells along time, at the model's temperature, is the profile of the phrase over time; the box
 function that is nearest to it by least squares is the span that is found: no threshold and no parameter. Its overlap with the true
 span is their intersection over union (IoU). Spans are measured in shares of the window of time that the model is shown, the
-middle of a longer medium, which leaves the IoU what it is in seconds. What stands beside every figure:
-
-    _chance   the span of another phrase of the split in place of the one found: what the lengths of spans tell
-    _fixed    the one span for all phrases that is best on this very split: no answer that ignores phrase and medium beats it
+middle of a longer medium, which leaves the IoU what it is in seconds. Beside every figure stands `_fixed`, that of the one span
+for all phrases that is best on this very split: no answer that ignores phrase and medium beats it.
 
 Intervals of 95 % are over media, as of recalls. Ties and NaN count against the model.
 
-Shape letters: R phrases of a batch, N of the split, O other spans, h x w cells, T cells along time, E embedding width.
+Shape letters: R phrases of a batch, N of the split, h x w cells, T cells along time, E embedding width.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +30,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.grounding.regions import RegionReader, regions_of
 from mm_utils.objectives.terms import Evaluator
 
-MOST_OTHERS = 500  # spans of other phrases that each one is compared with
 GRID = 40  # steps of the best fixed span
 
 MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -96,11 +93,8 @@ class MomentEvaluator(PointingEvaluator):
         """Return `MEASURES` with intervals and what stands beside them."""
         true_N2, metrics = column_NC[:, :2], dict[str, float]()
         overlap_N = overlaps(column_NC[:, 2:], true_N2)
-        count, device = len(true_N2), true_N2.device
-        other_O = torch.arange(0, count, -(-count // MOST_OTHERS), device=device)
-        is_other_NO = torch.arange(count, device=device)[:, None] != other_O
-        by_others = overlaps(true_N2[:, None], true_N2[other_O])[is_other_NO]
-        fixed, ends = dict.fromkeys(MEASURES, 0.0), torch.arange(1, GRID + 1, dtype=torch.double, device=device)
+        fixed = dict.fromkeys(MEASURES, 0.0)
+        ends = torch.arange(1, GRID + 1, dtype=torch.double, device=true_N2.device)
         for start in range(GRID):
             spans = torch.stack([torch.full_like(ends[start:], start), ends[start:]], 1) / GRID
             by_fixed = overlaps(true_N2[:, None], spans)
@@ -108,9 +102,8 @@ class MomentEvaluator(PointingEvaluator):
                 fixed[name] = max(fixed[name], measure(by_fixed).mean(0).max().item())
         for name, measure in MEASURES.items():
             metrics |= _mean_with_interval(name, measure(overlap_N), row_N)
-            metrics[f"{name}_chance"] = measure(by_others).mean().item() if len(by_others) else 0.0
             metrics[f"{name}_fixed"] = fixed[name]
-        return {**metrics, "moment_phrases": count}
+        return {**metrics, "moment_phrases": len(true_N2)}
 
 
 def of_split(rows: datasets.Dataset) -> MomentEvaluator | None:

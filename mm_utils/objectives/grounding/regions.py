@@ -39,14 +39,7 @@ from mm_utils.data.media.medium import Window
 
 MAX_REGIONS = 8  # per image in a training step; where there are more, eight are drawn at random
 MIN_VISIBLE_SHARE = 0.5  # of a region's area, that must be in the square
-SLACK = (
-    0.1  # seconds by which a moment may end after its medium, as codecs cut the ends of sounds; it is cut there, too
-)
 
-_MEANING = {
-    "regions": "box (x, y, width, height in pixels) and a phrase",
-    "moments": "span (start and end in seconds) and a phrase",
-}
 _FEATURES = datasets.Features(
     {"region_boxes": [Value("float64")], "region_input_ids": [[Value("int32")]], "region_keys": [Value("int64")]}
 )
@@ -64,14 +57,14 @@ class RegionReader(ColumnReader):
     def prepare(
         self, rows: datasets.Dataset, split: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
     ) -> datasets.Dataset:
-        """Add the columns above, once, in the datasets cache; raise ValueError without regions, or if one is none."""
+        """Add the columns above, once, in the datasets cache; raise ValueError without regions."""
         column = self.source(rows)
         if column not in rows.column_names:
             raise ValueError(
                 f"the {split} split has no column {column}; it has {', '.join(rows.column_names)}. Take {column} out of "
-                f"--objectives, or give every row a list, each a {_MEANING[column]}."
+                "--objectives, or give every row a list of them (docs/data.md)."
             )
-        read = ("id", column) if column == "regions" else ("id", column, "seconds")
+        read = (column,) if column == "regions" else (column, "seconds")
         found = add_tokens(rows, column, read, _tokenize, tokenizer, max_seq_length, _FEATURES)
         if split == "train" and not any(map(len, found.select_columns(["region_keys"])["region_keys"])):
             raise ValueError(f"no row of the train split has {column}. Take {column} out of --objectives.")
@@ -109,12 +102,16 @@ def _tokenize(
     rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> Columns:
     column = "moments" if "moments" in rows else "regions"
-    seconds = rows.get("seconds", [None] * len(rows["id"]))
+    seconds = rows.get("seconds", [0.0] * len(rows[column]))
     regions: list[list[tuple[list[float], str]]] = []
-    for place, (row_id, values, length) in enumerate(zip(rows["id"], rows[column], seconds, strict=True)):
-        listed = values if isinstance(values, list) or not values else [values]
-        is_wanted = wanted is None or wanted[place]
-        regions.append([_checked(row_id, value, length) for value in listed or () if is_wanted])
+    for place, (listed, length) in enumerate(zip(rows[column], seconds, strict=True)):
+        regions.append([])
+        for value in listed or () if wanted is None or wanted[place] else ():
+            box = value.get("box")
+            if column == "moments":  # codecs cut the ends of sounds, and so of what lies there
+                start, end = value["span"]
+                box = [start, 0.0, min(end, length) - start, 1.0]
+            regions[-1].append(([float(number) for number in box], value["phrase"]))
     phrases = [phrase for row in regions for _, phrase in row]
     tokens = iter(encode_captions(tokenizer, phrases, max_seq_length))
     return {
@@ -124,34 +121,6 @@ def _tokenize(
     }
 
 
-def _checked(row_id: str, value: Any, seconds: float | None) -> tuple[list[float], str]:
-    """Return box and phrase of a region of an image, or of a moment of `seconds`, whose box is (start, 0, length, 1).
-
-    Unprepared sources may hold anything.
-    """
-    is_moment = seconds is not None
-    whose, name = (row_id, "moment") if is_moment else (f"image {row_id}", "region")
-    problem = f"a {name} is a {_MEANING[f'{name}s']}"
-    try:
-        phrase = value["phrase"]
-        if seconds is None:
-            x, y, width, height = map(float, value["box"])
-        else:
-            x, end = map(float, value["span"])
-            y, width, height = 0.0, min(end, seconds) - x, 1.0
-            if 0 <= x < end and (end > seconds + SLACK or x >= seconds):
-                problem, width = f"it ends after the medium, which lasts {seconds:g} seconds", 0.0
-        is_told = width > 0 and height > 0 and all(map(np.isfinite, (x, y, width, height))) and phrase.strip()
-        is_told = is_told and not (is_moment and x < 0)
-    except (TypeError, ValueError, KeyError, AttributeError):
-        is_told = False
-    if not is_told:
-        raise ValueError(
-            f"{whose} has the {name} {value}; {problem}. Correct it, or let scripts/prepare_data.py set such rows aside."
-        )
-    return [x, y, width, height], phrase
-
-
 def visible_regions(
     row: dict[str, Any], size: tuple[float, float], window: Window, rng: random.Random | None = None
 ) -> dict[str, Any]:
@@ -159,27 +128,18 @@ def visible_regions(
 
     `rng` draws `MAX_REGIONS` if there are more; None keeps all.
     """
-    boxes = np.asarray(row["region_boxes"], np.float64).reshape(-1, 4)
-    boxes, is_visible = boxes_in(window, boxes / (size * 2))
+    boxes = np.asarray(row["region_boxes"], np.float64).reshape(-1, 4) / (size * 2)
+    corner, far = np.array(window[:2]), np.array(window[2:])
+    edges = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
+    edges = (edges - np.tile(corner, 2)) / np.tile(far - corner, 2)
+    boxes = edges.clip(0, 1).astype(np.float32)
+    whole, left = (each[:, 2:] - each[:, :2] for each in (edges, boxes))
+    is_visible = (left.prod(1) >= MIN_VISIBLE_SHARE * whole.prod(1)) & (left > 0).all(1)
     places = is_visible.nonzero()[0].tolist()
     if rng is not None and len(places) > MAX_REGIONS:
         places = sorted(rng.sample(places, MAX_REGIONS))
     names = ("region_input_ids", "region_keys")
     return {"region_boxes": boxes[places], **{name: [row[name][place] for place in places] for name in names}}
-
-
-def boxes_in(window: Window, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Move boxes of an image, x, y, width, height in its shares `[r, 4]`, into the square that shows `window`.
-
-    Returns left, top, right, bottom of each box in shares of the square, clipped to it, float32 `[r, 4]`; and whether at least
-    half of the box's area is in the square, bool `[r]`.
-    """
-    corner, far = np.array(window[:2]), np.array(window[2:])
-    edges = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
-    edges = (edges - np.tile(corner, 2)) / np.tile(far - corner, 2)
-    inside = edges.clip(0, 1).astype(np.float32)
-    whole, left = (each[:, 2:] - each[:, :2] for each in (edges, inside))
-    return inside, (left.prod(1) >= MIN_VISIBLE_SHARE * whole.prod(1)) & (left > 0).all(1)
 
 
 class Regions(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import List, Value
+from datasets import Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,7 @@ NEGATIVE_IDS = "negative_input_ids"  # a column, and with `negative_attention_ma
 class Negatives(ColumnReader):
     """One of an image's negatives, drawn by a hash of seed, epoch and image; of an image without any, no tokens.
 
-    They are tokenised like captions, in the language of the row's first caption. One that is also a caption of the image is
+    They are tokenised like captions. One that is also a caption of the image is
     left out.
     """
 
@@ -36,14 +36,9 @@ class Negatives(ColumnReader):
     def prepare(
         self, rows: datasets.Dataset, split: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
     ) -> datasets.Dataset:
-        """Add the tokens to training rows with negatives; raise ValueError if these are not lists of texts."""
+        """Add the tokens to training rows with negatives."""
         if split != "train" or NEGATIVES not in rows.column_names:
             return rows
-        if rows.features[NEGATIVES] != List(Value("string")):
-            raise ValueError(
-                f"the column {NEGATIVES} holds {rows.features[NEGATIVES]}; it should have, for each image, a list of captions "
-                "that are wrong for it. Write it anew."
-            )
         features, read = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]}), [NEGATIVES, "caption_keys"]
         return add_tokens(rows, NEGATIVES, read, _tokenize, tokenizer, max_seq_length, features)
 

@@ -20,11 +20,10 @@ from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
-from mm_utils.training.callbacks import ProgressBar, RunCallback
+from mm_utils.training.callbacks import ProgressBar, RunCallback, Throughput
 from mm_utils.training.feature_cache import CacheFeatures
 from mm_utils.training.starts import ClosedFormStart, WiseFT
 from mm_utils.training.teacher import CacheTeacher
-from mm_utils.training.throughput import Throughput
 from mm_utils.training.trackers import Tracking
 from mm_utils.training.warnings import CollapseWarning
 

@@ -22,7 +22,6 @@ _PAUSES = (0.1, 0.2)  # seconds between attempts to read a file
 _MOST_HINTS = 10  # missing files whose folder is searched for a similar name: a long listing takes a second
 _LONGEST_LISTING = 100_000
 _MOST_FOLDERS = 10_000
-_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".7z", ".rar")
 _REASONS = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "image_missing"),
     **dict.fromkeys((errno.EISDIR, errno.EINVAL), "not_a_file"),
@@ -143,8 +142,7 @@ class Jail:
             return ""
         twin = next((each for each in _listed(folder) if _folded(each) == _folded(name)), None)
         if twin is None:
-            packed = next((each for each in _listed(self.root) if each.lower().endswith(_ARCHIVES)), None)
-            return f"; {packed} lies there and has to be unpacked" if packed else ""
+            return ""
         nfc, other = (unicodedata.normalize("NFC", each) for each in (twin, name))
         return f"; there is {twin}, which differs in {'case' if nfc != other else 'Unicode form (NFC, NFD)'}"
 

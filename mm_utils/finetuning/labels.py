@@ -26,7 +26,7 @@ from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.rows.columns import SPLITS, hold_out, wrong_kind
+from mm_utils.data.rows.columns import SPLITS, hold_out
 from mm_utils.data.rows.media_folders import readable
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.data.scenes import colour_questions, load_scenes
@@ -100,7 +100,9 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
     if "train" not in parts:
         raise ValueError(f"{title}; there is no train split, only {', '.join(parts)}. Give rows to train on.")
     if (kind := kind_of(parts["train"].features)) != medium:
-        raise wrong_kind(f"{title}; it", kind, medium)
+        raise ValueError(
+            f"{title}; it holds {kind}s, and the model is for {medium}s. Give {medium}s, or a model for {kind}s."
+        )
     shown = {(has_media(rows), any(rows["captions"])) for rows in parts.values()}
     if len(shown) > 1:
         raise ValueError(

@@ -293,8 +293,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
         ("image", {**text, "text": ["a", "b"]}, "3 of 3 rows are bad.* line 1: its text is empty or no text"),
         ("image", {**text, "split": "dev2"}, "split is dev2, not train, validation or test"),
         ("image", {**text, "label": {"x": 1}}, "a label is {.x.: 1}, not a name or a number"),
-        ("sound", {"image": "a.png", "label": 1}, "column image holds images, and the model is for sounds. Give sounds, or"),
-        ("clip", sound, "column audio holds sounds, and the model is for clips"),
+        ("sound", {"image": "a.png", "label": 1}, "no sound column and no text column was recognised. The columns are: image"),
         ("sound", {**sound, "audio": "none.wav"}, "line 1: .*none.wav"),
         ("sound", {"label": 1}, "no sound column and no text column was recognised"),
     ]  # fmt: skip

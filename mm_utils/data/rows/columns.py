@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -118,10 +118,7 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
             by = option(kind)
             advice = f"Set {by}." if by.startswith("--") else f"Write it behind the path: ,{by}=NAME."
             raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
-    if (kind := known.typed.get(str(image), medium)) != medium:
-        raise ValueError(
-            f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
-        )
+    _check_kind(image, title, medium, known)
     key = find_column(option("id"), names, title, wanted.id, USUAL_NAMES["id"])
     key = None if key == image else key
     return Columns(image, caption, key, medium=medium, template=wanted.template, group=group)
@@ -130,38 +127,32 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
 def _find_labelled(names: Sequence[str], title: str, wanted: Columns, known: Known) -> Columns:
     """Find the columns of labels, and of media, texts or both; see `find_columns`."""
     option, medium = wanted.option.format, wanted.medium
-    of_type = list(known.labels) if wanted.label is None else []
-    label = of_type[0] if len(of_type) == 1 else find_column(
-        option("label"), of_type or names, title, wanted.label, LABEL_NAMES
-    )  # fmt: skip
+    label = wanted.label
+    if label is None and len(known.labels) == 1:
+        [label] = known.labels
+    label = find_column(option("label"), list(known.labels) or names, title, label, LABEL_NAMES)
     if label is None:
         raise ValueError(f"{title}; no label column was recognised. {listed(names)} Set {option('label')}.")
     others = [name for name in names if name != label]
     image = find_column(option("image"), others, title, wanted.image, names_of(medium)) or known.spare_image
-    others = [name for name in others if name != image]
-    text = find_column(option("caption"), others, title, wanted.caption, TEXT_NAMES)
-    own = {name: kind for kind in MEDIA for name in MEDIUM_NAMES[kind] if kind != medium and name not in _ANY_FILE}
-    other = next((name for name in others if image is None and name.lower() in own and name != text), None)
-    kind = own[other.lower()] if other is not None else known.typed.get(str(image), medium)
-    if kind != medium:
-        raise wrong_kind(f"{title}; the column {other or image}", kind, medium)
+    text = find_column(
+        option("caption"), [name for name in others if name != image], title, wanted.caption, TEXT_NAMES
+    )
     if image is None and text is None:
         raise ValueError(
             f"{title}; no {medium} column and no text column was recognised. {listed(names)} Set {option('image')}, "
             f"{option('caption')} or both."
         )
-    files = [name for name in others if str(known.first.get(name)).lower().endswith(SUFFIXES[medium])]
-    if image is None and files:
-        said = f"the column {files[0]} names files of {medium}s and is not read. Set {option('image')} to read them"
-        logger.warning("%s: %s.", title, said)
+    _check_kind(image, title, medium, known)
     return Columns(image, text, medium=medium, labelled=True, label=label, classes=tuple(known.labels.get(label, ())))
 
 
-def wrong_kind(what: str, kind: str, medium: str) -> ValueError:
-    """Return the error that `what` holds media of another kind than the model's."""
-    return ValueError(
-        f"{what} holds {kind}s, and the model is for {medium}s. Give {medium}s, or --model_name_or_path of a model for {kind}s."
-    )
+def _check_kind(column: str | None, title: str, medium: str, known: Known) -> None:
+    """Raise ValueError if the type of the column is that of another medium."""
+    if (kind := known.typed.get(str(column), medium)) != medium:
+        raise ValueError(
+            f"{title}; the medium is {medium}, and the column {column} is of the kind {kind}. Name another."
+        )
 
 
 def kind_of_value(value: Any) -> str | None:
@@ -189,17 +180,18 @@ def _find_medium(names: Sequence[str], title: str, wanted: Columns, known: Known
         raise ValueError(f"{title}; the columns {' and '.join(found.values())} may all be the medium. {advice}.")
     files = next((name for name in names if name.lower() in _ANY_FILE), None)
     told = next(iter(found), None) or kind_of_value(known.first.get(str(files)))
-    return told or next((kind for kind in ("clip", "sound") if _spelt_otherwise(names, MEDIUM_NAMES[kind])), "image")
+    spelt = set(map(_plain, names))
+    return told or next((kind for kind in ("clip", "sound") if spelt & set(map(_plain, MEDIUM_NAMES[kind]))), "image")
 
 
 def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:
-    """Return the wanted column, else the first of a usual name; exact names go before cases, and these before other spellings.
+    """Return the wanted column, else the first of a usual name; exact names go before cases, and these before blanks and hyphens.
 
     Args:
         option: the flag or key that names the column, for error messages.
 
     Raises:
-        ValueError: if the wanted column is missing, or two columns have a usual name in different cases, neither exactly.
+        ValueError: if the wanted column is missing.
     """
     if wanted is not None and wanted not in names:
         close = difflib.get_close_matches(wanted, [name for name in names[:_LISTED] if len(name) < 80], n=1)
@@ -207,19 +199,16 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
         raise ValueError(f"{option} is {wanted}; there is no such column ({title}).{hint} {listed(names)}")
     if wanted is not None:
         return wanted
-    alike = next((found for guess in usual if (found := [name for name in names if name.lower() == guess])), [])
-    exact = [name for name in alike if name in usual]
-    if len(alike) > 1 and not exact:
-        raise ValueError(
-            f"{title}; the columns {' and '.join(alike)} differ in case alone. Set {option} to one of them."
-        )
-    return next(iter(exact or alike), None) or _spelt_otherwise(names, usual)
+    for spelt in (str, str.lower, _plain):
+        for guess in usual:
+            if found := next((name for name in names if spelt(name) == spelt(guess)), None):
+                return found
+    return None
 
 
-def _spelt_otherwise(names: Iterable[str], usual: Iterable[str]) -> str | None:
-    """Return the first column of a usual name that is written with blanks or hyphens, such as "Image path"."""
-    plain = {name.replace("_", "") for name in usual}
-    return next((name for name in names if re.sub(r"[\s_-]", "", name.lower()) in plain), None)
+def _plain(name: str) -> str:
+    """Return a name such as "Image path" as it is compared."""
+    return re.sub(r"[\s_-]", "", name.lower())
 
 
 def listed(names: Sequence[str]) -> str:

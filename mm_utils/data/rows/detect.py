@@ -11,7 +11,7 @@ from pathlib import Path
 from mm_utils.arguments import load_own
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
-from mm_utils.data.rows.columns import SUFFIXES, wrong_kind
+from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.folders import is_service, walk
 from mm_utils.data.rows.media_folders import check_classes, is_captioned, read_caption_files, read_classes
 from mm_utils.data.rows.records import BadRow, Record
@@ -145,7 +145,9 @@ def _of_folder(path: Path, source: Source) -> str:
             raise ValueError(f"{source.title}; its card names several configurations. Give the files of one of them.")
         return tables[0]
     if (kinds := kinds_of_folder(path)) and medium not in kinds:
-        raise wrong_kind(f"{source.title}; it", next(iter(kinds)), medium)
+        raise ValueError(
+            f"{source.title}; it holds {next(iter(kinds))}s, and the model is for {medium}s. Give {medium}s."
+        )
     known = f"prepare_data takes format=, one of {', '.join(FORMATS)}"
     raise ValueError(f"{source.title}; the format of this folder is not recognised. {known}.")
 

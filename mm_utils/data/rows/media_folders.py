@@ -173,11 +173,9 @@ def readable(name: str) -> str:
 
 
 def _class_name(folder: str, names: dict[str, str], source: Source) -> str:
-    if folder in names:
-        return names[folder]
-    if WORDNET_ID.fullmatch(folder):
+    if folder not in names and WORDNET_ID.fullmatch(folder):
         raise ValueError(
             f"{source.title}; the folder {folder} is named by a WordNet id, which is not a caption. Set classes= to a "
             "file of lines 'id name'."
         )
-    return readable(folder)
+    return names.get(folder, readable(folder))

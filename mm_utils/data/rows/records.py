@@ -178,7 +178,9 @@ class RecordBuilder:
         if isinstance(value, dict) and {"bytes", "path"} & set(value):
             written = value.get("path") or value.get("bytes")
         path = image_path(written, jail or self.jail)
-        return FileImage(path), path_id(path, self._id_root, written)
+        inside = path.startswith(self._id_root + os.sep)
+        key = path[len(self._id_root) + 1 :].replace(os.sep, "/") if inside else str(written)
+        return FileImage(path), storable(key)
 
     def record(
         self,
@@ -213,12 +215,6 @@ def image_path(value: Any, jail: Jail) -> str:
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)
-
-
-def path_id(path: str, id_root: str, written: Any) -> str:
-    """Return a path relative to `id_root` as an id, or as written if it lies outside."""
-    inside = path.startswith(id_root + os.sep)
-    return storable(path[len(id_root) + 1 :].replace(os.sep, "/") if inside else str(written))
 
 
 class _Cursor:

@@ -231,8 +231,12 @@ def _add(
     new = [kind for kind in media if kind not in sample.media]
     twice = extension in sample.texts or any(found.name == title for found in sample.media.values())
     fault = None
-    if (reason := _unsafe(member, extension)) is not None:
-        fault = Fault("unsafe_member", f"{name} {reason}")
+    if member.name.startswith(("/", "\\")) or ".." in member.name.split("/") or "\0" in member.name:
+        fault = Fault("unsafe_member", f"{name} leads out of the archive")
+    elif not member.isreg() or member.issparse():
+        fault = Fault("unsafe_member", f"{name} is a link, a device or a sparse file")
+    elif extension.rpartition(".")[2] in _PICKLES:
+        fault = Fault("unsafe_member", f"{name} is a pickle, which runs code when it is read")
     elif twice:
         fault = Fault("repeated_member", f"{name} is there twice")
     elif new and not in_memory:
@@ -249,17 +253,6 @@ def _add(
         sample.media |= dict.fromkeys(new, BytesImage(title, content))
         sample.texts |= {} if new else {extension: content}
     sample.fault = sample.fault or fault
-
-
-def _unsafe(member: tarfile.TarInfo, extension: str) -> str | None:
-    name = member.name
-    if name.startswith(("/", "\\")) or ".." in name.split("/") or "\0" in name:
-        return "leads out of the archive"
-    if not member.isreg() or member.issparse():
-        return "is a link, a device or a sparse file"
-    if extension.rpartition(".")[2] in _PICKLES:
-        return "is a pickle, which runs code when it is read"
-    return None
 
 
 def record_of_sample(

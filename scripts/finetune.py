@@ -1,4 +1,4 @@
-"""Fine-tune a trained model on classes: of pairs (entailment, questions with frequent answers), of media, or of texts.
+"""Fine-tune a trained model on classes: of pairs (entailment, questions with frequent answers) or of media.
 
 On a laptop, from the model that scripts/pretrain.py trained: the colour of the things in a picture
     python scripts/finetune.py --model_name_or_path outputs/pretrain-1
@@ -86,9 +86,7 @@ def main(
 
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
-    model = build_classifier(
-        classifier_args, given[LoraArguments], task.classes, has_images=task.has_images, has_texts=task.has_texts
-    )
+    model = build_classifier(classifier_args, given[LoraArguments], task.classes, has_texts=task.has_texts)
     labels = torch.tensor(rows["label"][:])
     weights = weigh_classes(labels, classes, classifier_args.class_weights)
     objective = ClassificationObjective(model, labels, weights, run.args.seed)

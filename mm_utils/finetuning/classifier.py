@@ -17,11 +17,12 @@ from mm_utils.model.adapt import (
 )
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import (
-    CLASSIFIER_INPUTS,
     FusionDualEncoderForClassification,
     FusionDualEncoderModel,
 )
 from mm_utils.model.row_noise import RowDropout
+
+INPUTS = ("fused", "pair", "image")  # a model may be saved with "text", too
 
 
 @dataclass
@@ -34,7 +35,7 @@ class ClassifierArguments:
     classifier_inputs: str | None = arg(
         None,
         "Input of the classifier: fused (the fusion head's [CLS] on image and text), pair (both embeddings side by side), "
-        "image, or text. Default: fused if the data and the model allow it, else pair, or what there is.",
+        "or image. Default: fused if the data and the model allow it, else pair, or image where there are no texts.",
         decides="place",
         usual=True,
     )
@@ -47,10 +48,8 @@ class ClassifierArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.classifier_inputs not in (None, *CLASSIFIER_INPUTS):
-            raise ValueError(
-                f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {', '.join(CLASSIFIER_INPUTS)}."
-            )
+        if self.classifier_inputs not in (None, *INPUTS):
+            raise ValueError(f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {', '.join(INPUTS)}.")
         if self.class_weights not in ("balanced", "none"):
             raise ValueError(f"--class_weights is {self.class_weights!r}; choose balanced or none.")
         if not 0 <= self.classifier_dropout < 1:
@@ -58,7 +57,7 @@ class ClassifierArguments:
 
 
 def build_classifier(
-    args: ClassifierArguments, lora_args: LoraArguments, classes: Sequence[str], *, has_images: bool, has_texts: bool
+    args: ClassifierArguments, lora_args: LoraArguments, classes: Sequence[str], *, has_texts: bool
 ) -> FusionDualEncoderForClassification:
     """Load a model and add a classifier for `classes`, ready to be trained.
 
@@ -67,7 +66,7 @@ def build_classifier(
     """
     base = load_model(str(args.model_name_or_path)).float()
     config = copy.deepcopy(base.config)
-    config.classifier_inputs = _choose_inputs(args.classifier_inputs, base, has_images, has_texts)
+    config.classifier_inputs = _choose_inputs(args.classifier_inputs, base, has_texts)
     config.classifier_dropout = args.classifier_dropout
     config.id2label = dict(enumerate(classes))  # num_labels follows from it
     config.label2id = {name: number for number, name in enumerate(classes)}
@@ -89,19 +88,11 @@ def build_classifier(
     return model
 
 
-def _choose_inputs(wanted: str | None, base: FusionDualEncoderModel, has_images: bool, has_texts: bool) -> str:
-    fits = {
-        "fused": has_images and has_texts,
-        "pair": has_images and has_texts,
-        "image": has_images,
-        "text": has_texts,
-    }
-    if wanted is not None and not fits[wanted]:
-        lacks = "images" if not has_images else "texts"
+def _choose_inputs(wanted: str | None, base: FusionDualEncoderModel, has_texts: bool) -> str:
+    if wanted in ("fused", "pair") and not has_texts:
         raise ValueError(
-            f"--classifier_inputs is {wanted}; the data has no {lacks}. Give data that has, or drop the flag."
+            f"--classifier_inputs is {wanted}; the data has no texts. Give data that has, or drop the flag."
         )
     if wanted == "fused" and base.fusion is None:
         raise ValueError("--classifier_inputs is fused; the model has no fusion head. Choose pair, or another model.")
-    choices = [name for name in CLASSIFIER_INPUTS if fits[name] and (name != "fused" or base.fusion is not None)]
-    return wanted or choices[0]
+    return wanted or ("image" if not has_texts else "pair" if base.fusion is None else "fused")

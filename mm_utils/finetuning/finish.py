@@ -28,13 +28,11 @@ _INPUTS = {
     "fused": "the fusion head's [CLS] on an image and a text",
     "pair": "the embeddings of an image and a text, side by side",
     "image": "the embedding of an image",
-    "text": "the embedding of a text",
 }
 _TASKS = {  # of the Hub
     "fused": "visual-question-answering",
     "pair": "visual-question-answering",
     "image": "image-classification",
-    "text": "text-classification",
 }
 
 
@@ -102,8 +100,7 @@ def classification_card(
         dataset_rows={name: len(split) for name, split in task.splits.items()},
         dataset_fingerprint=context.data.fingerprint,
         base_models=[start] if not Path(start).exists() else [],
-        # The other inputs have no pipeline that reads them with this class.
-        pipeline_tag="text-classification" if inputs == "text" else None,
+        pipeline_tag=None,  # no pipeline reads such inputs with this class
         tags=("classification", "dual-encoder"),
         medium=medium,
         summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
@@ -123,8 +120,6 @@ model = AutoModelForSequenceClassification.from_pretrained({name}, trust_remote_
     show = """
 for share in shares:
     print(f"{share.max():.3f}  {model.config.id2label[share.argmax().item()]}")"""
-    if inputs == "text":
-        return f'{load}text.\nshares = model.predict(texts=["a text"]){show}'
     texts = "" if inputs == "image" else f', ["a text"] * len({media})'
     return f"""\
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Labelled media and texts, to fine-tune on.
+"""Labelled media, with or without texts, to fine-tune on.
 
 Rows come from the reader of pairs (`mm_utils.data.rows`): a class or an answer is a column, the folder of a file, or the `.cls` of a
 tar's sample. A row of a task is in the schema of `mm_utils.data.pairs`, with one text as its `captions` and its class as `label`;
-what it has none of is filled in, an empty text or a grey pixel, and not read.
+a row without text has an empty one, which is not read.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.tokens import tokenize_splits
-from mm_utils.data.media import FEATURES, kind_of
+from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.cache import load_labelled_rows
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LabelArguments:
-    """The column of labels. A row has a label and a medium, a text (--caption_column), or both."""
+    """The column of labels. A row has a label and a medium, and perhaps a text (--caption_column)."""
 
     label_column: str | None = arg(
         None, "Column of classes or answers; found by type (ClassLabel) or usual names.", usual=True
@@ -52,12 +52,11 @@ class LabelledTask:
         splits: train, validation and perhaps test. `label` is the place in `classes`, or -1, outside train, for another
             class.
         classes: names, in order.
-        has_images, has_texts: whether the rows hold images and texts.
+        has_texts: whether the rows hold texts.
     """
 
     splits: DatasetDict
     classes: list[str]
-    has_images: bool
     has_texts: bool
 
 
@@ -81,7 +80,7 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
     """Load the labelled data that the arguments name, with the kind of media that the model is for.
 
     The most frequent of a row's answers is its class. Without a validation split, rows are held out of train by the hash
-    of their image, file of a clip or sound, or text where there is none, so that none is in both.
+    of their image, or file of a clip or sound, so that none is in both.
 
     Raises:
         ValueError: in one line, if a file, column or split does not exist, more than half of the rows are unusable, or
@@ -103,26 +102,24 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
         raise ValueError(
             f"{title}; it holds {kind}s, and the model is for {medium}s. Give {medium}s, or a model for {kind}s."
         )
-    shown = {(has_media(rows), any(rows["captions"])) for rows in parts.values()}
-    if len(shown) > 1:
+    if without := [split for split, rows in parts.items() if not has_media(rows)]:
         raise ValueError(
-            f"{title}; only some of {', '.join(parts)} hold {medium}s, or texts. Give all some, and name their columns."
+            f"{title}; the rows of {', '.join(without)} are texts alone. Name the column of {medium}s as --image_column; texts alone are "
+            "classified by transformers' own scripts."
         )
-    [(has_images, has_texts)] = shown
-    if not has_images and medium != "image":
-        raise ValueError(
-            f"{title}; its rows are texts alone, and the model is for {medium}s. Take a model of images, or add {medium}s."
-        )
+    has_texts = any(parts["train"]["captions"])
+    if {has_texts} != {any(rows["captions"]) for rows in parts.values()}:
+        raise ValueError(f"{title}; only some of {', '.join(parts)} hold texts. Give all some, and name their column.")
     if args.caption_column and not has_texts:
         raise ValueError(f"--caption_column is {args.caption_column}; it holds lists. Give one text a row.")
     if "validation" not in parts:
-        parts |= _hold_out(parts["train"], has_images, title)
+        parts |= _hold_out(parts["train"], title)
     for split, rows in parts.items():
         most = args.max_train_samples if split == "train" else args.max_eval_samples
         parts[split] = rows.select(first_of_classes(_labels(rows), most))
     classes = _classes(known, _labels(parts["train"]), title)
-    splits = {split: _task_split(parts[split], classes, split, has_images) for split in SPLITS if split in parts}
-    return LabelledTask(DatasetDict(splits), classes, has_images, has_texts)
+    splits = {split: _task_split(parts[split], classes, split) for split in SPLITS if split in parts}
+    return LabelledTask(DatasetDict(splits), classes, has_texts)
 
 
 def labelled_sources(args: DataArguments, labels: LabelArguments, medium: str) -> list[Source]:
@@ -156,11 +153,9 @@ def _asked(scenes: Dataset) -> Dataset:
     return _beside_media(scenes.select(places), columns)
 
 
-def _hold_out(train: Dataset, has_images: bool, title: str) -> dict[str, Dataset]:
-    """Hold rows out by what they show, the same share of each class: by files of clips and sounds, bytes or paths of images, or texts."""
-    if not has_images:
-        keys = [text for [text] in train["captions"]]
-    elif "file_hash" in train.column_names:
+def _hold_out(train: Dataset, title: str) -> dict[str, Dataset]:
+    """Hold rows out by what they show, the same share of each class: by files of clips and sounds, bytes or paths of images."""
+    if "file_hash" in train.column_names:
         keys = train["file_hash"][:]
     else:
         images = (image for batch in train.select_columns(["image"]).iter(100) for image in batch["image"])
@@ -213,8 +208,8 @@ def is_number(name: str) -> bool:
     return True
 
 
-def _task_split(rows: Dataset, classes: list[str], split: str, has_images: bool) -> Dataset:
-    """Lay ids, captions and labels beside the media, or beside grey pixels."""
+def _task_split(rows: Dataset, classes: list[str], split: str) -> Dataset:
+    """Lay ids, captions and labels beside the media."""
     place, count = {name: number for number, name in enumerate(classes)}, len(rows)
     columns: dict[str, Any] = {
         "id": [f"{split} {row}" for row in range(count)],
@@ -222,9 +217,6 @@ def _task_split(rows: Dataset, classes: list[str], split: str, has_images: bool)
         "label": [place.get(label, -1) for label in _labels(rows)],
     }
     features = {"id": Value("string"), "captions": List(Value("string")), "label": Value("int64")}
-    if not has_images:
-        pixel = {"bytes": b"\x80\x80\x80", "path": "raw:1x1"}
-        rows = Dataset.from_dict({"image": [pixel] * count}, Features({"image": FEATURES["image"]}))
     if others := columns["label"].count(-1):
         logger.info(
             "%s of %s rows of %s have a class that train lacks; they count as wrong",

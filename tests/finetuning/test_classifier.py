@@ -45,10 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def build(folder: str, inputs: str | None = None, *, images: bool = True, texts: bool = True, **flags: Any) -> Any:
+def build(folder: str, inputs: str | None = None, *, texts: bool = True, **flags: Any) -> Any:
     torch.manual_seed(1)
     args = ClassifierArguments(folder, classifier_inputs=inputs, **{"classifier_dropout": 0.0, **flags})
-    return build_classifier(args, LoraArguments(), CLASSES, has_images=images, has_texts=texts)
+    return build_classifier(args, LoraArguments(), CLASSES, has_texts=texts)
 
 
 def whole_batch() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def reference(model: FusionDualEncoderForClassification, batch: dict[str, Any]) 
     return F.cross_entropy(logits, LABELS[batch["rows"]], WEIGHTS.to(logits))
 
 
-@pytest.mark.parametrize("inputs", ["fused", "pair", "image", "text"])
+@pytest.mark.parametrize("inputs", ["fused", "pair", "image"])
 def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, inputs: str, tmp_path: Path) -> None:
     model = build(folder, inputs).eval()
     base = FusionDualEncoderModel.from_pretrained(folder)
@@ -89,7 +89,7 @@ def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, in
     assert again.config.id2label == dict(enumerate(CLASSES))
     batch = whole_batch()
     given = {
-        "pixel_values": batch["pixel_values"] if inputs != "text" else None,
+        "pixel_values": batch["pixel_values"],
         "input_ids": batch["input_ids"] if inputs != "image" else None,
         "attention_mask": batch["attention_mask"],
     }
@@ -103,14 +103,13 @@ def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, in
 
 def test_classifier_inputs_depend_on_the_data_and_the_model(folder: str, tmp_path: Path) -> None:
     assert build(folder).config.classifier_inputs == "fused"
-    assert build(folder, images=False).config.classifier_inputs == "text"
     assert build(folder, texts=False).config.classifier_inputs == "image"
     tiny(fusion_layers=0).save_pretrained(tmp_path)
     assert build(str(tmp_path)).config.classifier_inputs == "pair"
     with pytest.raises(ValueError, match=r"--classifier_inputs is fused; the model has no fusion head"):
         build(str(tmp_path), "fused")
-    with pytest.raises(ValueError, match=r"--classifier_inputs is pair; the data has no images"):
-        build(folder, "pair", images=False)
+    with pytest.raises(ValueError, match=r"--classifier_inputs is pair; the data has no texts"):
+        build(folder, "pair", texts=False)
     with pytest.raises(ValueError, match=r"pixel_values is missing; classifier_inputs is 'fused'"):
         build(folder).classify(input_ids=torch.ones(1, 3, dtype=torch.long))
 
@@ -123,7 +122,7 @@ def test_unused_parts_are_not_trained(folder: str) -> None:
     towers = {"vision_model", "text_model"}
     assert trained() == towers | {"fusion", "classifier"}
     assert trained(inputs="pair") == towers | {"visual_projection", "text_projection", "classifier"}
-    assert trained(inputs="text") == {"text_model", "text_projection", "classifier"}
+    assert trained(inputs="image") == {"vision_model", "visual_projection", "classifier"}
     assert trained(freeze_text=True) == {"vision_model", "fusion", "classifier"}
 
 
@@ -135,7 +134,7 @@ def test_balanced_weights_make_all_classes_count_alike() -> None:
     assert weights[labels].mean() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("inputs", ["fused", "pair", "image", "text"])
+@pytest.mark.parametrize("inputs", ["fused", "pair", "image"])
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
 def test_the_loss_is_torchs_weighted_mean_for_any_micro_batch(
     folder: str, inputs: str, micro_batch_size: int | None

@@ -120,12 +120,12 @@ def test_names_are_kept_numbers_are_sorted_and_nearly_equal_ones_named(
 ) -> None:
     kept = save(tmp_path / "saved", [1, 0, -1, 1], ClassLabel(names=["owl", "ant", "yak"]), "train")
     assert task_of(dataset_name=kept).classes == ["owl", "ant", "yak"]  # -1 is not a label
-    numbers = [{"text": f"{n}", "label": n % 10 + 2} for n in range(60)]
-    test = write(tmp_path, [{"text": "x", "label": 3.0}, {"text": "y", "label": "4.0"}], "test.jsonl")
+    numbers = [{"image": f"{n}.png", "label": n % 10 + 2} for n in range(60)]
+    test = write(tmp_path, [{"image": "x.png", "label": 3.0}, {"image": "y.png", "label": "4.0"}], "test.jsonl")
     task = load(tmp_path, numbers, validation_file=test)
     assert task.classes == [str(n) for n in range(2, 12)]
     assert named(task, "validation") == ["3", "4"]
-    load(tmp_path, [{"text": f"{n}", "label": ["Cat", "cat ", "CAT", "dog"][n % 4]} for n in range(20)])
+    load(tmp_path, [{"image": f"{n}.png", "label": ["Cat", "cat ", "CAT", "dog"][n % 4]} for n in range(20)])
     assert "the classes 'CAT', 'Cat', 'cat' are nearly equal" in caplog.text
 
 
@@ -203,7 +203,7 @@ def test_the_table_of_classes_by_hand(tmp_path: Path) -> None:
 def test_a_column_divides_the_rows_of_a_file(tmp_path: Path) -> None:
     rows = [question(n, "yes" if n % 2 else "no", split="val" if n == 5 else "train") for n in range(6)]
     task = load(tmp_path, rows)
-    assert (task.classes, task.has_images, task.has_texts) == (["no", "yes"], True, True)
+    assert (task.classes, task.has_texts) == (["no", "yes"], True)
     assert named(task, "train") == ["no", "yes", "no", "yes", "no"]
     assert named(task, "validation") == ["yes"]
     assert task.splits["train"]["captions"][1] == ["what is 1?"]
@@ -230,24 +230,24 @@ def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
 
 def test_rows_are_held_out_of_every_class(tmp_path: Path) -> None:
     sizes = {"common": 200, "rare": 40, "two": 2, "one": 1}
-    rows = [{"text": f"{name} {n}", "label": name} for name, size in sizes.items() for n in range(size)]
+    rows = [{"image": f"{name}{n}.png", "label": name} for name, size in sizes.items() for n in range(size)]
     task, again = load(tmp_path, rows), load(tmp_path, rows[::-1])
     assert Counter(named(task, "validation")) == {"common": 24, "rare": 4, "two": 1}
-    assert sorted(again.splits["validation"]["captions"]) == sorted(task.splits["validation"]["captions"])
-    many = [{"text": str(n), "label": str(n // 2)} for n in range(200)]  # as answers: a hundred classes of two rows
+    held = [sorted(image["path"] for image in each.splits["validation"]["image"]) for each in (task, again)]
+    assert held[0] == held[1]
+    many = [
+        {"image": f"{n}.png", "label": str(n // 2)} for n in range(200)
+    ]  # as answers: a hundred classes of two rows
     assert len(load(tmp_path, many).splits["validation"]) == 60
 
 
-def test_texts_alone_and_images_alone(tmp_path: Path) -> None:
-    texts = load(tmp_path, [{"text": f"text {n}", "label": n % 2} for n in range(4)])
-    lists = load(tmp_path, [{"image": f"{n}.png", "captions": ["a", "b"], "label": n % 2} for n in range(8)])
-    assert (texts.has_images, texts.has_texts) == (False, True)
-    assert (lists.has_images, lists.has_texts) == (True, False)  # a list of captions is no text of the row
-    for task in (texts, lists):  # either way, the loader has something to show
-        rows = tokenize_captions(task.splits["train"], train_tokenizer(["text 0 1 2 3"], 50), 8)
-        example = Pairs(rows, TrainingTransform(media.Image(16)))[0, 0]
-        assert example["pixel_values"].shape == (3, 16, 16)
-        assert len(example["input_ids"]) == 1
+def test_images_alone(tmp_path: Path) -> None:
+    task = load(tmp_path, [{"image": f"{n}.png", "captions": ["a", "b"], "label": n % 2} for n in range(8)])
+    assert not task.has_texts  # a list of captions is no text of the row
+    rows = tokenize_captions(task.splits["train"], train_tokenizer(["text 0 1 2 3"], 50), 8)
+    example = Pairs(rows, TrainingTransform(media.Image(16)))[0, 0]
+    assert example["pixel_values"].shape == (3, 16, 16)
+    assert len(example["input_ids"]) == 1
 
 
 def test_parts_of_files_are_stored_and_held_out_by_file(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_parts_of_files_are_stored_and_held_out_by_file(tmp_path: Path) -> None:
             answer = "yes" if start and number else "no"
             rows.append({"audio": f"{number}.wav", "start": start, "end": end, "question": "other?", "answer": answer})
     task = load(tmp_path, rows, "sound")
-    assert (task.classes, task.has_images, task.has_texts) == (["no", "yes"], True, True)
+    assert (task.classes, task.has_texts) == (["no", "yes"], True)
     train, held = (
         [read_wav(row["image"]["bytes"])[0] for row in task.splits[name]] for name in ("train", "validation")
     )
@@ -287,7 +287,8 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("image", {"a": 1}, "no label column was recognised. The columns are: a. Set --label_column"),
         ("image", {"a": 1, "label": 2}, "no image column and no text column was recognised. The columns are: a, lab"),
-        ("image", text, "all rows show the same, so none can be held out"),
+        ("image", {"image": "a.png", "label": 1}, "all rows show the same, so none can be held out"),
+        ("image", text, "the rows of train are texts alone. Name the column of images"),
         ("image", {**text, "label": None}, "3 of 3 rows are bad.* line 1: it has no label. The label is missing, or"),
         ("image", {**text, "label": "['a', b]"}, "looks like a list, and is not JSON.* Set --label_column"),
         ("image", {**text, "text": ["a", "b"]}, "3 of 3 rows are bad.* line 1: its text is empty or no text"),
@@ -301,7 +302,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
     for number, (medium, row, message) in enumerate(cases):
         (tmp_path / f"{number}.jsonl").write_text(3 * (json.dumps(row) + "\n"))
         doors.append((task_of, medium, {"train_file": str(tmp_path / f"{number}.jsonl")}, message))
-    one_class = write(tmp_path, [{"text": f"{n}", "label": 1} for n in range(3)])
+    one_class = write(tmp_path, [{"image": f"{n}.png", "label": 1} for n in range(3)])
     other = write(tmp_path, [{"image": "1.png", "question": "a", "answer": "1"}], "other.jsonl")
     sounds = files(tmp_path / "media", {f"{name}/{copy}.wav": tone(200) for name in "ab" for copy in range(2)})
     prepared = files(tmp_path / "prepared", {"report.json": b'{"format": "tandem-pairs"}', "dataset_dict.json": b"{}"})
@@ -312,7 +313,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
     ]
     doors += [
         (task_of, "image", {"train_file": one_class}, "its labels are '1' alone, and a task has 2 classes"),
-        (task_of, "image", {"train_file": one_class, "test_file": other}, "only some of train, test hold images, or texts"),
+        (task_of, "image", {"train_file": one_class, "test_file": other}, "only some of train, test hold texts"),
         (task_of, "sound", {"dataset_name": "sounds"}, "its rows have no labels. Give a labelled set"),
         *((labelled_of, "image", {"dataset_name": save(tmp_path / f"saved {n}", *case)}, message)
           for n, (*case, message) in enumerate(not_a_class)),

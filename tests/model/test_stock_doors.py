@@ -40,9 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         part.save_pretrained(place)
         processor.save_pretrained(place)
     tuned = ClassifierArguments(str(path), classifier_inputs="image")
-    build_classifier(tuned, LoraArguments(), ["no", "yes"], has_images=True, has_texts=False).save_pretrained(
-        path / "fine_tuned"
-    )
+    build_classifier(tuned, LoraArguments(), ["no", "yes"], has_texts=False).save_pretrained(path / "fine_tuned")
     processor.save_pretrained(path / "fine_tuned")
     return path
 

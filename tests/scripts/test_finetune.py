@@ -37,17 +37,6 @@ def test_it_learns_what_it_is_shown(finetuning_flags: list[str], questions: Path
     assert metrics["eval_accuracy"] == max(row["eval_accuracy"] for row in evaluated if "eval_accuracy" in row)
 
 
-def test_texts_alone_in_parts_as_large_as_fit(pretrained: str, tmp_path: Path) -> None:
-    rows = [{"text": f"a {colour} {shape}", "label": shape} for colour in COLOURS for shape in SHAPES] * 3
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = ["--model_name_or_path", pretrained, "--train_file", str(tmp_path / "texts.jsonl")]
-    short = ["--global_batch_size", "12", "--max_steps", "3", "--dataloader_num_workers", "0"]
-    finetuning_flags = [*data, *short, "--micro_batch_size", "auto", "--learning_rate", "3e-3"]
-    metrics = finetune.main([*finetuning_flags, "--output_dir", str(tmp_path / "out")])
-    assert 0 <= metrics["eval_accuracy"] <= 1  # of the few rows held out
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.classifier_inputs == "text"
-
-
 # -- sounds and clips ---------------------------------------------------------------------------------------------------
 SHORT = ["--global_batch_size", "6", "--max_steps", "4", "--logging_steps", "1", "--dataloader_num_workers", "0"]
 PITCHES = {"low": 250, "high": 2500}

@@ -744,22 +744,14 @@ def sound_input(extractor: Any, samples: np.ndarray, size: int) -> np.ndarray:
 
 def token_ids(tokenizer: Any, texts: Sequence[str], most: int) -> list[list[int]]:
     """Return the token ids of texts, at most `most` of each; special tokens that a text names are text."""
-
-    def read(part: list[str]) -> list[tuple[list[int], list[int]]]:
-        options = {"split_special_tokens": True, "return_special_tokens_mask": True}
-        encoded = tokenizer(part, truncation=True, max_length=most, **options)
-        return list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
-
-    pairs = read(list(texts[:1]))  # also sets the backend, which is faster where it need not keep places in the text
-    if len(texts) > 1:
-        encode = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
-        fast = [(each.ids, each.special_tokens_mask) for each in encode(list(texts))] if encode else []
-        pairs = fast if fast[:1] == pairs else read(list(texts))
+    options = {"split_special_tokens": True, "return_special_tokens_mask": True}
+    encoded = tokenizer(list(texts), truncation=True, max_length=most, **options)
     # A Unigram vocabulary (T5, XLM-R, mBART, SigLIP) has special tokens as pieces, which it also finds in split text.
     others = [token for name, token in tokenizer.special_tokens_map.items() if name != "unk_token"]
     special = set(tokenizer.all_special_ids)
     if tokenizer.unk_token not in others:
         special.discard(tokenizer.unk_token_id)
+    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
     return [
         [token for token, is_added in zip(*pair, strict=True) if is_added or token not in special] for pair in pairs
     ]

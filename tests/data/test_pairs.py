@@ -141,7 +141,7 @@ SAME = [
       {**A, "id": 3, "image_id": 7}, {**A, "id": 4, "image_id": 7, "image": "./0.png", "caption": "b"}],
      {"7": ["b", "a"], "8": ["a"]}),
     ([{"id": at, "image": f"{at % 2}.png", "caption": str(at)} for at in range(4)], {"0": ["0", "2"], "1": ["1", "3"]}),
-    ([A, {**A, "image": "copy.png"}], {"0.png": ["a"], "copy.png": ["a"]}),  # under two names it stays two images
+    ([A, {**A, "image": "copy.png", "caption": "b"}], {"0.png": ["a", "b"]}),  # under two names, too
 ]  # fmt: skip
 
 

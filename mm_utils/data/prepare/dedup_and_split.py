@@ -99,8 +99,7 @@ def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, 
 
     Args:
         leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused.
-        own_ids: ids stay as the sources give them, only rows of one id or one file become one, and there may be no
-            training images.
+        own_ids: ids stay as the sources give them, and there may be no training images.
 
     Raises:
         ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
@@ -123,7 +122,7 @@ def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, 
 
     set_aside(state.id_N, False, "duplicate_id", "{place} assigns id {id} to another image")
     rows = np.flatnonzero(state.keep_N)
-    first = _first_of_id_or_path(facts, state, rows) if own_ids else _first_of(state.in_split(state.image_N), rows)
+    first = _first_of(state.in_split(state.image_N), rows)
     for row, earlier in zip(rows[first != rows].tolist(), first[first != rows].tolist(), strict=True):
         found.merged.setdefault(earlier, [earlier]).append(row)
         state.keep_N[row] = False
@@ -180,12 +179,7 @@ def _first_of(codes_N: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def _measure_duplicates(found: Reconciled, state: _State) -> None:
     _, counts = np.unique(state.look_U, return_counts=True)
     names = _names(found.facts, state.first_U[state.near_P[:_EXAMPLES].ravel()])
-    first_N = state.first_U[state.image_N]
-    copies_N = np.flatnonzero(first_N != np.arange(len(first_N)))
-    # Rows of one id are captions of one image, which is not a copy.
-    copies_N = copies_N[(state.id_N[copies_N] < 0) | (state.id_N[copies_N] != state.id_N[first_N[copies_N]])]
     found.duplicates = {
-        "exact_rows": len(copies_N),
         "near_pairs": len(state.near_P),
         "largest_group": int(counts.max()),
         "examples": [names[at : at + 2] for at in range(0, len(names), 2)],
@@ -201,7 +195,7 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
         return given[leaks(state.split_N[given], np.where(codes_N < 0, alone, codes_N)[given])]
 
     looks_N = state.look_U[state.image_N]
-    exact, near, by_id = leaking(state.image_N), leaking(looks_N), leaking(state.id_N)
+    near, by_id = leaking(looks_N), leaking(state.id_N)
     links = [state.near_P, _linked(state, state.of_group_N)]
     if len(by_id) >= _COUNTERS and not np.isin(by_id[:, 0], near[:, 0]).any():
         logger.warning(
@@ -211,14 +205,15 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
     else:
         links.append(_linked(state, state.id_N))
     state.group_U = groups(len(state.first_U), np.concatenate(links))
-    by_group = leaking(state.of_group_N)
-    pairs = leaking(state.group_U[state.image_N]) if len(by_id) or len(by_group) else near
-    kinds = {"exact": exact[:, 0], "by_id": np.setdiff1d(by_id[:, 0], near[:, 0])}
-    kinds["by_group"] = np.setdiff1d(by_group[:, 0], np.concatenate([near[:, 0], kinds["by_id"]]))
-    kinds["near"] = np.setdiff1d(pairs[:, 0], np.concatenate(list(kinds.values())))
+    linked = len(by_id) or len(leaking(state.of_group_N))
+    pairs = leaking(state.group_U[state.image_N]) if linked else near
+    row_P, other_P = pairs.T
+    codes = (state.image_N, looks_N, state.id_N, state.of_group_N)  # in the order of `LEAKS`
+    kind_P = np.select([(each[row_P] == each[other_P]) & (each[row_P] >= 0) for each in codes], [0, 1, 2, 3], 1)
+    kinds = dict(zip(LEAKS, np.bincount(kind_P, minlength=len(LEAKS)).tolist(), strict=True))
     found.leakage = {
         "policy": policy,
-        **{kind: len(rows) for kind, rows in kinds.items()},
+        **kinds,
         "dropped": {},
         "examples": [_names(facts, pair) for pair in pairs[:_EXAMPLES]],
     }
@@ -228,17 +223,17 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
     def in_split(row: int) -> str:
         return f"{_place(facts, row)} in {SPLITS[state.split_N[row]]}"
 
-    def in_common(row: int, other: int) -> str:
-        if looks_N[row] == looks_N[other] or not state.of_group_N[row] == state.of_group_N[other] >= 0:
-            return "shows it"
-        return f"has the same group {facts['group'][row]}"
-
-    counts = ", ".join(f"{len(rows):,} {LEAKS[kind]}" for kind, rows in kinds.items() if len(rows))
+    counts = ", ".join(f"{count:,} {LEAKS[kind]}" for kind, count in kinds.items() if count)
     found.leaks = (
         f"{len(pairs):,} rows have an image or group that is in another split too ({counts}), such as "
         f"{in_split(pairs[0, 0])} and {in_split(pairs[0, 1])}"
     )
-    leaked = [row_fault(facts, row, "leaked", f"{in_split(other)} {in_common(row, other)}") for row, other in pairs]
+    leaked = [
+        row_fault(
+            facts, row, "leaked", f"{in_split(other)} {f'has the same group {group}' if kind == 3 else 'shows it'}"
+        )
+        for row, other, kind, group in zip(row_P, other_P, kind_P, facts["group"].take(pa.array(row_P)), strict=True)
+    ]
     if policy == "error":
         leak_file.write_text("".join(json.dumps(leak) + "\n" for leak in leaked), encoding="utf-8")
         raise ValueError(
@@ -290,15 +285,6 @@ def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test:
     by_hash_U = assign_splits(group_U, keys, (max(0.0, 1 - held_out), validation, test), least=least)
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
-
-
-def _first_of_id_or_path(facts: pa.Table, state: _State, rows: np.ndarray) -> np.ndarray:
-    """Return for each row the first of its split that equal ids or paths connect it to."""
-    links = []
-    for codes_N in (_codes(facts["name"]), _codes(facts["path"])):
-        known = rows[codes_N[rows] >= 0]
-        links.append(np.stack([_first_of(state.in_split(codes_N), known), known], axis=1))
-    return groups(len(facts), np.concatenate(links))[rows]
 
 
 def _names(facts: pa.Table, rows: np.ndarray) -> list[str]:

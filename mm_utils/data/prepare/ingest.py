@@ -76,7 +76,7 @@ PART_SCHEMA = pa.schema(
 )
 _OWN = ("id", "medium", "source", "where", "split", "group", "answers")  # columns that records have
 FIRST_CHUNK = 64  # rows
-_VERSION = 8  # part of every key; raise it with every change of the rows that are written
+_VERSION = 9  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
 _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end
@@ -368,16 +368,13 @@ def read_facts(parts: Sequence[Path], own_ids: bool) -> pa.Table:
     """Read all columns of the parts but the images, and add `name`, the row's id.
 
     Args:
-        own_ids: ids stay as the sources give them; add `path` too, the file of an image that stays in place.
+        own_ids: ids stay as the sources give them.
     """
     names = [name for name in PART_SCHEMA.names if name != "image"]
     facts = pa.concat_tables([read_part(part, names) for part in parts])
-    if own_ids:
-        paths = [pc.struct_field(read_part(part, ["image"])["image"], "path") for part in parts]
-        facts = facts.append_column("path", pa.chunked_array([chunk for path in paths for chunk in path.chunks]))
-        return facts.append_column("name", pc.coalesce(facts["id"], facts["stored_hash"]))
-    ids = pc.coalesce(facts["id"], pc.utf8_slice_codeunits(facts["image_hash"], 0, 32))
-    several = len(facts["source"].unique()) > 1
+    hashes = facts["stored_hash"] if own_ids else pc.utf8_slice_codeunits(facts["image_hash"], 0, 32)
+    ids = pc.coalesce(facts["id"], hashes)
+    several = not own_ids and len(facts["source"].unique()) > 1
     return facts.append_column("name", pc.binary_join_element_wise(facts["source"], ids, "/") if several else ids)
 
 

@@ -67,14 +67,11 @@ def split_of(found: Reconciled) -> dict[int, str]:
     return {place: split for split, places in found.rows.items() for place in places.tolist()}
 
 
-def test_rows_of_one_image_become_one_and_copies_under_other_ids_are_counted(tmp_path: Path) -> None:
+def test_rows_of_one_image_become_one(tmp_path: Path) -> None:
     found = decide([row(0), row(1), row(0, captions=["again"]), row(2), row(0)], tmp_path)
     assert found.rows["train"].tolist() == [0, 1, 3]
     assert found.merged == {0: [0, 2, 4]}
     assert found.duplicates["merged_rows"] == 2
-    found = decide([row(0, id="a"), row(0, id="b"), row(0, id="a"), row(1, id="c"), row(2, id="d")], tmp_path)
-    assert found.duplicates["exact_rows"] == 1
-    assert decide([row(0), row(0), row(1), row(2)], tmp_path).duplicates["exact_rows"] == 1
 
 
 def test_a_near_copy_is_kept_or_dropped(tmp_path: Path) -> None:

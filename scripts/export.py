@@ -17,12 +17,14 @@ import importlib.util
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export, written
+from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export
 from mm_utils.export.graphs import head_weights
 from mm_utils.export.open_clip import write_open_clip
+from mm_utils.files import atomic_folder
 from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.script import run_script, set_up_logging
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     model = load_model(model_name, fusion_layers=0).float().eval()
     kind = model.config.medium
     if args.layout == "open_clip":
-        with written(output_dir) as folder:
+        with atomic_folder(Path(output_dir)) as folder:
             write_open_clip(folder, model, processor)
         return {}
     if kind != "image" and args.layout != "plain":
@@ -94,7 +96,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     shape = None if kind == "image" else tuple(loaders.blank(1).shape[1:])
 
     # 3. Export, compare, and only then put the folder in its place.
-    with written(output_dir) as folder:
+    with atomic_folder(Path(output_dir)) as folder:
         found = export(folder, model_name, model, processor, args.layout, args.precisions, weights, shape)
 
     # 4. Report.

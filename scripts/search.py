@@ -43,11 +43,7 @@ class SearchArguments:
     rerank_top_k: int = arg(
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
     )
-    index_factory: str | None = arg(
-        None,
-        "For a million images and more, a coarse first pass, whose best are scored exactly: a string of "
-        "FAISS's index factory such as IVF4096,PQ64 or HNSW32. Default: exact search.",
-    )
+    read_captions: bool = arg(True, "For a text, also count the words of the captions that the index has.")
     model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
     json: bool = arg(False, "Print one JSON object per hit.")
     serve: bool = arg(False, "Serve a page and a JSON API instead.")
@@ -70,9 +66,11 @@ from mm_utils.text import printable, shortened
 
 def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:
     """Return a head, and a line for each hit."""
-    lines = [f"rank   score{'  re-ranked' if reranks else ''}  {medium}"]
+    has_words = any(hit.words for hit in hits)
+    lines = [f"rank   score{'   words' if has_words else ''}{'  re-ranked' if reranks else ''}  {medium}"]
     for hit in hits:
-        again = "" if not reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.3f}':>11}"
+        again = f"{hit.words:>8.2f}" if has_words else ""
+        again += "" if not reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.3f}':>11}"
         words = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
         words += f"  +{len(hit.copies)} near copies" if hit.copies else ""
         lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{words}"))
@@ -108,11 +106,11 @@ def main(argv: list[str] | None = None) -> None:
     else:
         parsed.refuse("port", "--serve is not given")
     if args.copies:
-        parsed.refuse("top_k rerank_top_k index_factory", "--copies compares the thumbnails of all images")
+        parsed.refuse("top_k rerank_top_k read_captions", "--copies compares the thumbnails of all images")
 
     # 2. The index and its model.
     searcher = Searcher(
-        str(args.index_dir), args.model_name_or_path, args.rerank_top_k, index_factory=args.index_factory
+        str(args.index_dir), args.model_name_or_path, args.rerank_top_k, read_captions=args.read_captions
     )
 
     # 3. Serve, or answer one query.
@@ -124,7 +122,10 @@ def main(argv: list[str] | None = None) -> None:
     searcher = searcher.within(within)
     medium = searcher.info.medium
     if not searcher.searched:
-        raise ValueError(f"{within} lets no {medium} of {args.index_dir} through. Widen it.")
+        folders = ", ".join(map(printable, searcher.folders[:20])) or "none"
+        raise ValueError(
+            f"{within} lets no {medium} of {args.index_dir} through; its folders are {folders}. Widen it."
+        )
     found: Any
     if args.copies:
         found = searcher.copies()

@@ -13,8 +13,7 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +24,6 @@ from transformers import ProcessorMixin
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.distributed import RunError
 from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_of, trace, write_int8
-from mm_utils.files import atomic_folder, is_about
 from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_table, markdown_text, publishable
@@ -49,13 +47,6 @@ USAGE = {
 pip install numpy onnxruntime pillow tokenizers
 python without_torch.py "a red door" photos/*.jpg
 ```
-""",
-    "sound": """`vision_model.onnx` takes what the feature extractor of `preprocessor_config.json` makes of samples, which is not in the
-graph: `transformers.AutoFeatureExtractor` makes it with numpy alone. A sound is the middle `window_seconds`, or all of it, and silence
-if the extractor's `padding` does not repeat it. Where the extractor makes four channels, take the first.
-""",
-    "clip": """`vision_model.onnx` takes `clip_frames` frames of a clip at equal distances, `[clips, frames, 3, S, S]`, each resized and
-normalised by the image processor of `preprocessor_config.json`.
 """,
     "transformers.js": """```js
 import { AutoProcessor, AutoTokenizer, CLIPTextModelWithProjection, CLIPVisionModelWithProjection, RawImage } from "@huggingface/transformers";
@@ -89,24 +80,6 @@ def check_output(output_dir: str) -> None:
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output_dir is {output_dir}; it is not empty. Give a new folder, or remove this one.")
-
-
-@contextmanager
-def written(output_dir: str) -> Iterator[Path]:
-    """Yield a folder that becomes `output_dir` at the end.
-
-    Raises:
-        RunError: if the disk is full or read-only.
-    """
-    try:
-        with atomic_folder(Path(output_dir)) as folder:
-            yield folder
-    except OSError as error:
-        if not is_about(error, Path(output_dir).parent):
-            raise
-        raise RunError(
-            f"--output_dir is {output_dir}; it cannot be written: {error.strerror or error}. Free some space, or give another folder."
-        ) from error
 
 
 def graph_path(layout: str, part: str, precision: str) -> Path:
@@ -157,7 +130,7 @@ def export(
     tokenizer, immich = processor.tokenizer, None
     if layout == "immich":
         immich = tokenizer.pad_token_id, ends_in_pad(tokenizer), immich_width(model.config.projection_dim)
-    graphs, apart, sizes = graphs_of(model, dict(weights), shape, immich), {}, {}
+    graphs, apart, rows = graphs_of(model, dict(weights), shape, immich), {}, list[list[str]]()
     with TemporaryDirectory(dir=folder) as work:
         traced = {part: Path(work, f"{part}.onnx") for part in graphs}
         for part, graph in tqdm(graphs.items(), desc="Tracing", unit=" graphs"):
@@ -174,7 +147,10 @@ def export(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 (shutil.copy if precision == "fp32" else write_int8)(traced[part], path)
             apart[precision] = differences(graphs, paths)
-            sizes[precision] = {part: path.stat().st_size / 1e6 for part, path in paths.items()}
+            figures = [
+                f"{paths[part].stat().st_size / 1e6:.1f} MB, {value:.0e}" for part, value in apart[precision].items()
+            ]
+            rows.append([precision, *figures])
     write_settings(folder, layout, model, processor)
     kind, width = model.config.medium, model.config.projection_dim
     bias = None if model.logit_bias is None else model.logit_bias.item()
@@ -188,11 +164,11 @@ def export(
         "DTYPE": "q8" if precisions[-1] == "int8" else "fp32",
         "PADDING": '"max_length"' if model.config.text_padding else "true",
     }
-    usage = re.sub("|".join(words), lambda word: words[word[0]], USAGE[layout if kind == "image" else kind])
-    if layout != "immich" and kind == "image":
+    usage = re.sub("|".join(words), lambda word: words[word[0]], USAGE[layout])
+    if kind != "image":
+        usage = f"The first input has the {kind}s as `preprocessor_config.json` makes them: docs/media.md of the project says how.\n"
+    elif layout != "immich":
         (folder / "without_torch.py").write_text(alone(), encoding="utf-8")
-    rows = [[precision, *(f"{sizes[precision][part]:.1f} MB, {value:.0e}" for part, value in found.items())]
-            for precision, found in apart.items()]  # fmt: skip
     title, table = markdown_text(Path(name).name), markdown_table(["size, difference from torch", *graphs], rows)
     text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {OPSET}.\n\n{usage}\n## Figures\n\n{table}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 from transformers import Siglip2VisionModel
 
 from mm_utils.distributed import RunError
-from mm_utils.files import is_about
 from mm_utils.model.fusion import target_mask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_name, input_shape
 from mm_utils.text import one_line
@@ -244,7 +243,7 @@ def trace(graph: Graph, path: Path) -> None:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        if isinstance(cause, OSError) and is_about(cause, path.parent):  # a full disk
+        if isinstance(cause, OSError):  # a full disk
             raise cause from None
         raise RunError(
             f"{path.name} cannot be made; torch's exporter stops: {one_line(cause)}. Try another version of torch, or export a "

@@ -17,7 +17,7 @@ column            meaning
 ================  =====================================================================================================
 
 Beside it lie `index.json` (`IndexInfo`), which names that file and has its checksum, `skipped.jsonl` (images that could not be read,
-with reasons), FAISS indexes of the rows, where a search has asked for one, and during a run a folder `parts-*`: what has been
+with reasons), and during a run a folder `parts-*`: what has been
 embedded so far with this model. An update writes a new Arrow file, and its end is that `index.json` is replaced.
 """
 
@@ -37,18 +37,16 @@ import pyarrow as pa
 import torch
 
 from mm_utils.data.batches.column_cache import add_weights, to_arrow
-from mm_utils.data.batches.tokens import tokenizer_content
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.files import retry, write_atomic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.processor import load_processor_of
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
-SKIPPED, FAISS, PARTS = "skipped.jsonl", "faiss-", "parts-"
+VERSION = 4
+SKIPPED, PARTS = "skipped.jsonl", "parts-"
 KEY = ["id", "mtime_ns", "stamp"]  # an image is unchanged where these are equal
 _INFO = "index.json"
 _UNCHECKED = ("thumbnail", "content")  # too large to be read at every start
@@ -64,9 +62,6 @@ class IndexInfo:
         fingerprint: `model_fingerprint` of the model.
         width: numbers of an embedding.
         medium: `image`, `clip` or `sound`.
-        words: `text_fingerprint` of the model.
-        images: rows of the index.
-        skipped: lines of `skipped.jsonl`.
         rows: name of the Arrow file.
         crc32: of all its columns but `_UNCHECKED`.
     """
@@ -75,9 +70,6 @@ class IndexInfo:
     fingerprint: str
     width: int
     medium: str = "image"
-    words: str = ""
-    images: int = 0
-    skipped: int = 0
     rows: str = ""
     crc32: int = 0
 
@@ -101,26 +93,13 @@ def model_fingerprint(model: FusionDualEncoderModel, medium: Medium) -> str:
     return digest.hexdigest()
 
 
-def text_fingerprint(model: FusionDualEncoderModel, tokenizer: Any) -> str:
-    """Return 32 hexadecimal digits of what embeds texts: the tokenizer, the text tower, its pooling and its projection."""
-    words = tokenizer_content(tokenizer)[-1]  # without its name, which is its place
-    read = [words, model.most_tokens(tokenizer), model.config.text_pooling, model.config.text_padding]
-    digest = hashlib.blake2b(repr(read).encode(), digest_size=16)
-    for part in (model.text_model, model.text_projection):
-        add_weights(digest, part.state_dict())
-    return digest.hexdigest()
-
-
 def check_same_model(
     info: IndexInfo, loaded: FusionDualEncoderModel, medium: Medium, model: str, folder: Path
 ) -> None:
-    """Raise RunError unless the index was made with this model, or, under another name, with one of the same image side."""
-    is_same = info.fingerprint == model_fingerprint(loaded, medium)
-    if is_same and model == info.model:
-        is_same = info.words == text_fingerprint(loaded, load_processor_of(model).tokenizer)  # type: ignore[attr-defined]
-    if not is_same:
+    """Raise RunError unless the index was made with a model of the same image side."""
+    if info.fingerprint != model_fingerprint(loaded, medium):
         raise RunError(
-            f"--model_name_or_path is {model}; the index {folder} was made with other weights or another tokenizer (of {info.model}), "
+            f"--model_name_or_path is {model}; the index {folder} was made with another image side (of {info.model}), "
             "whose embeddings do not compare. Embed into a new --index_dir, or delete this one first."
         )
 
@@ -199,15 +178,15 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
                 for table in tables:
                     writer.write_table(table.select(info.columns.names).cast(info.columns))
             written = pa.ipc.open_stream(pa.memory_map(str(new))).read_all()
-            info = replace(info, rows=new.name, images=len(written), crc32=_checksum(written))
+            info = replace(info, rows=new.name, crc32=_checksum(written))
         write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in skipped))
-        content = {"format": "tandem-index", "version": VERSION, **vars(replace(info, skipped=len(skipped)))}
+        content = {"format": "tandem-index", "version": VERSION, **vars(info)}
         write_atomic(folder / _INFO, json.dumps(content, indent=2) + "\n")
     except BaseException:  # a full disk, which needs the room
         if new is not None:
             new.unlink(missing_ok=True)
         raise
-    for path in [*folder.glob("rows-*.arrow"), *folder.glob(f"{FAISS}*")]:
+    for path in folder.glob("rows-*.arrow"):
         if new is not None and path != new:
             path.unlink(missing_ok=True)
     for parts in folder.glob(f"{PARTS}*"):

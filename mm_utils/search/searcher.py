@@ -1,10 +1,10 @@
-"""Answer queries from an index: by cosine, then re-ranked where the model gains by it.
+"""Answer queries from an index: by cosine, for a text also by the captions' words, then re-ranked where the model gains by it.
 
 For a text, the fusion head reorders the first `rerank_top_k` images if `config.rerank_weights` of the model has a weight above 0,
 which training sets only where it helped on the validation split. The head reads the image, from its file, or from its thumbnail if the
 file has changed, is gone, or was never there; a clip or a sound from the index. Near copies of a hit are folded into it.
 
-Shape letters: N images of the index, E embedding width, K images of an answer, or those that are re-ranked.
+Shape letters: N images of the index, E embedding width, K images that are re-ranked.
 """
 
 import copy
@@ -12,7 +12,8 @@ import datetime
 import io
 import os
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,13 @@ from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, open_picture
-from mm_utils.search.first_pass import Hits, StoredVectors, best, open_faiss
+from mm_utils.search.captions import CaptionWords, fused
 from mm_utils.search.index import check_same_model, open_index
 from mm_utils.search.listing import stock_file
 
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
+Hits = list[tuple[int, float]]
+"""Rows and cosines, best first."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Hit:
         row, id, path, captions: as the index has them.
         rank: its place in the answer, from 1.
         score: cosine of the query and the image.
+        words: BM25 of the query and the image's captions; 0 without a common word, or where captions are not read.
         reranked: cosine + what the fusion head adds, divided by the logit scale; None if the head has not seen it.
         copies: ids of images of lower rank that show the same picture.
     """
@@ -56,6 +60,7 @@ class Hit:
     row: int
     rank: int
     score: float
+    words: float
     reranked: float | None
     id: str
     path: str
@@ -82,26 +87,20 @@ class Filter:
 
     def mask(self, rows: datasets.Dataset) -> np.ndarray:
         """Return which rows fit, bool `[N]`; raise ValueError for a date of another form."""
-        fits = pc.starts_with(rows.data.column("id"), f"{self.folder.strip('/')}/".lstrip("/"))
-        if self.since or self.until:
-            first = _span("since", self.since or "1970")[0]
-            last = _span("until", self.until or "2200")[1]
-            changed = rows.data.column("mtime_ns")
-            fits = pc.and_(fits, pc.and_(pc.greater_equal(changed, max(1, first)), pc.less(changed, last)))
-        return fits.to_numpy()
-
-
-def _span(name: str, text: str) -> tuple[int, int]:
-    """Return when a day, month or year begins and ends, in nanoseconds."""
-    try:
-        begin = datetime.datetime.strptime(f"{text}-01-01"[: max(10, len(text))], "%Y-%m-%d")
-        end = begin + datetime.timedelta(days={4: 366, 7: 31}.get(len(text), 1))
-        end = end.replace(day=end.day if len(text) == 10 else 1, month=1 if len(text) == 4 else end.month)
-        # 64 bits hold the year 2242
-        first, last = (min(max(0, int(each.timestamp())), 2**33) * 10**9 for each in (begin, end))
-        return first, last
-    except (ValueError, OverflowError, OSError) as error:
-        raise ValueError(f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year.") from error
+        fits = pc.starts_with(rows.data.column("id"), f"{self.folder.strip('/')}/".lstrip("/")).to_numpy()
+        if not (self.since or self.until):
+            return fits
+        for name, text in (("since", self.since), ("until", self.until)):
+            try:
+                datetime.date.fromisoformat(f"{text or '2024'}-01-01"[: max(10, len(text))])
+            except ValueError as error:
+                raise ValueError(
+                    f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year."
+                ) from error
+        changed = rows.data.column("mtime_ns").to_numpy()
+        days = [str(datetime.date.fromtimestamp(each // 10**9)) if each else "" for each in changed.tolist()]
+        since, until = self.since, self.until or "9999"
+        return fits & [bool(day) and since <= day and day[: len(until)] <= until for day in days]
 
 
 class Searcher:
@@ -114,11 +113,11 @@ class Searcher:
         model: the folder or Hub id of the model, if it has moved since.
         rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
         device: where the model runs; default: a GPU if there is one.
-        index_factory: the first pass: a string of FAISS's index factory; default: exact search.
+        read_captions: whether the captions' words count beside the embeddings.
 
     Raises:
-        ValueError: if there is no index, no model, or FAISS cannot make the first pass.
-        RunError: if the model has changed since the index was made, or FAISS is needed and missing.
+        ValueError: if there is no index or no model.
+        RunError: if the model has changed since the index was made.
     """
 
     def __init__(
@@ -127,16 +126,22 @@ class Searcher:
         model: str | None = None,
         rerank_top_k: int = 10,
         device: str | None = None,
-        index_factory: str | None = None,
+        read_captions: bool = True,
     ):
         folder = Path(index_dir)
         self.info, self._rows = open_index(folder)
         self._texts = self._rows.select_columns(["id", "path", "captions"])
-        self._lock, self._vectors = threading.Lock(), StoredVectors(self._rows)
-        self._first_pass: Callable[[Tensor, int], Hits] | None = None
-        if index_factory is not None:
-            self._first_pass = open_faiss(index_factory, folder, self.info.rows, self._vectors)
-        self._mask_N = np.ones(len(self._rows), dtype=bool)
+        self._lock, self._mask_N = threading.Lock(), np.ones(len(self._rows), dtype=bool)
+        with warnings.catch_warnings():  # the memory-mapped file, which torch would rather write to
+            warnings.simplefilter("ignore")
+            self._embeddings = [
+                torch.from_numpy(chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1))
+                for chunk in self._rows.data.column("embedding").chunks
+            ]
+        self._captions: CaptionWords | None = None
+        if read_captions:
+            chunks = self._rows.data.column("captions").chunks
+            self._captions = CaptionWords(texts for chunk in chunks for texts in chunk.to_pylist())
         name = model or self.info.model
         processor: Any = load_processor_of(name)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -153,10 +158,9 @@ class Searcher:
         return len(self._rows)
 
     def within(self, part: Filter) -> "Searcher":
-        """Return a searcher that finds the rows of a filter alone, `searched` of them, exactly; rows keep their numbers."""
+        """Return a searcher that finds the rows of a filter alone, `searched` of them; rows keep their numbers."""
         new = copy.copy(self)
         new._mask_N = part.mask(self._rows)
-        new._first_pass = None if str(part) else self._first_pass
         return new
 
     @property
@@ -165,19 +169,26 @@ class Searcher:
         return int(self._mask_N.sum())
 
     @property
+    def folders(self) -> list[str]:
+        """The folders of the ids, sorted."""
+        return sorted({name.rpartition("/")[0] for name in self._texts["id"]} - {""})
+
+    @property
     def reranks(self) -> bool:
         """Whether answers to texts are re-ranked by the fusion head."""
         return self.rerank_top_k > 0
 
     def search_text(self, text: str, top_k: int = 10, rerank: bool = True) -> list[Hit]:
-        """Return the images that a text describes best; without `rerank`, by the towers alone."""
+        """Return the images that a text describes best; without `rerank`, by towers and captions alone."""
         with self._lock, torch.no_grad():
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
-            hits, copies = self._best(query_1E[0], max(top_k, self.rerank_top_k))
+            words_N = np.zeros(len(self)) if self._captions is None else self._captions.scores(text)
+            hits, copies = self._best(query_1E[0], max(top_k, self.rerank_top_k), words_N=words_N)
             head = self._head(hits[: self.rerank_top_k], states, mask, ids) if rerank and self.reranks and hits else {}
-        hits = sorted(hits[: len(head)], key=lambda hit: -head[hit[0]]) + hits[len(head) :]
-        return self._hits(hits[:top_k], copies, head)
+        order = np.argsort(-fused(np.array(list(head.values())), words_N[list(head)]), stable=True).tolist()
+        hits = [hits[at] for at in order] + hits[len(head) :]
+        return self._hits(hits[:top_k], copies, head, words_N)
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
@@ -189,8 +200,7 @@ class Searcher:
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an image of the index, without itself; IndexError without such a row."""
-        self._check(row)
-        return self._hits(*self._best(self._vectors.take([row])[0], top_k, row))
+        return self._hits(*self._best(torch.tensor(self.stored(row, "embedding")), top_k, row))
 
     def copies(self) -> list[list[dict[str, Any]]]:
         """Return groups of images that show the same picture: row, id and path."""
@@ -199,19 +209,6 @@ class Searcher:
             found.setdefault(group, []).append({"row": int(rows[at]), **self._texts[int(rows[at])]})
         return [group for group in found.values() if len(group) > 1]
 
-    def row_of(self, name: str, row: int) -> int:
-        """Return the row of an id, which was `row` when it was last seen; raise IndexError if the index has no such id."""
-        if not 0 <= row < len(self) or self._texts[row]["id"] != name:
-            row = pc.index(self._texts.data.column("id"), name).as_py()
-        if row < 0:
-            raise IndexError(f"the {self.info.medium} is no longer in the index. Search again")
-        return row
-
-    def some(self, count: int) -> list[dict[str, Any]]:
-        """Return row, id, path and captions of images that are spread over the index."""
-        rows = range(0, len(self), max(1, len(self) // count))[:count]
-        return [{"row": row, **self._texts[row]} for row in rows]
-
     def large(self, row: int) -> bytes:
         """Return a JPEG of an image of the index, of its file if that is unchanged; raise IndexError without such a row."""
         image, stream = self._image(row, _LARGE), io.BytesIO()
@@ -219,16 +216,11 @@ class Searcher:
         image.save(stream, "JPEG", quality=88)
         return stream.getvalue()
 
-    def stored(self, row: int, column: str) -> bytes:
-        """Return the `thumbnail` or the `content` of a row; raise IndexError if there is none."""
-        self._check(row)
-        if column not in self._rows.column_names:
-            raise IndexError(f"an index of {self.info.medium}s has no {column}")
+    def stored(self, row: int, column: str) -> Any:
+        """Return a column of a row, such as its `thumbnail` or `content`; raise IndexError if there is none."""
+        if not 0 <= row < len(self) or column not in self._rows.column_names:
+            raise IndexError(f"there is no {column} of row {row}; the index has {len(self)} {self.info.medium}s")
         return self._rows.select_columns([column])[row][column]
-
-    def _check(self, row: int) -> None:
-        if not 0 <= row < len(self):
-            raise IndexError(f"there is no row {row}; the index has {len(self)} {self.info.medium}s")
 
     def _search(self, example: Tensor, top_k: int) -> list[Hit]:
         with self._lock, torch.no_grad():
@@ -238,15 +230,19 @@ class Searcher:
     def _input(self, examples: Sequence[Tensor]) -> Tensor:
         return self._medium.features(torch.stack(list(examples)).to(self._device))
 
-    def _best(self, query_E: Tensor, count: int, without: int = -1) -> tuple[Hits, dict[int, list[int]]]:
+    def _best(
+        self, query_E: Tensor, count: int, without: int = -1, words_N: np.ndarray | None = None
+    ) -> tuple[Hits, dict[int, list[int]]]:
         """Return the best images for a query, best first, without a row; and the rows of their copies by row."""
-        query_E, wide = normalize(query_E.float().cpu(), dim=0), 2 * count + 1
+        query_E, rows = normalize(query_E.float().cpu(), dim=0), np.flatnonzero(self._mask_N)
+        # A block of the file stays in a core's cache.
+        score_N = torch.cat([block.float() @ query_E for block in self._embeddings])[rows]
+        by_N = score_N
+        if words_N is not None and words_N.any():
+            by_N = torch.from_numpy(fused(score_N.numpy(), words_N[rows]))
+        wide = 2 * count + 1
         while True:
-            if self._first_pass is not None:
-                found = self._first_pass(query_E, wide)
-            else:
-                rows = np.flatnonzero(self._mask_N)
-                found = best(rows, self._vectors.cosines(query_E)[rows], wide)
+            found = best(rows, score_N, wide, by_N)
             hits = [hit for hit in found if hit[0] != without]
             pairs = near_pairs(self._prints([row for row, _ in hits])) if hits else np.empty((0, 2), int)
             # A copy goes to the first hit that it is near to; so longer answers begin as shorter ones do.
@@ -283,27 +279,42 @@ class Searcher:
 
     def _image(self, row: int, side: int) -> Image.Image:
         """Return an image of the index, of about `side` pixels or more: its file if it is unchanged, else its thumbnail."""
-        self._check(row)
-        known = self._rows.select_columns(["id", "path", "mtime_ns", "stamp", "thumbnail"])[row]
+        path, thumbnail = self.stored(row, "path"), self.stored(row, "thumbnail")
         try:
-            status = os.stat(known["path"])
-            if (str(status.st_size), changed_ns(status)) == (known["stamp"], known["mtime_ns"]):
-                return open_image({"bytes": None, "path": known["path"]}, side)
+            status = os.stat(path)
+            if (str(status.st_size), changed_ns(status)) == (self.stored(row, "stamp"), self.stored(row, "mtime_ns")):
+                return open_image({"bytes": None, "path": path}, side)
         except (OSError, UnreadableError):
             pass
         try:
-            return open_image({"bytes": known["thumbnail"], "path": None}, side)
+            return open_image({"bytes": thumbnail, "path": None}, side)
         except UnreadableError as error:
             raise UnreadableError(
-                f"The thumbnail of {known['id']} is damaged. Delete the index, and run scripts/embed.py again."
+                f"The thumbnail of {self.stored(row, 'id')} is damaged. Delete the index, and run scripts/embed.py again."
             ) from error
 
-    def _hits(self, hits: Hits, copies: dict[int, list[int]], head: dict[int, float] | None = None) -> list[Hit]:
+    def _hits(
+        self,
+        hits: Hits,
+        copies: dict[int, list[int]],
+        head: dict[int, float] | None = None,
+        words_N: np.ndarray | None = None,
+    ) -> list[Hit]:
         head, found = head or {}, []
         for rank, (row, score) in enumerate(hits, 1):
             names = [self._texts[each]["id"] for each in copies.get(row, ())]
-            found.append(Hit(row, rank, score, head.get(row), **self._texts[row], copies=names))
+            words = 0.0 if words_N is None else float(words_N[row])
+            found.append(Hit(row, rank, score, words, head.get(row), **self._texts[row], copies=names))
         return found
+
+
+def best(rows: np.ndarray, score_N: Tensor, count: int, by_N: Tensor) -> Hits:
+    """Return rows and scores of the highest `by_N`, best first; of equal ones, the first comes first."""
+    if 0 < count < len(by_N):
+        kept = (by_N >= by_N.topk(count).values[-1]).nonzero().flatten()
+        rows, score_N, by_N = rows[kept.numpy()], score_N[kept], by_N[kept]
+    order = by_N.sort(descending=True, stable=True).indices[:count]
+    return list(zip(rows[order.numpy()].tolist(), score_N[order].tolist(), strict=True))
 
 
 def read_query(file: str | bytes, medium: Any) -> Tensor:

@@ -70,12 +70,12 @@ def make_config(searcher: Searcher) -> uvicorn.Config:
     page = page.replace('data-medium="image"', f'data-medium="{medium}"')
     api = _Api(searcher)
     answers: dict[str, Any] = {
-        "start": api.start,
-        "similar/{row}": api.similar,
         "search": api.text,
+        "similar/{row}": api.similar,
         "image/{row}": api.thumbnail,
+        "large/{row}": api.large,
+        "content/{row}": api.content,
     }
-    answers |= {"large/{row}": api.large, "content/{row}": api.content}
     routes = [Route("/", lambda request: HTMLResponse(page)), Route("/search", api.file, methods=["POST"])]
     routes += [Route(f"/{path}", answer) for path, answer in answers.items()]
     mistakes: dict[Any, Any] = dict.fromkeys((HTTPException, IndexError, ValueError), _as_json)
@@ -100,10 +100,6 @@ class _Api:
             return self.searcher.within(Filter(**part))
         except ValueError as error:
             raise HTTPException(400, str(error).removeprefix("--")) from error
-
-    def start(self, request: Request) -> Response:
-        hits = self.searcher.some(_number(request, "k", 12, 1, 100))
-        return JSONResponse({"total": len(self.searcher), "hits": hits})
 
     def text(self, request: Request) -> Response:
         searcher, query = self.within(request), request.query_params.get("q", "").strip()
@@ -148,11 +144,11 @@ class _Api:
         return Response(animation(content), media_type="image/webp")
 
     def _row(self, request: Request) -> int:
-        """Return the row that an address names, with `id` wherever that is by now; an IndexError if it is none."""
-        row, name = request.path_params["row"], request.query_params.get("id")
+        """Return the row that an address names; IndexError if it is none."""
+        row = request.path_params["row"]
         if not (row.isascii() and row.isdecimal() and len(row) < 12):
             raise IndexError("there is no such row")
-        return int(row) if name is None else self.searcher.row_of(name, int(row))
+        return int(row)
 
 
 def _page(request: Request, searcher: Searcher, hits: list[Hit]) -> Response:
@@ -258,7 +254,7 @@ def _headers(page: str, plays: bool) -> dict[str, str]:
     sound = "media-src 'self'; " if plays else ""
     return {
         "Content-Security-Policy": f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
-        f"img-src 'self' blob: data:; {sound}connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        f"img-src 'self' blob: data:; {sound}connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Resource-Policy": "same-origin",

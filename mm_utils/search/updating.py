@@ -8,9 +8,9 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -25,9 +25,8 @@ from mm_utils import distributed
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
-from mm_utils.files import folder_lock, is_about
+from mm_utils.files import folder_lock
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.processor import load_processor_of
 from mm_utils.search.index import (
     KEY,
     IndexInfo,
@@ -36,7 +35,6 @@ from mm_utils.search.index import (
     model_fingerprint,
     read_index,
     read_parts,
-    text_fingerprint,
     write_index,
     write_part,
 )
@@ -47,7 +45,7 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 20.0  # of work that a killed run loses at most, and a batch
 FLUSH_BYTES = 64 << 20  # of clips and sounds that wait to be written
 _ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the index is written anew
-_PASSING = ("permission_denied", "read_error")  # reasons that say nothing of an image that was embedded before
+_TOLD = ["path", "captions"]  # which the listing tells anew
 
 
 class Embedder(NamedTuple):
@@ -78,7 +76,7 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
         ValueError: if the folder holds something else.
     """
     plans: list[_Plan] = []  # on the main process
-    with ExitStack() as locked, _explained(folder):
+    with ExitStack() as locked:
 
         def begin() -> tuple[IndexInfo, list[int]]:
             check_folder(folder)
@@ -88,10 +86,11 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
             name = os.path.abspath(model) if Path(model).is_dir() else model
             old = read_index(folder)
             if old is None:
-                fingerprint = model_fingerprint(embedder.model, embedder.medium)
-                words = text_fingerprint(embedder.model, load_processor_of(name).tokenizer)  # type: ignore[attr-defined]
-                width = embedder.model.config.projection_dim
-                old = IndexInfo(name, fingerprint, width, embedder.medium.kind, words), None
+                fingerprint, width = (
+                    model_fingerprint(embedder.model, embedder.medium),
+                    embedder.model.config.projection_dim,
+                )
+                old = IndexInfo(name, fingerprint, width, embedder.medium.kind), None
             info, rows = old
             check_same_model(info, embedder.model, embedder.medium, name, folder)
             plans.append(_Plan(folder, info, rows, listing))
@@ -117,65 +116,41 @@ class _Plan:
         known = pa.concat_tables([self.old, *self.parts.values()])
         self.before = len(known)
         row_of = {tuple(key.values()): row for row, key in enumerate(known.select(KEY).to_pylist())}
-        self.listed, self.rows = {}, dict[str, int | None]()  # path and captions by id, and the row of what is known
-        for name, media in zip(listing.ids, listing.stamps(), strict=True):
-            self.listed[name] = media["path"], media["captions"]
-            self.rows[name] = row_of.get((name, media["mtime_ns"], media["stamp"]))
-        self.todo = [place for place, row in enumerate(self.rows.values()) if row is None]
-        # What lies below a folder that cannot be read at the moment, or is such a file, stays.
-        passing, self.removed = {line["id"] for line in listing.skipped if line["reason"] in _PASSING}, 0
-        for row, name in enumerate(self.old["id"].to_pylist()):
-            if name not in self.listed and passing.isdisjoint([name, *map(str, PurePosixPath(name).parents)]):
-                self.removed += 1
-            elif name not in self.listed:
-                self.rows[name] = row
-        self.kept = len(self.rows) - len(self.todo)
-        counts = tuple(f"{count:,}" for count in (len(self.todo), self.kept, self.removed))
+        media = list(listing.stamps())
+        self.listed = [(each["path"], each["captions"]) for each in media]
+        keys = [(name, each["mtime_ns"], each["stamp"]) for name, each in zip(listing.ids, media, strict=True)]
+        self.rows = [row_of.get(key) for key in keys]
+        self.todo = [place for place, row in enumerate(self.rows) if row is None]
+        self.removed = len({*self.old["id"].to_pylist()} - {*listing.ids})
+        counts = tuple(f"{count:,}" for count in (len(self.todo), len(self.rows) - len(self.todo), self.removed))
         logger.info("%d %ss: %s to embed, %s unchanged; %s removed", len(self.rows), info.medium, *counts)
 
     def finish(self, skipped: list[Skip]) -> Outcome:
         """Write the index anew from what was known and what the parts hold now."""
         parts = self.parts | read_parts(self.folder, self.info)  # those that were known come first
         known = pa.concat_tables([self.old, *parts.values()])
+        new = {name: self.before + row for row, name in enumerate(known["id"][self.before :].to_pylist())}
+        places = [new.get(name) if row is None else row for name, row in zip(self.listing.ids, self.rows, strict=True)]
+        chosen = [(row, listed) for row, listed in zip(places, self.listed, strict=True) if row is not None]
         lines = [*self.listing.skipped, *sorted(skipped, key=lambda line: line["id"])]
-        old = known.select(["id", "path", "captions"]).to_pylist()
-        new = {row["id"]: place for place, row in enumerate(old) if place >= self.before}
-        order = list(self.rows) if len(self.rows) == len(self.listed) else sorted(self.rows)
-        places = {name: new.get(name) if self.rows[name] is None else self.rows[name] for name in order}
-        chosen = [(name, place) for name, place in places.items() if place is not None]
         if not chosen:
             reasons = "; ".join(line["detail"] for line in lines[:3])
             raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
         # A folder may have moved, and a caption been added.
-        listed = [self.listed.get(name, (old[place]["path"], old[place]["captions"])) for name, place in chosen]
-        before = [(row["path"], row["captions"]) for row in old[: len(self.old)]]
-        rows = [place for _, place in chosen]
-        is_new = listed != before or rows != list(range(len(before)))
-        write_index(self.folder, self.info, self._blocks(known, rows, listed) if is_new else None, lines)
-        return Outcome(len(self.todo) - len(skipped), self.kept, self.removed, len(lines), len(chosen))
+        old = [(row, (each["path"], each["captions"])) for row, each in enumerate(self.old.select(_TOLD).to_pylist())]
+        write_index(self.folder, self.info, self._blocks(known, chosen) if chosen != old else None, lines)
+        kept = len(self.rows) - len(self.todo)
+        return Outcome(len(self.todo) - len(skipped), kept, self.removed, len(lines), len(chosen))
 
-    def _blocks(self, known: pa.Table, places: list[int], listed: list[tuple[str, list[str]]]) -> Iterator[pa.Table]:
+    def _blocks(self, known: pa.Table, chosen: list[tuple[int, tuple[str, list[str]]]]) -> Iterator[pa.Table]:
         rows, count = datasets.Dataset(known).with_format("arrow"), _ROWS[self.info.medium]
-        for low in tqdm(range(0, len(places), count), desc="Writing", leave=False, delay=2):
-            table = rows[places[low : low + count]]
-            for name, values in zip(("path", "captions"), zip(*listed[low : low + count], strict=True), strict=True):
+        for low in tqdm(range(0, len(chosen), count), desc="Writing", leave=False, delay=2):
+            places, listed = zip(*chosen[low : low + count], strict=True)
+            table = rows[list(places)]
+            for name, values in zip(_TOLD, zip(*listed, strict=True), strict=True):
                 at = table.column_names.index(name)
                 table = table.set_column(at, name, pa.array(values, self.info.columns.field(name).type))
             yield table
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Turn an error of a disk that is full or read-only into one that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if not is_about(error, folder):
-            raise
-        raise RunError(
-            f"--index_dir is {folder}; it cannot be written: {error.strerror or error}. Free some space, and run the command again: "
-            "what has been embedded is kept."
-        ) from error
 
 
 def embed_share(

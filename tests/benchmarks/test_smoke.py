@@ -64,7 +64,7 @@ class HostReads(TorchDispatchMode):
 
 TINY = ["--vision_config", "tiny", "--text_config", "tiny", "--image_size", "32", "--vocab_size", "100"]
 SHORT = ["--rounds", "1", "--steps", "2"]
-MODULES = ("gpu", "learning", "loading", "loss", "reliability", "training")
+MODULES = ("captions", "gpu", "learning", "loading", "loss", "reliability", "training")
 
 
 class InThisProcess:

@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
 from datasets import Image as ImageFeature
-from PIL import Image, ImageOps
+from PIL import Image
 
 from mm_utils.model.reading import simplejpeg
-from tests.kit.fault_images import BROKEN, ODD, draw, jpeg, jpeg_with_inner_damage, png, save
+from tests.kit.fault_images import BROKEN, ODD, draw, jpeg_with_inner_damage, png
 from tests.kit.reading import add_member
 
 
@@ -305,7 +305,7 @@ def build(folder: Path) -> Corpus:
     corpus = Corpus(folder)
     for name, file, table, good, header, last in TABLES:
         write_table(corpus, name, corpus.add(name, file), table, good, header, last)
-    for write in (_images, _paths, _folders, _classes, _annotations, _shards, _cells, _relatives):
+    for write in (_images, _paths, _folders, _classes, _annotations, _shards, _cells):
         write(corpus)
     return corpus
 
@@ -615,36 +615,3 @@ def _cells(corpus: Corpus) -> None:
         splits[split] = rows.cast_column("image", ImageFeature())
     corpus.expect("saved", "a split of another name", "split holdout", "unknown_split")
     DatasetDict({**splits, "holdout": splits["train"].select([0])}).save_to_disk(str(path))
-
-
-# -- between rows -------------------------------------------------------------------------------------------------------
-def _smaller(picture: Image.Image) -> bytes:
-    return save(picture.resize((56, 42)), "JPEG", quality=60)
-
-
-def _mirrored(picture: Image.Image) -> bytes:
-    return png(ImageOps.mirror(picture))
-
-
-def _relatives(corpus: Corpus) -> None:
-    """Rows that are good alone: the same picture in one split is joined, in two it leaks."""
-    path, lines = corpus.add("relatives", "pairs.jsonl"), list[str]()
-    for kind, reason, splits, copy in [
-        ("the same file twice", "", ("train", "train"), png),
-        ("a smaller copy", "near_duplicate", ("train", "train"), _smaller),
-        ("the same file in validation", "leaked", ("validation", "train"), png),
-        ("a smaller copy in the test", "leaked", ("test", "train"), _smaller),
-        ("a file of validation in the test", "leaked", ("test", "validation"), jpeg),
-        ("the id of an image in validation", "leaked", ("validation", "train"), lambda _: png(corpus.new()[1])),
-        ("an image that is mirrored elsewhere", "", ("train", "validation"), _mirrored),
-    ]:
-        number, picture, caption = corpus.new()
-        texts, contents = (caption, f"{caption} again"), (png(picture), copy(picture))
-        for text, content, split, key in zip(texts, contents, splits, ("", "b" * ("id" not in kind)), strict=True):
-            (path.parent / f"{len(lines)}.image").write_bytes(content)
-            lines.append(line(image=f"{len(lines)}.image", caption=text, id=f"{number}{key}", split=split))
-        kept = texts[: 2 if kind.endswith("twice") else 1]
-        corpus.expect("relatives", kind, f"line {len(lines)}", reason, kept, picture, count=2)
-        if copy is _mirrored:
-            corpus.expect("relatives", kind, "", "", texts[1:], ImageOps.mirror(picture), count=0)
-    path.write_text("\n".join(lines) + "\n")

@@ -163,48 +163,33 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-Texts = list[str]
-
-
-@pytest.mark.parametrize(
-    ("changed", "found"),
-    [
-        ({}, ["a picture"]),
-        ({"caption": ["a", None, " ", "b", "a"]}, ["a", "b"]),
-        ({"image": {"bytes": b"bytes", "path": "raw:1x1"}}, ["a picture"]),  # which says the size of stored pixels
-        ({"image": None}, "image_missing: the image is not in the shard"),
-        ({"image": "photo.jpg"}, "the image is not in the shard"),
-        ({"image": {"bytes": None, "path": "/etc/passwd"}}, "the image is not in the shard"),
-        ({"caption": [3, 4]}, "caption_not_text"),
-        ({"id": None}, "id, the id, is empty"),
-    ],
-)
-def test_usable_captions_are_kept_and_an_unusable_row_gives_its_place_and_the_reason(
-    changed: dict[str, Any], found: Texts | str, tmp_path: Path
+def test_rows_follow_the_rules_of_preparing_or_give_their_place_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = {"image": b"bytes", "caption": "a picture", "id": 7, "languages": "en"}  # the last one is not read
-    pq.write_table(pa.Table.from_pylist([{**good, **changed}]), tmp_path / "s.parquet")
-    [row] = rows_from(str(tmp_path / "s.parquet"), 0, SOURCE)
-    if isinstance(found, str):
-        assert str(row).startswith(f"shard {tmp_path / 's.parquet'}, row 0: ")
-        assert found in row
-        return
-    image = changed.get("image", {"bytes": b"bytes", "path": None})
-    assert row == {"id": "7", "image": image, "captions": found}
-
-
-def test_columns_and_ids(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    record, path = {"pixels": b"x", "words": "a", "caption": "b", "split": "test"}, str(tmp_path / "s.parquet")
-    pq.write_table(pa.Table.from_pylist([record, record, {**record, "pixels": b"y"}]), path)
-    first, same, other = rows_from(path, 0, SOURCE)
-    assert first["id"] == same["id"] != other["id"]  # type: ignore[index]  # of the bytes
+    path, raw = (
+        str(tmp_path / "s.parquet"),
+        {"bytes": b"bytes", "path": "raw:1x1"},
+    )  # which says the size of stored pixels
+    good = {"image": raw, "caption": ["a", None, " ", "b", "a"], "words": "c", "id": "7", "split": "test"}
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({}, ""), ({"id": "8", "image": None}, "image_missing: the image is not in the shard"),
+        ({"image": {"bytes": None, "path": "/etc/passwd"}}, "the image is not in the shard"),
+        ({"caption": [" "]}, "caption_empty"), ({"id": None}, "id, the id, is empty"),
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist([{**good, **changed} for changed, _ in changes]), path)
+    first, *others = rows_from(path, 0, SOURCE)
+    assert first == {"id": "7", "image": raw, "captions": ["a", "b"]}
+    for at, (row, (_, reason)) in enumerate(zip(others, changes[1:], strict=True), start=1):
+        assert str(row).startswith(f"shard {path}, row {at}: ")
+        assert reason in str(row)
     [row, *_] = rows_from(path, 0, Source("shards", medium="image", caption_column="words"))
-    assert (first["captions"], row["captions"]) == (["b"], ["a"])  # type: ignore[index]
+    assert isinstance(row, dict)
+    assert row["captions"] == ["c"]
     check_columns(path, Source("shards"))
     assert "rows of all splits are trained on" in caplog.text
-
-
-def test_a_sample_of_a_tar_is_read_by_the_rules_of_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.Table.from_pylist([{"pixels": data, "text": "a"} for data in (b"x", b"x", b"y")]), path)
+    one, same, other = (row["id"] for row in rows_from(path, 0, SOURCE) if isinstance(row, dict))
+    assert one == same != other  # of the bytes
     monkeypatch.setattr(tars, "MOST_BYTES", 40)
     described = json.dumps({"image_id": 5, "caption": ["one", "zwei"], "split": "odd"}).encode()
     members = [("0.png", b"x"), ("0.json", described), ("1.png", bytes(50)), ("1.txt", b"a")]

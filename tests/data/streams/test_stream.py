@@ -142,7 +142,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @given(start=st.integers(0, 12), parts=st.integers(1, 12), bad=st.sets(st.integers(0, 79)))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_another_row_of_its_block_takes_the_place_of_a_bad_one_the_same_for_any_parts(
     start: int,
     parts: int,
@@ -263,6 +263,11 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
     stream = opened(str(tmp_path / "saved"), groups=2)
     assert (stream.order.num_rows, len(stream.validation)) == (50, 8)
     assert "its split extra is none of train, validation, test, and is not read" in caplog.text
+    address = shards.in_memory(tmp_path / "saved")  # as of a store, where the folders of splits have their usual names
+    remote = open_stream(DataArguments(dataset_name=address), BatchSizes((0,), (2,)), 0, 2, 8)
+    assert remote.order.num_rows + len(remote.validation) == 30
+    with pytest.raises(ValueError, match="memory://nothing; it has no training shards"):
+        open_stream(DataArguments(dataset_name="memory://nothing"), SCHEDULE, 0)
     names = {"train-0": "train", "TRAINING/1": "restval", "Val/0": "dev", ".hidden/train-1": "extra"}
     for name, split in names.items():
         (path := tmp_path / "folder" / f"{name}.parquet").parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +285,6 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
         ({}, "--streaming is set; the embedded set has no shards"),
         ({"train_file": "no/such-*.tar"}, r"shard no/such-\*.tar cannot be opened .* Check its address"),
         ({"train_file": "pairs.jsonl"}, "pairs.jsonl cannot be streamed, only .parquet"),
-        ({"train_file": "pairs.db"}, "pairs.db cannot be streamed, only .parquet"),
         ({"train_file": "a.tar", "validation_file": "pairs.jsonl"}, "pairs.jsonl cannot be streamed, only .parquet"),
         ({"dataset_name": "no/such"}, "--dataset_name is no/such; it could not be loaded"),
         ({"dataset_name": "sounds"}, "--streaming is set; sounds has no shards"),

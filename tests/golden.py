@@ -90,7 +90,6 @@ class Case(NamedTuple):
     name: str
     read: Callable[[Path], dict[str, Any]]
     commands: Sequence[str]
-    before: Sequence[str] = ()  # the same in the words of the earlier revision, where flags have changed since
 
 
 SHORT = (
@@ -174,12 +173,12 @@ def run(tree: str, folder: Path, words: list[str]) -> None:
     assert process.returncode == (-9 if words[0] == "killed" else 0), f"exit status {process.returncode}: {errors}"
 
 
-def run_side(tree: Path, folder: Path, cases: list[Case], inputs: Path, words: str) -> None:
-    """Run what isn't in the folder yet, in the words of either side: `commands` or `before`."""
+def run_side(tree: Path, folder: Path, cases: list[Case], inputs: Path) -> None:
+    """Run what isn't in the folder yet."""
     names, tasks = {"data": str(inputs)} | {case.name: str(folder / case.name) for case in cases}, []
     for case in cases:
         names["out"] = names[case.name]
-        commands = [Template(text).substitute(names) for text in getattr(case, words) or case.commands]
+        commands = [Template(text).substitute(names) for text in case.commands]
         done, error = (folder / case.name / name for name in ("done.json", "error.txt"))
         if error.exists() or not done.exists() or json.loads(done.read_text()) != commands:
             tasks.append((names[case.name], commands))
@@ -218,7 +217,7 @@ def main() -> int:
     needed = set(wanted)
     for case in reversed(CASES):
         if case.name in needed:
-            needed |= set(re.findall(r"\$(\w+)", " ".join([*case.commands, *case.before])))
+            needed |= set(re.findall(r"\$(\w+)", " ".join(case.commands)))
     cases = [case for case in CASES if case.name in needed]
     inputs = KEPT / hashlib.sha256((ROOT / "tests/kit/golden_inputs.py").read_bytes()).hexdigest()[:12]
     KEPT.mkdir(exist_ok=True)
@@ -232,11 +231,11 @@ def main() -> int:
             shutil.copytree(Path(name, "inputs"), inputs)
         subprocess.run([*git, "worktree", "add", "-q", "--detach", str(tree), commit], check=True)
         try:
-            run_side(tree, KEPT / commit, cases, inputs, "before")
+            run_side(tree, KEPT / commit, cases, inputs)
         finally:
             subprocess.run([*git, "worktree", "remove", "--force", str(tree)], check=True)
             fcntl.flock(lock, fcntl.LOCK_UN)
-        run_side(ROOT, now, cases, inputs, "commands")
+        run_side(ROOT, now, cases, inputs)
         for case in (case for case in cases if case.name in wanted):
             found = difference(case, KEPT / commit / case.name, now / case.name)
             failed += bool(found) and case.name not in expected

@@ -56,6 +56,7 @@ def test_command_line_beats_yaml_beats_default(tmp_path: Path) -> None:
     assert (first, second) == (First(0.1, None, False, True), Second(2, 3))
     assert parse(f"--config={path}", "--batch-size=2") == (first, second)
     assert parse("--config", path, "--shuffle", "--verbose", "false")[0] == First(0.1)
+    assert parse("--no_shuffle", "--verbose")[0] == First(shuffle=False, verbose=True)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +74,6 @@ def test_yaml_values_have_the_flags_type(tmp_path: Path, line: str, name: str, v
     found = getattr(parse("--config", config(tmp_path, line))[0], name)
     assert found == value
     assert type(found) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("argv", "shuffle", "verbose"),
-    [
-        (["--no_shuffle", "--verbose"], False, True),
-        (["--shuffle", "false", "--verbose", "true"], False, True),
-        (["--shuffle"], True, False),
-    ],
-)
-def test_booleans(argv: list[str], shuffle: bool, verbose: bool) -> None:
-    first, _ = parse(*argv)
-    assert (first.shuffle, first.verbose) == (shuffle, verbose)
 
 
 @pytest.mark.parametrize(

@@ -43,16 +43,14 @@ def eval_results(
 
 
 def data_names(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return name and repository of the data of a run; a path is shortened to its last two parts."""
+    """Return name and repository of the data of a run; the latter is a word of its own where the Hub has none."""
     given = settings.get("dataset_name") or settings.get("train_file")
-    if given is None:
-        return EMBEDDED, f"embedded-{_slug(EMBEDDED)}"
-    if is_embedded(given):
-        return f"The embedded {given}", f"embedded-{given}"
-    if given == settings.get("dataset_name") and is_on_hub(given):
+    if given and given == settings.get("dataset_name") and is_on_hub(given):
         return given, given
-    name = "/".join(Path(given).parts[-2:])
-    return name, f"local-{_slug(name)}"
+    name = (
+        "/".join(Path(given).parts[-2:]) if given and not is_embedded(given) else f"The embedded {given or 'scenes'}"
+    )
+    return name, re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-").lower()
 
 
 def model_title(name: str) -> str:
@@ -63,10 +61,6 @@ def model_title(name: str) -> str:
 def is_on_hub(dataset_name: str) -> bool:
     """Return whether --dataset_name means a data set on the Hub."""
     return not is_embedded(dataset_name) and not Path(dataset_name).exists()
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-").lower()
 
 
 def retrieval_results(
@@ -134,7 +128,6 @@ class CardInfo:
     frozen: tuple[bool, ...] = (False, False)  # whether the encoder of the medium, and that of texts, was not trained
     num_trained: int = 0
     terms: list[str] = field(default_factory=lambda: ["contrastive"])  # of the loss
-    search: list[str] = field(default_factory=list)  # commands
     pipeline_tag: str | None = "feature-extraction"
     tags: tuple[str, ...] = ()
     summary: str | None = None
@@ -161,7 +154,6 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         _what_it_is(card),
         "## Use",
         usage,
-        *([_fenced("bash", "\n".join(card.search))] if card.search else []),
         "## Results",
         markdown_table(list(map(_text, titles)), [list(map(_text, row)) for row in rows]),
         *([card.table_note] if card.table_note else []),

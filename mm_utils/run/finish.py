@@ -29,7 +29,6 @@ from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
     DIRECTIONS,
     EMBEDDED,
-    EXAMPLES,
     MEASURED,
     CardInfo,
     is_on_hub,
@@ -78,7 +77,6 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
         frozen=tuple(not is_trained(tower) for tower in towers),
         num_trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
         terms=[name.rpartition(".")[2].replace("_", " ") for name in context.given[ObjectiveArguments].weights],
-        search=search_commands(run.output_dir, run.settings, EXAMPLES[medium][2]),
         results=retrieval_results(shown, run.settings, counts, medium),
         vision_model=vision,
         text_model=text,

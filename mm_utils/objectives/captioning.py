@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils import distributed
-from mm_utils.copies import to_device
 from mm_utils.data.batches.tokens import occurring_tokens
 from mm_utils.model.fusion import KeysValues, rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm
+from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm, to_device
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import datasets
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -25,6 +26,12 @@ from mm_utils.objectives.losses import GlobalBatch
 
 Batch = dict[str, Any]
 Report = dict[str, Tensor]
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array's values on the device, on their way from pinned memory: the host does not wait."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass

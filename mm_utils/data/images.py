@@ -101,12 +101,10 @@ def encode(image: Image.Image, store: str, quality: int = JPEG_QUALITY) -> bytes
     if store == "raw":
         return image.tobytes()
     buffer = io.BytesIO()
-    if store == "jpeg":
+    if store == "png":
+        image.save(buffer, "PNG")
+    else:
         # At 344 x 258 and quality 92: 34 kB at 38.4 dB. Full colour (4:4:4) takes 15 % more bytes for 1.1 dB, and
         # optimised Huffman tables save 2.4 % of the bytes for 2.5 times the encoding time.
         image.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
-    elif store == "png":
-        image.save(buffer, "PNG")
-    else:
-        raise ValueError(f"store is {store!r}; images are stored as jpeg, png or raw. Give one of these.")
     return buffer.getvalue()

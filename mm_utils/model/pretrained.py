@@ -87,8 +87,6 @@ def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ValueError("its tokenizer has no words")
-    if tokenizer.model_max_length < 1:
-        raise ValueError(f"its tokenizer reads texts of {tokenizer.model_max_length} tokens, its model_max_length")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if "attention_mask" not in tokenizer.model_input_names:

@@ -138,8 +138,6 @@ def _center_square_processor(
         ValueError: if no mean and standard deviation express what `own` does, or its images are not squares.
     """
     size = size or _own_side(own, what)
-    if size < 1:
-        raise ValueError(f"{what}; its images are {size} pixels a side. Give --image_size, or choose another model.")
     mean, std = _normalisation(own, what)
     return CLIPImageProcessor(
         size={"shortest_edge": size}, crop_size={"height": size, "width": size}, image_mean=mean, image_std=std

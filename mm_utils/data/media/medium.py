@@ -66,7 +66,7 @@ class Medium(ABC):
         templates: captions of the name of a class, where a source has none.
         unused: flags of loading that mean nothing for it.
         lasts: whether it has a length in seconds.
-        shape, dtype: of an example.
+        shape: of an example.
         key: all that an evaluated example depends on besides the medium, by the names in the identities of runs.
     """
 
@@ -79,7 +79,6 @@ class Medium(ABC):
     templates: ClassVar[tuple[str, ...]]
     unused: ClassVar[tuple[str, ...]] = ()
     lasts: ClassVar[bool] = True
-    dtype: ClassVar[torch.dtype] = torch.uint8
     shape: tuple[int, ...]
     key: dict[str, Any]
 
@@ -104,8 +103,8 @@ class Medium(ABC):
         return shown
 
     def blank(self, count: int) -> Tensor:
-        """Return `count` examples of black squares, black frames or silence, as they leave the workers."""
-        return torch.zeros(count, *self.shape, dtype=self.dtype)
+        """Return `count` examples of black squares or frames, or inputs of a sound tower that are 0, as they leave the workers."""
+        return torch.zeros(count, *self.shape, dtype=torch.float32 if self.kind == "sound" else torch.uint8)
 
 
 @lru_cache(16)
@@ -225,7 +224,7 @@ class Sound(Medium):
     seconds: float
     min_share: float = 1.0
     jitter: float = 0.0
-    kind, column, feature, dtype = "sound", "audio", Audio(decode=False), torch.float32
+    kind, column, feature = "sound", "audio", Audio(decode=False)
     suffixes = (
         *(".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".amr"),
     )

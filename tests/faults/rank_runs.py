@@ -4,8 +4,8 @@ The ranks are forked from a process that has imported everything, without a laun
 their own doing. A run of ten steps takes a second or two. Every rank writes down the rows of the steps that it completed and
 the checkpoints that it announced, so whatever was lost or done twice is known even of a rank that was killed.
 
-As a script, for a launcher that restarts its processes, one of which is killed in every start but the last:
-accelerate launch --max_restarts 3 -m tests.faults.rank_runs FOLDER SEED KILLS
+As a script, for a launcher that restarts its processes, one of which is killed in every start but the last; every third step of
+a process lasts until a signal comes or FOLDER.hold is gone: accelerate launch --max_restarts 3 -m tests.faults.rank_runs FOLDER SEED KILLS
 """
 
 import json
@@ -38,7 +38,7 @@ from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.trainer import Trainer
 from tests.kit.processes import free_port
 from tests.kit.ranks import forks
-from tests.kit.tiny_run import STEPS, TinyRun, build
+from tests.kit.tiny_run import STEPS, TinyRun, build, exact_run
 
 LONGEST = 100.0  # seconds that a run may take, on a machine that does other things, too
 SAVE_STEPS = 3  # between two checkpoints
@@ -141,7 +141,8 @@ class Striker:
 
     def _note(self, what: str, **values: Any) -> None:
         with open(notes_of(self.folder) / f"{what}-{distributed.rank()}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"begun": self.begun, **values}) + "\n")
+            place = {"world": distributed.world_size(), "pid": os.getpid()}
+            file.write(json.dumps({"begun": self.begun, **place, **values}) + "\n")
 
 
 def work(run: TinyRun, faults: Sequence[Fault], begun: int, *callbacks: Any) -> None:
@@ -178,7 +179,9 @@ def main() -> None:
         step, place = random.choice(range(2, 5)) + 3 * begun, random.choice(["batch", "forward", "backward", "end"])
         faults.append(Fault(kill, place, min(step, STEPS), random.randrange(distributed.world_size())))
     notes_of(folder).mkdir(exist_ok=True)
-    work(TinyRun(folder), faults, begun, RestartRecord())
+    held = folder.with_name(f"{folder.name}.hold")
+    run = TinyRun(folder) if kills else exact_run(folder)
+    work(run, [*faults, Fault(Hold(held), "end", 0, None, times=STEPS)], begun, RestartRecord())
 
 
 # -- outside ------------------------------------------------------------------------------------------------------------
@@ -301,6 +304,18 @@ class Sleep:
 
     def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
         time.sleep(self.seconds)
+
+
+class Hold:
+    """Let the third step of a process last until a signal comes or a file is gone."""
+
+    def __init__(self, file: Path):
+        self.file, self.steps = file, 0
+
+    def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
+        self.steps += 1
+        while self.steps == 3 and self.file.exists() and not trainer.signals.number:
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -312,18 +312,6 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
     assert losses(run.folder) == losses(straight)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [18, 20])
-def test_resumed_from_any_step_and_twice_in_an_epoch(rows: int, tmp_path: Path) -> None:
-    straight = TinyRun(tmp_path / "straight", rows=rows, arguments={"save_steps": 1, "save_total_limit": None})
-    assert alone(train, straight)[0] == 0
-    for step in range(1, STEPS + 1):
-        resume = str(straight.folder / f"checkpoint-{step}")
-        run = TinyRun(tmp_path / str(step), resume, rows=rows, arguments={"save_steps": 1})
-        assert alone(train, run)[0] == 0
-        assert digest(run.folder) == digest(straight.folder)
-
-
 def refusals(straight: Path, folder: Path, changes: list[dict[str, Any]]) -> list[str]:
     told = []
     for change in changes:

@@ -1,6 +1,7 @@
 """One process of several is killed, stopped, slow, hangs, fails or computes nonsense, at every place of a run; and long runs."""
 
 import copy
+import json
 import math
 import os
 import re
@@ -26,6 +27,7 @@ from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
 from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Action, Fault, Raise, Sleep, freeze, kill, start, terminate
+from tests.kit.processes import PATIENCE, free_port, kill_family, on_loopback, wait_until
 from tests.kit.tiny_run import STEPS, Signalled, TinyRun, alone, digest, exact_run, exiting, losses, slow, train
 
 ROOT = Path(__file__).parents[2]
@@ -372,6 +374,44 @@ def test_a_launcher_that_restarts_its_processes(
     assert max(note["begun"] for note in rank_runs.notes_in(folder, "steps")) == kills
     assert rank_runs.rows_of(folder) == rank_runs.rows_of(on_ranks(2))
     assert rank_runs.difference(folder, on_ranks(2)) == 0
+
+
+def torchrun(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:
+    command = ["torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=3", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    words = [*command, "-m", "tests.faults.rank_runs", str(folder / "run"), "0", "0"]
+    variables = on_loopback() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with open(folder / f"{name}.log", "w") as log:
+        return subprocess.Popen(words, env=variables, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.slow
+def test_a_machine_joins_and_is_killed(exact: Path, tmp_path: Path) -> None:
+    """Machines are two agents on the loopback interface; where one joins, no step is lost."""
+
+    def history() -> list[dict[str, Any]]:
+        path = tmp_path / "run.notes/steps-0.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    (hold := tmp_path / "run.hold").touch()
+    port, agents = free_port(), list[subprocess.Popen[bytes]]()
+    try:
+        for number, name in enumerate(("first", "second"), 1):
+            agents.append(torchrun(tmp_path, port, name))
+            assert wait_until(lambda: len(history()) == 3 * number), (tmp_path / "first.log").read_text()  # noqa: B023
+        kill_family(agents[1].pid)
+        hold.unlink()
+        assert agents[0].wait(PATIENCE) == 0, (tmp_path / "first.log").read_text()
+    finally:
+        for agent in agents:
+            kill_family(agent.pid)
+    steps = {pid: [(note["step"], note["world"]) for note in history() if note["pid"] == pid]
+             for pid in dict.fromkeys(note["pid"] for note in history())}  # fmt: skip
+    before, together, after = steps.values()
+    assert before == [(1, 1), (2, 1), (3, 1)]
+    assert together == [(4, 2), (5, 2), (6, 2)]
+    assert after in ([(step, 1) for step in range(begin, STEPS + 1)] for begin in (4, 7))
+    assert rank_runs.difference(tmp_path / "run", exact) <= TOLERANCE
 
 
 LONG, EVERY = 2000, 100

@@ -177,8 +177,8 @@ def _sized(width: int, height: int, form: str = "PNG") -> Make:
 
 _ZEROS = "a JPEG whose end is zeros, as a power failure leaves it"
 _HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
-_WHITE = zlib.compress((b"\0" + b"\xff" * 1125) * 9000, 9)  # 81 million pixels of one bit
-_TEXT = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(100 << 20), 1))  # 100 MB of it
+_WHITE = zlib.compress((b"\0" + b"\xff" * 1125) * 9000, 1)  # 81 million pixels of one bit
+_TEXT = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(8 << 20), 1))  # 8 MB of it
 _REASONS: dict[str, dict[str, bytes | Make]] = {
     "image_empty": {"an empty file": b""},
     "image_unknown_format": {
@@ -206,7 +206,7 @@ _REASONS: dict[str, dict[str, bytes | Make]] = {
         "a TIFF with a value that is not a number": saved(
             "TIFF", lambda picture: Image.fromarray(np.full((48, 64), np.nan, np.float32))
         ),
-        "a PNG with 100 MB of compressed text": _with_chunk(_TEXT),
+        "a PNG with 8 MB of compressed text": _with_chunk(_TEXT),
         **({"a HEIC": _HEIC} if "HEIF" in FORMATS else {}),
     },
     "too_many_pixels": {

@@ -106,7 +106,12 @@ def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, 
     """
     found = Reconciled(facts := read_facts(parts, own_ids))
     state = _State(facts, args.near_duplicate_distance)
-    _measure_duplicates(found, state)
+    alike = _names(facts, state.first_U[state.near_P[:_EXAMPLES].ravel()])
+    found.duplicates = {
+        "near_pairs": len(state.near_P),
+        "largest_group": int(np.bincount(state.look_U).max()),
+        "examples": [alike[at : at + 2] for at in range(0, len(alike), 2)],
+    }
     _resolve_leaks(found, state, args.on_leakage, leak_file)
     _fill_splits(state, facts, args.validation_fraction, args.test_fraction)
 
@@ -174,16 +179,6 @@ def _first_of(codes_N: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return for each of `rows` the first one with an equal code."""
     _, first, place = np.unique(codes_N[rows], return_index=True, return_inverse=True)
     return rows[first[place]]
-
-
-def _measure_duplicates(found: Reconciled, state: _State) -> None:
-    _, counts = np.unique(state.look_U, return_counts=True)
-    names = _names(found.facts, state.first_U[state.near_P[:_EXAMPLES].ravel()])
-    found.duplicates = {
-        "near_pairs": len(state.near_P),
-        "largest_group": int(counts.max()),
-        "examples": [names[at : at + 2] for at in range(0, len(names), 2)],
-    }
 
 
 def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Path) -> None:

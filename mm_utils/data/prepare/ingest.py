@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 import torch
 from tqdm.auto import tqdm
 
-from mm_utils.data.faults import REASONS, UNREAD, Fault, is_hopeless, storable
+from mm_utils.data.faults import REASONS, UNREAD, Fault, first_repeated, is_hopeless, storable
 from mm_utils.data.images import encode, shrink
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
@@ -251,16 +251,14 @@ def _of_one_kind(rows: Rows) -> Iterator[Record | BadRow]:
 
 
 def _named(sources: list[Source]) -> list[Source]:
-    """Add folders to equal names of sources; refuse a name that is given to two."""
-    for tail in (2, 3):
-        names = Counter(source.name for source in sources)
-        sources = [
-            replace(source, name="/".join(Path(source.path).parts[-tail:])) if names[source.name] > 1 else source
-            for source in sources
-        ]
-    twice = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
-    if twice:
-        raise ValueError(f"--sources has several items named {twice[0]}. Give each its own name=...")
+    """Add the folder to equal names of sources; refuse a name that is given to two."""
+    names = Counter(source.name for source in sources)
+    sources = [
+        replace(source, name="/".join(Path(source.path).parts[-2:])) if names[source.name] > 1 else source
+        for source in sources
+    ]
+    if twice := first_repeated(source.name for source in sources):
+        raise ValueError(f"--sources has several items named {twice}. Give each its own name=...")
     return sources
 
 

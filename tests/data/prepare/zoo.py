@@ -125,8 +125,8 @@ _CLEANED = [  # a caption, what is kept of it, the notes
     ("=cmd|' /C calc'!A0 {caption} {} %s ${x}", "", ""),
     ("{caption} cafe\u0301 me\u0323\u0302o", "{caption} caf\u00e9 m\u1ec7o", "caption_composed"),
     ("{caption} \u202e\u05d0\u05d1\u202c \U0001f468\u200d\U0001f469\u200d\U0001f467", "", ""),
-    ("{caption}" + " word" * 2_400_000, "{caption}{words}", "caption_cut"),  # 12 MB
-    ("{caption}" + "x" * 5_000_000, "{caption}{xs}", "caption_cut"),
+    ("{caption}" + " word" * 200_000, "{caption}{words}", "caption_cut"),
+    ("{caption}" + "x" * 1_000_000, "{caption}{xs}", "caption_cut"),
 ]
 _PLACEHOLDERS = ("nan", "None", " NULL.", "N/A", "#N/A", "<NA>", "(null)", "undefined", "[object Object]")
 _CAPTIONS = [

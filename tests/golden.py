@@ -107,7 +107,7 @@ LASTING = f"pretrain {SHORT} --text_config $data/text.json --fusion_layers 1 --r
 SOUNDS = f"{LASTING} --train_file $data/sounds.jsonl"
 EVALUATE = "--rerank_top_k 8 --rerank_weights caption:1 --max_eval_samples 48"
 SOURCES = ("pairs.jsonl", "pairs.csv", "pairs.parquet", "pairs.db", "imagefolder", "coco.json", "dataset.json",
-           "captions.txt", "shards/{000..001}.tar", "classes", "sounds.jsonl", "clips.jsonl")  # fmt: skip
+           "captions.txt", "shards/{000..001}.tar", "classes,format=classes", "sounds.jsonl", "clips.jsonl")  # fmt: skip
 CASES = [
     *(Case("rows_" + re.sub(r"\W+", "_", source).replace("_000_001_", "_"), rows,
            [f"prepare_data --num_proc 1 --output_dir $out/set --sources $data/{source}"]) for source in SOURCES),

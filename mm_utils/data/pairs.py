@@ -95,9 +95,6 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
     if args.dataset_name:
         name, title, fields = args.dataset_name, f"--dataset_name is {args.dataset_name}", {**args.columns, **labelled}
         kind = detect(Source(name, title=title, **fields)) if Path(name).is_dir() else "datasets"
-        if kind == "classes" and not labelled:
-            advice = "Make some of the folders' names by prepare_data, --sources FOLDER,format=classes, or write captions beside them"
-            raise ValueError(f"{title}; it holds a folder per class and no captions. {advice}.")
         return [Source(name, kind, name, title=title, **fields)]
     given = {split: file for split, file in args.files.items() if file}
     sources = []

@@ -25,7 +25,7 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.on_disk import content_id
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import open_stream, train_stream
+from mm_utils.data.streams.stream import StreamLoader, open_stream
 from mm_utils.model.processor import train_tokenizer
 from scripts import prepare_data
 
@@ -111,7 +111,7 @@ def test_each_image_has_its_captions_in_the_same_steps(source: str, how: str, so
         args = DataArguments(dataset_name=sources[source.split()[-1]])
         stream = open_stream(args, BatchSizes((0,), (BATCH,)), 1, 3, 4)
         count = sum(shard.rows for shard in stream.shards)
-        make = lambda workers, start, stop: train_stream(loaders(SIZE, workers), stream, TOKENIZER, start, stop)  # noqa: E731
+        make = lambda workers, start, stop: StreamLoader(stream, loaders(SIZE, workers), TOKENIZER, start, stop)  # noqa: E731
     else:
         rows = tokenize_captions(rows_of(sources[source]), TOKENIZER, 16)
         order, count = GlobalOrder(len(rows), BatchSizes((0,), (BATCH,)), 1), len(rows)

@@ -207,7 +207,7 @@ def test_images_in_two_splits_are_named_and_stay(folder: Path, caplog: pytest.Lo
 BAD_PLACES = [
     ({"train_file": "one.jsonl"}, "train has 0 pairs, and contrastive training needs at least 2"),
     ({"train_file": "twice.jsonl"}, r"line 8: line 1 of .*twice\.jsonl assigns id 0 to another image\. .*id column"),
-    ({"dataset_name": "kinds"}, "--dataset_name is kinds; it holds a folder per class and no captions"),
+    ({"dataset_name": "kinds"}, "--dataset_name is kinds; this folder holds images and no captions"),
     ({"dataset_name": "0.png"}, r"--dataset_name is 0\.png; that is a file\. Give it as --train_file"),
     ({"dataset_name": "nobody/nothing"}, r"--dataset_name is nobody/nothing; it could not be loaded .*local folder"),
     ({"dataset_name": "saved"}, r"its splits are challenge\. Name them train, validation and test"),

@@ -13,7 +13,7 @@ from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
 from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.folders import is_service, walk
-from mm_utils.data.rows.media_folders import check_classes, is_captioned, read_caption_files, read_classes
+from mm_utils.data.rows.media_folders import is_captioned, read_caption_files, read_classes
 from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import FORMATS, PathArguments, Source, set_medium
 from mm_utils.data.rows.stored import is_saved
@@ -134,16 +134,18 @@ def _of_folder(path: Path, source: Source) -> str:
         return "imagefolder"
     media = [place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium]]
     tables = [kind for kind in ("parquet", "jsonl", "csv", "tsv") if f".{kind}" in suffixes]
-    is_set = tables and (tables[0] == "parquet" or (path / "README.md").is_file())
-    if any(os.path.relpath(place, path) != "." for place in media) or (media and not is_set):
-        if not source.labelled:
-            check_classes(path, source.title, medium)
+    if media and source.labelled and (not tables or any(os.path.relpath(place, path) != "." for place in media)):
         return "classes"
     if tables:
         card = path / "README.md"
         if card.is_file() and not card.is_symlink() and card.read_bytes()[:_HEAD].count(b"config_name:") > 1:
             raise ValueError(f"{source.title}; its card names several configurations. Give the files of one of them.")
         return tables[0]
+    if media:
+        raise ValueError(
+            f"{source.title}; this folder holds {medium}s and no captions. Write a table of paths and captions (JSONL, CSV, Parquet) there, "
+            "or NAME.txt beside every file; ,format=classes behind it in prepare_data makes captions of the names of folders."
+        )
     if (kinds := kinds_of_folder(path)) and medium not in kinds:
         raise ValueError(
             f"{source.title}; it holds {next(iter(kinds))}s, and the model is for {medium}s. Give {medium}s."

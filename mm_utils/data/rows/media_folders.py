@@ -5,11 +5,10 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import MEDIA
-from mm_utils.data.paths import SQLITE_SUFFIXES, Jail, read_file
+from mm_utils.data.paths import Jail, read_file
 from mm_utils.data.rows.columns import SUFFIXES, split_named
 from mm_utils.data.rows.folders import Unread, is_service, split_of_path, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
@@ -22,9 +21,6 @@ logger = logging.getLogger(__name__)
 CAPTION_SUFFIXES = (".txt", ".caption")
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
 WORDNET_ID = re.compile(r"n\d{8}")
-_TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".xlsx", ".xls", *SQLITE_SUFFIXES)
-_LISTS = (*_TABLES, ".txt", ".caption", ".token", ".srt", ".vtt", ".xml", ".tar", ".zip")
-_ABOUT = ("readme", "license", "licence", "copying", "citation", "notice", "changelog", "requirements")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
@@ -124,28 +120,6 @@ def _is_divided(folder: str) -> bool:
     splits = [entry for entry in folders if split_named(entry.name)]
     inside = [[item.is_dir() for item in os.scandir(entry.path) if not is_service(item.name)] for entry in splits]
     return bool(splits) and (len(splits) == len(folders) or any(held and all(held) for held in inside))
-
-
-def check_classes(folder: Path, title: str, medium: str) -> None:
-    """Raise ValueError if a folder of media is none of classes: it has one folder, or files that may hold captions."""
-    places, lists, at = set[str](), list[str](), 1 if _is_divided(str(folder)) else 0
-    for place, names in walk(str(folder)):
-        parts = Path(os.path.relpath(place, folder)).parts
-        if len(parts) > at and any(name.lower().endswith(SUFFIXES[medium]) for name in names):
-            places.add(parts[at])
-        found = [name for name in names if name.lower().endswith(_LISTS) and not name.lower().startswith(_ABOUT)]
-        lists += [os.path.relpath(os.path.join(place, name), folder) for name in found]
-    other = ", or set format=classes to make captions of folders' names" if places else ""
-    if lists:
-        raise ValueError(
-            f"{title}; this folder holds {medium}s and {lists[0]}, which may hold their captions. Give the table that has them as the source, "
-            f"with image_root= for the folder of the files that it names{other}."
-        )
-    if len(places) < 2:
-        raise ValueError(
-            f"{title}; this folder holds {medium}s and no captions, and no two folders of classes. Write a caption file beside every "
-            f"{medium} (NAME.txt) or metadata.jsonl with file_name and caption{other}."
-        )
 
 
 def class_names(source: Source) -> dict[str, str]:

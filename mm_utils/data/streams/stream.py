@@ -216,7 +216,7 @@ class StreamedData(TrainingData):
 
     def train_batches(self, start: int, stop: int) -> DeviceLoader:
         """Return this rank's share of the global batches of steps `start` to `stop`."""
-        return train_stream(self.loaders, self.stream, self.processor.tokenizer, start, stop)
+        return self.loaders.on_device(StreamLoader(self.stream, self.loaders, self.processor.tokenizer, start, stop))
 
 
 def open_streamed(
@@ -241,13 +241,6 @@ def open_streamed(
     data = StreamedData(splits, processor, loaders, order, identity, total_rows=total, stream=stream)
     logger.info("%s", data)
     return data
-
-
-def train_stream(
-    loaders: Loaders, stream: Stream, tokenizer: PreTrainedTokenizerBase, start: int, stop: int
-) -> DeviceLoader:
-    """Return this rank's share of the global batches of steps `start` to `stop` of a stream."""
-    return loaders.on_device(StreamLoader(stream, loaders, tokenizer, start, stop))
 
 
 @dataclass

@@ -434,6 +434,7 @@ def _folders(corpus: Corpus) -> None:
 
 def _classes(corpus: Corpus) -> None:
     folder = corpus.add("classes", "data")
+    corpus.sources[-1] += ",format=classes"
     for name in ("grey_cat", "dog"):
         (folder / name).mkdir(parents=True)
         number, picture, _ = corpus.new()

@@ -235,7 +235,7 @@ def test_metadata_of_each_split_or_one_above_them(folder: Path) -> None:
 def test_classes_get_captions_from_templates(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     files(folder, "set/train/n02123045/x.JPEG", "set/train/garden_spider/x.JPEG", "set/val/n02123045/x.JPEG")
     names = write(folder / "names.txt", "n02123045 tabby, tabby cat\n")
-    good, bad = read(folder / "set", classes=str(names), templates=("a {}!", "{}"))
+    good, bad = read(folder / "set", format="classes", classes=str(names), templates=("a {}!", "{}"))
     assert not bad
     assert [(record.id, record.captions, record.split) for record in good] == [
         ("train/garden_spider/x.JPEG", ["a garden spider!", "garden spider"], "train"),
@@ -245,31 +245,31 @@ def test_classes_get_captions_from_templates(folder: Path, caplog: pytest.LogCap
     with pytest.raises(ValueError, match="n02123045 is named by a WordNet id"):
         read(folder / "set", format="classes")
     files(folder, "set/train/garden_spider/web/y.jpg")
-    assert [record.captions[0] for record in read(folder / "set", classes=str(names))[0]][:2] == [
+    assert [record.captions[0] for record in read(folder / "set", format="classes", classes=str(names))[0]][:2] == [
         "a photo of a garden spider."
     ] * 2
     assert "folders inside those of classes, such as train/garden_spider/web, count for the outer one" in caplog.text
     files(folder, "sounds/train/dog_bark/a.wav", "sounds/test/rain/c.wav")
-    found = {(record.medium, record.split, record.captions[0]) for record in read(folder / "sounds")[0]}
+    found = {
+        (record.medium, record.split, record.captions[0]) for record in read(folder / "sounds", format="classes")[0]
+    }
     assert found == {("sound", "train", "the sound of a dog bark."), ("sound", "test", "the sound of a rain.")}
 
 
-def test_a_folder_that_is_none_of_classes_says_what_it_is(folder: Path) -> None:
+def test_a_folder_without_captions_says_what_to_give(folder: Path) -> None:
     files(folder, "set/images/a.jpg", "set/README.txt", "other/README.txt")
     write(folder / "set/captions.jsonl", lines({"image": "images/a.jpg", "caption": "a"}))
-    put("a.png", "captions.txt")(folder / "listed")
-    put("a.png")(folder / "flat")
     put("a.mp4", "a.wav", "a.txt")(folder / "mixed")
+    put("a.png")(folder / "flat")
     for name, message in {
-        "set": r"holds images and captions\.jsonl, .* Give the table that has them as the source",
+        "flat": "this folder holds images and no captions. Write a table of paths and captions",
         "other": "the format of this folder is not recognised",
-        "listed": "holds images and captions.txt",
-        "flat": "holds images and no captions",
         "mixed": r"1 clips and 1 sounds. Set ,medium=clip or sound",
     }.items():
         with pytest.raises(ValueError, match=message):
             read(folder / name)
-    assert len(read(folder / "set", format="classes")[0]) == len(read(folder / "set/captions.jsonl")[0]) == 1
+    assert [row.captions for row in read(folder / "set")[0]] == [["a"]]
+    assert len(read(folder / "set", format="classes")[0]) == 1
 
 
 def test_a_function_of_ones_own_reads_a_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForAudioClassification, AutoModelForImageClass
 from transformers.utils import ModelOutput
 
 from mm_utils.model.join import probe_input
-from mm_utils.model.pretrained import explained, load_config
+from mm_utils.model.pretrained import load_config
 
 TEMPERATURE = 2.0  # of the probabilities, so that the second and the third class count too
 CLASSIFIERS: dict[str, Any] = {
@@ -70,16 +70,14 @@ def read_classes(name: str | None, tower: PreTrainedModel, pool: Pool) -> Iterat
         tower: the tower, in evaluation mode.
         pool: what a model takes of its output, `[B, C]`.
     """
-    title = f"--vision_model_name_or_path is {name}"
-    config = None if name is None else load_config(title, name)
+    config = None if name is None else load_config(f"--vision_model_name_or_path is {name}", name)
     names = [value for _, value in sorted((getattr(config, "id2label", None) or {}).items())]
     architectures = getattr(config, "architectures", None) or ()
     kind = next((kind for each in architectures for kind in CLASSIFIERS if each.endswith(kind)), None)
     if name is None or kind is None or not names or names[0] == "LABEL_0":
         yield None
         return
-    with explained(title, name):
-        classifier = CLASSIFIERS[kind].from_pretrained(name, use_safetensors=True, dtype="float32").eval()
+    classifier = CLASSIFIERS[kind].from_pretrained(name, use_safetensors=True, dtype="float32").eval()
     if type(getattr(classifier, classifier.base_model_prefix, None)) is not type(tower):
         yield None
         return

@@ -101,7 +101,7 @@ def test_early_stopping_ends_the_stages_one_by_one(tmp_path: Path) -> None:
     assert saved(tmp_path)["saved_step"] == 6
 
 
-@pytest.mark.parametrize(("patience", "step"), [(100, 4), (100, 5), (100, 8), (1, 4), (1, 8)])
+@pytest.mark.parametrize(("patience", "step"), [(100, 5), (100, 8), (1, 4)])
 def test_a_resumed_run_saves_what_an_uninterrupted_one_does(patience: int, step: int, tmp_path: Path) -> None:
     recalls, more = STOPS if patience == 1 else BEST_EARLY, {"arguments": {"save_total_limit": 1}}
     assert alone(train, run_of(tmp_path / "straight", recalls, patience=patience, **more))[0] == 0

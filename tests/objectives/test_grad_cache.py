@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from mm_utils import distributed
 from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.objectives.joint import JointObjective
 from tests.kit.objectives import (
@@ -15,11 +14,9 @@ from tests.kit.objectives import (
     assert_same,
     global_batch,
     measured,
-    share_of,
     step_in_parts,
     tiny_objective,
 )
-from tests.kit.ranks import run_on_ranks
 
 
 def test_no_activation_outlives_its_part():
@@ -102,25 +99,6 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
     found = until_it_fits(objective, global_batch(), 4)
     assert found["size"] == 2
     assert_same(found, step_in_parts(tiny_objective(kind), global_batch(), None))
-
-
-def one_rank_is_full(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    low, found = sum(sizes[: distributed.rank()]), []
-    for fails in (0, 1):
-        objective = tiny_objective("contrastive_matching")
-        if distributed.rank() == 1:
-            Full(objective, 1, fails)
-        batch = share_of(global_batch(), low, low + sizes[distributed.rank()])
-        found.append(until_it_fits(objective, batch, 2))
-    return found
-
-
-def test_one_rank_without_memory_makes_all_repeat_the_step():
-    expected = step_in_parts(tiny_objective("contrastive_matching"), global_batch(), None)
-    for size, cases in zip((2, 1), run_on_ranks(2, one_rank_is_full, (5, 4)), strict=True):
-        assert [case["size"] for case in cases] == [size, size]
-        for case in cases:
-            assert_same(case, expected)
 
 
 def test_every_part_drops_out_again_what_it_did() -> None:

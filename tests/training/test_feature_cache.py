@@ -147,7 +147,6 @@ MODELS: dict[str, tuple[Callable[[Objective], Any], bool, bool]] = {
     "objective": (lambda objective: setattr(objective, "pairs_per_image", 0), True, True),
 }
 OTHERS: dict[str, tuple[dict[str, Any], Callable[[], Dataset] | None, bool, bool]] = {
-    "batch size": ({"eval_batch_size": 7}, None, False, False),
     "workers": ({"num_workers": 2}, None, False, False),
     "image size": ({"size": 32}, None, True, False),
     "mean": ({"mean": 0.25}, None, True, False),

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 from accelerate import Accelerator
@@ -14,25 +14,13 @@ from transformers import ProcessorMixin
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, DeviceLoader, LoaderArguments, Loaders, make_loaders
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 
 logger = logging.getLogger(__name__)
-
-
-class Schedule(Protocol):
-    """The training arguments that decide the order and the size of batches."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of the order."""
-
-    @property
-    def batch_sizes(self) -> BatchSizes:
-        """The global batch size as a function of the step."""
 
 
 @dataclass
@@ -106,7 +94,7 @@ def open_data(
     accelerator: Accelerator,
     data_args: DataArguments,
     loader_args: LoaderArguments,
-    schedule: Schedule,
+    schedule: Any,
     make_processor: Callable[..., ProcessorMixin],
     readers: Sequence[ColumnReader] = (),
     fits_batch: bool = True,
@@ -118,7 +106,7 @@ def open_data(
     Args:
         accelerator: the run's accelerator.
         data_args, loader_args: the source, and how it is read.
-        schedule: the arguments that decide the order and the size of batches.
+        schedule: the training arguments, of which `seed` and `batch_sizes` decide the order and the size of batches.
         make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
             `seconds` of its window.
         readers: what terms read besides media and captions.
@@ -153,7 +141,7 @@ def make_data(
     splits: DatasetDict,
     processor: ProcessorMixin,
     loader_args: LoaderArguments,
-    schedule: Schedule,
+    schedule: Any,
     readers: Sequence[ColumnReader] = (),
     total_rows: dict[str, int] | None = None,
     fits_batch: bool = True,

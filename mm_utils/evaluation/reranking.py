@@ -16,7 +16,7 @@ Shape letters: M images, T texts, V voices, Q queries, K candidates, P pairs.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,6 @@ from mm_utils.evaluation.embeddings import (
     right_items,
     top_candidates,
 )
-from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 PAIRS = 256  # pairs per forward of the head
@@ -93,19 +92,6 @@ class PairScores:
         place = torch.searchsorted(self.pairs, wanted).clamp(max=len(self.pairs) - 1)
         return self.scores[:, place].where(self.pairs[place] == wanted, -torch.inf)
 
-    def minus_priors(self, voice: int, text_pairs_TK: Tensor, texts: int) -> "PairScores":
-        """Subtract from a voice, by text, the log of the mean of exp(voice) over K candidates.
-
-        For captions that is how probable the text is by itself. Texts from T on (of `texts` in all) have no candidates, and
-        keep their scores.
-        """
-        prior_T = self(text_pairs_TK)[voice].logsumexp(1) - math.log(text_pairs_TK.shape[1])
-        prior = prior_T.new_zeros(texts)
-        prior[: len(prior_T)] = prior_T
-        scores = self.scores.clone()
-        scores[voice] -= prior[self.pairs % texts]
-        return replace(self, scores=scores)
-
 
 def combine(cosine_QK: Tensor, voices_VQK: Tensor, weight_FV: Tensor, key_Q: Tensor) -> Tensor:
     """Return scaled cosine + weighted voices `[Q, K]`, by each query's fold, without zeros."""
@@ -127,6 +113,15 @@ class Listed(NamedTuple):
         """Return the queries of one fold."""
         mine = self.group_Q % FOLDS == fold
         return Listed(self.cosine_QK[mine], self.voices_VQK[:, mine], self.right_QK[mine], self.group_Q[mine])
+
+
+def without_priors(candidates: dict[str, Listed], voice: int) -> dict[str, Listed]:
+    """Subtract from a voice, by text, the log of its mean probability among the text's K candidates: how probable the text is by itself."""
+    of_texts, of_images = candidates["text_to_image"], candidates["image_to_text"]
+    prior_T = of_texts.voices_VQK[voice].logsumexp(1) - math.log(of_texts.voices_VQK.shape[2])
+    for found, prior in ((of_texts, prior_T[:, None]), (of_images, prior_T[of_images.item_QK])):
+        found.voices_VQK[voice] -= prior
+    return candidates
 
 
 def find_candidates(split: Embeddings, top_k: int, texts: int, scale: float) -> dict[str, Listed]:
@@ -194,9 +189,17 @@ def score_pairs(
         of_share = []
         for low in range(0, most, PAIRS):
             block = mine[low : low + PAIRS] if low < len(mine) else mine[:1]
+            if not len(block):  # a rank without images
+                continue
+            text, place = (block % len(texts)).unique(return_inverse=True)
+            read, local = texts.take(text), block // len(texts) - images.start
+            own = tuple(layer[:, local] for layer in keys_values)
             with accelerator.autocast():
-                score_P = _score_block(model, texts, block, keys_values, images.start, voices)
-            of_share.append(score_P)
+                _, states = model.encode_text(read.input_ids, read.attention_mask)
+                score_PV = model.voice_scores(
+                    voices, own, states[place], read.attention_mask[place], read.input_ids[place]
+                )
+            of_share.append(score_PV.float())
             progress.update(len(block))
         scored.append(mine)
         scores.append(torch.cat([*of_share, scores[0]])[: len(mine)])
@@ -205,26 +208,6 @@ def score_pairs(
     sizes = distributed.gather_sizes(len(mine), mine.device)
     all_pairs, all_scores = distributed.gather(mine, sizes), distributed.gather(torch.cat(scores), sizes)
     return PairScores(all_pairs, all_scores.T)
-
-
-def _score_block(
-    model: FusionDualEncoderModel,
-    texts: Texts,
-    block: Tensor,
-    keys_values: KeysValues,
-    first_image: int,
-    voices: Sequence[str],
-) -> Tensor:
-    """Return the voices of this share's pairs, `[P, V]`."""
-    if not len(block):  # a rank without images
-        return torch.empty(0, len(voices), device=block.device)
-    text, place = (block % len(texts)).unique(return_inverse=True)
-    read = texts.take(text)
-    local = block // len(texts) - first_image
-    own = tuple(layer[:, local] for layer in keys_values)
-    _, states = model.encode_text(read.input_ids, read.attention_mask)
-    scores = model.voice_scores(voices, own, states[place], read.attention_mask[place], read.input_ids[place])
-    return scores.float()
 
 
 def fit_weights(directions: list[Listed]) -> list[float]:

@@ -29,6 +29,7 @@ from mm_utils.evaluation.reranking import (
     rank_directions,
     score_pairs,
     stored_weights,
+    without_priors,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
@@ -143,10 +144,9 @@ class RetrievalEvaluator:
         listed = {name: found.pair_QK for name, found in candidates.items() if found.pair_QK is not None}
         pairs = torch.cat([*(pair_QK.flatten() for pair_QK in listed.values()), pair_P2.flatten()])
         scores = score_pairs(model, split, texts, pairs, loader, accelerator, list(weights))
-        if "caption" in weights:
-            voice = list(weights).index("caption")
-            scores = scores.minus_priors(voice, listed["text_to_image"], len(texts))
         candidates = {name: found._replace(voices_VQK=scores(listed[name])) for name, found in candidates.items()}
+        if "caption" in weights:
+            candidates = without_priors(candidates, list(weights).index("caption"))
         weight_FV, of_head = torch.tensor([list(weights.values())] * FOLDS), None
         if self.fits:
             weight_FV, of_head = self._fit(model, split, candidates, list(weights))

@@ -30,7 +30,7 @@ from mm_utils.data.rows.columns import SPLITS, hold_out
 from mm_utils.data.rows.media_folders import readable
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
 from mm_utils.data.scenes import colour_questions, load_scenes
-from mm_utils.data.training_data import Schedule, TrainingData, make_data
+from mm_utils.data.training_data import TrainingData, make_data
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def open_task(
     data_args: DataArguments,
     label_args: LabelArguments,
     loader_args: LoaderArguments,
-    schedule: Schedule,
+    schedule: Any,
     processor: ProcessorMixin,
     fits_batch: bool = True,
 ) -> tuple[LabelledTask, TrainingData]:

@@ -42,7 +42,7 @@ from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Slot
 from mm_utils.data.streams.shards import FEATURES, Row, Shard, ShardReader, check_columns, count_shards, expand
-from mm_utils.data.training_data import Schedule, TrainingData, processor_of
+from mm_utils.data.training_data import TrainingData, processor_of
 from mm_utils.stored import key_of
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class StreamedData(TrainingData):
 def open_streamed(
     accelerator: Accelerator,
     given: Parsed,
-    schedule: Schedule,
+    schedule: Any,
     make_processor: Callable[..., ProcessorMixin],
     readers: Sequence[ColumnReader] = (),
 ) -> StreamedData:

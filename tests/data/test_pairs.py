@@ -72,14 +72,6 @@ def test_without_a_source_the_embedded_scenes_are_loaded(tmp_path: Path, monkeyp
     assert loaded["train"].to_list() == scenes["train"].to_list()[:10]
 
 
-def test_an_image_column_is_found_by_its_type_and_others_are_refused(folder: Path) -> None:
-    unusual = embedded(folder, rows_of()).rename_column("image", "x").add_column("y", list(range(COUNT)))
-    args = saved(folder, unusual)
-    assert len(load_pairs(args)["train"]) == COUNT - 1
-    with pytest.raises(ValueError, match=r"the image column y holds .*int64.*, not paths or images"):
-        load_pairs(DataArguments(dataset_name=args.dataset_name, image_column="y"))
-
-
 def test_what_stands_beside_the_captions_of_an_image_is_joined(folder: Path) -> None:
     box, other = {"box": [0.0, 0.0, 1.25, 1.0], "phrase": "a"}, {"box": [1.0, 1.0, 2.0, 2.0], "phrase": "b"}
     rows = [{**row, "languages": ["en"], "regions": [box], "x": 1} for row in rows_of()]

@@ -124,8 +124,6 @@ def _header_fault(data: bytes, error: Exception) -> Fault:
     kind = _kind_of(data)
     if kind not in _KINDS:
         return Fault("image_unknown_format", kind or f"it begins with {data[:8].hex(' ')}")
-    if kind == "AVIF" and "AVIF" not in FORMATS:
-        return Fault("image_unknown_format", "AVIF, which this Pillow cannot read")
     if kind == "HEIC" and "HEIF" not in FORMATS:
         return Fault("image_unknown_format", "HEIC, which is read after pip install pillow-heif")
     if kind == "PNG" and 0 in struct.unpack(">II", data[16:24].ljust(8, b"\1")):

@@ -15,6 +15,8 @@ from itertools import combinations
 
 import numpy as np
 from PIL import Image
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from mm_utils.distributed import available_cores
 
@@ -119,16 +121,10 @@ def groups(num_rows: int, pairs: np.ndarray) -> np.ndarray:
     Pictures that change little by little, such as the frames of a film, form one long group whose ends differ. That is
     meant for splits, which none of these pairs may cross; look at the largest group before its rows are dropped.
     """
-    label = np.arange(num_rows)
-    while True:
-        ends = label[pairs]
-        lower = ends.min(axis=1)
-        if (ends == lower[:, None]).all():
-            return label
-        for end in ends.T:
-            np.minimum.at(label, end, lower)
-        while (label[label] != label).any():
-            label = label[label]
+    links = coo_array((np.ones(len(pairs), dtype=bool), pairs.T), (num_rows, num_rows))
+    _, label = connected_components(links, directed=False)
+    _, first = np.unique(label, return_index=True)
+    return first[label]
 
 
 def leaks(splits_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:

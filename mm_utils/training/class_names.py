@@ -4,8 +4,7 @@ A backbone that was trained on named classes, such as ImageNet's thousand or Aud
 encoder does not use. Its answers are words, and so a second caption that nobody had to write.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -59,9 +58,8 @@ class SeenClasses(nn.Module):
         return self.output
 
 
-@contextmanager
-def read_classes(name: str | None, tower: PreTrainedModel, pool: Pool) -> Iterator[SeenClasses | None]:
-    """Yield the classes of a backbone; None without any that have names.
+def read_classes(name: str | None, tower: PreTrainedModel, pool: Pool) -> SeenClasses | None:
+    """Return the classes of a backbone, whose `handle` is to be removed; None without any that have names.
 
     A classifier whose backbone is of another class than the tower, as timm's are, is not read.
 
@@ -75,14 +73,8 @@ def read_classes(name: str | None, tower: PreTrainedModel, pool: Pool) -> Iterat
     architectures = getattr(config, "architectures", None) or ()
     kind = next((kind for each in architectures for kind in CLASSIFIERS if each.endswith(kind)), None)
     if name is None or kind is None or not names or names[0] == "LABEL_0":
-        yield None
-        return
+        return None
     classifier = CLASSIFIERS[kind].from_pretrained(name, use_safetensors=True, dtype="float32").eval()
     if type(getattr(classifier, classifier.base_model_prefix, None)) is not type(tower):
-        yield None
-        return
-    classes = SeenClasses(names, classifier.to(tower.device), tower, pool)
-    try:
-        yield classes
-    finally:
-        classes.handle.remove()
+        return None
+    return SeenClasses(names, classifier.to(tower.device), tower, pool)

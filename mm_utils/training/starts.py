@@ -141,7 +141,8 @@ def paired_features(
         return (model.project_text(found)[0] if keeps_text else found).float()
 
     pool = partial(pool_output, pooling=config.vision_pooling)
-    with read_classes(vision_name, model.vision_model, pool) as classes, accelerator.autocast():
+    classes = read_classes(vision_name, model.vision_model, pool)
+    with accelerator.autocast():
         rows = data.rows("train") if classes is None or classes.reads_pooled else data.splits["train"]
         if images < len(rows):
             rows = rows.select([place * len(rows) // images for place in range(images)])  # at equal distances
@@ -167,6 +168,8 @@ def paired_features(
             texts.append(text_features(batch))
             owners.append(batch["caption_image"] + number)
             number += len(batch["rows"])
+    if classes is not None:
+        classes.handle.remove()
     model.to(home)  # type: ignore[arg-type]
     model.train(was_training)
     sizes, caption_sizes = (distributed.gather_sizes(sum(map(len, each)), device) for each in (pooled, texts))

@@ -165,19 +165,18 @@ def test_probabilities_are_those_of_the_stock_classifier(kind: str, pooling: str
     runs: list[None] = []
     tower.register_forward_hook(lambda *_: runs.append(None))
     images = torch.randn(3, 32, 32) if kind.startswith("audio") else torch.randn(3, 3, 32, 32)
-    with read_classes(str(tmp_path), tower, partial(pool_output, pooling=pooling)) as classes:
-        assert classes is not None
-        assert classes.names == list(NAMES.values())
-        runs.clear()
-        for part in images.split(2):
-            output, expected = tower(part, output_hidden_states=True), (stock(part).logits / TEMPERATURE).softmax(-1)
-            torch.testing.assert_close(classes.probabilities(), expected, rtol=0, atol=1e-6)
-        assert classes.reads_pooled == (kind != "dinov2" and (kind != "vit" or pooling == "cls"))
-        pooled = pool_output(output, pooling)
-        if classes.reads_pooled:
-            torch.testing.assert_close(classes.probabilities(pooled), expected, rtol=0, atol=1e-6)
+    classes = read_classes(str(tmp_path), tower, partial(pool_output, pooling=pooling))
+    assert classes is not None
+    assert classes.names == list(NAMES.values())
+    runs.clear()
+    for part in images.split(2):
+        output, expected = tower(part, output_hidden_states=True), (stock(part).logits / TEMPERATURE).softmax(-1)
+        torch.testing.assert_close(classes.probabilities(), expected, rtol=0, atol=1e-6)
+    assert classes.reads_pooled == (kind != "dinov2" and (kind != "vit" or pooling == "cls"))
+    pooled = pool_output(output, pooling)
+    if classes.reads_pooled:
+        torch.testing.assert_close(classes.probabilities(pooled), expected, rtol=0, atol=1e-6)
     assert len(runs) == 2
-    assert len(tower._forward_hooks) == 1
 
 
 @pytest.mark.parametrize("other", ["another tower", "another head", "no names", "no classifier"])
@@ -193,5 +192,4 @@ def test_a_classifier_that_does_not_fit_is_not_read(other: str, tmp_path: Path) 
         AutoModel.from_config(AutoConfig.for_model("dinov2", **KINDS["dinov2"])) if other == "another tower" else None
     )
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with read_classes(str(tmp_path), tower or AutoModel.from_pretrained(tmp_path), FIRST) as classes:
-        assert classes is None
+    assert read_classes(str(tmp_path), tower or AutoModel.from_pretrained(tmp_path), FIRST) is None

@@ -14,15 +14,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from benchmarks.harness import Contestant, flags_of, numbers, print_table, synchronize
 from mm_utils.objectives.losses import full_precision, gather_batch, info_nce
-from mm_utils.training.memory import free_bytes, peak_bytes, reset_peak
+from mm_utils.training.memory import peak_bytes, reset_peak
 
 NAIVE_MATRICES = 4  # logits, two log-softmaxes and a gradient, all N x N
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory in bytes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def tiled(image_NE: Tensor, text_NE: Tensor, scale: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""Memory of a process: its peak, and what is free."""
+"""The peak of memory of a process."""
 
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import torch
 
 
@@ -29,10 +28,3 @@ def reset_peak(device: torch.device) -> None:
     else:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory in bytes, including the allocator's cache."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return psutil.virtual_memory().available

@@ -149,13 +149,9 @@ def paired_features(
         name_NB = torch.zeros(0)
         if classes is not None:
             ids = encode_captions(data.processor.tokenizer, classes.names, data.max_seq_length)
-            padded = (
-                part.to(device).split(data.eval_batch_size) for part in pad_captions(ids, data.loaders.pad_token_id)
-            )
-            parts = [
-                text_features({"input_ids": tokens, "attention_mask": mask})
-                for tokens, mask in zip(*padded, strict=True)
-            ]
+            padded = [part.to(device) for part in pad_captions(ids, data.loaders.pad_token_id)]
+            split = zip(*(part.split(data.eval_batch_size) for part in padded), strict=True)
+            parts = [text_features({"input_ids": tokens, "attention_mask": mask}) for tokens, mask in split]
             name_NB = F.normalize(torch.cat(parts), dim=-1)
         loader = data.loaders.evaluation(rows, data.eval_batch_size)
         for batch in tqdm(loader, desc="Closed form", leave=False, disable=not accelerator.is_main_process, delay=2):

@@ -35,7 +35,7 @@ from mm_utils.data.rows.text_files import BadLine, text_records
 from scripts.prepare_data import main
 from tests.data.prepare.zoo import Corpus, Pair, build, line
 from tests.kit.corpora import task_of
-from tests.kit.fault_images import draw, grey, png
+from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.reading import (
     CLOSE,
@@ -293,7 +293,6 @@ def tables() -> Iterator[Any]:
     """Columns of a Parquet file of three rows, and the rows that are bad for them."""
     names = ["a.jpg", "b.jpg", "c.jpg"]
     plain = {"image": pa.array(names), "caption": pa.array(["a", "b", "c"])}
-    both = [{"bytes": grey(1), "path": None}, {"bytes": None, "path": "b.jpg"}, {"bytes": grey(2), "path": "c.jpg"}]
     for name, changed, bad in [
         ("map", {"attributes": pa.array([[("a", "b")]] * 3, pa.map_(pa.string(), pa.string()))}, []),
         ("uuid", {"key": pa.array([bytes(16)] * 3, pa.binary(16)).cast(pa.uuid())}, []),
@@ -301,7 +300,6 @@ def tables() -> Iterator[Any]:
         ("dictionary", {"image": pa.array(names).dictionary_encode()}, []),
         ("text", {"caption": bad_text(b"a", b"\xff", b"c")}, [("row 1", "bad_encoding")]),
         ("path", {"image": bad_text(b"a.jpg", b"b.jpg", b"\xff")}, [("row 2", "bad_encoding")]),
-        ("mixed", {"image": pa.array(both)}, []),
     ]:
         yield pytest.param({**plain, **changed}, bad, id=name)
 

@@ -265,15 +265,13 @@ def test_files_of_the_folder_are_read_and_others_when_that_is_asked_for(private:
 
 
 def test_images_of_labelled_rows_lie_below_the_root(private: Path, tmp_path: Path) -> None:
-    """In a table of both kinds, rows without bytes are resolved, and refused outside."""
-    contents: list[Any] = [png(draw(at)) if at % 3 else None for at in range(30)]
-    (folder := tmp_path / "mixed").mkdir()
-    (folder / "0.png").write_bytes(png(draw(0)))
-    paths = ["0.png", *(f"{private}/{at}.png" if at % 3 == 0 else f"/gone/{at}.png" for at in range(1, 30))]
-    pq.write_table(table(paths, contents).data.table, folder / "a.parquet")
+    (folder := tmp_path / "paths").mkdir()
+    for at in range(20):
+        (folder / f"{at}.png").write_bytes(png(draw(at)))
+    paths = [f"{at}.png" for at in range(20)] + [f"{private}/{at}.png" for at in range(20, 30)]
+    pq.write_table(table(paths).data.table, folder / "a.parquet")
     rows = [row["image"] for split in task_of(train_file=str(folder / "a.parquet")).splits.values() for row in split]
-    assert len(rows) == 21
-    assert [row["path"] for row in rows if row["bytes"] is None] == [str(folder / "0.png")]
+    assert {row["path"] for row in rows} == {str(folder / name) for name in paths[:20]}
     everything = task_of(train_file=str(folder / "a.parquet"), allow_outside_root=True)
     assert sum(map(len, everything.splits.values())) == 30
 

@@ -186,22 +186,17 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
     schema, about = opened.schema, opened.file.metadata
     columns = find_table_columns(schema, title, builder.source.columns)
     image, embeds = str(columns.image), _holds_media(schema, columns, title)
-    # The file's statistics tell whether all cells are bytes, or none.
+    # The file's statistics tell whether no cell has bytes; then all are paths.
     if embeds and pa.types.is_struct(schema.field(image).type):
         groups = map(about.row_group, range(about.num_row_groups))
         parts = [group.column(at) for group in groups for at in range(group.num_columns)]
         parts = [part for part in parts if part.path_in_schema == f"{image}.bytes"]
         nulls = sum(part.statistics.null_count or 0 for part in parts if part.statistics)
         held = not pa.types.is_null(schema.field(image).type.field("bytes").type)
-        embeds = held and _all_or_some(nulls, sum(part.num_values for part in parts))
+        embeds = held and nulls < sum(part.num_values for part in parts)
     refs = (CellImage(f"{path}, row {row}", str(path), row, image) for row in itertools.count())
     cells = opened.cells(read_columns(columns, schema.names, with_image=not embeds), _ROWS)
     return Table("row", columns, _rows(cells, image, embeds, refs), builder.jail)
-
-
-def _all_or_some(nulls: int, count: int) -> bool | None:
-    """Return whether cells hold bytes, by the number of those that do not; None if only some do."""
-    return not nulls if nulls in (0, count) else None
 
 
 def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Columns:
@@ -222,7 +217,7 @@ def _is_image(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool | None:
+def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool:
     """Return whether the cells of the image column are media, and not paths; raise ValueError if they are neither."""
     if columns.image is None:
         return False
@@ -238,19 +233,12 @@ def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool | None
     return True
 
 
-def _rows(
-    cells: Iterable[dict[str, Any] | Fault], image: str, embedded: bool | None, refs: Iterable[ImageRef]
-) -> Rows:
-    """Yield rows by number, embedded media as references; `embedded` is None where some cells are paths."""
+def _rows(cells: Iterable[dict[str, Any] | Fault], image: str, embedded: bool, refs: Iterable[ImageRef]) -> Rows:
+    """Yield rows by number, embedded media as references."""
     for number, (values, ref) in enumerate(zip(cells, refs, strict=False)):
-        if not isinstance(values, Fault) and (embedded or (embedded is None and _bytes_in(values[image]))):
+        if embedded and not isinstance(values, Fault):
             values[image] = ref
         yield number, values
-
-
-def _bytes_in(cell: Any) -> bool:
-    """Return whether a cell holds bytes, not a path alone."""
-    return isinstance(cell, bytes) or (isinstance(cell, dict) and (cell.get("bytes") or not cell.get("path")))
 
 
 def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: Jail) -> Table:
@@ -261,10 +249,9 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
     if embeds:
         dataset = dataset.cast_column(image, FEATURES[columns.medium])
         stored = pc.struct_field(dataset.data.column(image), "bytes")
-        embeds, refs = _all_or_some(stored.null_count, len(stored)), _stored_cells(dataset, image)
+        embeds, refs = stored.null_count < len(stored), _stored_cells(dataset, image)
     read = dataset.select_columns(read_columns(columns, dataset.column_names, with_image=not embeds))
-    batches = read.with_format("arrow").iter(batch_size=64 if embeds is None else _ROWS)
-    cells = (values for batch in batches for values in cells_of(batch))
+    cells = (values for batch in read.with_format("arrow").iter(_ROWS) for values in cells_of(batch))
     return Table("row", columns, _rows(cells, image, embeds, refs), jail)
 
 

@@ -129,7 +129,7 @@ def processor_of(
 ) -> ProcessorMixin:
     """Return the processor of the rows' media, with the window that is asked for; see `open_data`."""
     medium = kind_of(known.features)
-    seconds = None if medium == "image" else default_seconds(medium, known)
+    seconds = None if medium != "sound" else default_seconds(known)
     timed = {} if medium == "image" else {"medium": medium, "seconds": seconds}
     processor = make(captions, **timed)
     settle_window(processor, medium, seconds, args.clip_frames)

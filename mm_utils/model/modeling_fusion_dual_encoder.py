@@ -869,8 +869,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         if self.config.medium == "image":
             shown = center_square(open_picture(medium, side), side)
         else:
-            window = getattr(images, "clip_frames", 16), getattr(images, "window_seconds", None)
-            shown = torch.stack([center_square(open_picture(each, side), side) for each in frames_of(medium, *window)])
+            frames = frames_of(medium, getattr(images, "clip_frames", 16))
+            shown = torch.stack([center_square(open_picture(each, side), side) for each in frames])
         return shown.float().sub_(mean).div_(std)
 
     def _sound_input(self, sound: Any, processor: Any) -> Tensor:

@@ -105,7 +105,7 @@ def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixi
     own = processor.image_processor
     squares: Any = _center_square_processor(own, image_size, what)
     if frames := getattr(own, "clip_frames", None) or _own_frames(ModelArguments(name)):
-        squares.clip_frames, squares.window_seconds = frames, getattr(own, "window_seconds", None)
+        squares.clip_frames = frames
     processor.image_processor = squares
     return processor
 

@@ -523,29 +523,19 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
         raise UnreadableError(f"{width:,} x {height:,} pixels", "too_many_pixels")
 
 
-def frames_of(clip: Any, count: int, seconds: float | None = None) -> list[Any]:
-    """Return `count` frames of a clip, each the one that is shown in the middle of an equal part.
-
-    It is a path, of which the middle `seconds` are taken if they are given, or PIL images, each shown for as long.
-    """
+def frames_of(clip: Any, count: int) -> list[Any]:
+    """Return `count` frames of a clip, a path or PIL images, each the one that is shown in the middle of an equal part."""
     if isinstance(clip, (list, tuple, range)):
         return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
     try:
         content = _content_of(clip, MOST_MEDIUM_BYTES)
         stored = sum(1 for _ in read_frames(content, CLIP_FPS, max_seconds=_HOUR))
-        begin, window = middle(stored / CLIP_FPS, seconds or stored / CLIP_FPS)
-        grid = [int((begin + (at + 0.5) / count * window) * CLIP_FPS) for at in range(count)]
-        places = [min(at, stored - 1) for at in grid]
-        frames = zip(range(max(places) + 1), read_frames(content, CLIP_FPS, max_seconds=_HOUR), strict=False)
+        places = [(2 * at + 1) * stored // (2 * count) for at in range(count)]
+        frames = zip(range(places[-1] + 1), read_frames(content, CLIP_FPS, max_seconds=_HOUR), strict=False)
         pictures = {at: frame.picture() for at, frame in frames if at in places}
     except UnreadableError as error:
         raise ValueError(f"{clip}: {error}. Pass another file, or a list of PIL images.") from error
     return [pictures[at] for at in places]
-
-
-def middle(length: float, seconds: float) -> tuple[float, float]:
-    """Return begin and length of the window of `seconds` that evaluations take of a medium of that length."""
-    return max(0.0, length - seconds) * 0.5, seconds
 
 
 # -- sounds -------------------------------------------------------------------------------------------------------------
@@ -719,8 +709,9 @@ def samples_of(sound: Any, rate: int, seconds: float | None = None) -> np.ndarra
             stored = read_sound(_content_of(sound, MOST_MEDIUM_BYTES), rate, max_seconds=_HOUR)
         except UnreadableError as error:
             raise ValueError(f"{sound}: {error}. Give another file, or (samples, rate).") from error
-    begin, seconds = middle(len(stored) / rate, seconds or len(stored) / rate)
-    return stored[int(begin * rate) :][: round(seconds * rate)]
+    length = len(stored) / rate
+    seconds = seconds or length
+    return stored[int(max(0.0, length - seconds) / 2 * rate) :][: round(seconds * rate)]
 
 
 def sound_input(extractor: Any, samples: np.ndarray, size: int) -> np.ndarray:

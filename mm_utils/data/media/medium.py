@@ -3,12 +3,12 @@
 The classes hold what is true of all media of a kind (`MEDIA`), their objects how those of one model are read. The medium of a row is
 in the column `image`, whose feature tells the kind: an image file, a WAV file, or an AVI file of JPEG frames.
 
-Clips and sounds last, and an example is a window of them, in seconds: in training a random one, in evaluation the middle. After what is
-shorter, the last frame stays, or silence follows, or the sound again (`mm_utils.model.reading.sound_input`).
+An example of a sound is a window of it, in seconds: in training a random one, in evaluation the middle. After what is shorter, silence
+follows, or the sound again (`mm_utils.model.reading.sound_input`). Clips are shown whole.
 
-Three attributes of ours are saved among the stock ones of a processor. `window_seconds` is the length of what the model is shown of a
-clip or a sound (None: whole clips), and `clip_frames` the frames of a clip. `pads_frames` says of an AST extractor that what follows a
-short sound are empty frames, as its tower was trained; models that were saved without it were trained with frames of silence.
+Three attributes of ours are saved among the stock ones of a processor: `window_seconds`, the length of what the model is shown of a
+sound, and `clip_frames`, the frames of a clip. `pads_frames` says of an AST extractor that what follows a short sound are empty
+frames, as its tower was trained; models that were saved without it were trained with frames of silence.
 """
 
 import math
@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from mm_utils.data.images import read_pixels
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.model.reading import UnreadableError, center_of, center_square, middle, resized, sound_input
+from mm_utils.model.reading import UnreadableError, center_of, center_square, resized, sound_input
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -164,17 +164,15 @@ class Image(Medium):
 
 @dataclass
 class Clip(Image):
-    """Frames spread evenly over a window of a clip: uint8 `[T, 3, S, S]`, one crop for all.
+    """Frames spread evenly over a clip: uint8 `[T, 3, S, S]`, one crop for all.
 
     Frames are never reversed and their pace never changes in training: captions say what comes first, and what is fast.
 
     Attributes:
         frames: T.
-        seconds: length of the window; None takes the whole clip.
     """
 
     frames: int = 16
-    seconds: float | None = None
     kind, column, feature, lasts = "clip", "video", Video(decode=False), True
     suffixes = (
         *(".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp", ".ogv"),
@@ -188,22 +186,19 @@ class Clip(Image):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shape = (self.frames, *self.shape)
-        self.key["medium"] = ["clip", self.frames, self.image_size, self.seconds]
+        self.key["medium"] = ["clip", self.frames, self.image_size]
 
     @override
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
         stored, fps = read_avi(value["bytes"] or b"")
-        length = len(stored) / fps
-        begin, seconds = _window(length, self.seconds or length, rng)
         within = 0.5 if rng is None else rng.random()  # of the time that each frame stands for
-        times = begin + (np.arange(self.frames) + within) / self.frames * seconds
-        places = np.clip((times * fps).astype(int), 0, len(stored) - 1).tolist()
+        places = [int((at + within) * len(stored) / self.frames) for at in range(self.frames)]
         side = self.image_size if rng is None else self._largest_read
         decoded = {at: read_pixels({"bytes": bytes(stored[at]), "path": None}, side)[0] for at in set(places)}
         if len({pixels.shape for pixels in decoded.values()}) > 1:
             raise UnreadableError("its frames differ in size")
         shown, _ = squares([decoded[at] for at in places], self.image_size, self.min_crop_area, rng)
-        return shown, (length, 1.0), Window(begin / length, 0.0, (begin + seconds) / length, 1.0)
+        return shown, (len(stored) / fps, 1.0), Window(0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass
@@ -245,8 +240,13 @@ class Sound(Medium):
 
         samples, rate = read_wav(value["bytes"] or b"")
         length = len(samples) / rate
-        begin, seconds = _window(length, self.seconds, rng, 1 - self.min_share)
-        first, count = int(begin * rate), round(seconds * rate)
+        room, beyond = length - self.seconds, (1 - self.min_share) * self.seconds
+        if rng is None:
+            begin = max(0.0, room) / 2
+        else:  # what is shorter lies anywhere in a window that may leave it
+            low, high = (min(-beyond, room), room + beyond) if beyond else (0.0, room)
+            begin = rng.uniform(low, max(0.0, high))
+        first, count = int(begin * rate), round(self.seconds * rate)
         part = samples[max(0, first) : first + count]
         if rate != self.rate:
             part = resample_poly(part.astype(np.float32), self.rate, rate).round().clip(-32768, 32767).astype(np.int16)
@@ -257,19 +257,6 @@ class Sound(Medium):
         shown = sound_input(self.extractor, part, size)
         window = Window(first / len(samples), 0.0, (first + count) / len(samples), 1.0)
         return torch.from_numpy(shown), (length, 1.0), window
-
-
-def _window(length: float, seconds: float, rng: random.Random | None, beyond: float = 0.0) -> tuple[float, float]:
-    """Return begin and length, in seconds, of a window of a medium of this length.
-
-    Args:
-        beyond: a drawn window may leave the medium by this share of its length; what is shorter lies anywhere in it.
-    """
-    room, most = length - seconds, beyond * seconds
-    if rng is None:
-        return middle(length, seconds)
-    low, high = (min(-most, room), room + most) if beyond else (0.0, room)
-    return rng.uniform(low, max(0.0, high)), seconds
 
 
 MEDIA: dict[str, type[Medium]] = {each.kind: each for each in (Image, Clip, Sound)}
@@ -312,16 +299,14 @@ def read_by(processor: "ProcessorMixin", min_crop_area: float = 1.0) -> Any:
     squares = *image_geometry(processor), min_crop_area
     if kind_of_processor(processor) == "image":
         return Image(*squares)
-    return Clip(*squares, images.clip_frames, getattr(images, "window_seconds", None))
+    return Clip(*squares, images.clip_frames)
 
 
-def default_seconds(medium: str, rows: datasets.Dataset) -> float | None:
-    """Return the window: what 95 % of the sounds do not exceed; None for whole clips.
+def default_seconds(rows: datasets.Dataset) -> float:
+    """Return the window of sounds: what 95 % of them do not exceed.
 
     One long sound would leave silence in the windows of all others. Tenths of a second; the rest of one is not waited for.
     """
-    if medium != "sound":
-        return None
     usual = np.quantile(rows["seconds"], _USUAL) if len(rows) else MOST_SECONDS
     return min(MOST_SECONDS, max(0.1, math.floor(10 * usual) / 10))
 
@@ -330,14 +315,14 @@ def settle_window(processor: "ProcessorMixin", medium: str, seconds: float | Non
     """Write a new model's window into its processor; a present one stays.
 
     Args:
-        seconds: `default_seconds` of the training data.
+        seconds: `default_seconds` of the training data, of sounds.
         frames: as `--clip_frames` says, or None.
     """
-    if medium == "image":
-        return
-    owner: Any = processor.feature_extractor if medium == "sound" else processor.image_processor  # type: ignore[attr-defined]
-    owner.window_seconds = getattr(owner, "window_seconds", None) or seconds
-    if medium == "clip":
+    if medium == "sound":
+        owner: Any = processor.feature_extractor  # type: ignore[attr-defined]
+        owner.window_seconds = getattr(owner, "window_seconds", None) or seconds
+    elif medium == "clip":
+        owner = processor.image_processor  # type: ignore[attr-defined]
         owner.clip_frames = getattr(owner, "clip_frames", None) or frames or CLIP_FRAMES
 
 

@@ -1,22 +1,16 @@
-"""The notebooks run from a clone, in a kernel and out of it, and are committed without outputs."""
+"""The notebook runs from a clone, and is committed without outputs."""
 
-import os
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from mm_utils.search.searcher import Searcher
 from mm_utils.training.arguments import FinetuningArguments
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks/quickstart.ipynb"
 TINY = {"QUICKSTART_STEPS": "2", "QUICKSTART_PICTURES": "96"}
-
-
-def settings(folder: Path) -> dict[str, str]:
-    return {**TINY, "QUICKSTART_FOLDER": str(folder)}
 
 
 def cells() -> list[nbformat.NotebookNode]:
@@ -34,7 +28,7 @@ def test_it_is_valid_has_no_outputs_and_links_that_lead_somewhere() -> None:
 
 def test_its_cells_run(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with the least data: what it imports and calls exists, and prints five hits."""
-    for name, value in settings(tmp_path).items():
+    for name, value in {**TINY, "QUICKSTART_FOLDER": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(NOTEBOOK.parent)
     monkeypatch.setattr("sys.path", [*sys.path])
@@ -44,21 +38,6 @@ def test_its_cells_run(tmp_path: Path, own_cache: Path, monkeypatch: pytest.Monk
         exec(compile(cell.source, str(NOTEBOOK), "exec"), names)
     assert len(names["reranked"]) == len(names["similar"]) == 5  # type: ignore[arg-type]
     assert Path.cwd() == ROOT
-
-
-@pytest.mark.slow
-def test_it_runs_in_a_kernel(tmp_path: Path) -> None:
-    client = pytest.importorskip("nbclient")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    places = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-    variables = {**os.environ, **settings(tmp_path), **places}
-    runner = client.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
-    runner.execute(env=variables)
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
-    assert len(Searcher(tmp_path / "index")) == 96
-    said = (tmp_path / "model/environment.json").read_text() + (tmp_path / "model/README.md").read_text()
-    assert "kernel_launcher" not in said
 
 
 def test_a_run_in_a_notebook_is_resumed_by_its_script(monkeypatch: pytest.MonkeyPatch) -> None:

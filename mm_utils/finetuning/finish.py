@@ -19,8 +19,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClas
 from mm_utils.plots import plot_training
 from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, eval_results, write_model_card
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.commands import SOURCES
-from mm_utils.run.finish import chosen_on_validation, closing_lines, run_card
+from mm_utils.run.finish import SOURCES, chosen_on_validation, closing_lines, run_card
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,12 @@ def eval_results(
 ) -> list[EvalResult]:
     """Return figures of a run, as (measure, value, title), for the Hub; `counts` says on how much of the split."""
     name, repository = (" ".join(printable(publishable(text)).split()) for text in data_names(settings))
-    data = {"dataset_type": repository, "dataset_name": name, "dataset_split": split, "dataset_args": dict(counts)}
+    data: dict[str, Any] = {
+        "dataset_type": repository,
+        "dataset_name": name,
+        "dataset_split": split,
+        "dataset_args": dict(counts),
+    }
     return [
         EvalResult(task_type=task, metric_type=measure, metric_value=round(value, 4), metric_name=title, **data)
         for measure, value, title in figures

@@ -120,7 +120,7 @@ def all_callbacks(run: Run, others: Iterable[TrainerCallback]) -> list[TrainerCa
         HangDetection(run.args.ddp_timeout),
         Throughput(run.accelerator.device),
         SkippedSamples(),
-        RestartRecord(partial(save_config, run.name, run.output_dir, run.settings)),
+        RestartRecord(partial(save_config, run.output_dir, run.settings)),
         *others,
         ProgressBar(),
     ]

@@ -12,16 +12,18 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
-from mm_utils.arguments import launch_command
+from mm_utils.arguments import launch_command, to_words
 from mm_utils.checkpointing.files import seal_model
+from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.embeddings import Embeddings, right_items
 from mm_utils.evaluation.gained import chance, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
-from mm_utils.evaluation.retrieval import RetrievalEvaluator
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
 from mm_utils.model.reading import UnreadableError
 from mm_utils.objectives.build import ObjectiveArguments
@@ -38,13 +40,13 @@ from mm_utils.reports.model_card import (
     write_model_card,
 )
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.commands import SOURCES, evaluation_command, search_commands
 from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
 from mm_utils.text import printable
 
 logger = logging.getLogger(__name__)
 
+SOURCES = ("dataset_name", "train_file")
 _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
 
@@ -288,3 +290,31 @@ def closing_lines(
         *context.published,
     ]
     return [*lines, *(["", "Next:"] if commands else []), *(f"  {command}" for command in commands)]
+
+
+def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
+    """Return what embeds and searches the images of the run's data, unless they were streamed."""
+    if settings.get("streaming"):
+        return []
+    index = _beside(folder, "index")
+    data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
+    words = ["--model_name_or_path", str(folder), *data, "--index_dir", index]
+    found = ["--index_dir", index, "--query", query]
+    return [launch_command("embed", words), launch_command("search", found, "python")]
+
+
+def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str | None:
+    """Return what measures retrieval on a split of a run's data; None of a stream, which training alone reads."""
+    if settings.get("streaming"):
+        return None
+    words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, ["max_train_samples"])]
+    if settings["max_seq_length"] != LoaderArguments.max_seq_length:
+        words += ["--max_seq_length", str(settings["max_seq_length"])]
+    words += to_words(EvaluationArguments, settings, ["rerank_top_k"])
+    return launch_command("eval_retrieval", [*words, "--split", split])
+
+
+def _beside(folder: Path, word: str) -> str:
+    """Return the path of a folder beside this one, such as `outputs/mine-again`."""
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    return f"{folder}-{word}"

@@ -15,9 +15,8 @@ import yaml
 from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders
 from mm_utils.distributed import RunError
 from mm_utils.files import write_atomic
-from mm_utils.run.commands import again_command
 from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch, resume_name
-from mm_utils.text import redact, without_secrets
+from mm_utils.text import without_secrets
 from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, TrainingArguments
 
 if sys.platform != "win32":
@@ -69,17 +68,17 @@ def claim_folder(
         problem = f"--output_dir is {where}; it cannot be written: {why}. Give a folder that can."
     if problem:
         raise RunError(problem)
+    assert folder is not None
     return folder, resume_from
 
 
-def save_config(name: str, folder: Path, config: Mapping[str, Any]) -> None:
+def save_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write `config.yaml`, which `--config` reads back, without secrets."""
     saved = {key: value for key, value in config.items() if key not in _NOT_SAVED}
     shown = without_secrets(saved)
     for key in (key for key in saved if shown[key] != saved[key]):
         logger.warning("--%s holds a secret, which config.yaml leaves out; give it again when the run is resumed", key)
-    header = f"# {redact(again_command(name, folder))}\n"
-    write_atomic(folder / CONFIG_FILE, header + yaml.safe_dump(shown, sort_keys=False))
+    write_atomic(folder / CONFIG_FILE, yaml.safe_dump(shown, sort_keys=False))
 
 
 def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -95,7 +95,7 @@ def start_run(name: str, given: Parsed) -> Run:
     def write() -> None:
         try:
             if not (resume_from and (folder / CONFIG_FILE).is_file()):  # else once the run may go on
-                save_config(name, folder, settings)
+                save_config(folder, settings)
             record_start(folder, description, launch)
         except OSError as error:
             raise RunError(

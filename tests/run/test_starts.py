@@ -1,11 +1,9 @@
 """Starts of a run: what is refused, the folder and the files written there, one run at a time, and what a restart resumes."""
 
-import contextlib
 import json
 import logging
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -115,23 +113,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RunError, match="it is your home folder"):
         start(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"), [("ro", "Read-only file system"), ("size=16k", "No space left on device")]
-)
-def test_a_disk_that_is_read_only_or_full(options: str, reason: str, tmp_path: Path) -> None:
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting takes more rights")
-    try:
-        with contextlib.suppress(OSError), open(tmp_path / "other", "wb", buffering=0) as file:
-            file.write(b"x" * 2**20)
-        with pytest.raises(RunError, match=rf"^--output_dir is {tmp_path}/out; it cannot be written: {reason}\."):
-            start(tmp_path / "out")
-    finally:
-        output_folder.unlock()
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_threads_are_those_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

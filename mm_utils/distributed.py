@@ -114,15 +114,15 @@ def gather(rows: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(everything.split(most), sizes, strict=True)])
 
 
-def gather_ragged(rows: Tensor, sizes: list[int], pad: int = 0, longest: int = 0) -> Tensor:
-    """Gather `[n, L]` rows whose L differs between ranks; shorter rows are padded with `pad`.
+def gather_ragged(rows: Tensor, sizes: list[int], longest: int = 0) -> Tensor:
+    """Gather `[n, L]` rows whose L differs between ranks; shorter rows are padded with 0.
 
     If no rank's L exceeds `longest`, give it: hosts need not wait to know.
     """
     if len(sizes) == 1:
         return rows.detach()
     longest = longest or max(gather_sizes(rows.shape[1], rows.device))
-    return gather(torch.nn.functional.pad(rows, (0, longest - rows.shape[1]), value=pad), sizes)
+    return gather(torch.nn.functional.pad(rows, (0, longest - rows.shape[1])), sizes)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import (
     checkpoint_folders,
     step_of,
-    verify,
     write_checkpoint,
 )
 from mm_utils.checkpointing.state import Snapshot, check_finite
@@ -108,15 +107,14 @@ class CheckpointWriter:
 
 
 def remove_old_checkpoints(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
-    """Keep the newest `limit` complete checkpoints and the steps of `keep`; remove the others.
+    """Keep the newest `limit` checkpoints and the steps of `keep`; remove the others.
 
     Call it after a checkpoint was written, so that the new one is among the newest. A folder that cannot be removed stays,
     with a warning.
     """
     if limit is None:
         return
-    complete = [path for path in checkpoint_folders(output_dir) if not verify(path, contents=False)]
-    for path in [path for path in complete[: -max(1, limit)] if step_of(path) not in keep]:
+    for path in [path for path in checkpoint_folders(output_dir)[: -max(1, limit)] if step_of(path) not in keep]:
         try:  # no half of it is ever seen under its name
             path = path.rename(path.parent / f".{path.name}.removed")
             shutil.rmtree(path)

@@ -47,14 +47,14 @@ def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:
     for sizes in cases:
         mine = one_tensor_per_rank(sizes)[distributed.rank()].requires_grad_()
         seen = distributed.gather_sizes(len(mine), torch.device("cpu"))
-        ragged = torch.full((len(mine), distributed.rank() + 1), distributed.rank(), dtype=torch.long)
+        ragged = torch.full((len(mine), distributed.rank() + 1), distributed.rank() + 1, dtype=torch.long)
         summed = torch.tensor([1.0, distributed.rank()], requires_grad=True)
         found.append(
             {
                 "world": (distributed.world_size(), distributed.rank()),
                 "sizes": seen,
                 "gathered": distributed.gather(mine, seen),
-                "ragged": distributed.gather_ragged(ragged, seen, pad=7),
+                "ragged": distributed.gather_ragged(ragged, seen),
                 "sum": distributed.sum_over_ranks(summed),
                 "untouched": summed.tolist(),
             }
@@ -70,7 +70,7 @@ def test_collectives_between_processes(on_ranks: list[tuple[Any, ...]]) -> None:
             assert torch.equal(seen["gathered"], torch.cat(one_tensor_per_rank(sizes)))
             assert not seen["gathered"].requires_grad
             owners = [owner for owner, size in enumerate(sizes) for _ in range(size)]
-            expected = [[owner] * (owner + 1) + [7] * (WORLD - owner - 1) for owner in owners]
+            expected = [[owner + 1] * (owner + 1) + [0] * (WORLD - owner - 1) for owner in owners]
             assert seen["ragged"].tolist() == expected
             assert seen["sum"].tolist() == [WORLD, sum(range(WORLD))]
             assert not seen["sum"].requires_grad

@@ -1,23 +1,21 @@
 """Read regular files, write atomically, retry, and keep JSON-lines logs for resumed runs."""
 
 import errno
+import fcntl
 import json
 import logging
 import math
 import os
 import re
+import resource
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-
-if sys.platform != "win32":
-    import fcntl
 
 logger = logging.getLogger(__name__)
 
@@ -177,9 +175,6 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[bool | None]:
     """Lock a folder while the block runs or this process lives; yield whether it could be locked, None where nothing can."""
-    if sys.platform == "win32":
-        yield None
-        return
     descriptor, is_locked = os.open(folder, os.O_RDONLY), None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,10 +250,6 @@ def _step_of(line: str) -> float:
 
 def allow_open_files() -> None:
     """Raise this process's limit of open files, of which data workers and shards need many."""
-    if sys.platform == "win32":
-        return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

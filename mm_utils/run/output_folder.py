@@ -1,9 +1,9 @@
 """Claim a run's output folder: find or create it, lock it, refuse others' folders."""
 
+import fcntl
 import logging
 import os
 import platform
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -18,9 +18,6 @@ from mm_utils.files import write_atomic
 from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch, resume_name
 from mm_utils.text import without_secrets
 from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, TrainingArguments
-
-if sys.platform != "win32":
-    import fcntl
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +122,7 @@ def lock_folder(folder: Path, seconds: float = _LOCK_SECONDS) -> str | None:
     """
     path = folder.resolve() / LOCK_FILE
     place = os.getpid(), path
-    if sys.platform == "win32" or (place in _held and path.exists()):
+    if place in _held and path.exists():
         return None  # closing a second handle would release the first one's lock
     unlock()
     file, late = open(path, "a+", encoding="utf-8"), time.monotonic() + seconds  # noqa: SIM115  (open while it is held)

@@ -1,5 +1,6 @@
 """The peak of memory of a process."""
 
+import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +17,6 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration), open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
-    import resource  # not on Windows
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -111,7 +111,7 @@ def local_pool(workers: int) -> Executor:
     """Return processes of this machine; forked ones need not import anything again, which would take longer than a small set."""
     if workers == 1:  # a fork beside threads may hang
         return ThreadPoolExecutor(1)
-    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else None)
+    context = multiprocessing.get_context("fork")
     return ProcessPoolExecutor(workers, context, _set_up_worker, (os.getpid(),))
 
 

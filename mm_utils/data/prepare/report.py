@@ -128,9 +128,6 @@ def describe(summary: dict[str, Any], folder: str) -> str:
     if summary["quarantined"]:
         reasons = ", ".join(f"{reason} {part['count']:,}" for reason, part in summary["quarantined"].items())
         lines.append(f"Set aside, see {folder}/quarantine.jsonl: {reasons}")
-    if summary["notes"]:
-        notes = ", ".join(f"{note} {times:,}" for note, times in summary["notes"].items())
-        lines.append(f"Repaired or converted: {notes}")
     lines += [*_look_first(summary), f"Look at {folder}/report.md"]
     words = ["--dataset_name", folder, "--output_dir", f"outputs/{Path(folder).name}"]
     lines.append(f"Train on it: {launch_command('pretrain', words)}")

@@ -33,10 +33,10 @@ from mm_utils.data.sets.tones import load_sounds
 logger = logging.getLogger(__name__)
 
 
-def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool | None = None) -> DatasetDict:
+def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool | None = None) -> DatasetDict:
     """Load the pairs that `args` names, in the schema above, one row per image.
 
-    Bad rows are set aside, with warnings that name them. With `hold_out`, by default the value of `need_train`, images are
+    Bad rows are set aside, with warnings that name them. With `holds_out`, by default the value of `need_train`, images are
     held out of train by the hash of their id where the source has no validation split: always the same ones. With
     ``need_train=False``, for evaluation alone, there may be no train split. Nothing is downloaded but data sets from the Hub.
 
@@ -57,13 +57,19 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, hold_out: bool |
         pairs = load_or_prepare(sources, paths)
     if need_train and "train" not in pairs:
         raise ValueError(f"{title}; there is no train split, only {', '.join(pairs)}. Give pairs to train on.")
-    parts = _with_validation(pairs, title) if (need_train if hold_out is None else hold_out) else dict(pairs)
+    parts = dict(pairs)
+    if (
+        (need_train if holds_out is None else holds_out) and "train" in parts and "validation" not in parts
+    ):  # no image is touched
+        ids = pairs["train"].with_format("arrow")[:]["id"].to_pylist()
+        parts["train"], parts["validation"] = hold_out(pairs["train"], ids)
+        logger.info("%s: no validation split; %s images are held out for it", title, f"{len(parts['validation']):,}")
     return first_rows({split: parts[split] for split in SPLITS if split in parts}, args, title, need_train)
 
 
 def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
     """Load a split for evaluation; rows held out of train are the validation split here, too."""
-    pairs = load_pairs(args, need_train=split == "train", hold_out=split != "test")
+    pairs = load_pairs(args, need_train=split == "train", holds_out=split != "test")
     if split not in pairs:
         raise ValueError(f"--split is {split}; the data has {', '.join(pairs)}.")
     return split, pairs[split]
@@ -112,13 +118,3 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
         split_of_all = None if own_splits else split
         sources.append(Source(file, name=name, split=split_of_all, title=title, **args.columns, **labelled))
     return sources
-
-
-def _with_validation(pairs: DatasetDict, title: str) -> dict[str, Dataset]:
-    """Hold validation out of train if there is none; no image is touched."""
-    if "validation" in pairs or "train" not in pairs:
-        return dict(pairs)
-    ids = pairs["train"].with_format("arrow")[:]["id"].to_pylist()
-    train, validation = hold_out(pairs["train"], ids)
-    logger.info("%s: no validation split; %s images are held out for it", title, f"{len(validation):,}")
-    return {**pairs, "train": train, "validation": validation}

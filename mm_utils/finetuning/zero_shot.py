@@ -198,7 +198,11 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
     title, paths = sources[0].title, PathArguments(args.image_root, args.allow_outside_root)
     there = {row.split or "train" for source in sources for row in rows_of(source, paths) if isinstance(row, Record)}
-    split = _choose_split(labels.split, there, usual)
+    split = (
+        SPLIT_NAMES[labels.split.lower()] if labels.split else next((each for each in usual if each in there), "train")
+    )
+    if there and split not in there:
+        raise ValueError(f"--split is {labels.split}; the data has {', '.join(sorted(there))}. Choose one of them.")
     sources, title = [replace(source, only=split) for source in sources], f"{title}, split {split}"
     rows, known = load_labelled_rows(sources, paths)
     if not has_media(rows):
@@ -215,25 +219,13 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
             f"{title}, row {unknown}: the label is {names[unknown]}; the {len(classes)} classes count from 0. Name all of "
             "them in --classes."
         )
-    rows, label_M = _evaluated(rows, torch.tensor([number_of[name] for name in names]), args.max_eval_samples)
-    return LabelledImages(rows, label_M, classes, split)
-
-
-def _evaluated(rows: Dataset, label_M: Tensor, most: int | None) -> tuple[Dataset, Tensor]:
-    """Return the first rows of the classes in turn, in the schema that evaluations read, and their classes."""
-    count = len(rows)
+    count, label_M = len(rows), torch.tensor([number_of[name] for name in names])
+    # The schema that evaluations read, without captions.
     beside = {"id": [f"row {row}" for row in range(count)], "image_key": list(range(count))}
     empty: dict[str, list[Any]] = {"input_ids": [[]] * count, "caption_keys": [[]] * count}
     built = concatenate_datasets([rows.select_columns(["image"]), Dataset.from_dict({**beside, **empty})], axis=1)
-    places = first_of_classes(label_M.tolist(), most)
-    return built.select(places), label_M[places]
-
-
-def _choose_split(wanted: str | None, there: set[str], usual: list[str]) -> str:
-    split = SPLIT_NAMES[wanted.lower()] if wanted else next((each for each in usual if each in there), "train")
-    if there and split not in there:
-        raise ValueError(f"--split is {wanted or split}; the data has {', '.join(sorted(there))}. Choose one of them.")
-    return split
+    places = first_of_classes(label_M.tolist(), args.max_eval_samples)
+    return LabelledImages(built.select(places), label_M[places], classes, split)
 
 
 def _readable_names(known: Sequence[str], file: str | None, title: str) -> list[str]:

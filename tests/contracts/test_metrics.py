@@ -301,13 +301,3 @@ def test_every_number_of_candidates_equals_sorting_again(top_k: int, weight: flo
         patch.setattr(embeddings, "BLOCK", block)
         found, expected = head(Case(), top_k, weight)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-
-
-def test_figures_by_hand() -> None:
-    scores = torch.tensor([[0.9, 0.1, 0.2], [0.8, 0.7, 0.6], [0.3, 0.2, 0.1], [0.1, 0.5, 0.4]])
-    split = split_of(torch.eye(3), scores, [0, 1, 2, 2])
-    found = retrieval_metrics(split, rank_directions(split))
-    # Texts find their image at rank 1, 2, 3, 2; images their first text at 1, 1, 2.
-    figures = ("recall@1", "recall@5", "recall@10", "mean_rank", "median_rank")
-    assert [found[f"text_to_image_{figure}"] for figure in figures] == [0.25, 1, 1, 2, 2]
-    assert [found[f"image_to_text_{figure}"] for figure in figures] == pytest.approx([2 / 3, 1, 1, 4 / 3, 1])

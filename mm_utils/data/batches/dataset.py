@@ -247,6 +247,14 @@ class Collator:
             name: _stack([value for example in kept for value in example[name]], none)
             for name, none in self.cached.items()
         }
+        every: Batch = {}
+        if self.longest_first:  # captions are padded to the longest, and images with fewer captions by empty ones
+            all_ids = [example["all_input_ids"] for example in kept]
+            most = max(map(len, all_ids), default=1)
+            padded = pad_captions([ids for row in all_ids for ids in [*row, *[[]] * most][:most]], self.pad_token_id)
+            ids_bkL, mask_bkL = (value.view(-1, most, value.shape[1]) for value in padded)
+            every = {"all_input_ids": ids_bkL, "all_attention_mask": mask_bkL}
+            every["all_lengths"] = [list(map(len, row)) for row in all_ids]
         if "vision_pooled" not in stacked:
             stacked["pixel_values"] = _stack([example["pixel_values"] for example in kept], self.medium.blank(0))
         return {
@@ -260,20 +268,11 @@ class Collator:
             "lengths": list(map(len, captions)),
             "skipped": [example["skipped"] for example in skipped],
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
-            **(self._all_captions(kept) if self.longest_first else {}),
+            **every,
             **{
                 name: each for reader in self.readers for name, each in reader.collate(kept, self.pad_token_id).items()
             },
         }
-
-    def _all_captions(self, kept: list[Example]) -> Batch:
-        """Pad captions to the longest, and images with fewer captions by empty ones."""
-        all_ids = [example["all_input_ids"] for example in kept]
-        most = max(map(len, all_ids), default=1)
-        padded = pad_captions([ids for row in all_ids for ids in [*row, *[[]] * most][:most]], self.pad_token_id)
-        ids_bkL, mask_bkL = (value.view(-1, most, value.shape[1]) for value in padded)
-        lengths = [list(map(len, row)) for row in all_ids]
-        return {"all_input_ids": ids_bkL, "all_attention_mask": mask_bkL, "all_lengths": lengths}
 
 
 def _stack(values: list[Tensor], empty: Tensor) -> Tensor:

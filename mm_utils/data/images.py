@@ -71,10 +71,7 @@ def raw_size(value: dict[str, Any]) -> tuple[int, int] | None:
 
 def pixels(value: dict[str, Any]) -> np.ndarray:
     """View stored raw RGB pixels as read-only uint8 `[height, width, 3]`, without a copy; UnreadableError if they are not as many."""
-    size = raw_size(value)
-    if size is None:
-        raise UnreadableError(f"{value.get('path') or 'embedded image'}: it holds no raw pixels")
-    width, height = size
+    width, height = raw_size(value) or (0, 0)
     content, wanted = value["bytes"], width * height * 3
     if len(content) != wanted:
         raise UnreadableError(

@@ -41,7 +41,7 @@ from transformers import (
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.images import encode, open_image, pixels, read_pixels, shrink
+from mm_utils.data.images import encode, open_image, read_pixels, shrink
 from mm_utils.data.media.medium import (
     Clip,
     Sound,
@@ -145,18 +145,14 @@ def stored(image: Image.Image, form: str = "PNG", **options: Any) -> dict[str, A
     return {"bytes": save(image, form, **options), "path": None}
 
 
-@pytest.mark.parametrize(
-    ("content", "path"),
-    [*((content, None) for content in (b"", b"<html>404</html>", None)), *((None, name) for name in ("gone.png", "folder")),
-     *((bytes(24), path) for path in ("raw:4x3", "raw:0x0", "raw:-4x-2", "raw.jpg")), (None, "pipe.jpg"), (None, "/dev/zero")],
-)  # fmt: skip
-def test_unreadable_images_are_named(
-    content: bytes | None, path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe.jpg")
-    for read in (open_image, read_pixels, *([pixels] if str(path).startswith("raw:") else ())):
+    cases: list[tuple[bytes | None, str | None]] = [(content, None) for content in (b"", b"<html>404</html>", None)]
+    cases += [(None, name) for name in ("gone.png", "folder", "pipe.jpg", "/dev/zero")]
+    cases += [(bytes(24), path) for path in ("raw:4x3", "raw:0x0", "raw:-4x-2", "raw.jpg")]
+    for (content, path), read in itertools.product(cases, (open_image, read_pixels)):
         with pytest.raises(UnreadableError, match=f"{path or 'embedded image'}: ."):
             read({"bytes": content, "path": path})
 

@@ -92,7 +92,7 @@ class Medium(ABC):
 
         Returns:
             The example, `shape`; the size of the medium, (width, height) or (seconds, 1), that boxes and moments are stated in; and
-            the part of it that is shown, whose right end is beyond 1 where a clip or a sound is shorter than its window.
+            the part of it that is shown, whose right end is beyond 1 where a sound is shorter than its window.
 
         Raises:
             UnreadableError: if it cannot be decoded.

@@ -242,8 +242,9 @@ def every_case() -> list[list[tuple[str, float]]]:
     return [
         sorted(measure(case)[0].items())
         for measure in METRICS.values()
-        for case in CASES.values()
-        if case.spoiled != "NaN"
+        for case in map(
+            CASES.__getitem__, ("as they come", "unreadable", "a rank without rows", "two images", "memory for five")
+        )
     ]
 
 

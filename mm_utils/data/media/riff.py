@@ -7,7 +7,7 @@ the content, and a byte of padding where the size is odd ("Multimedia Programmin
 import io
 import struct
 import wave
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -18,8 +18,9 @@ from mm_utils.data.images import encode, shrink
 from mm_utils.model.reading import Frame, UnreadableError, wav_samples
 
 _REASON = "medium_unreadable"
-_MOST_CHUNKS = 250_000  # of a file: an hour of 60 frames a second
-_FRAME, _KEY_FRAME = b"00dc", 0x10
+_MOST_FRAMES = 250_000  # an hour of 60 frames a second
+_FRAME, _INDEX, _KEY_FRAME = b"00dc", b"idx1", 0x10
+_HEADERS = 512  # bytes, within which the frames begin
 
 
 def write_wav(samples: np.ndarray, rate: int) -> bytes:
@@ -97,7 +98,7 @@ def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> byt
     for frame, chunk in zip(frames, chunks, strict=True):
         entries.append(struct.pack("<4sIII", _FRAME, _KEY_FRAME if frame else 0, at, len(frame)))
         at += len(chunk)
-    movie, index = _chunk(b"LIST", b"movi" + b"".join(chunks)), _chunk(b"idx1", b"".join(entries))
+    movie, index = _chunk(b"LIST", b"movi" + b"".join(chunks)), _chunk(_INDEX, b"".join(entries))
     return _chunk(b"RIFF", b"AVI " + headers + movie + index)
 
 
@@ -113,39 +114,22 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
     Raises:
         UnreadableError: if it is none.
     """
-    fps, frames = 0.0, list[memoryview]()
-    for name, data in _chunks(content):
-        if name == b"strh" and data[4:8] == b"MJPG" and len(data) >= 28 and not fps:
-            scale, rate = struct.unpack_from("<2I", data, 20)
-            fps = rate / scale if scale else 0.0
-        elif name == _FRAME:
-            frames.append(data)
-    if not fps or not frames or not len(frames[0]):
-        raise UnreadableError("an AVI file without JPEG frames; prepared clips have one stream of them", _REASON)
-    # Only JPEG is decoded at a small scale
-    if any(len(frame) and bytes(frame[:2]) != b"\xff\xd8" for frame in frames):
-        raise UnreadableError("an AVI file with frames that are not JPEG files", _REASON)
-    for at, frame in enumerate(frames):
-        frames[at] = frame if len(frame) else frames[at - 1]
-    return frames, fps
-
-
-def _chunks(content: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield name and content of each chunk of an AVI file, and of those in lists; a cut one is an error, and so are too many."""
-    if content[:4] != b"RIFF" or content[8:12] != b"AVI ":
-        raise UnreadableError("it is not in the format AVI", _REASON)
-    at, count, end = 12, 0, 8 + int.from_bytes(content[4:8], "little")
+    stream, at = content.find(b"vidsMJPG", 0, _HEADERS), content.find(b"movi", 0, _HEADERS) + 4
+    if content[:4] != b"RIFF" or content[8:12] != b"AVI " or not 0 < stream < at - 28:
+        raise UnreadableError("it is no AVI file of JPEG frames, as prepared clips are", _REASON)
+    frames, end = list[memoryview](), 8 + int.from_bytes(content[4:8], "little")
     if end > len(content):
         raise UnreadableError(f"it has {len(content):,} of its {end:,} bytes", _REASON)
-    while at < end:
-        count += 1
-        if count > _MOST_CHUNKS:
-            raise UnreadableError(f"it has more than {_MOST_CHUNKS:,} parts", _REASON)
-        name, size = bytes(content[at : at + 4]), int.from_bytes(content[at + 4 : at + 8], "little")
-        if at + 8 + size > end:
-            raise UnreadableError(f"it ends within a part of {size:,} bytes", _REASON)
-        if name == b"LIST":
-            at += 12  # its chunks come next
-            continue
-        yield name, memoryview(content)[at + 8 : at + 8 + size]
-        at += 8 + size + size % 2
+    while content[at : at + 4] == _FRAME:
+        begin, size = at + 8, int.from_bytes(content[at + 4 : at + 8], "little")
+        frame, at = memoryview(content)[begin : begin + size], begin + size + size % 2
+        if at > end or len(frames) == _MOST_FRAMES:
+            raise UnreadableError(f"it ends within a frame, or has more than {_MOST_FRAMES:,}", _REASON)
+        # Only JPEG is decoded at a small scale
+        if bytes(frame[:2]) != b"\xff\xd8" and (size or not frames):
+            raise UnreadableError("an AVI file with frames that are not JPEG files", _REASON)
+        frames.append(frame if size else frames[-1])
+    scale, rate = struct.unpack_from("<2I", content, stream + 20)
+    if not (scale and rate and frames) or content[at : at + 4] != _INDEX:
+        raise UnreadableError("an AVI file that is damaged between its frames", _REASON)
+    return frames, rate / scale

@@ -155,15 +155,9 @@ def test_the_holdout_depends_on_the_ids_alone(folder: Path, caplog: pytest.LogCa
     assert "no validation split; 1 images are held out" in caplog.text
 
 
-@pytest.mark.parametrize("make", ["lines", "saved"])
-def test_a_split_column_divides_the_rows(folder: Path, make: str) -> None:
+def test_a_split_column_divides_the_rows(folder: Path) -> None:
     names = ["train", "train", "restval", "val", "dev", "Validation", "test", "nowhere"]
-    if make == "lines":
-        rows = [{**row, "split": name} for row, name in zip(rows_of(), names, strict=True)]
-        args = listed(folder / "p.jsonl", rows)
-    else:
-        args = saved(folder, DatasetDict({"test": embedded(folder, rows_of()).add_column("split", names)}))
-    loaded = load_pairs(args)
+    loaded = load_pairs(saved(folder, DatasetDict({"test": embedded(folder, rows_of()).add_column("split", names)})))
     assert sizes(loaded) == {"train": 3, "validation": 3, "test": 1}
     assert loaded["test"][0]["captions"] == ["scene 6", "view, 6"]
 

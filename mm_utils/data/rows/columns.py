@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -55,16 +55,14 @@ _LISTED = 40  # columns that a message names
 class Columns:
     """Names of columns; None where there is none or, in a request, for the usual names.
 
-    `image` is the column of the medium, whatever its kind is: `medium`, in a request also auto. `option` is how a request
-    names the column of a kind, in error messages. `template` makes the caption of several columns: "{brand} {title}". Rows of one
-    `group` come into one split. A `labelled` row has a label, and a medium, one text as its caption, or both; `classes` are the
-    names of labels that are numbers.
+    `image` is the column of the medium, whatever its kind is: `medium`, in a request also auto. `template` makes the caption of
+    several columns: "{brand} {title}". Rows of one `group` come into one split. A `labelled` row has a label, and a medium, one
+    text as its caption, or both; `classes` are the names of labels that are numbers.
     """
 
     image: str | None = None
     caption: str | None = None
     id: str | None = None
-    option: str = field(default="--{}_column", compare=False)
     medium: str = "image"
     template: str | None = None
     group: str | None = None
@@ -101,7 +99,6 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
         ValueError: if a wanted column, or any for images or captions, is missing, two columns share a name, or columns
             are for media of several kinds; the message lists the columns.
     """
-    option = wanted.option.format
     if (twice := first_repeated(names)) is not None:
         raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
     for part in wanted.parts:
@@ -110,38 +107,33 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
     medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, known)
     if wanted.labelled:
         return _find_labelled(names, title, wanted, known)
-    image = find_column(option("image"), names, title, wanted.image, names_of(medium)) or known.spare_image
+    image = find_column("image_column", names, title, wanted.image, names_of(medium)) or known.spare_image
     template = wanted.parts[0] if wanted.parts else wanted.caption
-    caption = find_column(option("caption"), names, title, template, USUAL_NAMES["caption"])
+    caption = find_column("caption_column", names, title, template, USUAL_NAMES["caption"])
     for kind, shown, column in (("image", medium, image), ("caption", "caption", caption)):
         if column is None:
-            by = option(kind)
-            advice = f"Set {by}." if by.startswith("--") else f"Write it behind the path: ,{by}=NAME."
+            advice = f"Set --{kind}_column, or write it behind the path: ,{kind}_column=NAME."
             raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
     _check_kind(image, title, medium, known)
-    key = find_column(option("id"), names, title, wanted.id, USUAL_NAMES["id"])
+    key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
     key = None if key == image else key
     return Columns(image, caption, key, medium=medium, template=wanted.template, group=group)
 
 
 def _find_labelled(names: Sequence[str], title: str, wanted: Columns, known: Known) -> Columns:
     """Find the columns of labels, and of media, texts or both; see `find_columns`."""
-    option, medium = wanted.option.format, wanted.medium
-    label = wanted.label
+    medium, label = wanted.medium, wanted.label
     if label is None and len(known.labels) == 1:
         [label] = known.labels
-    label = find_column(option("label"), list(known.labels) or names, title, label, LABEL_NAMES)
+    label = find_column("label_column", list(known.labels) or names, title, label, LABEL_NAMES)
     if label is None:
-        raise ValueError(f"{title}; no label column was recognised. {listed(names)} Set {option('label')}.")
+        raise ValueError(f"{title}; no label column was recognised. {listed(names)} Set --label_column.")
     others = [name for name in names if name != label]
-    image = find_column(option("image"), others, title, wanted.image, names_of(medium)) or known.spare_image
-    text = find_column(
-        option("caption"), [name for name in others if name != image], title, wanted.caption, TEXT_NAMES
-    )
+    image = find_column("image_column", others, title, wanted.image, names_of(medium)) or known.spare_image
+    text = find_column("caption_column", [name for name in others if name != image], title, wanted.caption, TEXT_NAMES)
     if image is None and text is None:
         raise ValueError(
-            f"{title}; no {medium} column and no text column was recognised. {listed(names)} Set {option('image')}, "
-            f"{option('caption')} or both."
+            f"{title}; no {medium} column and no text column was recognised. {listed(names)} Set --image_column, --caption_column or both."
         )
     _check_kind(image, title, medium, known)
     return Columns(image, text, medium=medium, labelled=True, label=label, classes=tuple(known.labels.get(label, ())))
@@ -153,6 +145,11 @@ def _check_kind(column: str | None, title: str, medium: str, known: Known) -> No
         raise ValueError(
             f"{title}; the medium is {medium}, and the column {column} is of the kind {kind}. Name another."
         )
+
+
+def set_medium(found: Iterable[str]) -> str:
+    """Return what to do where a source holds media of several kinds."""
+    return f"Set ,medium={' or '.join(found)} behind its path among --sources of prepare_data."
 
 
 def kind_of_value(value: Any) -> str | None:
@@ -175,9 +172,10 @@ def _find_medium(names: Sequence[str], title: str, wanted: Columns, known: Known
     found = {own[name.lower()]: name for name in reversed(names) if name.lower() in own}
     found = {kind: name for name, kind in known.typed.items()} | found
     if len(found) > 1:
-        flag = wanted.option.format("image")
-        advice = f"Name one by {flag}" if flag.startswith("--") else f"Set ,medium={' or '.join(found)}"
-        raise ValueError(f"{title}; the columns {' and '.join(found.values())} may all be the medium. {advice}.")
+        columns = " and ".join(found.values())
+        raise ValueError(
+            f"{title}; the columns {columns} may all be the medium. Name one by --image_column. {set_medium(found)}"
+        )
     files = next((name for name in names if name.lower() in _ANY_FILE), None)
     told = next(iter(found), None) or kind_of_value(known.first.get(str(files)))
     spelt = set(map(_plain, names))
@@ -188,7 +186,7 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
     """Return the wanted column, else the first of a usual name; exact names go before cases, and these before blanks and hyphens.
 
     Args:
-        option: the flag or key that names the column, for error messages.
+        option: the flag that names the column, for error messages.
 
     Raises:
         ValueError: if the wanted column is missing.

@@ -11,11 +11,11 @@ from pathlib import Path
 from mm_utils.arguments import load_own
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
-from mm_utils.data.rows.columns import SUFFIXES
+from mm_utils.data.rows.columns import SUFFIXES, set_medium
 from mm_utils.data.rows.folders import is_service, walk
 from mm_utils.data.rows.media_folders import is_captioned, read_caption_files, read_classes
 from mm_utils.data.rows.records import BadRow, Record
-from mm_utils.data.rows.source import FORMATS, PathArguments, Source, set_medium
+from mm_utils.data.rows.source import FORMATS, PathArguments, Source
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import (
     METADATA_FILES,
@@ -162,7 +162,7 @@ def _medium_of_folder(source: Source) -> str:
     most = max(found, key=found.__getitem__, default="image")
     if len(found) > 1 and most != "image":
         held = " and ".join(f"{count:,} {kind}s" for kind, count in found.items())
-        raise ValueError(f"{source.title}; this folder holds {held}. {set_medium(source, found)}")
+        raise ValueError(f"{source.title}; this folder holds {held}. {set_medium(found)}")
     return most
 
 

@@ -3,7 +3,6 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,22 +181,13 @@ class Source:
     @property
     def columns(self) -> Columns:
         """Return the wanted columns."""
-        own = self.title.startswith("--sources")  # written behind the path, not as flags
-        option = "{}_column" if own else "--{}_column"
-        names = (self.image_column, self.caption_column, self.id_column)
-        labels = self.labelled, self.label_column
-        return Columns(*names, option, self.medium, self.caption_template, self.group_column, *labels)
+        names, labels = (self.image_column, self.caption_column, self.id_column), (self.labelled, self.label_column)
+        return Columns(*names, self.medium, self.caption_template, self.group_column, *labels)
 
 
 def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
     """Return whether --dataset_name means an embedded set; a file or folder goes before."""
     return dataset_name in EMBEDDED_SETS and not os.path.exists(str(dataset_name))
-
-
-def set_medium(source: Source, found: Iterable[str]) -> str:
-    """Return what to do where a source holds media of several kinds."""
-    where = "" if source.title.startswith("--sources") else " behind its path among --sources of prepare_data"
-    return f"Set ,medium={' or '.join(found)}{where}."
 
 
 def close_to(word: str, known: Any) -> str:

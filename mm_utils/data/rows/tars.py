@@ -16,10 +16,19 @@ from typing import Any
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import files_of_pattern, read_file
-from mm_utils.data.rows.columns import BESIDE, LABEL_NAMES, SUFFIXES, TEXT_NAMES, USUAL_NAMES, answers_of, split_of
+from mm_utils.data.rows.columns import (
+    BESIDE,
+    LABEL_NAMES,
+    SUFFIXES,
+    TEXT_NAMES,
+    USUAL_NAMES,
+    answers_of,
+    set_medium,
+    split_of,
+)
 from mm_utils.data.rows.folders import Unread, own_files, split_of_path
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
-from mm_utils.data.rows.source import PathArguments, Source, set_medium
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import checked_object, parse_json
 from mm_utils.model.reading import MOST_BYTES
 
@@ -127,7 +136,7 @@ def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
     if len(first) > 1:
         raise ValueError(
             f"{source.title}; its samples hold {' and '.join(f'{kind}s' for kind in first)}, such as "
-            f"{' and '.join(first.values())}. {set_medium(source, first)}"
+            f"{' and '.join(first.values())}. {set_medium(first)}"
         )
     return next(iter(first), "image")
 

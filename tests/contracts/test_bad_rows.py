@@ -128,7 +128,7 @@ def test_training_on_the_prepared_zoo_skips_no_row(zoo: Corpus, prepared: Path) 
 
 RAW = {
     **dict.fromkeys(("lines", "captions", "regions", "odd"), "pairs.jsonl"),
-    **{"csv": "pairs.csv", "flickr30k": "results.token", "flickr8k": "captions.txt"},
+    **{"csv": "pairs.csv", "flickr30k": "results.token"},
     **{"parquet": "pairs.parquet", "saved": "folder", "paths": "data/pairs.jsonl"},
 }
 

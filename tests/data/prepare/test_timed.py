@@ -234,7 +234,7 @@ SOUNDS: Cases = {
         *(riff_wav(PCM, channels=0), riff_wav(PCM, channels=1000)),
         riff_wav(np.full(800, np.nan, "<f4").tobytes(), 3, bits=32),
     ],
-    "bad_sound_rate": [riff_wav(PCM, rate=rate) for rate in (0, 2**32 - 1, 100)],
+    "bad_sound_rate": [riff_wav(PCM, rate=rate) for rate in (0, 100)],
     "silent": [
         wav(np.zeros(8000, np.int16)),
         wav((np.arange(8000) % 3 - 1).astype(np.int16)),  # the noise of dither

@@ -227,14 +227,6 @@ _TOKENS = _bad({
     "image_missing": ["none.jpg#0\t{caption}"],
     "bad_encoding": [b"{image}#0\t{caption} caf\xe9"],
 })  # fmt: skip
-_COMMAS = [
-    *_bad({
-        "malformed_row": ["{image} {caption}"],
-        "image_missing": ["none.jpg,{caption}"],
-        "caption_empty": ["{image},"],
-    }),
-    *_good("{image},{caption}, again, and again", kept=("{caption}, again, and again",)),
-]  # fmt: skip
 _OPEN = Row('{image},"{caption},train', "malformed_row")
 _MARK, _HEADER = b"\xef\xbb\xbf", b"image,caption,split"  # a byte order mark, as Windows writes it
 # Name, file, rows, the good row behind each, the file's first bytes, and a last line that is still being written.
@@ -245,7 +237,6 @@ TABLES: list[tuple[str, str, list[Row], str | None, bytes, Row | None]] = [
     ("regions", "pairs.jsonl", _REGIONS, line(), b"", None),
     ("csv", "pairs.csv", _CELLS_OF_TEXT, "{image},{caption},train", _MARK + _HEADER + b"\r\n", _OPEN),
     ("flickr30k", "results.token", _TOKENS, "{image}#0\t{caption}", b"", None),
-    ("flickr8k", "captions.txt", _COMMAS, "{image},{caption}", b"image,caption\n", None),
     ("array", "pairs.json", _ARRAY, None, b"", None),
 ]
 

@@ -5,14 +5,17 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
+from accelerate import PartialState
 from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
@@ -21,10 +24,19 @@ from mm_utils.distributed import RunError
 from mm_utils.run import output_folder, restarts
 from mm_utils.run import start as starting
 from mm_utils.run.flags import PRETRAINING
+from mm_utils.run.rendezvous import rendezvous
 from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.processes import PATIENCE
 from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Set up the state that a script's accelerator sets up; leave no folder locked."""
+    PartialState()
+    yield
+    output_folder.unlock()
 
 
 def fork(children: list[int], body: Callable[[Callable[[str], Any]], Any]) -> tuple[int, int]:
@@ -317,3 +329,44 @@ def test_a_folder_of_other_things_is_no_output_folder(
     found = output_folder.misplaced(Path(folder), config) or ""
     assert said in found
     assert bool(found) == bool(said)
+
+
+# -- how the processes of a start find each other -----------------------------------------------------------------------
+LONG = 30.0
+
+
+def prefixes(store: dist.Store, world_size: int) -> set[str]:
+    """Return the prefixes that the ranks of one start get."""
+    with ThreadPoolExecutor(world_size) as pool:
+        return set(pool.map(lambda rank: rendezvous(store, rank, world_size, LONG), range(world_size)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_all_ranks_of_a_start_get_one_prefix_and_every_start_another(world_size: int) -> None:
+    store = dist.HashStore()
+    found = [prefixes(store, world_size) for _ in range(3)]
+    assert [len(each) for each in found] == [1, 1, 1]
+    assert len(set.union(*found)) == 3
+
+
+def test_a_start_does_not_wait_for_processes_of_the_start_before() -> None:
+    """The first start ends because its rank 1 is missing."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(rendezvous, store, rank, 3, 0.5) for rank in (0, 2)]
+        with pytest.raises(TimeoutError, match="process 0 waited 0 s for process 1, or for others"):
+            ended[0].result()
+        with pytest.raises(TimeoutError, match="process 2 waited 0 s for process 0, or for others"):
+            ended[1].result()
+    assert len(prefixes(store, 3)) == 1
+
+
+def test_rank_0_may_be_restarted_while_others_wait() -> None:
+    """They drop the prefix of the rank 0 that is gone for that of the next."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        waiting = pool.submit(rendezvous, store, 1, 3, LONG)
+        with pytest.raises(TimeoutError):
+            rendezvous(store, 0, 3, 0.5)
+        others = [pool.submit(rendezvous, store, rank, 3, LONG) for rank in (0, 2)]
+        assert len({each.result() for each in [waiting, *others]}) == 1

@@ -8,6 +8,7 @@ import wave
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,11 +89,14 @@ def _write_sounds_and_clips(folder: Path) -> None:
         moments = [{"span": [k / 2, k / 2 + 0.5], "phrase": phrase} for k, phrase in enumerate(phrases)]
         said = {"captions": [", then ".join(phrases)], "split": split}
         sounds.append({"audio": f"sounds/{n}.wav", "moments": moments, **said})
-        first, *others = (Image.open(folder / f"images/{(n + 6 * k) % 48}.png") for k in range(4))
-        first.save(file := io.BytesIO(), "PNG", save_all=True, append_images=others, duration=500)
-        _put(folder / f"clips/{n}.png", file.getvalue())
+        with av.open(file := io.BytesIO(), "w", format="matroska") as film:
+            stream = film.add_stream("ffv1", rate=2, width=40, height=40, pix_fmt="bgr0")
+            pictures = [Image.open(folder / f"images/{(n + 6 * k) % 48}.png") for k in range(4)]
+            for frame in [*map(av.VideoFrame.from_image, pictures), None]:
+                film.mux(stream.encode(frame))
+        _put(folder / f"clips/{n}.mkv", file.getvalue())
         said = {"id": f"images/{n}.png", "captions": [f"clip {n}"], "split": split}
-        clips.append({"video": f"clips/{n}.png", **said})
+        clips.append({"video": f"clips/{n}.mkv", **said})
     _put(folder / "sounds.jsonl", sounds)
     _put(folder / "clips.jsonl", clips)
 

@@ -265,15 +265,13 @@ def center_of(width: int, height: int, size: int) -> tuple[int, int, int, int]:
 # allowed, and none of them may open a second file. Streams, frames and pixels have limits.
 
 TOLERANCE = 0.25  # seconds by which a span may leave its medium: annotators round
-_DEMUXERS = (
-    "mov,mp4,matroska,webm,avi,asf,flv,mpegts,mpeg,gif,ogg,flac,mp3,aac,wav,w64,aiff,au,caf,amr,amrnb,amrwb,ac3,eac3"
-)
+_DEMUXERS = "mov,mp4,matroska,webm,avi,asf,flv,mpegts,mpeg,gif,apng,ogg,flac,mp3,aac,wav,w64,aiff,au,caf,amr,amrnb,amrwb,ac3,eac3"
 _OWN_CLOCK = ("mov", "matroska", "avi", "asf", "flv")
 _CUT_OUT = 1.0  # second
 _MAGIC = re.compile(  # AVIF and HEIF, which begin with ftyp, too, are pictures
     rb"(RIFF|RF64)....WAVE|RIFF....AVI |....(ftyp(?!avi[fs]|hei[cmsx]|hev[cmsx]|mif1|msf1)|moov|mdat|wide|free|skip)"
     rb"|\x1aE\xdf\xa3|OggS|fLaC|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]|\xff[\xf0\xf1\xf8\xf9]|FORM....AIF[FC]|\.snd|caff"
-    rb"|GIF8|#!AMR|\x0bw|0&\xb2u\x8ef\xcf\x11|FLV\x01|G.{187}G|\0\0\x01\xba",
+    rb"|GIF8|\x89PNG.{33}acTL|#!AMR|\x0bw|0&\xb2u\x8ef\xcf\x11|FLV\x01|G.{187}G|\0\0\x01\xba",
     re.DOTALL,
 )
 _MOST_STREAMS = 64
@@ -316,8 +314,9 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
         raise UnreadableError(f"it begins with {content[:16]!r}", "medium_unknown_format")
     if content[4:8] in (b"ftyp", b"mdat", b"wide", b"free", b"skip") and b"moov" not in content:
         raise UnreadableError("MP4 without its index, which programs write last", "medium_truncated")
-    if content[:4] == b"GIF8" and content.rstrip(b"\0")[-1:] != b";":
-        raise UnreadableError("GIF without its end", "medium_truncated")
+    ends = {b"GIF8": b";", b"\x89PNG": b"IEND\xaeB`\x82"}  # of animations, which FFmpeg reads as far as they go
+    if not content.rstrip(b"\0").endswith(ends.get(content[:4], b"")):
+        raise UnreadableError("an animation without its end", "medium_truncated")
     try:  # also hides it from what transformers wants installed before it loads any model with this file
         import av
     except ImportError as error:
@@ -509,7 +508,7 @@ def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: li
 def _upright(frame: Any, shape: Any, turns: int) -> Image.Image:
     """Return a frame of PyAV as RGB, turned by quarters, with square pixels; `shape` is the width of one over its height."""
     try:
-        has_alpha = frame.format.name == "bgra"  # of a GIF
+        has_alpha = frame.format.name in ("bgra", "rgba")  # of an animation
         image = _flatten(Image.fromarray(frame.to_ndarray(format="rgba")), []) if has_alpha else frame.to_image()
     except Exception as error:  # see `_opened`
         raise UnreadableError(f"a frame: {decoder_message(error)}", "medium_unreadable") from error

@@ -248,13 +248,13 @@ def wide_pixels() -> bytes:
     return buffer.getvalue()
 
 
-def animated() -> bytes:
+def animated(form: str) -> bytes:
     """A transparent logo that moves, with frames of different lengths."""
     frames = [Image.new("RGBA", (40, 40)) for _ in range(6)]
     for at, frame in enumerate(frames):
         frame.paste((255, 0, 40 * at, 255), (6 * at, 10, 6 * at + 8, 30))
-    times = {"duration": [100, 400, 50, 300, 200, 5], "disposal": 2}
-    return save(frames[0], "GIF", save_all=True, append_images=frames[1:], **times)
+    times = {"duration": [100, 400, 50, 300, 200, 5], "disposal": 2 if form == "GIF" else 1}
+    return save(frames[0], form, save_all=True, append_images=frames[1:], **times)
 
 
 CLIPS = {
@@ -266,7 +266,7 @@ CLIPS = {
     "turned by no angle": lambda: turned_video(0, 0, 0, 0),
     "wide pixels": wide_pixels,
     "transport stream": lambda: video(steady(25, 3), form="mpegts"),
-    "GIF": lambda: animated(),
+    **{form: lambda form=form: animated(form) for form in ("GIF", "PNG")},
 }
 
 

@@ -199,7 +199,7 @@ SLOW = {
         [Fault(kill, "taken", STRUCK, 0, delay=delay / 1000), Fault(Sleep(0.01), "tower", STRUCK, None, 9)],
         *([-9, 1], {1: LOST}, {}, 2, False),
     ) for delay in range(1, 40, 7)},
-    **{f"raised {rank} {place} {error}": raised(error, place, step, rank)
+    **{f"raised {rank} {place} {type(error.error).__name__}": raised(error, place, step, rank)
        for error, (place, step), rank in product((MISTAKE, BUG), BREAKS, (0, 1))},
     **{f"asked {rank} {place}": asked_to_stop(place, step, rank)
        for place, step, rank in [("backward", 5, 1), ("backward", 5, None), ("evaluation", 4, 1), ("evaluation", 4, None)]},
@@ -234,7 +234,8 @@ def test_one_process(name: str, exact: Path, tmp_path: Path, request: pytest.Fix
     assert ended.text.count("Traceback") == (BUG in [fault.action for fault in case.faults] and 1 in case.statuses)
     assert "abcdefghijkl" not in ended.text
     if 0 not in case.statuses:
-        assert not (run.folder / "model.safetensors").exists()
+        is_last = any(fault.place == "last" for fault in case.faults)  # the main process may have written it
+        assert is_last or not (run.folder / "model.safetensors").exists()
         if not case.again:
             return
         assert not rank_runs.loses_checkpoint(run.folder)

@@ -22,7 +22,6 @@ from pathlib import Path
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export
-from mm_utils.export.graphs import head_weights
 from mm_utils.export.open_clip import write_open_clip
 from mm_utils.files import atomic_folder
 from mm_utils.model.build import check_model, load_model
@@ -43,23 +42,16 @@ class ExportArguments:
         "plain",
         "How files are named and laid: plain, transformers.js, immich, or open_clip (torch weights of a CLIP).",
     )
-    reranker: str = arg(
-        "auto",
-        "Export the head, too: yes, no, or auto: where training found that it helps (rerank_weights in config.json).",
-    )
 
     def __post_init__(self) -> None:
         if not set(self.precisions) <= PRECISIONS.keys() or len(set(self.precisions)) < len(self.precisions):
             raise ValueError(f"--precision is {self.precision}; give {', '.join(PRECISIONS)}, each once, with commas.")
-        for name, choices in (("layout", LAYOUTS), ("reranker", ("auto", "yes", "no"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"--{name} is {getattr(self, name)}; choose one of {', '.join(choices)}.")
-        if self.layout == "immich" and (len(self.precisions) > 1 or self.reranker == "yes"):
-            raise ValueError("--layout is immich; it has room for one --precision, and for no --reranker. Drop them.")
-        if self.layout == "open_clip" and (self.precision, self.reranker) != ("fp32", "auto"):
-            raise ValueError(
-                "--layout is open_clip; it has no graphs, hence no --precision and --reranker. Drop them."
-            )
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"--layout is {self.layout}; choose one of {', '.join(LAYOUTS)}.")
+        if self.layout == "immich" and len(self.precisions) > 1:
+            raise ValueError("--layout is immich; it has room for one --precision. Drop the other.")
+        if self.layout == "open_clip" and self.precision != "fp32":
+            raise ValueError("--layout is open_clip; it has no graphs, hence no --precision. Drop it.")
 
     @property
     def precisions(self) -> list[str]:
@@ -91,7 +83,9 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
         return {}
     if kind != "image" and args.layout != "plain":
         raise ValueError(f"--layout is {args.layout}; it is for images, and this model reads {kind}s. Drop it.")
-    weights = head_weights(model, "no" if args.layout == "immich" else args.reranker)
+    weights = {name: weight for name, weight in (model.config.rerank_weights or {}).items() if weight}
+    if model.fusion is None or args.layout == "immich":
+        weights = {}
     loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), model.device, processor)
     shape = None if kind == "image" else tuple(loaders.blank(1).shape[1:])
 

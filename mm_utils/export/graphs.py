@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn.functional import pad
-from transformers import Siglip2VisionModel
 
 from mm_utils.distributed import RunError
 from mm_utils.model.fusion import target_mask
@@ -30,19 +29,6 @@ OPSET = 18  # of ONNX's operators: the least that torch writes; onnxruntime read
 MOST_DIFFERENCE = 1e-5  # of an fp32 embedding; of the head's term, as a share of the largest where that is above 1
 # The sizes of the traced inputs; none is 1, which the exporter would take for a constant.
 IMAGES, TEXTS, LENGTH = 3, 2, 7
-
-
-def head_weights(model: FusionDualEncoderModel, wanted: str = "auto") -> dict[str, float]:
-    """Return what each score of the head is multiplied by in its graph; empty for no graph.
-
-    `auto` wants weights that training fitted and that are not 0; `yes` these, or 1 if there are none: ValueError if there is no head.
-    """
-    fitted = {name: weight for name, weight in (model.config.rerank_weights or {}).items() if weight}
-    if wanted == "no" or (wanted == "auto" and not (fitted and model.fusion is not None)):
-        return {}
-    if not model.voices:
-        raise ValueError("--reranker is yes; this model has no head that was trained. Give auto, or another model.")
-    return fitted or dict.fromkeys(model.voices, 1.0)
 
 
 class Graph(NamedTuple):
@@ -213,18 +199,8 @@ def trace(graph: Graph, path: Path) -> None:
     Raises:
         RunError: if torch cannot export it, with torch's reason.
     """
-    model: Any = graph.module.model
-    embeddings: Any = model.vision_model.embeddings if isinstance(model.vision_model, Siglip2VisionModel) else None
     try:
         with _quiet(), torch.no_grad():
-            if embeddings is not None:  # its positions are resized once for all, not for each image of a batch
-                side = embeddings.position_embedding_size
-                grid, shape = (
-                    embeddings.position_embedding.weight.reshape(side, side, -1),
-                    torch.tensor([[side, side]]),
-                )
-                fixed = embeddings.resize_positional_embeddings(grid, shape, max_length=side * side)
-                embeddings.resize_positional_embeddings = lambda *_, **__: fixed
             program = torch.onnx.export(
                 graph.module.eval(),
                 tuple(graph.inputs.values()),
@@ -249,9 +225,6 @@ def trace(graph: Graph, path: Path) -> None:
             f"{path.name} cannot be made; torch's exporter stops: {one_line(cause)}. Try another version of torch, or export a "
             "model with other backbones."
         ) from error
-    finally:
-        if embeddings is not None:
-            vars(embeddings).pop("resize_positional_embeddings", None)
 
 
 @contextmanager

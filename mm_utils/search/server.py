@@ -46,8 +46,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names by which this machine is a
 MOST_BYTES = 20 << 20  # of a file in a request
 MOST_HITS = 1000  # of an answer, over all its pages
 MOST_LETTERS = 1000  # of a text
-_UPLOADS = 4  # files that are received and decoded at a time
-_SECONDS = 30  # for a file to arrive
 _PATIENCE = 5  # seconds for what runs when the server is ended
 
 
@@ -79,7 +77,7 @@ def make_config(searcher: Searcher) -> uvicorn.Config:
     routes = [Route("/", lambda request: HTMLResponse(page)), Route("/search", api.file, methods=["POST"])]
     routes += [Route(f"/{path}", answer) for path, answer in answers.items()]
     mistakes: dict[Any, Any] = dict.fromkeys((HTTPException, IndexError, ValueError), _as_json)
-    guard = Middleware(_Guard, headers=_headers(page, plays=medium == "sound"))
+    guard = Middleware(_Guard, headers=_headers(page))
     app = Starlette(routes=routes, middleware=[guard], exception_handlers=mistakes)
     said = {"log_level": "warning", "server_header": False}
     return uvicorn.Config(app, http="h11", ws="none", timeout_graceful_shutdown=_PATIENCE, **said)  # type: ignore[arg-type]
@@ -89,7 +87,7 @@ class _Api:
     """The answers: functions that are not `async` run in threads, and files in one of their own."""
 
     def __init__(self, searcher: Searcher):
-        self.searcher, self.uploads = searcher, asyncio.Semaphore(_UPLOADS)
+        self.searcher = searcher
         # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
         self.decoder = ThreadPoolExecutor(1)
 
@@ -109,12 +107,8 @@ class _Api:
         return _page(request, searcher, hits)
 
     async def file(self, request: Request) -> Response:
-        async with self.uploads:
-            try:
-                content = await asyncio.wait_for(_body(request), _SECONDS)
-            except asyncio.TimeoutError as error:
-                raise HTTPException(408, "The file arrives too slowly. Shrink it, or try again.") from error
-            return await asyncio.get_running_loop().run_in_executor(self.decoder, self._file, request, content)
+        content = await _body(request)
+        return await asyncio.get_running_loop().run_in_executor(self.decoder, self._file, request, content)
 
     def _file(self, request: Request, content: bytes) -> Response:
         searcher = self.within(request)
@@ -242,8 +236,8 @@ def _as_json(request: Request, error: Exception) -> Response:
     return _error(500, str(error))
 
 
-def _headers(page: str, plays: bool) -> dict[str, str]:
-    """Return every answer's headers; only the page's own code runs, sound where it `plays`."""
+def _headers(page: str) -> dict[str, str]:
+    """Return every answer's headers; only the page's own code runs."""
     allowed = {
         tag: " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -251,10 +245,9 @@ def _headers(page: str, plays: bool) -> dict[str, str]:
         )
         for tag in ("script", "style")
     }
-    sound = "media-src 'self'; " if plays else ""
     return {
         "Content-Security-Policy": f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
-        f"img-src 'self' blob: data:; {sound}connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+        f"img-src 'self' blob: data:; media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Resource-Policy": "same-origin",

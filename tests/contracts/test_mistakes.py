@@ -26,9 +26,7 @@ MISTAKES = [
     ("scripts.export", "--model_name_or_path x --output_dir y --precision fp32,int4", "--precision is fp32,int4; give fp32, int8, each once"),
     ("scripts.export", "--model_name_or_path x --output_dir y --precision int8,int8", "--precision is int8,int8; give"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout tf", "--layout is tf; choose one of plain, transformers.js, immich"),
-    ("scripts.export", "--model_name_or_path x --output_dir y --reranker maybe", "--reranker is maybe; choose one of auto, yes, no"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout immich --precision fp32,int8", "--layout is immich; it has room for one --precision"),
-    ("scripts.export", "--model_name_or_path x --output_dir y --layout immich --reranker yes", "--layout is immich; it has room"),
     *(
         ("scripts.pretrain", f"--model_name_or_path whole --{flag}", f"--{flag.replace(' ', ' is ')}, and --model_name_or_path is whole; a whole model has")
         for flag in ("vision_model_name_or_path other", "vision_config base", "text_config base", "vocab_size 100", "projection mlp")

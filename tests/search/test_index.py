@@ -18,7 +18,6 @@ import pyarrow as pa
 import pytest
 import torch
 from accelerate import Accelerator
-from PIL import Image
 
 from mm_utils.distributed import RunError
 from mm_utils.files import folder_lock
@@ -29,7 +28,6 @@ from mm_utils.search.listing import Listing, folder_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import embed
-from tests.kit.fault_images import save
 from tests.kit.media_files import tone
 from tests.kit.models import save_model
 from tests.kit.tiny_run import alone
@@ -196,23 +194,19 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "rows gone": lambda folder: _rows(folder).unlink(),
     "a bit of a row": _flip,
     "info cut": lambda folder: _cut(folder / "index.json", 40),
-    "info deep": lambda folder: (folder / "index.json").write_text("[" * 100_000),
     "a file outside": lambda folder: _set(folder, rows="/etc/passwd"),
     "another width": lambda folder: _set(folder, width=7),
-    "another medium": lambda folder: _set(folder, medium="sound"),
     "another version": lambda folder: _set(folder, version=2),
-    "a field more": lambda folder: _set(folder, more=1),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_index_is_named_with_the_remedy(name: str, index: Path, model: Path, photos: Path, tmp_path: Path):
+def test_a_damaged_index_is_named_with_the_remedy(name: str, index: Path, tmp_path: Path):
     folder = tmp_path / "index"
     shutil.copytree(index, folder)
     DAMAGES[name](folder)
-    for use in (lambda: Searcher(folder, device="cpu"), lambda: update(folder, model, photos)):
-        with pytest.raises((ValueError, RunError), match=rf"{folder}.*Delete the folder, and run"):
-            use()
+    with pytest.raises(ValueError, match=rf"{folder}.*Delete the folder, and run"):
+        open_index(folder)
 
 
 def test_the_old_rows_stay_where_the_disk_is_full(index: Path, model: Path, photos: Path, tmp_path: Path, monkeypatch):
@@ -283,42 +277,24 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(m
     assert {tuple(row["captions"]) for row in contents(tmp_path / "index").values()} == {("y",)}
 
 
-def moving(*colours: str) -> bytes:
-    """A GIF, four frames a second, which no codec is needed for."""
-    frames = [Image.new("RGB", (32, 24), colour) for colour in colours]
-    return save(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=250)
-
-
-FILES = {
-    "sound": ("wav", [tone(pitch, rate=8000) for pitch in (200, 400, 800)], tone(5000)),
-    "clip": (
-        "gif",
-        [moving(*turn) for turn in [("red", "lime"), ("lime", "red"), ("blue", "white")]],
-        moving("red", "black"),
-    ),
-}
-
-
-@pytest.mark.parametrize("medium", FILES)
-def test_a_folder_of_sounds_or_of_moving_pictures(medium: str, tmp_path: Path) -> None:
-    suffix, media, other = FILES[medium]
-    folder, index, model = tmp_path / "media", tmp_path / "index", save_model(tmp_path / "model", medium)
+def test_a_folder_of_sounds(tmp_path: Path) -> None:
+    folder, index, model = tmp_path / "media", tmp_path / "index", save_model(tmp_path / "model", "sound")
     folder.mkdir()
-    for number, content in enumerate(media):
-        (folder / f"{number}.{suffix}").write_bytes(content)
+    for number, pitch in enumerate((200, 400, 800)):
+        (folder / f"{number}.wav").write_bytes(tone(pitch, rate=8000))
     (folder / "picture.png").touch()
-    (folder / f"broken.{suffix}").write_bytes(b"RIFF")
+    (folder / "broken.wav").write_bytes(b"RIFF")
 
     def run() -> Any:
-        listing = folder_listing(str(folder), medium=medium)
+        listing = folder_listing(str(folder), medium="sound")
         return update_index(index, str(model), listing, make_embedder(model, 4), Accelerator(cpu=True))
 
     assert (run().embedded, run().kept) == (3, 3)
-    (folder / f"0.{suffix}").write_bytes(other)
+    (folder / "0.wav").write_bytes(tone(5000))
     assert run().embedded == 1
-    assert list(contents(index)) == [f"{at}.{suffix}" for at in range(3)]
+    assert list(contents(index)) == [f"{at}.wav" for at in range(3)]
     skipped = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
-    assert [(line["id"], line["reason"][:7]) for line in skipped] == [(f"broken.{suffix}", "medium_")]
+    assert [(line["id"], line["reason"][:7]) for line in skipped] == [("broken.wav", "medium_")]
 
 
 def test_a_model_with_another_image_side_is_refused_and_another_text_side_is_not(

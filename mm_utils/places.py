@@ -57,6 +57,8 @@ def end_if_missing(own: Collection[str] = ()) -> None:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: --{flag} is {word}; {problem}\n")
             sys.exit(2)
+        if word and flag != "sources":  # other flags take one word; what follows is a text to search for
+            flag = ""
 
 
 @cache

@@ -183,6 +183,7 @@ def test_layouts_of_every_kind_of_model(kind: str, folder: Path, tmp_path: Path,
     out = tmp_path / "out"
     export.main(["--model_name_or_path", name, "--output_dir", str(out), "--layout", layout])
     model = load_model(name, fusion_layers=0).eval()
+    model.processor = load_processor_of(name)
     expected, width = [each.numpy() for each in model.encode(images=noise(), texts=TEXTS)], model.config.projection_dim
     if layout == "immich":
         images, texts = immich_embeds(out, noise(), TEXTS)

@@ -104,7 +104,7 @@ def write_prepared(folder: Path, counts: dict[str, int]) -> str:
     return str(folder / "prepared")
 
 
-def test_a_prepared_data_set_is_given_as_it_is(tmp_path: Path) -> None:
+def test_a_prepared_data_set_is_given_as_it_is_and_validation_held_out_where_it_has_none(tmp_path: Path) -> None:
     name = write_prepared(tmp_path, {"test": 3, "train": 9, "validation": 4})
     loaded = load_pairs(DataArguments(dataset_name=name))
     assert sizes(loaded) == {"train": 9, "validation": 4, "test": 3}
@@ -113,9 +113,7 @@ def test_a_prepared_data_set_is_given_as_it_is(tmp_path: Path) -> None:
     assert sizes(limited) == {"train": 5, "validation": 4, "test": 3}
     assert list(limited["train"]["id"]) == [f"train-{index}" for index in range(5)]
 
-
-def test_validation_is_held_out_of_a_prepared_data_set_that_has_none(tmp_path: Path) -> None:
-    name = write_prepared(tmp_path, {"train": 60})
+    name = write_prepared(tmp_path / "alone", {"train": 60})
     loaded, again = (load_pairs(DataArguments(dataset_name=name)) for _ in range(2))
     assert sizes(loaded) == {"train": 48, "validation": 12}
     assert sorted([*loaded["train"]["id"], *loaded["validation"]["id"]]) == sorted(f"train-{at}" for at in range(60))

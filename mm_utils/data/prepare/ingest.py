@@ -290,7 +290,7 @@ def key_of_rows(items: Rows, *settings: Any) -> tuple[str, int]:
     digest = hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=16)
     count = 0
     for item in items:
-        row = f"{item!r}{_stamps(item.image)}{item.beside}" if isinstance(item, Record) else repr(item)
+        row = f"{item!r}{_stamps(item.image)}" if isinstance(item, Record) else repr(item)
         digest.update(f"{row}\n".encode("utf-8", "backslashreplace"))
         count += 1
     return digest.hexdigest(), count

@@ -122,18 +122,12 @@ class Record:
     regions: Any = None
     split: str | None = None
     negatives: Any = None
-    medium: str = field(default="image", repr=False)
-    cut: tuple[Any, Any] = field(default=(None, None), repr=False)
-    moments: Any = field(default=None, repr=False)
-    group: str | None = field(default=None, repr=False)
-    answers: list[str] | None = field(default=None, repr=False)
-    classes: tuple[str, ...] = field(default=(), repr=False)
-
-    @property
-    def beside(self) -> str:
-        """Return what the record says about time, its group and its labels, for a hash of it; "" for an image of none."""
-        group = (self.group or "") + (repr(self.answers) if self.answers else "")
-        return group if self.medium == "image" else repr((self.medium, self.cut, self.moments)) + group
+    medium: str = "image"
+    cut: tuple[Any, Any] = (None, None)
+    moments: Any = None
+    group: str | None = None
+    answers: list[str] | None = None
+    classes: tuple[str, ...] = field(default=(), repr=False)  # of which each answer is one
 
 
 @dataclass(slots=True)
@@ -144,7 +138,7 @@ class BadRow:
     where: str
     fault: Fault
     raw: str = ""
-    split: str | None = field(default=None, repr=False)
+    split: str | None = None
 
 
 class RecordBuilder:

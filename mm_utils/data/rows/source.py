@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mm_utils.arguments import arg
@@ -144,12 +144,12 @@ class Source:
     templates: tuple[str, ...] = TEMPLATES
     config: str | None = None
     title: str = ""
-    caption_template: str | None = field(default=None, repr=False)
-    group_column: str | None = field(default=None, repr=False)
-    medium: str = field(default="auto", repr=False)  # what is read says it, too
-    labelled: bool = field(default=False, repr=False)
-    label_column: str | None = field(default=None, repr=False)
-    only: str | None = field(default=None, repr=False)
+    caption_template: str | None = None
+    group_column: str | None = None
+    medium: str = "auto"
+    labelled: bool = False
+    label_column: str | None = None
+    only: str | None = None
 
     def __post_init__(self) -> None:
         if not self.path:

@@ -114,7 +114,7 @@ OTHERS = {
     "dataset_name": "sounds", "train_file": "x.jsonl", "validation_file": "x.jsonl", "test_file": "x.jsonl",
     "image_root": ".", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8", "hub_strategy": "every_save",
-    "report_to": "none", "dataloader_num_workers": "1", "hub_model_id": "a/b",
+    "report_to": "none", "dataloader_num_workers": "1", "hub_model_id": "a/b", "vision_device": "cpu",
 }  # fmt: skip
 UNTRIED = {
     "max_steps num_train_epochs": "a longer run has another schedule, as docs/reliability.md says",

@@ -31,7 +31,7 @@ datasets.disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES, SCHEDULE = [30, 22, 41, 9, 38, 20], BatchSizes((0, 5), (12, 20))
 IMAGE = media.Image(8, min_crop_area=0.5)
-KINDS = ("parquet", "tar", "one file", "address")
+KINDS = ("parquet", "tar", "one file")
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,6 @@ def case(
             source = str(shards.write_parquet(folder / "a.parquet", shards.rows_of(range(sum(SIZES)))))
         else:
             source = shards.write_shards(folder, "tar" if kind == "tar" else "parquet", SIZES)
-        if kind == "address":
-            source = f"{shards.in_memory(folder)}/{{000..005}}.parquet"
         yield opened(source), rows
 
 

@@ -41,6 +41,7 @@ from benchmarks.harness import (
 )
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
+from mm_utils.model.compile import compile_layers
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.grad_cache import TooManyPairsError, is_out_of_memory
@@ -110,8 +111,9 @@ def make_step(
     """The step of one setting, and the FLOPs of both encoders in it."""
     processor = load_processor(model_args, ["a red square left of a blue circle", "two green stars"] * 20)
     torch.manual_seed(0)
-    model_args.torch_compile = setting["compiled"]
     model = build_model(model_args, processor.tokenizer)
+    if setting["compiled"]:
+        compile_layers(model)
     if len(processor.tokenizer) < words:
         model.text_model.resize_token_embeddings(words)
     image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), words)

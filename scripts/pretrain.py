@@ -37,6 +37,7 @@ from mm_utils.data.training_data import TrainingData, open_data
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
 from mm_utils.model.build import build_model, check_positions
+from mm_utils.model.compile import compile_if_repaid
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective
 from mm_utils.run import flags
@@ -104,6 +105,7 @@ def main(
     context.call("on_start")
     optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, attached)
     stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
+    compile_if_repaid(model, model_args.torch_compile, stages[-1].end, run.accelerator.device)
     for stage in remaining(stages, resume_from):
         stage.freeze_others(objective)
         optimizer = build_optimizer(

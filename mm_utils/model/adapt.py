@@ -95,13 +95,6 @@ def multiply_patches(tower: nn.Module) -> None:
                 setattr(parent, name, made.train(conv.training))
 
 
-def compile_parts(model: FusionDualEncoderModel) -> None:
-    """Compile both towers and the head's blocks, one graph each for all lengths and blocks."""
-    model.vision_model.compile()
-    for part in (model.text_model, *(model.fusion.layers if model.fusion is not None else ())):
-        part.compile(dynamic=True)
-
-
 def switch_off_dropout(model: FusionDualEncoderModel) -> None:
     """Set both backbones' dropout to 0, as CLIP and SigLIP train; configs stay.
 

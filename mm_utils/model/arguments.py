@@ -86,9 +86,10 @@ class ModelArguments:
     gradient_checkpointing: bool = arg(
         False, "Recompute activations in the backward pass: less memory, a third slower.", decides="speed"
     )
-    torch_compile: bool = arg(
-        False,
-        "Compile towers and fusion head with torch.compile: minutes at the start, then faster steps on a GPU.",
+    torch_compile: bool | None = arg(
+        None,
+        "Compile the layers of towers and fusion head with torch.compile: seconds at the start, then faster steps; default: on a GPU, "
+        "for 1,000 steps and more.",
         decides="speed",
     )
     trust_remote_code: bool = arg(

@@ -13,7 +13,6 @@ from transformers.models.clap.modeling_clap import ClapProjectionLayer
 from mm_utils.model.adapt import (
     LoraArguments,
     add_adapters,
-    compile_parts,
     freeze_unused,
     multiply_patches,
     recompute_activations,
@@ -35,6 +34,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.pretrained import check_words, explained, load_config, load_tower
+from mm_utils.model.short_attention import use_short_attention
 from mm_utils.model.stock import load_stock
 from mm_utils.places import missing
 
@@ -67,10 +67,9 @@ def build_model(
     use_channels_last(model.vision_model)
     multiply_patches(model.vision_model)
     use_known_padding()
+    use_short_attention()
     if args.gradient_checkpointing:
         recompute_activations(model)
-    if args.torch_compile:
-        compile_parts(model)
     return model
 
 

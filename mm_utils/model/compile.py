@@ -1,0 +1,54 @@
+"""Compile one layer of a kind and use it for all: the start takes seconds, where whole towers take a minute and more."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._inductor.config
+from torch import nn
+
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+
+logger = logging.getLogger(__name__)
+
+REPAID_AFTER = 1000
+"""Steps from which on compiling repays its start (an H200: 15 s, and 20 ms less a step of 1,024 pairs)."""
+
+
+def compile_if_repaid(model: FusionDualEncoderModel, asked: bool | None, steps: int, device: torch.device) -> None:
+    """Compile the layers if `--torch_compile` asks for it; if it says nothing, on a GPU, for runs that repay it."""
+    repays = device.type == "cuda" and steps >= REPAID_AFTER
+    if asked or (asked is None and repays):
+        compile_layers(model)
+        logger.info("The layers of towers and head are compiled, which takes seconds in the first step")
+    elif asked is None and device.type == "cuda":
+        logger.info("Layers are not compiled: %d steps would not repay it (--torch_compile does it)", steps)
+
+
+def compile_layers(model: FusionDualEncoderModel) -> None:
+    """Compile what lies in lists of equal layers; what is around them runs as it is.
+
+    Texts have other lengths in each step, so their number and length are variables of the compiled code. Kernels are not chosen
+    by the clock, so a resumed run has those of the run before.
+    """
+    torch._dynamo.config.recompile_limit = 64  # layers of all kinds share one function of transformers
+    settings = {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
+    parts = ((model.vision_model, None), (model.text_model, True), (model.fusion, True))
+    for part, dynamic in parts:
+        for layer in equal_layers(part) if part is not None else ():
+            # `forward`, not the module: hooks of transformers (hidden states) and FSDP2 stay outside.
+            layer.forward = torch.compile(layer.forward, dynamic=dynamic, options=settings)
+
+
+def equal_layers(module: nn.Module) -> Iterator[Any]:
+    """Yield the layers of the innermost lists in which all have the same class and weights of the same shapes."""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len({_shape(layer) for layer in part}) == 1:
+            if not any(isinstance(inner, nn.ModuleList) for layer in part for inner in layer.modules()):
+                yield from part
+
+
+def _shape(layer: nn.Module) -> tuple[Any, ...]:
+    return type(layer), *((name, weight.shape) for name, weight in layer.named_parameters())

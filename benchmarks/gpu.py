@@ -1,12 +1,16 @@
 """What a training step is made of on a GPU: time, utilisation, launches and waits, beside a plain loop.
 
     accelerate launch --config_file accelerate_configs/single_gpu.yaml -m benchmarks.gpu
+    python -m benchmarks.gpu --quarter_hour pairs.jsonl                                            # all there is to know of a GPU
     python -m benchmarks.gpu --pairs 16 --vision_config tiny --text_config tiny --image_size 32   # a trial on a CPU
 
 Each setting takes steps of the real `TrainStep` on random pixels and captions of about 13 tokens, which stay on the device, so no
 loader takes part. `bare` is the loop one would write: both encoders once, captions padded to the longest, two cross-entropies of the
 whole matrix of logits, the same optimizer and clipping, and one `.item()` a step. The loss of the last step, from equal weights and
 batches, shows what a precision or compiling changes.
+
+`--quarter_hour` takes pairs of one's own, 2,000 or more, and runs in order of value a real run from photographs, this step beside the
+bare loop, the loops of peers, `tests/gpu`, fp16 and the loss alone: each is a process with a limit of its own, and prints what it has.
 
 Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is the FLOPs of both encoders for real tokens, by the
 rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the step in which a kernel runs,
@@ -15,9 +19,15 @@ that does not fit into memory is a row with its error; the table is printed agai
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,6 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import (
+    ROOT,
     add_model_flags,
     device_name,
     flags_of,
@@ -56,6 +67,7 @@ Step = Callable[[int], Any]
 
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 PRODUCTS = ("gemm", "cutlass", "nvjet", "xmma")  # in the names of kernels that multiply matrices
+B32 = {"model_type": "vit", "patch_size": 32, "image_size": 224}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -177,12 +189,15 @@ def profile(step: Step, device: torch.device, milliseconds: float) -> dict[str, 
 
 
 def measure(accelerator: Accelerator, setting: dict[str, Any], args: argparse.Namespace, peak: float) -> None:
-    """Add the figures of one setting to it; the first three steps, which compile, are not counted."""
+    """Add the figures of one setting to it; `start s` are the first three steps, which compile and are not counted."""
     torch._dynamo.reset()
     reset_peak(accelerator.device)
     step, operations = make_step(accelerator, setting, model_arguments(args), args.vocab_size, args.micro_batch_size)
+    begin = time.perf_counter()
     for number in range(3):
         step(number)
+    synchronize(accelerator.device)
+    setting["start s"] = time.perf_counter() - begin
     times: list[float] = []
     loss: Any = None
     for _ in range(args.rounds):
@@ -223,6 +238,46 @@ def ceilings(device: torch.device) -> tuple[float, float]:
     return 2 * side**3 / seconds(lambda: left @ right), 2 * source.nbytes / seconds(lambda: target.copy_(source))
 
 
+def quarter_hour(pairs: str, only: list[str]) -> None:
+    """Run the sections, each a process that is ended after its seconds."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "b32.json").write_text(json.dumps(B32))
+    model = ["--vision_config", str(folder / "b32.json"), "--text_config", "base"]
+    gpu = ["-m", "benchmarks.gpu", *model, "--vocab_size", "30522", "--objectives", "contrastive"]
+    real = [
+        "--train_file",
+        pairs,
+        *model,
+        "--global_batch_size",
+        "512",
+        "--max_steps",
+        "100",
+        "--output_dir",
+        str(folder / "run"),
+    ]
+    peers = ["--synthetic", "32", "--batch_size", "1024", "--rounds", "2", "--steps", "4", "--vocab_size", "30522"]
+    peers += ["--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
+    sections: dict[str, tuple[int, str, list[str]]] = {
+        "real": (150, "bf16", ["scripts/pretrain.py", *real, "--objectives", "contrastive", "--fusion_layers", "0"]),
+        "bare": (200, "bf16", [*gpu, "--pairs", "1024,4096"]),
+        "peers": (120, "bf16", ["-m", "benchmarks.training", *model, *peers]),
+        "tests": (100, "bf16", ["-m", "pytest", "-q", "--durations=5", "tests/gpu"]),
+        "fp16": (60, "fp16", [*gpu, "--pairs", "1024", "--compiled", "true"]),
+        "loss": (30, "bf16", ["-m", "benchmarks.loss", "--pairs", "32768", "--repeats", "1"]),
+    }
+    for name in only or sections:
+        limit, precision, words = sections[name]
+        sys.stdout.write(f"\n== {name}, {limit} s at most\n")
+        sys.stdout.flush()
+        environment = os.environ | {"ACCELERATE_MIXED_PRECISION": precision, "HF_HUB_OFFLINE": "1"}
+        begin = time.perf_counter()
+        try:
+            ended = f"exit status {subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, timeout=limit, check=False).returncode}"
+        except subprocess.TimeoutExpired:
+            ended = "cut off"
+        sys.stdout.write(f"== {name}: {ended} after {time.perf_counter() - begin:.0f} s\n")
+
+
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Print the table and return its rows."""
     parser = flags_of(__doc__)
@@ -237,8 +292,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--micro_batch_size", help="pairs held at a time, or auto, as in scripts/pretrain.py")
     parser.add_argument("--rounds", type=int, default=3, help="turns")
     parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--quarter_hour", metavar="PAIRS", help="pairs, as in scripts/pretrain.py --train_file")
+    parser.add_argument("--sections", nargs="*", default=[], help="of --quarter_hour: real bare peers tests fp16 loss")
     add_model_flags(parser)
     args = parser.parse_args(argv)
+    if args.quarter_hour:
+        quarter_hour(str(Path(args.quarter_hour).resolve()), args.sections)
+        return []
     accelerator = make_accelerator()
     peak, copied = ceilings(accelerator.device)
     about = f"{device_name(accelerator.device)}, {accelerator.mixed_precision}: a product reaches {peak / 1e12:.0f} TFLOP/s, "

@@ -37,7 +37,9 @@ def attention(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     scale = query.shape[3] ** -0.5 if scale is None else scale
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    return ShortAttention.apply(query, key, value, attention_mask, bool(causal) and attention_mask is None, scale), None
+    return ShortAttention.apply(
+        query, key, value, attention_mask, bool(causal) and attention_mask is None, scale
+    ), None
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: dict[str, Any]) -> bool:
@@ -62,6 +64,7 @@ class ShortAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
+        """Attend; the inputs are kept, the weights are not."""
         batch, length = query.shape[:2]
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         mask = None if mask is None else mask.expand(batch, 1, length, length)
@@ -73,6 +76,7 @@ class ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the weights again, and from them three gradients."""
         query, key, value, mask = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         given = (query, key, value, grad.contiguous(), of_query, of_key, of_value)

@@ -1,21 +1,23 @@
 """What CPUs cannot say: the same step on a GPU, in half precision, in parts, resumed. Skipped without a GPU.
 
-With TANDEM_GPU_TESTS=cpu they run on the CPU, to rehearse them.
+With TANDEM_GPU_TESTS=cpu TRITON_INTERPRET=1 they run on the CPU, to rehearse them.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from torch.nn import functional as F
 
+from mm_utils.model.short_attention import ShortAttention
 from mm_utils.objectives.contrastive import sigmoid_loss
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.losses import gather_batch, info_nce
+from scripts import pretrain
 from tests.kit.objectives import (
     ALONE,
     KINDS,
@@ -88,7 +90,7 @@ def test_a_tiled_loss_is_the_dense_one(loss: Any, dense: Any) -> None:
     """The loss of 3,000 pairs in fp32; TF32 must be off in it."""
     torch.set_float32_matmul_precision("high")
     generator = torch.Generator().manual_seed(0)
-    image, text = (torch.nn.functional.normalize(torch.randn(3000, 256, generator=generator), dim=1) for _ in range(2))
+    image, text = (F.normalize(torch.randn(3000, 256, generator=generator), dim=1) for _ in range(2))
     ids = torch.arange(6000).view(3000, 2)
     scalars = [torch.tensor(50.0)] + [torch.tensor(-10.0)] * (loss is sigmoid_loss)
     found, right = (
@@ -107,48 +109,63 @@ def test_a_tiled_loss_is_the_dense_one(loss: Any, dense: Any) -> None:
         assert off < 1e-4
 
 
-def run(words: list[str], **environment: str) -> str:
-    """Run Python in the project's root and return its output."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
+TINY = ["--config", str(ROOT / "recipes/tiny.yaml"), "--objectives", "contrastive:1", "--fusion_layers", "0"]
 
 
+def run(flags: list[str], monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    """A run in this process, whose libraries are loaded, with an accelerator of its own."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    pretrain.main([*TINY, "--eval_steps", "0", "--global_batch_size", "32", *flags])
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_resumed_run_is_the_whole_run(tmp_path: Path, precision: str) -> None:
+def test_a_resumed_run_is_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, compiled: str
+) -> None:
     """Contrastive, bit for bit: no backward pass in it adds up in an order that changes."""
-    flags = [
-        "scripts/pretrain.py",
-        "--config",
-        "recipes/tiny.yaml",
-        "--objectives",
-        "contrastive:1",
-        "--fusion_layers",
-        "0",
-    ]
-    flags += ["--max_steps", "6", "--save_steps", "3", "--global_batch_size", "32", "--eval_steps", "0"]
-    weights = []
-    for name in ("whole", "resumed"):
-        folder = tmp_path / name
-        run([*flags, "--output_dir", str(folder)], ACCELERATE_MIXED_PRECISION=precision)
-        if name == "resumed":
-            again = [*flags, "--output_dir", str(folder), "--resume_from_checkpoint", str(folder / "checkpoint-3")]
-            run(again, ACCELERATE_MIXED_PRECISION=precision)
-        weights.append((folder / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+    flags = ["--max_steps", "6", "--save_steps", "3", "--torch_compile", compiled, "--output_dir"]
+    run([*flags, str(tmp_path)], monkeypatch, ACCELERATE_MIXED_PRECISION=precision)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    torch._dynamo.reset()  # as a new process compiles
+    again = [*flags, str(tmp_path), "--resume_from_checkpoint", str(tmp_path / "checkpoint-3")]
+    run(again, monkeypatch, ACCELERATE_MIXED_PRECISION=precision)
+    assert (tmp_path / "model.safetensors").read_bytes() == whole
 
 
-def test_a_cpu_accelerator_beside_a_gpu_one_breaks_nothing(tmp_path: Path) -> None:
+def test_a_cpu_accelerator_beside_a_gpu_one_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A run on CPUs on a machine with a GPU trains there and nowhere else."""
-    flags = [
-        "scripts/pretrain.py",
-        "--config",
-        "recipes/tiny.yaml",
-        "--max_steps",
-        "2",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    assert "1 x cpu" in run(flags, ACCELERATE_USE_CPU="true")
-    assert f"1 x {DEVICE}" in run([*flags, "--output_dir", str(tmp_path / "other")])
+    for name, used in (("cpu", "true"), (DEVICE, "false")):
+        caplog.clear()
+        run(["--max_steps", "2", "--output_dir", str(tmp_path / name)], monkeypatch, ACCELERATE_USE_CPU=used)
+        assert f"1 x {name}" in caplog.text
+
+
+@pytest.mark.parametrize(("length", "kind"), [(13, "plain"), (29, "masked"), (50, "plain"), (40, "causal")])
+def test_short_attention_is_attention(length: int, kind: str) -> None:
+    """Beside fp64, not farther than torch's own in half precision; the CPU's interpreter of Triton has no bf16."""
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    torch.manual_seed(0)
+    given = [torch.randn(8, length, 4, 64).to(DEVICE, half) for _ in range(4)]
+    shown = torch.randint(3, length + 1, (8, 1))
+    mask = (torch.arange(length) < shown)[:, None, None].expand(8, 1, length, length).to(DEVICE)
+    mask = mask if kind == "masked" else None
+
+    def results(of: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        *inputs, grad = (each.to(dtype).requires_grad_() for each in given)
+        out = of(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    def torchs(*inputs: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each.transpose(1, 2) for each in inputs)
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=kind == "causal").transpose(1, 2)
+
+    right = results(torchs, torch.float64)
+    ours = results(lambda *inputs: ShortAttention.apply(*inputs, mask, kind == "causal", 64**-0.5), half)
+    for mine, theirs, exact in zip(ours, results(torchs, half), right, strict=True):
+        assert (mine.double() - exact).norm() < 1.2 * (theirs.double() - exact).norm()

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -39,6 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import (
+    MODEL_FLAGS,
     ROOT,
     add_model_flags,
     device_name,
@@ -67,7 +69,6 @@ Step = Callable[[int], Any]
 
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 PRODUCTS = ("gemm", "cutlass", "nvjet", "xmma")  # in the names of kernels that multiply matrices
-B32 = {"model_type": "vit", "patch_size": 32, "image_size": 224}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -238,50 +239,73 @@ def ceilings(device: torch.device) -> tuple[float, float]:
     return 2 * side**3 / seconds(lambda: left @ right), 2 * source.nbytes / seconds(lambda: target.copy_(source))
 
 
-def quarter_hour(pairs: str, only: list[str]) -> None:
+def quarter_hour(args: argparse.Namespace) -> None:
     """Run the sections, each a process that is ended after its seconds."""
     folder = Path(tempfile.mkdtemp())
-    (folder / "b32.json").write_text(json.dumps(B32))
-    model = ["--vision_config", str(folder / "b32.json"), "--text_config", "base"]
-    gpu = ["-m", "benchmarks.gpu", *model, "--vocab_size", "30522", "--objectives", "contrastive"]
+    (folder / "b32.json").write_text(json.dumps({"model_type": "vit", "patch_size": 32, "image_size": 224}))
+    chosen = {"vision_config": folder / "b32.json", "text_config": "base"}
+    chosen |= {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
+    model = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
+    words = [*model, "--vocab_size", str(args.vocab_size)]
+    few, pairs = str(args.pairs[0]), ",".join(map(str, args.pairs))
     real = [
+        "scripts/pretrain.py",
         "--train_file",
-        pairs,
+        str(Path(args.quarter_hour).resolve()),
         *model,
+        "--fusion_layers",
+        "0",
+    ]
+    real += [
+        "--objectives",
+        "contrastive",
         "--global_batch_size",
-        "512",
+        few,
         "--max_steps",
         "100",
         "--output_dir",
         str(folder / "run"),
     ]
-    peers = ["--synthetic", "32", "--batch_size", "1024", "--rounds", "2", "--steps", "4", "--vocab_size", "30522"]
+    bare = ["-m", "benchmarks.gpu", *words, "--objectives", "contrastive", "--pairs"]
+    peers = [
+        "-m",
+        "benchmarks.training",
+        *words,
+        "--synthetic",
+        "32",
+        "--batch_size",
+        few,
+        "--rounds",
+        "2",
+        "--steps",
+        "4",
+    ]
     peers += ["--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
     sections: dict[str, tuple[int, str, list[str]]] = {
-        "real": (150, "bf16", ["scripts/pretrain.py", *real, "--objectives", "contrastive", "--fusion_layers", "0"]),
-        "bare": (200, "bf16", [*gpu, "--pairs", "1024,4096"]),
-        "peers": (120, "bf16", ["-m", "benchmarks.training", *model, *peers]),
-        "tests": (100, "bf16", ["-m", "pytest", "-q", "--durations=5", "tests/gpu"]),
-        "fp16": (60, "fp16", [*gpu, "--pairs", "1024", "--compiled", "true"]),
-        "loss": (30, "bf16", ["-m", "benchmarks.loss", "--pairs", "32768", "--repeats", "1"]),
+        "real": (150, "bf16", real),
+        "bare": (210, "bf16", [*bare, pairs]),
+        "peers": (120, "bf16", peers),
+        "tests": (110, "bf16", ["-m", "pytest", "-q", "-n", "0", "--durations=5", "tests/gpu"]),
+        "fp16": (60, "fp16", [*bare, few, "--compiled", "true"]),
+        "loss": (30, "bf16", ["-m", "benchmarks.loss", "--pairs", str(32 * args.pairs[0]), "--repeats", "1"]),
     }
-    for name in only or sections:
-        limit, precision, words = sections[name]
-        sys.stdout.write(f"\n== {name}, {limit} s at most\n")
+    for name in args.sections or sections:
+        limit, precision, command = sections[name]
+        sys.stdout.write(f"\n== {name}: {limit} s at most\n")
         sys.stdout.flush()
         environment = os.environ | {"ACCELERATE_MIXED_PRECISION": precision, "HF_HUB_OFFLINE": "1"}
-        begin = time.perf_counter()
-        try:
-            ended = f"exit status {subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, timeout=limit, check=False).returncode}"
-        except subprocess.TimeoutExpired:
-            ended = "cut off"
+        begin, ended = time.perf_counter(), "cut off"
+        with suppress(subprocess.TimeoutExpired):
+            done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, timeout=limit, check=False)
+            ended = f"exit status {done.returncode}"
         sys.stdout.write(f"== {name}: {ended} after {time.perf_counter() - begin:.0f} s\n")
+        sys.stdout.flush()
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Print the table and return its rows."""
     parser = flags_of(__doc__)
-    parser.add_argument("--pairs", type=numbers, default=[256, 1024], help="pairs per step")
+    parser.add_argument("--pairs", type=numbers, default=[1024, 4096], help="pairs per step")
     parser.add_argument("--objectives", default="contrastive/contrastive,captioning", help="a slash between settings")
     parser.add_argument(
         "--compiled", type=names(["false", "true"]), default="false,true", help="--torch_compile or not"
@@ -297,7 +321,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     add_model_flags(parser)
     args = parser.parse_args(argv)
     if args.quarter_hour:
-        quarter_hour(str(Path(args.quarter_hour).resolve()), args.sections)
+        quarter_hour(args)
         return []
     accelerator = make_accelerator()
     peak, copied = ceilings(accelerator.device)

@@ -285,7 +285,11 @@ def quarter_hour(args: argparse.Namespace) -> None:
         "real": (150, "bf16", real),
         "bare": (210, "bf16", [*bare, pairs]),
         "peers": (120, "bf16", peers),
-        "tests": (110, "bf16", ["-m", "pytest", "-q", "-n", "0", "--durations=5", "tests/gpu"]),
+        "tests": (
+            110,
+            "bf16",
+            ["-m", "pytest", "-q", "-n", "0", "--durations=5", "tests/gpu", "tests/model/test_compile.py"],
+        ),
         "fp16": (60, "fp16", [*bare, few, "--compiled", "true"]),
         "loss": (30, "bf16", ["-m", "benchmarks.loss", "--pairs", str(32 * args.pairs[0]), "--repeats", "1"]),
     }

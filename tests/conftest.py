@@ -15,6 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests and their processes share the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not [*Path("/dev").glob("nvidia*")]:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU, its kernels are tried on the CPU
 
 import pytest
 from hypothesis import settings

@@ -45,7 +45,9 @@ def compile_layers(model: FusionDualEncoderModel) -> None:
 def equal_layers(module: nn.Module) -> Iterator[Any]:
     """Yield the layers of the innermost lists in which all have the same class and weights of the same shapes."""
     for part in module.modules():
-        is_innermost = not any(isinstance(inner, nn.ModuleList) for layer in part.children() for inner in layer.modules())
+        is_innermost = not any(
+            isinstance(inner, nn.ModuleList) for layer in part.children() for inner in layer.modules()
+        )
         if isinstance(part, nn.ModuleList) and is_innermost and len({_shape(layer) for layer in part}) == 1:
             yield from part
 

@@ -267,7 +267,8 @@ class Trainer:
         """Evaluate the current weights, without logging."""
         assert self.data.eval_loader is not None
         self.objective.eval()
-        with unsharded(self.objective):
+        # Graphs for the shapes of an evaluation would take longer to compile than they save.
+        with unsharded(self.objective), torch.compiler.set_stance("force_eager"):
             loader = self.data.eval_loader.with_check(self._check_stop_signal)
             return in_turn(*self.evaluators)(self.model, loader, self.accelerator)
 

@@ -1,4 +1,4 @@
-"""A model in training: adapters, unused parameters, dropout, groups of captions, compiled parts."""
+"""A model in training: adapters, unused parameters, dropout, groups of captions."""
 
 import logging
 from functools import lru_cache
@@ -16,7 +16,6 @@ from mm_utils.model.adapt import (
     LoraArguments,
     add_adapters,
     attention_layers,
-    compile_parts,
     load_weights,
     merged,
     save_adapters,
@@ -213,30 +212,3 @@ def test_groups_give_the_embeddings_and_gradients_of_the_whole(kind: str, monkey
         found.append({"loss": report["loss"].detach(), **gradients})
     for name, right in found[1].items():
         torch.testing.assert_close(found[0][name], right, rtol=1e-6, atol=1e-8 * float(right.abs().max() + 1e-3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "graphs"), [("contrastive", 2), ("contrastive_matching", 3), ("captioning", 3)])
-def test_compiled_parts_are_one_graph_each_without_breaks(
-    kind: str, graphs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Traced, and run as they are: an objective over texts of other lengths in every step, and its gradients."""
-    compile_module = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda part, **how: compile_module(part, backend="eager", **how))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plain, compiled = tiny_objective(kind), tiny_objective(kind)
-    compile_parts(compiled.model)
-    for length in (16, 14, 13):
-        batch = global_batch(kind)
-        for name in ("input_ids", "attention_mask"):
-            batch[name] = batch[name][:, :length]
-        found = []
-        for objective in (plain, compiled):
-            objective.zero_grad()
-            objective(batch, length)["loss"].backward()
-            found.append([weight.grad for weight in objective.parameters() if weight.grad is not None])
-        for value, right in zip(*found, strict=True):
-            torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    assert not torch._dynamo.utils.counters["graph_break"]

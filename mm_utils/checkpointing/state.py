@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RUN_FILE = "run.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _DEEPSPEED = "deepspeed"
 _DUAL_ENCODER = "dual_encoder"
 _NOT_COMPARED = ("architectures", "auto_map", "dtype", "rerank_weights", "torch_dtype", "transformers_version")
@@ -272,8 +273,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
         )
     state = optimizer.state_dict()
     state["state"] = {
-        # A moment is sharded like its parameter, a step count stays a scalar.
-        place: {key: value if key == "step" else shard_like(value, parameter) for key, value in stored[name].items()}
+        # A moment is sharded and lies in memory like its parameter, as fused optimizers ask for; step counts and Adafactor's sums
+        # of rows and columns have shapes of their own.
+        place: {
+            key: torch.empty_like(parameter).copy_(shard_like(value, parameter)) if key in _MOMENTS else value
+            for key, value in stored[name].items()
+        }
         for place, (name, parameter) in enumerate(zip(trained, parameters, strict=True))
         if name in stored
     }

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from safetensors.torch import save_file
 from transformers import TrainerState
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import STATE_FILE
 from mm_utils.checkpointing.state import (
+    OPTIMIZER_FILE,
     RUN_FILE,
     Snapshot,
     TrainingState,
@@ -33,14 +35,15 @@ KIND = "sigmoid_matching"  # temperature and bias: two vectors of one, of which 
 Parts = tuple[JointObjective, torch.optim.AdamW]
 
 
-def parts(shard: bool = False, lora_rank: int = 0) -> Parts:
+def parts(shard: bool = False, lora_rank: int = 0, **named: str) -> Parts:
     objective = tiny_objective(KIND)
     if lora_rank:
         objective.model.freeze("vision")
         add_adapters(objective.model, LoraArguments(lora_rank=lora_rank))
     if shard:
         objective = sharded(objective)
-    optimizer = build_optimizer(objective.model, OptimizerArguments(), pretrained=False, device=torch.device("cpu"))
+    args: Any = OptimizerArguments(**named)  # type: ignore[arg-type]
+    optimizer: Any = build_optimizer(objective.model, args, pretrained=False, device=torch.device("cpu"))
     return objective, optimizer
 
 
@@ -109,6 +112,29 @@ def test_all_that_training_changes_comes_back_bit_for_bit(lora_rank: int, tmp_pa
     assert json.loads((tmp_path / "checkpoint-3" / RUN_FILE).read_text()) == {"identity": {"seed": 1}, "scaler": None}
     endings = {path.suffix for path in (tmp_path / "checkpoint-3").iterdir()}
     assert endings == {".safetensors", ".json", ".py"}, "no file is a pickle"
+
+
+def test_adafactor_comes_back(tmp_path: Path) -> None:
+    """Its state has other shapes than the parameters."""
+    straight, (objective, optimizer) = parts(optim="adafactor"), parts(optim="adafactor")
+    learn(*straight, 3)
+    learn(objective, optimizer, 2)
+    save_file(optimizer_tensors(optimizer, objective), tmp_path / OPTIMIZER_FILE)
+    optimizer.state.clear()
+    load_optimizer(optimizer, objective, tmp_path)
+    learn(objective, optimizer, 1)
+    assert_same(everything(objective, optimizer), everything(*straight))
+
+
+def test_moments_lie_in_memory_as_their_parameters(tmp_path: Path) -> None:
+    """A fused optimizer on a GPU refuses others, and convolutions are channels-last."""
+    save(tmp_path / "checkpoint-3")
+    objective, optimizer = parts()
+    adapt.use_channels_last(objective.model.vision_model)
+    load_optimizer(optimizer, objective, tmp_path / "checkpoint-3")
+    assert any(not parameter.is_contiguous() for parameter in optimizer.state)
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].stride() == state["exp_avg_sq"].stride() == parameter.stride()
 
 
 def save_and_load(written: Path, given: Path) -> tuple[Any, Any]:

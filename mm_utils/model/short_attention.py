@@ -5,6 +5,7 @@ keep what they need to come back; here scores fit into registers, so queries, ke
 computed again in the backward pass. Products are summed up and the softmax is taken in fp32.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from typing import Any
 
 import torch

@@ -17,12 +17,11 @@ from mm_utils.model.adapt import (
 )
 from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import (
+    CLASSIFIER_INPUTS,
     FusionDualEncoderForClassification,
     FusionDualEncoderModel,
 )
 from mm_utils.model.row_noise import RowDropout
-
-INPUTS = ("fused", "pair", "image")  # a model may be saved with "text", too
 
 
 @dataclass
@@ -48,8 +47,9 @@ class ClassifierArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.classifier_inputs not in (None, *INPUTS):
-            raise ValueError(f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {', '.join(INPUTS)}.")
+        if self.classifier_inputs not in (None, *CLASSIFIER_INPUTS):
+            choices = ", ".join(CLASSIFIER_INPUTS)
+            raise ValueError(f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {choices}.")
         if self.class_weights not in ("balanced", "none"):
             raise ValueError(f"--class_weights is {self.class_weights!r}; choose balanced or none.")
         if not 0 <= self.classifier_dropout < 1:

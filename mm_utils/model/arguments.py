@@ -39,7 +39,7 @@ class ModelArguments:
 
     model_name_or_path: str | None = arg(
         None,
-        "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Siglip2, Chinese CLIP or "
+        "Start from a whole model, a folder or a Hub id: that of a run, or a CLIP, SigLIP, Chinese CLIP or "
         "VisionTextDualEncoderModel, for sounds a CLAP, for clips any of those for images; it gets the head of --fusion_layers.",
         usual=True,
     )

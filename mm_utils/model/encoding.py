@@ -87,12 +87,6 @@ def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
     return groups
 
 
-def computed_tokens(lengths: Sequence[int], device_type: str) -> int:
-    """Count the tokens that `encode_in_groups` computes of captions of these lengths."""
-    groups = length_groups(lengths, device_type)
-    return sum(len(group) * max(lengths[group.start : group.stop], default=0) for group in groups)
-
-
 def encode_in_groups(
     model: FusionDualEncoderModel,
     input_ids: Tensor,

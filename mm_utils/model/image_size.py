@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Siglip2VisionModel
 
 from mm_utils.model.fusion import MOST_SPECIAL_TOKENS
-from mm_utils.model.modeling_fusion_dual_encoder import image_backbone, input_name, input_shape, take_images
+from mm_utils.model.modeling_fusion_dual_encoder import image_backbone, input_name, input_shape
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -36,9 +35,7 @@ def resize(tower: Any, size: int) -> Any:
         return tower
     config = copy.deepcopy(backbone.config)
     own = getattr(config, "image_size", None)
-    if isinstance(backbone, Siglip2VisionModel):
-        config.num_patches = (size // config.patch_size) ** 2
-    elif own is not None:
+    if own is not None:
         config.image_size = [size] * len(own) if isinstance(own, (list, tuple)) else size
     made = type(backbone)._from_config(config)
     weights, wanted = backbone.state_dict(), made.state_dict()
@@ -55,7 +52,6 @@ def resize(tower: Any, size: int) -> Any:
                 )
             weights[name] = table
     made.load_state_dict(weights)
-    take_images(made)
     if tower is not backbone:
         tower.backbone, tower.config = made, made.config
         made = tower
@@ -83,9 +79,5 @@ def _interpolated(made: Any, name: str, table: Tensor | None, wanted: Tensor | N
         return None
     rows = table.float().reshape(-1, table.shape[-1])
     grid = rows[special:].reshape(1, sides[0], sides[0], -1).permute(0, 3, 1, 2)
-    # Siglip2 resizes its table in every forward, in its own way.
-    smooth: Any = (
-        {"mode": "bicubic"} if not isinstance(made, Siglip2VisionModel) else {"mode": "bilinear", "antialias": True}
-    )
-    grid = F.interpolate(grid, size=(sides[1], sides[1]), align_corners=False, **smooth)
+    grid = F.interpolate(grid, size=(sides[1], sides[1]), mode="bicubic", align_corners=False)
     return torch.cat([rows[:special], grid.permute(0, 2, 3, 1).flatten(0, 2)]).view_as(wanted).to(table)

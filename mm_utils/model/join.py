@@ -15,11 +15,9 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     FusionDualEncoderConfig,
     FusionDualEncoderModel,
     along_time,
-    image_backbone,
     input_name,
     input_shape,
     pool_output,
-    take_images,
 )
 
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
@@ -36,7 +34,6 @@ def join_backbones(vision_model: Any, text_model: PreTrainedModel, **config: Any
     Raises:
         ValueError: if a backbone returns no hidden states.
     """
-    take_images(image_backbone(vision_model))
     medium = config.get("medium", FusionDualEncoderConfig.medium)
     vision, text = probe(vision_model, "vision"), probe(text_model, "text")
     for name, output in (("vision_pooling", vision), ("text_pooling", text)):

@@ -1,7 +1,7 @@
 """Embed texts and images, clips or sounds with any `AutoModel` towers; re-rank with a head.
 
 The two towers, their projections and the temperature have the parameter names of `VisionTextDualEncoderModel`, `CLIPModel`,
-`ChineseCLIPModel`, `SiglipModel` and `Siglip2Model`. The heads over them are in `fusion`, and `reading` reads media and texts.
+`ChineseCLIPModel` and `SiglipModel`. The heads over them are in `fusion`, and `reading` reads media and texts.
 These three files are saved with every model, and depend on torch and transformers alone.
 
 The medium may be a clip or a sound: `vision_model` is its tower, `pixel_values` that tower's input, and "image" in a name
@@ -34,7 +34,6 @@ from transformers import (
     ChineseCLIPTextModel,
     PreTrainedConfig,
     PreTrainedModel,
-    Siglip2VisionModel,
 )
 from transformers.image_utils import is_pil_image
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
@@ -49,9 +48,8 @@ logger = logging.getLogger(__name__)
 MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
 PROJECTIONS = ("linear", "mlp")
-CLASSIFIER_INPUTS = ("fused", "pair", "image", "text")
-DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "siglip2", "clap")
-UNPROJECTED = ("siglip", "siglip2")  # their towers end in the embedding space
+CLASSIFIER_INPUTS = ("fused", "pair", "image")
+DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "clap")
 PROJECTION_HIDDEN = 1_024
 FEATURE_DROPOUT = {"vision": 0.7, "text": 0.5}  # of `ResidualProjection`
 _MOST_TOKENS = 512  # of a text, where neither tokenizer nor tower says it
@@ -83,7 +81,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_vision_taps, fusion_text_taps: hidden states of the towers that the head reads, coarse before fine, as indices
             into `hidden_states`; a text tap of -1 is `last_hidden_state`.
         fusion_tokens_per_tap: a tap with more tokens is pooled to this number.
-        token_head, caption_head, region_head: whether the model predicts words, writes captions, embeds boxes of an image.
+        caption_head, region_head: whether the model writes captions, embeds boxes of an image.
         rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
             cosine, as fitted on the validation split; 0 for one that does not help, None if nothing was fitted.
         freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
@@ -121,7 +119,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_vision_taps: Sequence[int] = (-1,),
         fusion_text_taps: Sequence[int] = (-1,),
         fusion_tokens_per_tap: int = 64,
-        token_head: bool = False,
         caption_head: bool = False,
         region_head: bool = False,
         rerank_weights: dict[str, float] | None = None,
@@ -168,7 +165,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.fusion_layers, self.fusion_dim, self.fusion_heads = fusion_layers, fusion_dim, fusion_heads
         self.fusion_mlp_ratio, self.fusion_tokens_per_tap = fusion_mlp_ratio, fusion_tokens_per_tap
         self.fusion_vision_taps, self.fusion_text_taps = list(fusion_vision_taps), list(fusion_text_taps)
-        self.token_head, self.caption_head, self.region_head = token_head, caption_head, region_head
+        self.caption_head, self.region_head = caption_head, region_head
         self.rerank_weights, self.freeze_batch_norm = rerank_weights, freeze_batch_norm
         self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
@@ -178,14 +175,14 @@ class FusionDualEncoderConfig(PreTrainedConfig):
 def _refuse_old_entries(entries: dict[str, Any], now: dict[str, Any]) -> None:
     """Take entries that only older models have out of those of a config.json; raise ValueError if one needs older code."""
     old = {name: entries.pop(name, None) for name in ("media", "fusion_direction", "fusion_hierarchy")} | now
-    needs = {
-        "fusion_direction": "both",
-        "fusion_hierarchy": False,
-        "dual_encoder_type": "xclip",
-        "projection": "classes",
+    needs: dict[str, tuple[Any, ...]] = {
+        "fusion_direction": ("both",),
+        "fusion_hierarchy": (False,),
+        "dual_encoder_type": ("xclip", "siglip2"),
+        "projection": ("classes",),
     }
     for name, value in old.items():
-        if value == needs.get(name, ()) or (name == "media" and value):
+        if value in needs.get(name, ()) or (name == "media" and value):
             raise ValueError(
                 f"{name} in config.json is {value}, which this version does not read. Load the folder with AutoModel and "
                 "trust_remote_code=True: it holds the code that it was saved with."
@@ -233,8 +230,6 @@ def input_shape(backbone: Any) -> tuple[int, ...]:
         return 1, config.spec_size**2 // config.num_mel_bins, config.num_mel_bins
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
     size = size or (getattr(config, "pretrained_cfg", None) or {}).get("input_size", (64,))[-1]  # of timm
-    if isinstance(backbone, Siglip2VisionModel):
-        size = math.isqrt(config.num_patches) * config.patch_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
     return (*([frames] if frames else []), getattr(config, "num_channels", 3), height, width)
@@ -265,26 +260,6 @@ def _made(config: Any) -> Any:
         module = importlib.import_module(name.replace("configuration_", "modeling_"))
         return getattr(module, f"{type(config).__name__.removesuffix('Config')}Model")(config)
     return AutoModel.from_config(config)
-
-
-def take_images(vision_model: PreTrainedModel) -> None:
-    """Let a Siglip2 tower, which reads patches `[B, N, p * p * 3]`, take images `[B, 3, H, W]` as other towers do."""
-    if not isinstance(vision_model, Siglip2VisionModel) or vision_model._forward_pre_hooks:
-        return
-
-    def cut(embeddings: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        side = embeddings.patch_size
-        if given[0].dim() == 3:
-            return given
-        patches = given[0].unflatten(3, (-1, side)).unflatten(2, (-1, side))  # B, 3, h, p, w, p; the colours come last
-        grid = torch.tensor([patches.shape[2:5:2]]).expand(patches.shape[0], -1)
-        return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2), grid
-
-    def add_missing(tower: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        return given, {"pixel_attention_mask": None, "spatial_shapes": None, **named}
-
-    vision_model.embeddings.register_forward_pre_hook(cut)
-    vision_model.register_forward_pre_hook(add_missing, with_kwargs=True)
 
 
 def text_positions(text_model: nn.Module) -> int | None:
@@ -414,7 +389,7 @@ def _projection(config: FusionDualEncoderConfig, tower: str, width: int) -> nn.M
     own = getattr(config, f"{tower}_config")
     if config.dual_encoder_type == "clap" and hasattr(own, "projection_hidden_act"):  # another text tower has none
         return ClapProjectionLayer(own)
-    if config.dual_encoder_type in UNPROJECTED:
+    if config.dual_encoder_type == "siglip":  # its towers end in the embedding space
         return nn.Identity()
     if config.projection == "mlp":
         return ResidualProjection(width, config.projection_dim, FEATURE_DROPOUT[tower])
@@ -474,7 +449,6 @@ class FusionDualEncoderModel(PreTrainedModel):
                 "mm_utils.model.join.join_backbones(vision_model, text_model), which measures them."
             )
         self.vision_model: Any = vision_model if vision_model is not None else vision_tower(config.vision_config)
-        take_images(image_backbone(self.vision_model))
         if config.medium == "clip" and len(input_shape(self.vision_model)) == 3:
             self.vision_model = FramesTower(self.vision_model, config.vision_pooling, config.vision_pooled_width)
         self.text_model = text_model if text_model is not None else _made(config.text_config)
@@ -490,8 +464,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             self.add_region_head()
         self.token_head: TokenHead | None = None
         self.caption_adapter: CaptionAdapter | None = None
-        if config.token_head:
-            self.add_token_head(config.caption_head)
+        if config.caption_head:
+            self.add_token_head()
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -567,8 +541,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Remove the bias, which has no effect on a softmax."""
         self.config.logit_bias_init_value = self.logit_bias = None
 
-    def add_token_head(self, captions: bool = False) -> None:
-        """Add a head that predicts words and, with `captions`, the adapter to write captions."""
+    def add_token_head(self) -> None:
+        """Add a head that predicts words, and the adapter to write captions, where they are missing."""
         words: Any = self.text_model.get_input_embeddings()
         dim, width = self.config.fusion_dim, words.embedding_dim
         if self.token_head is None:
@@ -578,10 +552,9 @@ class FusionDualEncoderModel(PreTrainedModel):
             spread = words.weight.detach().float().std() * math.sqrt(width)
             last: Any = self.token_head.transform[-1]
             last.weight.data.div_(spread.to(words.weight))
-        if captions and self.caption_adapter is None:
             self.caption_adapter = CaptionAdapter(width, dim).to(words.weight)
             self.caption_adapter.apply(self._init_weights)
-        self.config.token_head, self.config.caption_head = True, captions or self.config.caption_head
+        self.config.caption_head = True
 
     def add_region_head(self) -> None:
         """Add a head that embeds boxes, if there is none; ValueError if the model has no fusion head, whose taps it reads."""
@@ -916,10 +889,10 @@ class FusionDualEncoderModel(PreTrainedModel):
 
 
 class FusionDualEncoderForClassification(FusionDualEncoderModel):
-    """Classifier of images, texts, or pairs; loads from a checkpoint of the base class.
+    """Classifier of images or pairs; loads from a checkpoint of the base class.
 
     `config.classifier_inputs` is the input of a small MLP: `fused`, the fusion head's `[CLS]`; `pair`, both unit embeddings
-    concatenated; `image` or `text`, one embedding, without running the other tower.
+    concatenated; `image`, one embedding, without running the text tower.
     """
 
     def __init__(
@@ -958,26 +931,27 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
             ValueError: if an input that it reads is missing.
         """
         reads = self.config.classifier_inputs
-        for name, value, other in (("pixel_values", pixel_values, "text"), ("input_ids", input_ids, "image")):
-            if value is None and reads != other:
+        for name, value in (("pixel_values", pixel_values), ("input_ids", input_ids)):
+            if value is None and (name, reads) != ("input_ids", "image"):
                 raise ValueError(f"{name} is missing; classifier_inputs is {reads!r}. Pass it.")
-        keys_values, text_states, embeds = None, None, []
-        if pixel_values is not None and reads != "text":
-            embed, keys_values = self.encode_image(pixel_values, with_keys_values=reads == "fused")
-            embeds.append(embed)
-        if input_ids is not None and reads != "image":
-            attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            embed, text_states = self.encode_text(input_ids, attention_mask)
-            embeds.append(embed)
-        if self.fusion is None or keys_values is None or text_states is None or attention_mask is None:
-            return self.classifier(torch.cat(embeds, -1))
+        assert pixel_values is not None
+        image_embeds, keys_values = self.encode_image(pixel_values, with_keys_values=reads == "fused")
+        if reads == "image":
+            return self.classifier(image_embeds)
+        assert input_ids is not None
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        text_embeds, text_states = self.encode_text(input_ids, attention_mask)
+        if reads == "pair":
+            return self.classifier(torch.cat([image_embeds, text_embeds], -1))
+        assert self.fusion is not None
+        assert keys_values is not None
         return self.classifier(self.fusion(keys_values, text_states, attention_mask)[:, 0])
 
     @torch.no_grad()
-    def predict(self, media: Any = None, texts: Any = None, batch_size: int = 32) -> Tensor:
-        """Return the share of each class `[B, classes]`, on the CPU, of media, texts, or as many of both; see `encode`."""
+    def predict(self, media: Any, texts: Any = None, batch_size: int = 32) -> Tensor:
+        """Return the share of each class `[B, classes]`, on the CPU, of media, or of media and as many texts; see `encode`."""
         self.eval()
-        pixels = None if media is None else torch.cat([*self._inputs(media, self.config.medium, batch_size)])
+        pixels = torch.cat([*self._inputs(media, self.config.medium, batch_size)])
         tokens = () if texts is None else self.text_inputs([texts] if isinstance(texts, str) else texts)
         return self.classify(pixels, *tokens).softmax(-1).float().cpu()
 
@@ -989,7 +963,7 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
         labels: Tensor | None = None,
         **_: Any,
     ) -> SequenceClassifierOutput:
-        """Return logits of images, texts or pairs, and with `labels` `[B]` their mean cross-entropy."""
+        """Return logits of images or pairs, and with `labels` `[B]` their mean cross-entropy."""
         logits = self.classify(pixel_values, input_ids, attention_mask)
         return SequenceClassifierOutput(
             loss=None if labels is None else F.cross_entropy(logits.float(), labels), logits=logits

@@ -145,6 +145,11 @@ def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTra
     """Load the configuration of a model, a folder or a Hub id; raise as `explained` does."""
     with explained(what, name):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if config.model_type.startswith("siglip2"):
+        raise ValueError(
+            f"{what}; it is a Siglip2 that reads any number of patches (NaFlex), and here images have one size. Choose one of a "
+            "size, such as google/siglip2-base-patch16-224."
+        )
     if config.model_type == "clap":
         if config.audio_config.fusion_type == "channel_map":
             raise ValueError(

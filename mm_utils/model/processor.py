@@ -145,8 +145,6 @@ def _center_square_processor(
 
 
 def _own_side(own: Any, what: str) -> int:
-    if hasattr(own, "max_num_patches"):  # Siglip2
-        return math.isqrt(own.max_num_patches) * own.patch_size
     if hasattr(own, "data_config"):  # timm
         return own.data_config["input_size"][-1]
     crop = getattr(own, "crop_size", None) if getattr(own, "do_center_crop", None) else None
@@ -188,8 +186,6 @@ def _value_of(own: Any, colour: tuple[int, int, int], what: str) -> list[float]:
         found = own(**given, return_tensors="pt")
         pixels = np.asarray(found.get("pixel_values", found.get("pixel_values_videos", [])))
         pixels = pixels[:, 0] if pixels.ndim == 5 else pixels  # the first frame
-        if "spatial_shapes" in found:  # patches, their colours last
-            pixels = pixels.reshape(1, -1, own.patch_size**2, 3).transpose(0, 3, 1, 2)
         if pixels.ndim != 4 or pixels.shape[1] != 3:
             raise ValueError("it returns no image of three colours, but parts or patches")
     except Exception as error:  # of any kind: these classes ask for other inputs, packages or settings

@@ -1,4 +1,4 @@
-"""Read and write dual encoders of `transformers`: CLIP, Chinese CLIP, SigLIP, Siglip2, CLAP; a run's folder `dual_encoder/`."""
+"""Read and write dual encoders of `transformers`: CLIP, Chinese CLIP, SigLIP, CLAP; a run's folder `dual_encoder/`."""
 
 import copy
 import math
@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, ProcessorMixin, Siglip2ImageProcessor
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from mm_utils.model.join import has_bert_pooler, join_backbones, probe
-from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, UNPROJECTED, FusionDualEncoderModel
+from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
 from mm_utils.model.pretrained import complete, explained, set_outputs
 
 
@@ -23,8 +23,8 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
     Raises:
         ValueError: if the folder lacks weights, or SigLIP's has no tokenizer.
     """
-    if config.model_type in UNPROJECTED:
-        # SigLIP pools the last position: its texts are padded to one length, and padding is not masked.
+    if config.model_type == "siglip":
+        # It pools the last position: its texts are padded to one length, and padding is not masked.
         with explained(f"the tokenizer of {name} is missing or damaged", name):
             tokenizer = complete(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
         length = min(config.text_config.max_position_embeddings, tokenizer.model_max_length)
@@ -64,7 +64,7 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
     else:
         tower, scale = stock.vision_model, stock.logit_scale
     model = join_backbones(tower, stock.text_model, **{**taken, **config})
-    if kind not in UNPROJECTED:
+    if kind != "siglip":
         model.text_projection = stock.text_projection
         model.visual_projection = stock.audio_projection if kind == "clap" else stock.visual_projection
     model.logit_scale = nn.Parameter(scale.detach().squeeze())
@@ -84,20 +84,13 @@ def stock_processor(
         raise ValueError("the stock class reads four spectrograms of a sound of a fused CLAP, and this model one")
     if config.model_type in (DUAL_ENCODERS[0], "clap") or type(config) not in PROCESSOR_MAPPING:
         return processor
-    images, tokenizer = processor.image_processor, processor.tokenizer
-    if config.model_type in UNPROJECTED:
+    tokenizer = processor.tokenizer
+    if config.model_type == "siglip":
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.model_max_length = (text_padding or {}).get("length", config.text_config.max_position_embeddings)
         set_outputs(tokenizer, ["input_ids"])
-    if config.model_type == "siglip2":
-        patch_size = config.vision_config.patch_size
-        images = Siglip2ImageProcessor(
-            patch_size=patch_size,
-            max_num_patches=(images.crop_size["height"] // patch_size) ** 2,
-            **{name: getattr(images, name) for name in ("resample", "image_mean", "image_std")},
-        )
     processor_class: Any = PROCESSOR_MAPPING[type(config)]
-    return processor_class(images, tokenizer)
+    return processor_class(processor.image_processor, tokenizer)
 
 
 # -- written --------------------------------------------------------------------------------------------------------------
@@ -125,7 +118,7 @@ def to_dual_encoder(model: FusionDualEncoderModel) -> PreTrainedModel:
     configs = {"vision_config": model.vision_model.config.to_dict(), "text_config": model.text_model.config.to_dict()}
     if kind == DUAL_ENCODERS[0]:
         _fit_dual_encoder(model, weights, **configs)
-    if kind not in UNPROJECTED:
+    if kind != "siglip":
         configs["projection_dim"] = model.config.projection_dim
         configs["logit_scale_init_value"] = model.config.logit_scale_init_value
     if kind == "clap":  # the names of sounds, and the temperature twice

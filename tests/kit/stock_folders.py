@@ -19,8 +19,6 @@ from transformers import (
     CLIPProcessor,
     CLIPTokenizer,
     PreTrainedTokenizerFast,
-    Siglip2ImageProcessor,
-    Siglip2Processor,
     SiglipImageProcessor,
     SiglipProcessor,
 )
@@ -28,7 +26,7 @@ from transformers import (
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 
-KINDS = ("clip", "siglip", "siglip2", "chinese_clip")
+KINDS = ("clip", "siglip", "chinese_clip")
 SIDE, PATCH = 32, 8
 TEXTS = ["red", "a red circle, number 3", "one square in yellow and green and blue and red", "a circle"]
 TOWER = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
@@ -90,12 +88,7 @@ def write_stock(folder: Path, kind: str, **text: Any) -> str:
         tokenizer = siglip_tokenizer()
         text = {**TOWER, "projection_size": 32, "max_position_embeddings": 64, "pad_token_id": 1, **text}
         config = {}
-        if kind == "siglip2":
-            images = {"num_patches": (SIDE // PATCH) ** 2, "patch_size": PATCH, "num_channels": 3}
-            made = Siglip2ImageProcessor(patch_size=PATCH, max_num_patches=(SIDE // PATCH) ** 2)
-            made = Siglip2Processor(made, tokenizer)
-        else:
-            made = SiglipProcessor(SiglipImageProcessor(size={"height": SIDE, "width": SIDE}), tokenizer)
+        made = SiglipProcessor(SiglipImageProcessor(size={"height": SIDE, "width": SIDE}), tokenizer)
     text["vocab_size"] = len(tokenizer)
     stock = AutoConfig.for_model(kind, text_config=text, vision_config={**TOWER, **images}, **config)
     scales = {"logit_scale": 2.0, **({"logit_bias": -3.5} if "siglip" in kind else {})}

@@ -145,9 +145,8 @@ def test_it_opens_in_stock_tools(finished: Finished) -> None:
     assert f'{name}.from_pretrained(folder, subfolder="dual_encoder")' in (folder / "README.md").read_text()
     pictures = [draw("red", "circle", 40), draw("blue", "square", 32)]
     close(our_logits(load_model(str(folder)), folder), stock_logits(stock))
-    if start != "siglip2":  # whose images are not of one size
-        made = [AutoProcessor.from_pretrained(path)(images=pictures, return_tensors="pt") for path in (folder, stock)]
-        assert torch.equal(*(each["pixel_values"] for each in made))
+    made = [AutoProcessor.from_pretrained(path)(images=pictures, return_tensors="pt") for path in (folder, stock)]
+    assert torch.equal(*(each["pixel_values"] for each in made))
 
 
 def test_what_was_frozen_or_adapted_is_as_it_was(finished: Finished) -> None:
@@ -171,7 +170,7 @@ def test_what_was_frozen_or_adapted_is_as_it_was(finished: Finished) -> None:
 
 def test_the_evaluation_script_gives_the_figures_of_the_run(finished: Finished, corpus: Path, tmp_path: Path) -> None:
     """Also of a stock class, to which no head is made up."""
-    if finished.start not in ("scratch", "clip", "siglip2"):
+    if finished.start not in ("scratch", "clip"):
         return
     for place in ("", "dual_encoder") if finished.start != "scratch" else ("",):
         flags = ["--model_name_or_path", str(finished.folder / place), "--train_file", str(corpus)]

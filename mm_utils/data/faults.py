@@ -77,7 +77,6 @@ REASONS = {
     # labels
     "bad_label": "The label is missing, or neither a name nor a number. Set --label_column, or choose data whose labels are public.",
     # between rows
-    "near_duplicate": "Another row is nearly the same. Keep one of them.",
     "leaked": "It is also in an evaluation split. Keep it there only.",
 }
 """reason -> its meaning and the remedy."""

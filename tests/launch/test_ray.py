@@ -258,7 +258,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(sources: Path, output: Path) -> list[str]:
-    more = ["--image_size", "32", "--near_duplicates", "drop", "--test_fraction", "0.1", "--max_bad_fraction", "0.5"]
+    more = ["--image_size", "32", "--test_fraction", "0.1", "--max_bad_fraction", "0.5"]
     return ["--sources", f"{sources}/web-{{0..2}}.tar,name=web", "--output_dir", str(output), *more]
 
 

@@ -120,17 +120,6 @@ def column_digest(rows: datasets.Dataset, column: str) -> str:
     return digest.hexdigest()
 
 
-# -- reading rows ------------------------------------------------------------------------------------------------------
-
-
-def python_columns(table: pa.Table) -> Columns:
-    """Convert Arrow columns to lists; features stay views of the memory-mapped file."""
-    return {
-        name: list(column) if name.startswith(FEATURES) else column.to_pylist()
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    }
-
-
 # -- private attributes of `datasets` -----------------------------------------------------------------------------------
 # There is no public name for the fingerprint of rows, nor for their places in the table they were picked from. Computing a
 # column once needs the first; without the second, picked rows would have to be copied, images and all.

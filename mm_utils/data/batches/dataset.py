@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 
-from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors, python_columns
+from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors
 from mm_utils.data.batches.column_reader import ColumnReader, Shown
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import pad_captions
@@ -45,12 +45,7 @@ _SIDES = re.compile(
 
 @dataclass
 class EvaluationTransform:
-    """Show an image's central square, or a clip's or sound's middle, with all its captions, or frozen towers' features.
-
-    Attributes:
-        medium: how images, clips or sounds are read.
-        readers: what examples have besides medium and captions.
-    """
+    """Show an image's central square, or a clip's or sound's middle, with all its captions, or frozen towers' features."""
 
     medium: Medium
     readers: Sequence[ColumnReader] = ()
@@ -147,12 +142,7 @@ def has_sides(row: Mapping[str, Any]) -> bool:
 
 
 class Pairs(Dataset):
-    """Examples of drawn rows, read a batch at a time.
-
-    Args:
-        rows: tokenised rows.
-        transform: turns rows into examples.
-    """
+    """Examples of drawn tokenised rows, read a batch at a time."""
 
     def __init__(self, rows: datasets.Dataset, transform: EvaluationTransform):
         read = [name for name in rows.column_names if name in transform.columns or name.startswith(FEATURES)]
@@ -169,7 +159,12 @@ class Pairs(Dataset):
         if not draws:
             return []
         rows, epochs = zip(*draws, strict=True)
-        examples = self.transform.examples({**python_columns(self.rows[list(rows)]), "epoch": epochs})
+        table = self.rows[list(rows)]
+        columns: dict[str, Sequence[Any]] = {  # features stay views of the memory-mapped file
+            name: list(table[name]) if name.startswith(FEATURES) else table[name].to_pylist()
+            for name in table.column_names
+        }
+        examples = self.transform.examples({**columns, "epoch": epochs})
         return [
             example if "skipped" in example else {**example, "row": row}
             for row, example in zip(rows, examples, strict=True)
@@ -213,18 +208,11 @@ class Collator:
         ids: int64 `[t, 2]`, image key and caption key of every caption; training clips and sounds with the same captions
             have one image key; caption_image: `[t]`, its image's place in b
         rows: `[b]`, row numbers in the data set; image_ids: list of b; lengths: list of t, in tokens
-        skipped: list of reasons, one per row without a readable image, whether or not another row replaced it
-        skipped_ids: list of these rows' image ids
+        skipped: list of reasons, one per row without a readable image, whether or not another row replaced it; skipped_ids
         all_input_ids, all_attention_mask: in training, int64 `[b, k, L]`, up to `MOST_CAPTIONS` captions of each image;
             all_lengths: a list of b lists, the tokens of each caption
         what `readers` collate
-
-    Attributes:
-        pad_token_id: token id of padding.
-        medium: how images, clips or sounds are read.
-        longest_first: sort rows by length, as described above.
-        cached: the features of no example, see `mm_utils.data.batches.column_cache.empty_features`.
-        readers: those of the examples.
+    `cached` are the features of no example, see `mm_utils.data.batches.column_cache.empty_features`.
     """
 
     pad_token_id: int

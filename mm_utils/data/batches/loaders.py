@@ -82,15 +82,8 @@ class DeviceLoader:
     """Iterate over a loader with batches moved to `device` and images normalised there.
 
     To a GPU they are copied on a stream of their own, beside the step before; from pinned memory, the host does not wait.
-
-    Args:
-        loader: batches of `Collator`; it has a length.
-        device: where batches go.
-        medium: makes the tower's input of what the workers read.
-        check: called before each batch; every rank has as many.
-
-    Attributes:
-        wait: seconds that the caller waited for the last batch.
+    `check` is called before each batch, of which every rank has as many. `wait` are the seconds that the caller waited for the
+    last batch.
     """
 
     def __init__(self, loader: Any, device: torch.device, medium: Medium, check: Callable[[], None] | None = None):
@@ -132,13 +125,7 @@ class DeviceLoader:
 
 @dataclass
 class Loaders:
-    """Build the loaders of a run, with everything that training and evaluation share.
-
-    Attributes:
-        pad_token_id: the tokenizer's.
-        medium: how images, clips or sounds are read.
-        readers: what batches have besides media and captions, where rows have it.
-    """
+    """Build the loaders of a run, with everything that training and evaluation share."""
 
     arguments: ReadingArguments
     device: torch.device
@@ -166,7 +153,7 @@ class Loaders:
         return found
 
     def blank(self, count: int) -> Tensor:
-        """Return `count` black or silent media, `[count, ...]`, as the tower takes them."""
+        """Return black or silent media `[count, ...]`, as the tower takes them."""
         [batch] = self.on_device([{"pixel_values": self.medium.blank(count)}])
         return batch["pixel_values"]
 
@@ -184,11 +171,7 @@ class Loaders:
         return self._loader(pairs, batches, collate)
 
     def evaluation(self, rows: datasets.Dataset, batch_size: int) -> DeviceLoader:
-        """Return this rank's share of all rows, each with all its captions, in order.
-
-        Raises:
-            ValueError: if the rows hold other media than the model is for.
-        """
+        """Return this rank's share of all rows, each with all its captions, in order."""
         self.check_medium(rows)
         rows = rows.remove_columns([name for name in rows.column_names if name.startswith(OF_TEACHER)])
         readers = [reader for reader in self._readers(rows) if reader.in_evaluation]

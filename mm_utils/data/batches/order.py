@@ -59,11 +59,7 @@ class BatchSizes:
 
     @classmethod
     def parse(cls, text: str) -> "BatchSizes":
-        """Parse `step:size` pairs such as `0:256,2000:512`.
-
-        Raises:
-            ValueError: if the text has another form.
-        """
+        """Parse `step:size` pairs such as `0:256,2000:512`; ValueError if the text has another form."""
         try:
             phases = [tuple(map(int, phase.split(":"))) for phase in text.split(",")]
             starts, sizes = zip(*phases, strict=True)
@@ -98,16 +94,7 @@ class BatchSizes:
 
 
 class GlobalOrder:
-    """Endless sequence of global batches.
-
-    Args:
-        num_rows: rows of the training split.
-        sizes: pairs per step.
-        seed: decides the permutations.
-
-    Raises:
-        ValueError: if there are fewer rows than a batch needs.
-    """
+    """Endless sequence of global batches of the training split's rows; ValueError if there are fewer than a batch needs."""
 
     def __init__(self, num_rows: int, sizes: BatchSizes, seed: int):
         if num_rows < sizes.sizes[-1]:
@@ -135,16 +122,12 @@ class GlobalOrder:
         rows = self._permutation(first)
         for later in range(first + 1, epoch + 1):
             before, rows = rows, self._permutation(later)
-            size, carried = self._crossing(later)
+            step = self.sizes.step_of(later * self.num_rows)  # of the epoch's first row
+            size, carried = self.sizes.at(step), later * self.num_rows - self.sizes.before(step)
             if carried:
                 head, clash = rows[:size], np.isin(rows[:size], before[-carried:])
                 rows[:size] = np.concatenate([head[~clash], head[clash]])
         return rows
-
-    def _crossing(self, epoch: int) -> tuple[int, int]:
-        """Return the size of the batch with an epoch's first row, and its rows of the epoch before."""
-        step = self.sizes.step_of(epoch * self.num_rows)
-        return self.sizes.at(step), epoch * self.num_rows - self.sizes.before(step)
 
     def _permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)

@@ -52,12 +52,10 @@ def add_tokens(
     Rows that were picked out of a table still point into it, so no image is copied.
 
     Args:
-        rows: rows of a table, or a part of them.
         name: what is tokenised.
         read: names of the columns that `compute` reads.
         compute: maps the columns of a batch, a bool for each row that is in `rows` (None: all), tokenizer and length to the new
             columns. Its values for other rows are never read.
-        tokenizer, max_seq_length: given to `compute`.
         features: types of the new columns, if the first rows may not show them.
     """
     table, places = rows.data, picked(rows)

@@ -46,8 +46,8 @@ _NAMED = 3  # places that a warning names
 def load_or_prepare(sources: list[Source], paths: PathArguments) -> DatasetDict:
     """Load the rows of raw sources from the datasets cache; check all of them the first time.
 
-    Files stay where they are and are named by their paths; embedded images are stored as they came, clips and sounds in
-    the form of prepared ones. Rows of equal images become one. Bad rows and leaks between splits are logged every time.
+    Files stay where they are; embedded images are stored as they came, clips and sounds in the form of prepared ones. Bad rows
+    and leaks between splits are logged every time.
 
     Raises:
         ValueError: if a source cannot be read, more than half of its rows are bad, an id names two images, or the cache

@@ -8,7 +8,7 @@ Only the small columns of the parts are read, and they stay in their files, as i
 3. Rows whose source names no split go where their group is, or else where a hash of their group decides: no group is
    divided, and new data moves no old row.
 4. Rows of the same image in one split become one, with the captions of all. An id that names two images is a fault of
-   the later row, and so is, on request, a near-duplicate.
+   the later row.
 """
 
 import json
@@ -56,9 +56,6 @@ class ReconcileArguments:
         "error",
         "The same image in two splits: error (stop and say which), drop (it stays in test, else in validation) or keep.",
         choices=["error", "drop", "keep"],
-    )
-    near_duplicates: str = arg(
-        "keep", "Images of one split that look the same: keep, or drop all but the first.", choices=["keep", "drop"]
     )
     near_duplicate_distance: int = arg(
         RADIUS,
@@ -115,31 +112,23 @@ def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, 
     _resolve_leaks(found, state, args.on_leakage, leak_file)
     _fill_splits(state, facts, args.validation_fraction, args.test_fraction)
 
-    def set_aside(codes_N: np.ndarray, of_one_image: bool, reason: str, detail: str) -> None:
-        """Set aside the later rows of a code in a split."""
-        rows = np.flatnonzero(state.keep_N & (codes_N >= 0))
-        first = _first_of(state.in_split(codes_N), rows)
-        for row, earlier in np.stack([rows, first], axis=1)[rows != first]:
-            if of_one_image or state.image_N[row] != state.image_N[earlier]:
-                state.keep_N[row] = False
-                why = detail.format(place=_place(facts, earlier), id=facts["id"][row])
-                found.faults.append(row_fault(facts, row, reason, why))
-
-    set_aside(state.id_N, False, "duplicate_id", "{place} assigns id {id} to another image")
+    rows = np.flatnonzero(state.keep_N & (state.id_N >= 0))
+    first = _first_of(state.in_split(state.id_N), rows)
+    for row, earlier in np.stack([rows, first], axis=1)[state.image_N[rows] != state.image_N[first]]:
+        state.keep_N[row] = False
+        why = f"{_place(facts, earlier)} assigns id {facts['id'][row]} to another image"
+        found.faults.append(row_fault(facts, row, "duplicate_id", why))
     rows = np.flatnonzero(state.keep_N)
     first = _first_of(state.in_split(state.image_N), rows)
     for row, earlier in zip(rows[first != rows].tolist(), first[first != rows].tolist(), strict=True):
         found.merged.setdefault(earlier, [earlier]).append(row)
         state.keep_N[row] = False
     found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
-    if args.near_duplicates == "drop":
-        set_aside(state.look_U[state.image_N], True, "near_duplicate", "it looks like {place}")
     kept = state.keep_N
     if not own_ids and np.count_nonzero(kept & (state.split_N == 0)) < 2:
         raise ValueError("fewer than 2 training images are left; contrastive training needs at least 2. Add some.")
     places = {split: np.flatnonzero(kept & (state.split_N == number)) for number, split in enumerate(SPLITS)}
     found.rows = {split: rows for split, rows in places.items() if len(rows)}
-    found.merged = {first: rows for first, rows in found.merged.items() if kept[first]}
     return found
 
 

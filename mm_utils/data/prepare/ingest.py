@@ -91,7 +91,6 @@ class Storage:
         store: "jpeg" (quality 92, or PNG bytes where those are smaller), "png", "raw", or "reference": files stay where
             they are and are named by their paths.
         short_side: larger images are shrunk to it, in pixels; None keeps the original bytes.
-        timed: the form of clips and sounds.
         captioned: whether records have captions, which are checked; labelled ones have an answer, and at most one text.
     """
 
@@ -290,16 +289,12 @@ def key_of_rows(items: Rows, *settings: Any) -> tuple[str, int]:
     digest = hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=16)
     count = 0
     for item in items:
-        row = f"{item!r}{_stamps(item.image)}" if isinstance(item, Record) else repr(item)
+        image = item.image if isinstance(item, Record) else None
+        path = image.name if isinstance(image, FileImage) else getattr(image, "path", None)  # of an archive, a table
+        row = f"{item!r}{'' if path is None else stamp(path)}"
         digest.update(f"{row}\n".encode("utf-8", "backslashreplace"))
         count += 1
     return digest.hexdigest(), count
-
-
-def _stamps(image: ImageRef) -> str:
-    """Return the size and date of the files that hold an image; of bytes, the reference is all there is."""
-    path = image.name if isinstance(image, FileImage) else getattr(image, "path", None)  # of an archive, a table
-    return "" if path is None else stamp(path)
 
 
 def cut_into_chunks(items: Rows) -> Iterator[tuple[Record | BadRow, ...]]:
@@ -363,11 +358,7 @@ def pieces(table: pa.Table, rows: np.ndarray) -> Iterator[pa.RecordBatch]:
 
 
 def read_facts(parts: Sequence[Path], own_ids: bool) -> pa.Table:
-    """Read all columns of the parts but the images, and add `name`, the row's id.
-
-    Args:
-        own_ids: ids stay as the sources give them.
-    """
+    """Read all columns of the parts but the images, and add `name`, the row's id, with `own_ids` as the source gives it."""
     names = [name for name in PART_SCHEMA.names if name != "image"]
     facts = pa.concat_tables([read_part(part, names) for part in parts])
     hashes = facts["stored_hash"] if own_ids else pc.utf8_slice_codeunits(facts["image_hash"], 0, 32)

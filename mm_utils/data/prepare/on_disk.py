@@ -68,11 +68,8 @@ def is_prepared(name: str) -> bool:
 def open_prepared(name: str, title: str, allow_outside: bool = False) -> DatasetDict:
     """Open a prepared data set, memory-mapped, without a look at rows that hold their image.
 
-    Args:
-        allow_outside: accept images that are files anywhere, as the datasets cache of raw files has them.
-
-    Raises:
-        ValueError: begun by `title`, if it cannot be loaded, a split is none of it, or a file of it lies elsewhere.
+    With `allow_outside`, images may be files anywhere, as in the datasets cache of raw files. Otherwise a ValueError, begun by
+    `title`, names them, as it does a set that cannot be loaded or is none.
     """
     pairs = with_image(load_splits(name, title, allow_outside))
     for split, rows in pairs.items():

@@ -119,7 +119,7 @@ def groups(num_rows: int, pairs: np.ndarray) -> np.ndarray:
     """Return each row's group, named by its smallest row; pairs [P, 2] connect rows.
 
     Pictures that change little by little, such as the frames of a film, form one long group whose ends differ. That is
-    meant for splits, which none of these pairs may cross; look at the largest group before its rows are dropped.
+    meant for splits, which none of these pairs may cross.
     """
     links = coo_array((np.ones(len(pairs), dtype=bool), pairs.T), (num_rows, num_rows))
     _, label = connected_components(links, directed=False)
@@ -147,9 +147,7 @@ def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence
     Rows added behind these leave them where they are, except where a new one connects two groups.
 
     Args:
-        groups_N: the result of `groups`.
         keys: permanent names of the rows, such as the digests of their images.
-        fractions: shares of the splits, in their order.
         least: rows that the second of three splits has at least: the first gives it the groups of the next hashes, unless
             one of them is so large that there would be more than twice as many.
     """

@@ -42,14 +42,9 @@ class TimedArguments:
 def store_medium(
     record: Record, checks: CheckArguments, args: TimedArguments, short_side: int | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Decode and store the clip or sound of a record; return its columns of a part.
+    """Decode and store the clip or sound of a record; return its columns of a part, or raise a `Fault`.
 
-    Args:
-        short_side: larger frames are shrunk to it, in pixels; None keeps their size.
-        notes: keys of `NOTES` are added.
-
-    Raises:
-        Fault: if it cannot be used.
+    Frames are shrunk to `short_side` pixels, if it is given; keys of `NOTES` are added to `notes`.
     """
     try:
         content = record.image.read(max(MOST_MEDIUM_BYTES, checks.max_image_bytes))
@@ -84,14 +79,7 @@ def store_medium(
 
 
 def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArguments) -> Moved:
-    """Return a record's boxes as x, y, width, height in pixels of the stored image, each with its phrase.
-
-    Args:
-        image: the sizes of the stored image and of the original; without them, nothing is stored.
-
-    Raises:
-        Fault: bad_regions.
-    """
+    """Return a record's boxes as x, y, width, height in pixels of the stored `image`, each with its phrase; raises bad_regions."""
     if image.get("width") is None:
         return None, [], []
     across = image["width"] / image["original_width"]
@@ -115,14 +103,7 @@ def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArgume
 
 
 def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArguments) -> Moved:
-    """Return a record's moments, on the clock of its file, as spans of the part that is stored.
-
-    Args:
-        medium: the `seconds` that are stored.
-
-    Raises:
-        Fault: bad_moments if they are not a list.
-    """
+    """Return a record's moments, on the clock of its file, as spans of the part that is stored; raises bad_moments."""
     moments, cut, seconds = record.moments, record.cut, medium.get("seconds", 0.0)
     if not isinstance(moments, list):
         raise Fault("bad_moments", f"moments are a {type(moments).__name__}, not a list")

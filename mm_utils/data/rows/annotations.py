@@ -96,8 +96,7 @@ def read_karpathy(source: Source, safety: PathArguments) -> Iterator[Record | Ba
 def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read one caption a line: ``name.jpg#0<TAB>caption``, or below a header of columns.
 
-    Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted. The rows
-    of an image follow each other and share its path as their id.
+    Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted.
     """
     builder, pattern = _builder(source, safety), _TOKEN
     for number, line in enumerate(read_lines(Path(source.path)), start=1):

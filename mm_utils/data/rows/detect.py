@@ -92,11 +92,7 @@ def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
 
 
 def detect(source: Source) -> str:
-    """Return the format of a source by its path and content.
-
-    Raises:
-        ValueError: if they do not decide it.
-    """
+    """Return the format of a source by its path and content; ValueError if they do not decide it."""
     path = Path(source.path)
     if source.path.lower().endswith(".tar"):
         return "webdataset"

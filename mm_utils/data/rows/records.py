@@ -68,11 +68,7 @@ NO_MEDIUM: ImageRef = BytesImage("", None)
 
 @dataclass(frozen=True, slots=True)
 class CellImage(ImageRef):
-    """A cell of a Parquet file, or of an Arrow file of `datasets`.
-
-    Each process keeps its place in two Parquet columns, so that rows read in order are decompressed once and memory does not
-    grow with the size of a row group.
-    """
+    """A cell of a Parquet file, or of an Arrow file of `datasets`; each process keeps its place in two columns of Parquet."""
 
     path: str
     row: int
@@ -102,12 +98,8 @@ class Record:
         where: the place in the source, such as "line 12" or "member 000123".
         id: the source's own id, or the image's path relative to its folder, or None for embedded bytes without an id
             column. Rows of equal ids name the same image; readers do not merge them.
-        captions: unchecked values.
-        regions: unchecked boxes with phrases.
-        negatives: unchecked captions that are wrong for the image.
-        medium: image, clip or sound.
+        captions, regions, negatives, moments: unchecked values.
         cut: unchecked start and end, in seconds, of the part of a clip or sound that the captions are about.
-        moments: unchecked spans with phrases.
         split: train, validation or test; None where the source does not say.
         group: rows of one group come into one split.
         answers: of a labelled row, the names of its label, several where several people answered. It has at most one caption.
@@ -127,7 +119,7 @@ class Record:
     moments: Any = None
     group: str | None = None
     answers: list[str] | None = None
-    classes: tuple[str, ...] = field(default=(), repr=False)  # of which each answer is one
+    classes: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(slots=True)

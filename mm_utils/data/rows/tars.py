@@ -114,10 +114,8 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
         name = os.path.relpath(path, folder)
         split = split_of_path(name, by_words=True) if is_folder else None
         for sample in read_shard(path, MEDIA[medium].holders):
-            where, key = (
-                f"{name}, member {sample.key}" if sample.key else name,
-                f"{os.path.splitext(name)[0]}/{sample.key}",
-            )
+            where = f"{name}, member {sample.key}" if sample.key else name
+            key = f"{os.path.splitext(name)[0]}/{sample.key}"
             try:
                 yield record_of_sample(builder, sample, where, key, split)
             except Fault as fault:
@@ -264,18 +262,8 @@ def _add(
     sample.fault = sample.fault or fault
 
 
-def record_of_sample(
-    builder: RecordBuilder,
-    sample: Sample,
-    where: str,
-    key: str,
-    split: str | None,
-) -> Record:
-    """Return a sample's record: its unchecked captions are the lines of .txt or .caption, else those of .json.
-
-    Args:
-        split: that of the folder.
-    """
+def record_of_sample(builder: RecordBuilder, sample: Sample, where: str, key: str, split: str | None) -> Record:
+    """Return a sample's record: its unchecked captions are the lines of .txt or .caption, else those of .json."""
     values, source, answers = sample.values(), builder.source, None
     usual = TEXT_NAMES if source.labelled else USUAL_NAMES["caption"]
     column = source.caption_column or next((name for name in usual if name in values), None)

@@ -68,20 +68,10 @@ def split_of(found: Reconciled) -> dict[int, str]:
 
 
 def test_rows_of_one_image_become_one(tmp_path: Path) -> None:
-    found = decide([row(0), row(1), row(0, captions=["again"]), row(2), row(0)], tmp_path)
+    found = decide([row(0), row(1), row(0, captions=["again"]), row(1, near=True), row(0)], tmp_path)
     assert found.rows["train"].tolist() == [0, 1, 3]
     assert found.merged == {0: [0, 2, 4]}
     assert found.duplicates["merged_rows"] == 2
-
-
-def test_a_near_copy_is_kept_or_dropped(tmp_path: Path) -> None:
-    rows = [row(0, where=7), row(1), row(0, near=True), row(2)]
-    assert decide(rows, tmp_path).rows["train"].tolist() == [0, 1, 2, 3]
-    found = decide(rows, tmp_path, near_duplicates="drop")
-    assert found.rows["train"].tolist() == [0, 1, 3]
-    [fault] = found.faults
-    assert fault["reason"] == "near_duplicate"
-    assert "line 7" in fault["detail"]
 
 
 KINDS = {"exact": row(0), "near": row(0, near=True), "by_id": row(5, id="x"), "by_group": row(5, group="p7")}

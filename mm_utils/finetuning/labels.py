@@ -102,11 +102,6 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
         raise ValueError(
             f"{title}; it holds {kind}s, and the model is for {medium}s. Give {medium}s, or a model for {kind}s."
         )
-    if without := [split for split, rows in parts.items() if not has_media(rows)]:
-        raise ValueError(
-            f"{title}; the rows of {', '.join(without)} are texts alone. Name the column of {medium}s as --image_column; texts alone are "
-            "classified by transformers' own scripts."
-        )
     has_texts = any(parts["train"]["captions"])
     if {has_texts} != {any(rows["captions"]) for rows in parts.values()}:
         raise ValueError(f"{title}; only some of {', '.join(parts)} hold texts. Give all some, and name their column.")
@@ -132,12 +127,6 @@ def labelled_sources(args: DataArguments, labels: LabelArguments, medium: str) -
             "and name the column of classes as --label_column."
         )
     return sources_of(args, labelled=True, medium=medium, label_column=labels.label_column)
-
-
-def has_media(rows: Dataset) -> bool:
-    """Return whether labelled rows hold media."""
-    image = rows[0]["image"]
-    return bool(image["bytes"] or image["path"])
 
 
 def _beside_media(rows: Dataset, columns: dict[str, Any], features: Features | None = None) -> Dataset:

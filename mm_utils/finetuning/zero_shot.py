@@ -37,7 +37,6 @@ from mm_utils.finetuning.evaluator import gather_rows, report_classes
 from mm_utils.finetuning.labels import (
     LabelArguments,
     first_of_classes,
-    has_media,
     is_number,
     labelled_sources,
     warn_of_alike,
@@ -205,8 +204,6 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         raise ValueError(f"--split is {labels.split}; the data has {', '.join(sorted(there))}. Choose one of them.")
     sources, title = [replace(source, only=split) for source in sources], f"{title}, split {split}"
     rows, known = load_labelled_rows(sources, paths)
-    if not has_media(rows):
-        raise ValueError(f"{title}; no {medium} column was recognised. Set --image_column.")
     names = [answers[0] for answers in rows["answers"]]
     has_folders = os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"  # whose names may be numbers
     if not known and (has_folders or not all(map(is_number, names))):

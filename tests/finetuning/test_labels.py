@@ -283,20 +283,18 @@ def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(grey(1))
     (tmp_path / "0.wav").write_bytes(tone(300))
-    sound, text = {"audio": "0.wav", "answer": "no"}, {"text": "a", "label": 1}
+    sound, text = {"audio": "0.wav", "answer": "no"}, {"image": "a.png", "text": "a", "label": 1}
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("image", {"a": 1}, "no label column was recognised. The columns are: a. Set --label_column"),
-        ("image", {"a": 1, "label": 2}, "no image column and no text column was recognised. The columns are: a, lab"),
+        ("image", {"text": "a", "label": 1}, "no image column was recognised. The columns are: text, label. .* texts alone"),
         ("image", {"image": "a.png", "label": 1}, "all rows show the same, so none can be held out"),
-        ("image", text, "the rows of train are texts alone. Name the column of images"),
         ("image", {**text, "label": None}, "3 of 3 rows are bad.* line 1: it has no label. The label is missing, or"),
         ("image", {**text, "label": "['a', b]"}, "looks like a list, and is not JSON.* Set --label_column"),
-        ("image", {**text, "text": ["a", "b"]}, "3 of 3 rows are bad.* line 1: its text is empty or no text"),
+        ("image", {**text, "text": 7}, "3 of 3 rows are bad.* line 1: its text is empty or no text"),
         ("image", {**text, "split": "dev2"}, "split is dev2, not train, validation or test"),
         ("image", {**text, "label": {"x": 1}}, "a label is {.x.: 1}, not a name or a number"),
-        ("sound", {"image": "a.png", "label": 1}, "no sound column and no text column was recognised. The columns are: image"),
+        ("sound", {"image": "a.png", "label": 1}, "no sound column was recognised. The columns are: image"),
         ("sound", {**sound, "audio": "none.wav"}, "line 1: .*none.wav"),
-        ("sound", {"label": 1}, "no sound column and no text column was recognised"),
     ]  # fmt: skip
     doors: list[tuple[Callable[..., Any], str, dict[str, Any], str]] = []
     for number, (medium, row, message) in enumerate(cases):

@@ -24,7 +24,8 @@ from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.checks import CheckArguments, check_between
 from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool
 from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.rows.source import Source, close_to
+from mm_utils.data.rows.columns import close_to
+from mm_utils.data.rows.source import Source
 from mm_utils.files import flush
 from mm_utils.text import redact
 

@@ -61,9 +61,9 @@ def load_labelled_rows(sources: list[Source], paths: PathArguments) -> tuple[Dat
     """Load the rows of labelled sources as `load_or_prepare` does, all of them, in order.
 
     Returns:
-        The rows: `image`, without bytes and path in a row of none, `captions` (a text, or none), `answers`, and the split, if the
-        source says it; of clips and sounds also `seconds`, and the `file_hash` that parts of a file have in common. And the names of
-        all classes in order, if the source has them.
+        The rows: `image`, `captions` (a text, or none), `answers`, and the split, if the source says it; of clips and sounds also
+        `seconds`, and the `file_hash` that parts of a file have in common. And the names of all classes in order, if the source has
+        them.
     """
     (folder, classes), medium = _checked(sources, paths), sources[0].medium
     found = open_rows(folder).cast_column("image", FEATURES[medium])

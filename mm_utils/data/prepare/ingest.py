@@ -39,7 +39,7 @@ from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.timed import TimedArguments, store_medium, stored_moments, stored_regions
 from mm_utils.data.rows.columns import NEGATIVES, is_null
 from mm_utils.data.rows.detect import detect, read_rows
-from mm_utils.data.rows.records import NO_MEDIUM, BadRow, FileImage, ImageRef, Record
+from mm_utils.data.rows.records import BadRow, FileImage, ImageRef, Record
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.files import write_atomic
 from mm_utils.model.reading import MOST_PIXELS
@@ -424,8 +424,6 @@ class Worker:
 
     def _image(self, record: Record) -> dict[str, Any]:
         """Return the columns of a record's image, clip or sound; raises a `Fault`."""
-        if record.image == NO_MEDIUM:
-            return {"image": {"bytes": None, "path": None}}
         key = record.image, record.cut
         if self.last is None or self.last[0] != key:
             said: list[str] = []
@@ -486,12 +484,12 @@ def _negatives(record: Record, checks: CheckArguments) -> tuple[list[str], list[
 
 
 def _labelled_text(record: Record) -> list[str]:
-    """Return the text of a labelled row, none where a medium has a list of captions; raises a `Fault`."""
+    """Return the text of a labelled row, none where it has a list of captions; raises a `Fault`."""
     if not record.answers:
         raise Fault("bad_label", "it has no label")
     texts = record.captions
-    if len(texts) > 1 and record.image != NO_MEDIUM:
+    if len(texts) > 1:
         return []
-    if texts and (len(texts) > 1 or not isinstance(texts[0], str) or is_null(texts[0])):
+    if texts and (not isinstance(texts[0], str) or is_null(texts[0])):
         raise Fault("caption_not_text", "its text is empty or no text")
     return texts

@@ -56,8 +56,8 @@ class Columns:
     """Names of columns; None where there is none or, in a request, for the usual names.
 
     `image` is the column of the medium, whatever its kind is: `medium`, in a request also auto. `template` makes the caption of
-    several columns: "{brand} {title}". Rows of one `group` come into one split. A `labelled` row has a label, and a medium, one
-    text as its caption, or both; `classes` are the names of labels that are numbers.
+    several columns: "{brand} {title}". Rows of one `group` come into one split. A `labelled` row has a label, and perhaps one text
+    as its caption; `classes` are the names of labels that are numbers.
     """
 
     image: str | None = None
@@ -121,7 +121,7 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
 
 
 def _find_labelled(names: Sequence[str], title: str, wanted: Columns, known: Known) -> Columns:
-    """Find the columns of labels, and of media, texts or both; see `find_columns`."""
+    """Find the columns of labels and media, and of texts if there is one; see `find_columns`."""
     medium, label = wanted.medium, wanted.label
     if label is None and len(known.labels) == 1:
         [label] = known.labels
@@ -131,9 +131,10 @@ def _find_labelled(names: Sequence[str], title: str, wanted: Columns, known: Kno
     others = [name for name in names if name != label]
     image = find_column("image_column", others, title, wanted.image, names_of(medium)) or known.spare_image
     text = find_column("caption_column", [name for name in others if name != image], title, wanted.caption, TEXT_NAMES)
-    if image is None and text is None:
+    if image is None:
         raise ValueError(
-            f"{title}; no {medium} column and no text column was recognised. {listed(names)} Set --image_column, --caption_column or both."
+            f"{title}; no {medium} column was recognised. {listed(names)} Set --image_column; texts alone are classified by "
+            "transformers' own scripts."
         )
     _check_kind(image, title, medium, known)
     return Columns(image, text, medium=medium, labelled=True, label=label, classes=tuple(known.labels.get(label, ())))
@@ -192,8 +193,7 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
         ValueError: if the wanted column is missing.
     """
     if wanted is not None and wanted not in names:
-        close = difflib.get_close_matches(wanted, [name for name in names[:_LISTED] if len(name) < 80], n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
+        hint = close_to(wanted, [name for name in names[:_LISTED] if len(name) < 80])
         raise ValueError(f"{option} is {wanted}; there is no such column ({title}).{hint} {listed(names)}")
     if wanted is not None:
         return wanted
@@ -207,6 +207,12 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
 def _plain(name: str) -> str:
     """Return a name such as "Image path" as it is compared."""
     return re.sub(r"[\s_-]", "", name.lower())
+
+
+def close_to(word: str, known: Any) -> str:
+    """Return a question whether a known word was meant, "" if none is close."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def listed(names: Sequence[str]) -> str:

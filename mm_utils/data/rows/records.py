@@ -62,10 +62,6 @@ class StoredImage(BytesImage):
     path: str
 
 
-NO_MEDIUM: ImageRef = BytesImage("", None)
-"""Of a labelled text."""
-
-
 @dataclass(frozen=True, slots=True)
 class CellImage(ImageRef):
     """A cell of a Parquet file, or of an Arrow file of `datasets`; each process keeps its place in two columns of Parquet."""

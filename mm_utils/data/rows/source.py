@@ -1,6 +1,5 @@
 """Flags and items that name sources of image-caption pairs."""
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 from mm_utils.arguments import arg
 from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
-from mm_utils.data.rows.columns import SPLIT_NAMES, Columns
+from mm_utils.data.rows.columns import SPLIT_NAMES, Columns, close_to
 from mm_utils.text import redact
 
 FORMATS = (
@@ -188,9 +187,3 @@ class Source:
 def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
     """Return whether --dataset_name means an embedded set; a file or folder goes before."""
     return dataset_name in EMBEDDED_SETS and not os.path.exists(str(dataset_name))
-
-
-def close_to(word: str, known: Any) -> str:
-    """Return a question whether a known word was meant, "" if none is close."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""

@@ -32,7 +32,7 @@ from mm_utils.data.rows.columns import (
     split_of,
 )
 from mm_utils.data.rows.folders import Unread, own_files, split_of_path, walk
-from mm_utils.data.rows.records import NO_MEDIUM, BadRow, CellImage, ImageRef, Record, RecordBuilder, StoredImage
+from mm_utils.data.rows.records import BadRow, CellImage, ImageRef, Record, RecordBuilder, StoredImage
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.stored import dataset_jail, load_splits
 from mm_utils.data.rows.text_files import BadLine, Rows, text_records
@@ -136,9 +136,8 @@ def _record(
         if column not in values and column not in columns.parts:  # of a template, any may be missing
             raise Fault("missing_column", f"there is no {column}")
     captions = captions_of(values, columns)
-    builder.medium, image, key = columns.medium, NO_MEDIUM, None
-    if columns.image is not None:
-        image, key = builder.image(values[columns.image], table.jail)
+    builder.medium = columns.medium
+    image, key = builder.image(values[str(columns.image)], table.jail)
     key = id_of(values, columns) or key
     if builder.source.split is None:
         if not is_null(values.get("split")):
@@ -219,9 +218,7 @@ def _is_image(kind: pa.DataType) -> bool:
 
 def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool:
     """Return whether the cells of the image column are media, and not paths; raise ValueError if they are neither."""
-    if columns.image is None:
-        return False
-    kind = schema.field(columns.image).type
+    kind = schema.field(str(columns.image)).type
     text = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_string(text) or pa.types.is_large_string(text):
         return False
@@ -233,7 +230,9 @@ def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool:
     return True
 
 
-def _rows(cells: Iterable[dict[str, Any] | Fault], image: str, embedded: bool, refs: Iterable[ImageRef]) -> Rows:
+def _rows(
+    cells: Iterable[dict[str, Any] | Fault], image: str, embedded: bool, refs: Iterable[ImageRef | None]
+) -> Rows:
     """Yield rows by number, embedded media as references."""
     for number, (values, ref) in enumerate(zip(cells, refs, strict=False)):
         if embedded and not isinstance(values, Fault):
@@ -245,7 +244,7 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
     schema = dataset.features.arrow_schema
     columns = find_table_columns(schema, title, builder.source.columns)
     image, embeds = str(columns.image), _holds_media(schema, columns, title)
-    refs: Iterable[ImageRef] = itertools.repeat(NO_MEDIUM)
+    refs: Iterable[ImageRef | None] = itertools.repeat(None)
     if embeds:
         dataset = dataset.cast_column(image, FEATURES[columns.medium])
         stored = pc.struct_field(dataset.data.column(image), "bytes")

@@ -18,17 +18,19 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.source import EvaluatedDataArguments
+from mm_utils.finetuning.evaluator import report_classes
 from mm_utils.finetuning.zero_shot import (
     ZeroShotArguments,
     ZeroShotEvaluator,
     accuracy_lines,
     load_labelled,
-    report_classes_of,
 )
 from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
@@ -77,7 +79,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 5. Report.
     report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir, images.split)
-    distributed.on_first(lambda: report_classes_of(evaluator, args.output_dir))
+    if args.output_dir and evaluator.predictions is not None:
+        guesses = torch.stack([evaluator.predictions.label, evaluator.predictions.guess], 1).cpu()
+        distributed.on_first(lambda: report_classes(guesses, images.classes, args.output_dir))
     accelerator.end_training()
     return metrics
 

@@ -31,14 +31,11 @@ def gained(
     """Return in a sentence what training gained by a figure.
 
     Args:
-        figure: its name.
-        after: its value after training.
-        half: half the width of its interval.
+        after, half: its value after training, and half the width of its interval.
         floor_name, floor: what a model without knowledge reaches, in words and as a number.
         log: the run's `metrics.jsonl`, which has the value before the first step, if it was measured.
         metric: the figure's name there.
         difference: the gain of the same rows and half the width of its interval; without it, `half` stands for that.
-        advice: what to do if nothing was gained.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
     first: dict[str, float] = next((row for row in rows if metric in row), {})
@@ -78,11 +75,8 @@ def recall_gained(
 
     Args:
         evaluator: that of the validation split, whose last evaluation was of the saved model.
-        log: the run's `metrics.jsonl`.
-        medium: the kind of media.
         is_paired: whether the evaluator's first evaluation was before the first step: then the interval is one of the
             difference of each query.
-        from_scratch: whether an encoder began with random weights.
     """
     split, ranks = evaluator.split, evaluator.directions
     if split is None or not ranks:

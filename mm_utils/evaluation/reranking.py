@@ -171,11 +171,7 @@ def score_pairs(
     """Score pairs given as image x T + text, each once, and gather the scores on all ranks.
 
     Every rank scores the pairs of its own images, one share of images at a time. Pairs are sorted by text, so that a text is
-    encoded once per share. The keys and values are removed from `split`.
-
-    Args:
-        loader: the batches that `split` was embedded from.
-        voices: names of voices, see `FusionDualEncoderModel.voice_scores`.
+    encoded once per share. The keys and values are removed from `split`, which was embedded from `loader`.
     """
     pairs = pairs.unique()
     scored, scores = [pairs[:0]], [torch.empty(0, len(voices), device=pairs.device)]

@@ -7,7 +7,7 @@ import csv
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -52,9 +52,6 @@ class ClassificationEvaluator:
 
     Also measured is `majority`, the share of the most frequent class. The interval treats rows as independent.
 
-    Args:
-        rows: the split to measure, from `mm_utils.finetuning.labels.LabelledTask`.
-
     Attributes:
         guesses: label and prediction of every row of the last evaluation that could be read, `[M, 2]`.
     """
@@ -93,24 +90,10 @@ def macro_f1(guess_M: np.ndarray, label_M: np.ndarray) -> float:
     return float((2 * hits[known] / (guessed + occurs)[known]).mean())
 
 
-class ClassFigures(NamedTuple):
-    """A row of `classes.csv`."""
+def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Path) -> None:
+    """Write the figures of every class as `classes.csv` into a folder.
 
-    name: str
-    rows: int
-    recall: float | None  # None without rows
-    precision: float | None  # None if nothing is taken for it
-    most_confused_with: str  # empty without mistakes
-    times: int
-
-
-def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Path | None) -> list[ClassFigures]:
-    """Return the figures of every class; write them as `classes.csv` into a folder.
-
-    Args:
-        predictions: class and predicted class of every row, `[M, 2]`; a class of -1 is none of the known ones.
-        classes: the names of the classes.
-        folder: the folder to write to, if any.
+    `predictions` are class and predicted class of every row, `[M, 2]`; a class of -1 is none of the known ones.
     """
     pairs, times = predictions.unique(dim=0, return_counts=True)
     counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
@@ -121,15 +104,12 @@ def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Pa
             rows[label] += count
         if label >= 0 and label != guess and count > mistakes[label][0]:
             mistakes[label] = (count, classes[guess])
-    figures = []
-    for number, name in enumerate(classes):
-        right, (count, other) = counts.get((number, number), 0), mistakes[number]
-        recall = right / rows[number] if rows[number] else None
-        precision = right / guessed[number] if guessed[number] else None
-        figures.append(ClassFigures(name, rows[number], recall, precision, other, count))
-    if folder is not None:
-        with open(Path(folder, "classes.csv"), "w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerow(ClassFigures._fields)
-            table.writerows([no_formula(cell) for cell in row] for row in figures)
-    return figures
+    with open(Path(folder, "classes.csv"), "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(("name", "rows", "recall", "precision", "most_confused_with", "times"))
+        for number, name in enumerate(classes):
+            right, (count, other) = counts.get((number, number), 0), mistakes[number]
+            recall = right / rows[number] if rows[number] else None  # empty without rows
+            precision = right / guessed[number] if guessed[number] else None
+            figures = (name, rows[number], recall, precision, other, count)
+            table.writerow([no_formula(cell) for cell in figures])

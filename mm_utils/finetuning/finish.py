@@ -42,14 +42,9 @@ def finish_finetuning(
     evaluator: ClassificationEvaluator,
     argv: Sequence[str] | None,
 ) -> None:
-    """Draw `training.png`, write `classes.csv`, results and card, let callbacks publish the folder.
+    """Draw `training.png`, write `classes.csv` of the last split that was measured, results and card, publish the folder.
 
-    Args:
-        context: the run, with the metrics of all measured splits.
-        model: the saved model.
-        task: the labelled data.
-        evaluator: holds the predictions that are shown, those on the last split that was measured.
-        argv: the arguments that `main` was called with, None for those of the command line.
+    `argv` are the arguments that `main` was called with, None for those of the command line.
     """
     run, folder = context.run, context.run.output_dir
 

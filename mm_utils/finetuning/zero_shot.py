@@ -33,7 +33,7 @@ from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.evaluation.embeddings import best_rank
 from mm_utils.evaluation.metrics import share_with_interval
-from mm_utils.finetuning.evaluator import gather_rows, report_classes
+from mm_utils.finetuning.evaluator import gather_rows
 from mm_utils.finetuning.labels import (
     LabelArguments,
     first_of_classes,
@@ -47,7 +47,6 @@ from mm_utils.text import shortened
 logger = logging.getLogger(__name__)
 
 TEXTS = 256  # texts embedded at a time
-_SHOWN = 10  # classes in the log
 
 
 @dataclass
@@ -106,11 +105,7 @@ class Predictions(NamedTuple):
 
 
 class ZeroShotEvaluator:
-    """Measure the accuracy of the nearest class; all ranks get the same metrics.
-
-    Attributes:
-        predictions: results of the last evaluation.
-    """
+    """Measure the accuracy of the nearest class; all ranks get the same metrics, and the `predictions`."""
 
     def __init__(
         self, images: LabelledImages, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, args: ZeroShotArguments
@@ -272,14 +267,3 @@ def accuracy_lines(metrics: dict[str, float]) -> list[str]:
         f"  {'accuracy':<36}{metrics['accuracy@1']:.3f} ({low:.2f} to {high:.2f})",
         f"  {'by chance':<36}{chance:.3f}; always the most frequent class {majority:.3f}",
     ]
-
-
-def report_classes_of(evaluator: ZeroShotEvaluator, folder: str | None) -> None:
-    """Log the least accurate classes of the last evaluation, and write the files of `report_classes`."""
-    assert evaluator.predictions is not None
-    pairs = torch.stack([evaluator.predictions.label, evaluator.predictions.guess], 1)
-    rows = report_classes(pairs.cpu(), evaluator.images.classes, folder)
-    worst = sorted((row for row in rows if row.rows), key=lambda row: row.recall or 0.0)[:_SHOWN]
-    lines = [f"{row.name[:32]:<34}{row.rows:>7,}{row.recall:>9.3f}  {row.most_confused_with}" for row in worst]
-    heading = f"{'least accurate classes':<34}{'rows':>7}{'accuracy':>9}  most often taken for"
-    logger.info("\n%s", "\n".join([heading, *lines]))

@@ -36,10 +36,8 @@ def freeze_unused(
 ) -> int:
     """Freeze those `parameters` that an output does not depend on; return their total size.
 
-    These are mask tokens, unused poolers and the like. DDP would wait for their gradients and fail.
-
-    Args:
-        output: returns a scalar for a batch of images and of token ids.
+    These are mask tokens, unused poolers and the like. DDP would wait for their gradients and fail. `output` returns a scalar for
+    a batch of images and of token ids.
     """
     was_training = model.training
     model.eval()

@@ -61,7 +61,12 @@ def build_model(
         if frozen:
             model.freeze(tower)
     if lora_args is not None and lora_args.lora_rank:
-        _check_adapters(args, lora_args)
+        for tower in () if args.model_name_or_path else ("vision", "text"):
+            if not getattr(args, f"{tower}_model_name_or_path") and not getattr(args, f"freeze_{tower}"):
+                raise ValueError(
+                    f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need "
+                    f"trained weights. Give --{tower}_model_name_or_path."
+                )
         add_adapters(model, lora_args)
     freeze_unreached(model)
     use_channels_last(model.vision_model)
@@ -171,16 +176,6 @@ def _with_text_tower(
         *(own.vision_config.model_type, own.projection_dim, text_model.config.model_type),
     )
     return made
-
-
-def _check_adapters(args: ModelArguments, lora_args: LoraArguments) -> None:
-    """Raise ValueError for adapters on a backbone from scratch, which would stay random."""
-    for tower in () if args.model_name_or_path else ("vision", "text"):
-        if not getattr(args, f"{tower}_model_name_or_path") and not getattr(args, f"freeze_{tower}"):
-            raise ValueError(
-                f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need trained "
-                f"weights. Give --{tower}_model_name_or_path."
-            )
 
 
 def load_model(name: str, **head: Any) -> FusionDualEncoderModel:

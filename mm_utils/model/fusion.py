@@ -131,13 +131,13 @@ class Attention(nn.Module):
 class FusionLayer(nn.Module):
     """Pre-norm block: text self-attention, gated cross-attention to the image, feed-forward."""
 
-    def __init__(self, dim: int, heads: int, mlp_ratio: int):
+    def __init__(self, dim: int, heads: int):
         super().__init__()
         self.self_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.self_attention = Attention(dim, heads)
         self.cross_attention = Attention(dim, heads)
         self.gate = nn.Parameter(torch.ones(1))
-        self.mlp = nn.Sequential(nn.Linear(dim, mlp_ratio * dim), nn.GELU(), nn.Linear(mlp_ratio * dim, dim))
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def encode_image(self, tokens: Tensor) -> Tensor:
         """Return this layer's keys and values of image tokens `[B, N, D]`; FSDP2 gathers the layer's weights for it."""
@@ -192,7 +192,7 @@ class FusionHead(nn.Module):
         )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.layers: Iterable[FusionLayer] = nn.ModuleList(  # type: ignore[assignment]
-            FusionLayer(dim, config.fusion_heads, config.fusion_mlp_ratio) for _ in range(blocks)
+            FusionLayer(dim, config.fusion_heads) for _ in range(blocks)
         )
         self.output_norm = nn.LayerNorm(dim)
         self.match = nn.Linear(dim, 1)

@@ -115,7 +115,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_layers: int = 2,
         fusion_dim: int | None = None,
         fusion_heads: int | None = None,
-        fusion_mlp_ratio: int = 4,
         fusion_vision_taps: Sequence[int] = (-1,),
         fusion_text_taps: Sequence[int] = (-1,),
         fusion_tokens_per_tap: int = 64,
@@ -163,7 +162,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.vision_widths, self.vision_pooled_width = list(vision_widths), vision_pooled_width
         self.text_width = text_width
         self.fusion_layers, self.fusion_dim, self.fusion_heads = fusion_layers, fusion_dim, fusion_heads
-        self.fusion_mlp_ratio, self.fusion_tokens_per_tap = fusion_mlp_ratio, fusion_tokens_per_tap
+        self.fusion_tokens_per_tap = fusion_tokens_per_tap
         self.fusion_vision_taps, self.fusion_text_taps = list(fusion_vision_taps), list(fusion_text_taps)
         self.caption_head, self.region_head = caption_head, region_head
         self.rerank_weights, self.freeze_batch_norm = rerank_weights, freeze_batch_norm

@@ -32,9 +32,7 @@ _SOUND_PARTS = {"whisper": "encoder", "clap": "audio_model"}  # what a model has
 def load_tower(name: str, tower: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, str]:
     """Load a backbone; return it with its pooling: `auto`, or `mean` if the checkpoint holds no weights of its pooler.
 
-    Args:
-        name: a folder or a Hub id; of a two-tower checkpoint, one is taken.
-        tower: `vision` or `text`.
+    `name` is a folder or a Hub id; of a two-tower checkpoint, the `vision` or the `text` tower is taken.
 
     Raises:
         ValueError: if there is no such backbone, or it lacks weights.

@@ -128,11 +128,7 @@ def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImagePr
 def _center_square_processor(
     own: Any, size: int | None = None, what: str = "the image processor"
 ) -> CLIPImageProcessor:
-    """Return a processor of central squares with the values that `own` uses for every colour.
-
-    Args:
-        size: side of the square; default: that of `own`.
-        what: beginning of a message.
+    """Return a processor of central squares, by default of the size of `own`, with the values that it uses for every colour.
 
     Raises:
         ValueError: if no mean and standard deviation express what `own` does, or its images are not squares.

@@ -15,7 +15,9 @@ from mm_utils.model.pretrained import complete, explained, set_outputs
 
 
 def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
-    """Load a stock model in float32.
+    """Load a stock model in float32, with its embeddings, temperature and bias.
+
+    Of CLAP's two temperatures, one for each direction, the geometric mean is taken.
 
     Args:
         fields: fields of the new configuration, such as those of the fusion head.
@@ -38,17 +40,6 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
             f"{name} holds no whole {config.model_type}; it lacks {len(missing)} weights, such as {missing[0]}. Choose "
             "another model."
         )
-    return from_dual_encoder(stock, **fields)
-
-
-def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
-    """Convert a stock model of `DUAL_ENCODERS` with its embeddings, temperature and bias.
-
-    Of CLAP's two temperatures, one for each direction, the geometric mean is taken.
-
-    Args:
-        config: fields of the new config. A SigLIP model needs `text_padding`.
-    """
     kind, bias, text_config = stock.config.model_type, getattr(stock, "logit_bias", None), stock.config.text_config
     width = getattr(stock.config, "projection_dim", None) or getattr(text_config, "projection_size", None)
     taken = {
@@ -63,7 +54,7 @@ def from_dual_encoder(stock: Any, **config: Any) -> FusionDualEncoderModel:
         tower, scale = stock.audio_model, (stock.logit_scale_a + stock.logit_scale_t) / 2
     else:
         tower, scale = stock.vision_model, stock.logit_scale
-    model = join_backbones(tower, stock.text_model, **{**taken, **config})
+    model = join_backbones(tower, stock.text_model, **{**taken, **fields})
     if kind != "siglip":
         model.text_projection = stock.text_projection
         model.visual_projection = stock.audio_projection if kind == "clap" else stock.visual_projection

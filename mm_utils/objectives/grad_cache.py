@@ -111,9 +111,7 @@ def backward(
     """Add a global batch's gradient to the parameters; return the report, without gradient.
 
     Args:
-        accelerator, objective: the prepared objective, and the accelerator that prepared it.
         batch: this rank's share, longest caption first.
-        step: the step, which keys random draws.
         micro_batch_size: pairs of this rank to hold activations of at a time; None for all, with gradients averaged while
             the backward pass still runs.
 
@@ -133,13 +131,6 @@ def backward(
     return _CachedStep(accelerator, objective, batch, step, micro_batch_size).run()
 
 
-def cuts(rows: int, micro_batch_size: int | None) -> list[range]:
-    """Cut a rank's rows into few parts, the last as large as possible; none are one part."""
-    first = 0 if micro_batch_size is None else max(0, rows - micro_batch_size)
-    parts = -(-first // micro_batch_size) if micro_batch_size is not None else 0
-    return [*(distributed.share(first, part, parts) for part in range(parts)), range(first, rows)]
-
-
 class _CachedStep:
     """One gradient-cached step over micro-batches."""
 
@@ -147,7 +138,10 @@ class _CachedStep:
         self.accelerator, self.wrapped, self.step = accelerator, objective, step
         unwrapped = objective.module if isinstance(objective, DistributedDataParallel) else objective
         self.objective = cast(Any, unwrapped)
-        self.cuts, rows = cuts(len(batch["lengths"]), micro_batch_size), len(batch["lengths"])
+        rows = len(batch["lengths"])
+        first = max(0, rows - micro_batch_size)  # few parts, the last as large as possible; no rows are one part
+        parts = -(-first // micro_batch_size)
+        self.cuts = [*(distributed.share(first, part, parts) for part in range(parts)), range(first, rows)]
         # FSDP gathers weights in every pass and averages gradients in the last: its ranks run in lockstep.
         self.sharded = accelerator.distributed_type == DistributedType.FSDP
         if self.sharded:

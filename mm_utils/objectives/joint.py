@@ -33,12 +33,8 @@ class Objective(nn.Module):
     """A loss of the global batch, computed in one part or in several.
 
     `objective(batch, step)` returns `{"loss": with gradient, name: detached value, ...}`, global values that are the same on
-    all ranks. A subclass implements `encode`, `plan`, `part` and `report`.
-
-    Args:
-        model: what is trained.
-        seed: of dropout by row (`mm_utils.model.row_noise`).
-        added: names of the weights that the model got for this run.
+    all ranks. A subclass implements `encode`, `plan`, `part` and `report`. `seed` is that of dropout by row, and `added` are the
+    names of the weights that the model got for this run.
     """
 
     highest_scale: float | None = None  # the bound of the inverse temperature; None for an objective without one

@@ -99,7 +99,6 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
     Args:
         objective: whose parameters need a gradient if they are trained in any stage.
         head_share: `--head_share`, the share of the steps, the last, in which the head learns; 0 for all at once.
-        num_rows: the number of training rows.
     """
     steps, metric = args.total_steps(num_rows), args.metric_for_best_model
     trained = frozenset(name for name, weight in objective.named_parameters() if weight.requires_grad)

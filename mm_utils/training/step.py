@@ -30,13 +30,7 @@ _MIN_LOSS_SCALE = 2.0**-14
 
 
 class TrainStep:
-    """The optimizer step of a run.
-
-    Args:
-        args, optimizer_args: the run's arguments.
-        accelerator: the accelerator that prepared objective and optimizer.
-        objective, optimizer: the prepared objective and optimizer; the optimizer's groups have a `peak_lr`.
-        stage: the steps that are taken, and their rates.
+    """The optimizer step of a run, of a prepared objective and optimizer, whose groups have a `peak_lr`.
 
     Attributes:
         micro_batch_size: the number of pairs that this rank holds at a time; None for all.

@@ -13,10 +13,9 @@ from mm_utils import distributed
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
 from mm_utils.model.adapt import LoraArguments
-from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout
-from tests.kit.objectives import step_in_parts
+from tests.kit.objectives import step_in_parts, tiny_model
 from tests.kit.ranks import run_on_ranks
 
 CLASSES = ["no", "perhaps", "yes"]
@@ -25,23 +24,10 @@ LABELS = torch.tensor([0, 1, 2, 2, 0, 1, 2, 2])
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0])
 
 
-def tiny(fusion_layers: int = 1) -> FusionDualEncoderModel:
-    torch.manual_seed(0)
-    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return join_backbones(
-        AutoModel.from_config(
-            AutoConfig.for_model("convnext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=16)
-        ),
-        AutoModel.from_config(AutoConfig.for_model("bert", **text, vocab_size=50, hidden_dropout_prob=0.0,
-                                                   attention_probs_dropout_prob=0.0)),
-        fusion_layers=fusion_layers,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model")
-    tiny().save_pretrained(path)
+    tiny_model(1).float().save_pretrained(path)
     return str(path)
 
 
@@ -104,7 +90,7 @@ def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, in
 def test_classifier_inputs_depend_on_the_data_and_the_model(folder: str, tmp_path: Path) -> None:
     assert build(folder).config.classifier_inputs == "fused"
     assert build(folder, texts=False).config.classifier_inputs == "image"
-    tiny(fusion_layers=0).save_pretrained(tmp_path)
+    tiny_model(0).float().save_pretrained(tmp_path)
     assert build(str(tmp_path)).config.classifier_inputs == "pair"
     with pytest.raises(ValueError, match=r"--classifier_inputs is fused; the model has no fusion head"):
         build(str(tmp_path), "fused")

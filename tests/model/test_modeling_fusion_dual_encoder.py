@@ -1,16 +1,12 @@
 """The model itself: its folder, the exported mean, the fusion head, regions, time. By family: tests/contracts/test_models.py."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.ops import roi_align
 from transformers import AutoConfig, AutoModel, VisionTextDualEncoderModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from mm_utils.model.fusion import LevelAdapter, split_grid
 from mm_utils.model.join import join_backbones
@@ -21,18 +17,10 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.stock import to_dual_encoder
-from mm_utils.objectives.grounding.terms import cells_covered
 from tests.kit.models import LAYERS, TEXT, TOWERS, VISION, Batch, backbone, batch_for, build
 
 EMBEDS = ("image_embeds", "text_embeds")
 OUTPUTS = (*EMBEDS, "match_logits")
-
-
-def pair(batch: Batch, text: int, image: int) -> Batch:
-    """A text without its padding, and an image."""
-    length = int(batch["attention_mask"][text].sum())
-    rows = {name: batch[name][text : text + 1, :length] for name in ("input_ids", "attention_mask")}
-    return {**rows, "pixel_values": batch["pixel_values"][image : image + 1]}
 
 
 @torch.no_grad()
@@ -41,30 +29,7 @@ def outputs(model: torch.nn.Module, batch: Batch, names: tuple[str, ...] = OUTPU
     return {name: output[name] for name in names}
 
 
-# Saving and loading
-def test_saved_folder_has_the_code_that_loads_it(tmp_path):
-    """`tests/run/test_commands.py` loads one where this project is not installed."""
-    model = build("convnext", "roberta")
-    model.save_pretrained(tmp_path / "saved")
-    auto_map = json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"]
-    kinds = {"Config": "Config", "Model": "Model", "ModelForZeroShotImageClassification": "Model"}
-    assert auto_map == {
-        f"Auto{kind}": f"modeling_fusion_dual_encoder.FusionDualEncoder{name}" for kind, name in kinds.items()
-    }
-    batch = batch_for(model)
-    kind = get_class_from_dynamic_module(auto_map["AutoModel"], tmp_path / "saved")
-    assert kind.__module__.startswith("transformers_modules.")
-    actual, expected = outputs(kind.from_pretrained(tmp_path / "saved").eval(), batch), outputs(model, batch)
-    for name in OUTPUTS:
-        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-5)
-
-
 # The stock class
-def export(model: FusionDualEncoderModel, folder: Path, **options) -> VisionTextDualEncoderModel:
-    to_dual_encoder(model).save_pretrained(folder)
-    return VisionTextDualEncoderModel.from_pretrained(folder, **options).eval()
-
-
 def test_the_exported_mean_does_not_depend_on_the_other_weights(tmp_path):
     model = build(fusion_layers=0)
     with torch.no_grad():
@@ -73,7 +38,8 @@ def test_the_exported_mean_does_not_depend_on_the_other_weights(tmp_path):
         norm.weight.normal_(1, 0.5)
         norm.bias.normal_(0, 2)
     batch = batch_for(model, (1, 16, 2, 30))
-    stock = outputs(export(model, tmp_path), batch, EMBEDS)
+    to_dual_encoder(model).save_pretrained(tmp_path)
+    stock = outputs(VisionTextDualEncoderModel.from_pretrained(tmp_path).eval(), batch, EMBEDS)
     torch.testing.assert_close(stock["text_embeds"], model(**batch).text_embeds.detach(), rtol=0, atol=1e-4)
 
 
@@ -91,20 +57,6 @@ def test_fusion_head_honours_the_mask_by_itself():
 
 
 # The fusion head
-@pytest.mark.parametrize("vision", ["vit", "convnext"])
-def test_an_images_keys_and_values_serve_every_text(vision):
-    model = build(vision)
-    batch = batch_for(model)
-    with torch.no_grad():
-        _, keys_values = model.encode_image(batch["pixel_values"][:1])
-        _, states = model.encode_text(batch["input_ids"], batch["attention_mask"])
-        reused = tuple(layer.expand(-1, 4, -1, -1, -1) for layer in keys_values)
-        together = model.match_pairs(reused, states, batch["attention_mask"])
-    apart = [outputs(model, pair(batch, row, 0))["match_logits"] for row in range(4)]
-    torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
-    assert together.std() > 1e-3
-
-
 def test_a_head_that_was_not_trained_adds_nothing():
     towers = backbone(VISION["vit"]), backbone(TEXT["bert"])
     model = join_backbones(*towers, projection_dim=16).eval()
@@ -224,23 +176,6 @@ def test_cells_are_where_the_image_is(kind):
         assert (cells - cells[0, 0, 0]).norm(dim=-1)[0].argmax() == 11
         with pytest.raises(ValueError, match="the last of fusion_vision_taps has 35 tokens"):
             model.cell_embeds((torch.rand(1, 35, 32),))
-
-
-@pytest.mark.parametrize(("height", "width"), [(4, 4), (3, 7)])
-def test_boxes_are_means_by_area(height, width):
-    """As RoIAlign does it to the map drawn so large that a cell is 32 pixels wide, but exactly."""
-    generator = torch.Generator().manual_seed(1)
-    grid, image = torch.randn(3, 5, height, width, generator=generator), torch.arange(40) % 3
-    boxes = torch.rand(40, 2, 2, generator=generator).sort(1).values.flatten(1)
-    large = grid.repeat_interleave(32, 2).repeat_interleave(32, 3)
-    rois = torch.cat([image[:, None].float(), boxes * 32 * torch.tensor([width, height, width, height])], 1)
-    expected = roi_align(large, rois, 1, sampling_ratio=64, aligned=True)[:, :, 0, 0]
-    weight = cells_covered(boxes, height, width)
-    mean = torch.einsum("rhw,rchw->rc", weight / weight.sum((1, 2), keepdim=True), grid[image])
-    torch.testing.assert_close(mean, expected, atol=0.02, rtol=0)
-    small = cells_covered(torch.tensor([[0.55, 0.3, 0.6, 0.31], [0.5, 0.5, 0.5, 0.5]]), 4, 4)
-    assert small.sum((1, 2)).tolist() == pytest.approx([0.2 * 0.04, 0], abs=1e-6)
-    assert small[0, 1, 2].item() == pytest.approx(0.2 * 0.04, abs=1e-6)
 
 
 # Time: towers of clips and sounds

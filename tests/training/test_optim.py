@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreTrainedConfig, ViTConfig
 
-from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.training.optim import (
     OPTIMIZERS,
@@ -18,19 +17,14 @@ from mm_utils.training.optim import (
     schedule,
     scratch_rate,
 )
+from tests.kit.objectives import tiny_model
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def model() -> FusionDualEncoderModel:
-    vision = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 16}
-    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return join_backbones(
-        AutoModel.from_config(AutoConfig.for_model("convnext", **vision)),
-        AutoModel.from_config(AutoConfig.for_model("bert", **text, vocab_size=50)),
-        fusion_layers=1,
-    )
+    return tiny_model(1)
 
 
 def settings_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:

@@ -15,7 +15,6 @@ from mm_utils.checkpointing.files import checkpoint_folders, step_of
 from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.prepared import place_encoders
 from mm_utils.training.trainer import Trainer
-from tests.kit.processes import logged
 from tests.kit.tiny_run import Signalled, TinyRun, alone, build, exiting, train
 
 QUIET = {"max_steps": 8, "eval_steps": 100, "save_steps": 0, "logging_steps": 100}
@@ -123,17 +122,6 @@ def test_without_saving_there_is_no_checkpoint_but_for_a_signal(tmp_path: Path) 
     run = TinyRun(tmp_path / "asked", strike=Signalled("forward", 5, signal.SIGTERM), arguments=never)
     assert alone(exiting, run)[0] == 143
     assert [step_of(path) for path in checkpoint_folders(tmp_path / "asked")] == [5]
-
-
-def test_an_evaluation_that_a_signal_prevented_is_made_up_for(tmp_path: Path) -> None:
-    best = {"load_best_model_at_end": True}
-    assert alone(train, TinyRun(tmp_path / "straight", arguments=best))[0] == 0
-    strike = Signalled("forward", 4, signal.SIGTERM)  # after whose step an evaluation is due
-    assert alone(exiting, TinyRun(tmp_path / "run", strike=strike, arguments=best))[0] == 143
-    assert logged(tmp_path / "run", "eval_score") == {}
-    assert alone(train, TinyRun(tmp_path / "run", arguments=best))[0] == 0
-    assert logged(tmp_path / "run", "eval_score") == logged(tmp_path / "straight", "eval_score")
-    assert list(logged(tmp_path / "run", "eval_score")) == [4, 8, 10]
 
 
 # -- where the image encoder is -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 
 os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # as in an active environment
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests and their processes share the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")

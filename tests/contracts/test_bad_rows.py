@@ -9,14 +9,14 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import disable_progress_bars, load_from_disk
+from datasets import load_from_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +40,6 @@ from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.reading import (
     CLOSE,
     add_member,
-    content,
     pixels_apart,
     put,
     quarantine_of,
@@ -51,7 +50,6 @@ from tests.kit.reading import (
 )
 
 FLAGS = ["--num_proc", "2", "--max_bad_fraction", "1"]
-disable_progress_bars()
 
 
 def check_pairs(wanted: list[Pair], rows: list[dict[str, Any]]) -> None:
@@ -89,12 +87,6 @@ def test_every_good_row_comes_out_with_its_own_picture(zoo: Corpus, prepared: Pa
         )
     secret = (zoo.folder / "outside" / "secret.png").read_bytes()
     assert all(row["image"]["bytes"] != secret for row in rows)
-    hostile = [loss for loss in zoo.losses if loss.kind.startswith(("../", "/tmp/"))]
-    names = [loss.where.removeprefix("000.tar, member ") for loss in hostile]
-    assert len(names) == 2
-    for name in names:  # nothing is unpacked
-        assert not (zoo.folder / "shards" / "data" / f"{name}.png").exists()
-        assert not Path(f"{name}.png").exists()
 
 
 def test_every_bad_row_is_in_the_quarantine_and_nothing_else_is(zoo: Corpus, prepared: Path) -> None:
@@ -172,19 +164,16 @@ def test_no_line_of_the_log_and_of_the_quarantine_is_made_by_a_caption(
 
 
 # -- sources that cannot be read as a whole -----------------------------------------------------------------------------
-HEADER, WHOLE = b"image,caption\n", b"image,caption\n0.png,a dog\n1.png,a cat\n"
 LINES = b'{"image": "0.png", "caption": "a dog"}\n{"image": "1.png", "caption": "a cat"}\n'
 GONE, BOXES = b'{"image": "none.png", "caption": "a dog"}\n', b'{"images": [], "annotations": [{"image_id": 1}]}'
 SIX = (LINES * 9 + GONE * 2) * 3
 REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: there is none), keys and flags, the message
     *(("a.jsonl", LINES.decode().encode(codec), "", "a.jsonl, line 1 is UTF-16 or UTF-32 text. The text is not UTF-8")
-      for codec in ("utf-16", "utf-16-le", "utf-32", "utf-32-be")),
-    ("a.csv", WHOLE.decode().encode("utf-16"), "", "a.csv, line 1 is UTF-16 or UTF-32 text."),
+      for codec in ("utf-16", "utf-32-be")),
     ("a.json", '{"images": []}'.encode("utf-16"), ",format=coco", "UTF-16 or UTF-32 text. Save it as UTF-8"),
     ("a.jsonl", png(draw(0)), "", "a.jsonl, line 1 is not UTF-8 text: byte 1 of the line."),
     *(("a.jsonl", text, "", "holds no rows. Give a file") for text in (b"", b"\n \n\n")),
-    *(("a.csv", text, "", "holds no rows. Give a file") for text in (b"", HEADER)),
-    ("a.json", b"[]", "", "holds no rows. Give a file"),
+    *(("a.csv", text, "", "holds no rows. Give a file") for text in (b"", b"image,caption\n")),
     ("a.json", b'[{"image": "0.png",\n"cap', "", "a.json, line 2 is not valid JSON"),
     ("a.jsonl", None, "", "there is no such file or folder. Check the path"),
     ("{000..002}.tar", None, "", "000.tar. Check the path and the range"),
@@ -192,17 +181,13 @@ REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: th
     ("a.jsonl", LINES, ",caption_column=captoin", "Did you mean 'caption'? The columns are"),
     ("a.csv", b"image,words\n0.png,a dog\n", "", "no caption column was recognised"),
     ("a.csv", b"image,caption,caption\n", "", "two columns caption; only one can be read. Rename one"),
-    ("a.csv", b"image,l\xe9gende\n", "", "a.csv, line 1 is not UTF-8 text"),
     ("a.csv", b'"image,caption\n', "", "a.csv, line 1 is a row that cannot be read"),
-    ("a.parquet", LINES, "", "cannot be read as Parquet"),
     ("a.parquet", b"PAR1" + bytes(50), "", "cannot be read as Parquet"),
     ("a.db", b"no database" * 1000, "", "it cannot be read as SQLite ("),
     ("a.json", b'{"images": [{"id": 1', ",format=coco", "Copy or repair the file"),
     ("a.json", BOXES, ",format=coco", "no annotation has image_id and caption"),
     ("a.json", b"[" * 100_000, ",format=coco", "nested too deeply"),
     ("a.json", BOXES, ",medium=sound,format=coco", "coco is read for images alone"),
-    ("a.json", b'{"images": [], "categories": []}', ",format=coco", "no list 'annotations'"),
-    ("a.jsonl", GONE * 20, "", "20 of 20 rows are bad"),
     ("a.jsonl", SIX, "", "6 of 60 rows are bad, more than"),
     ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left of any source (image_missing: 20). The first is line 1"),
     ("a.jsonl", LINES.splitlines()[0], " --validation_fraction 0", "at least 2. Add some"),
@@ -285,38 +270,21 @@ def test_a_pattern_leaves_out_no_folder_in_silence_and_has_an_end(
 # -- tables -------------------------------------------------------------------------------------------------------------
 
 
-def bad_text(*texts: bytes) -> pa.Array:
-    return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
-
-
-def tables() -> Iterator[Any]:
-    """Columns of a Parquet file of three rows, and the rows that are bad for them."""
-    names = ["a.jpg", "b.jpg", "c.jpg"]
-    plain = {"image": pa.array(names), "caption": pa.array(["a", "b", "c"])}
-    for name, changed, bad in [
-        ("map", {"attributes": pa.array([[("a", "b")]] * 3, pa.map_(pa.string(), pa.string()))}, []),
-        ("uuid", {"key": pa.array([bytes(16)] * 3, pa.binary(16)).cast(pa.uuid())}, []),
-        ("list_view", {"x": pa.array([[1]] * 3, pa.list_view(pa.int64()))}, []),
-        ("dictionary", {"image": pa.array(names).dictionary_encode()}, []),
-        ("text", {"caption": bad_text(b"a", b"\xff", b"c")}, [("row 1", "bad_encoding")]),
-        ("path", {"image": bad_text(b"a.jpg", b"b.jpg", b"\xff")}, [("row 2", "bad_encoding")]),
-    ]:
-        yield pytest.param({**plain, **changed}, bad, id=name)
-
-
-@pytest.mark.parametrize(("columns", "bad"), list(tables()))
-def test_one_cell_or_column_of_a_table_stops_nothing(columns: dict[str, Any], bad: Any, folder: Path) -> None:
-    pq.write_table(pa.table(columns), folder / "t.parquet")
-    good, found = read(folder / "t.parquet")
-    assert (len(good), reasons(found)) == (3 - len(bad), bad)
-    assert all(content(record) for record in good)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name in "abc":
-        (tmp_path / f"{name}.jpg").write_bytes(f"bytes of {name}.jpg".encode())
-    return tmp_path
+def test_a_cell_that_is_no_text_stops_nothing(tmp_path: Path) -> None:
+    put("a.png", "b.png", "c.png")(tmp_path)
+    images, captions = ([b"a.png", b"b.png", b"\xff"], [b"a", b"\xff", b"c"])
+    columns = {
+        "image": pa.array(images),
+        "caption": pa.array(captions),
+        "x": pa.array([[("a", 1)]] * 3, pa.map_(pa.string(), pa.int8())),
+    }
+    texts = {name: pa.Array.from_buffers(pa.string(), 3, columns[name].buffers()) for name in ("image", "caption")}
+    pq.write_table(pa.table(columns | texts), tmp_path / "t.parquet")
+    good, bad = read(tmp_path / "t.parquet")
+    assert ([record.id for record in good], reasons(bad)) == (
+        ["a.png"],
+        [("row 1", "bad_encoding"), ("row 2", "bad_encoding")],
+    )
 
 
 def write_bomb(path: Path, rows: int, letters: int) -> Path:
@@ -331,10 +299,7 @@ def write_bomb(path: Path, rows: int, letters: int) -> Path:
 def test_more_rows_than_a_parquet_file_can_hold_are_refused(tmp_path: Path, own_cache: Path) -> None:
     path = write_bomb(tmp_path / "p.parquet", rows=300_000, letters=3)
     assert path.stat().st_size < 100_000
-    for door in (
-        lambda: load_pairs(DataArguments(train_file=str(path))), lambda: task_of(train_file=str(path)),
-        lambda: load_pairs(DataArguments(dataset_name=str(tmp_path))), lambda: read(path),
-    ):  # fmt: skip
+    for door in (lambda: load_pairs(DataArguments(dataset_name=str(tmp_path))), lambda: task_of(train_file=str(path))):
         with pytest.raises(ValueError, match=r"^[^\n]*p\.parquet[^\n]* has 300,000 rows in [^\n]* bytes"):
             door()
 
@@ -355,7 +320,6 @@ def test_a_parquet_file_takes_memory_that_its_size_bounds(tmp_path: Path, monkey
 
 
 # -- text files ---------------------------------------------------------------------------------------------------------
-FREELY = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def rows_in(path: Path, text: bytes | str) -> tuple[list[tuple[int, Any]], dict[int, str]]:
@@ -366,7 +330,7 @@ def rows_in(path: Path, text: bytes | str) -> tuple[list[tuple[int, Any]], dict[
     return [(number, row) for number, row in rows if number not in bad], bad
 
 
-@FREELY
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cells=st.lists(st.tuples(*[st.text(st.characters(exclude_categories=["Cs"]), max_size=5)] * 2), max_size=6),
     tabs=st.booleans(),

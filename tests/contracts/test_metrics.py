@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import datasets
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -274,7 +274,6 @@ def random_split(images: int, most_captions: int, width: int, seed: int, levels:
     st.integers(1, 25), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**20), st.sampled_from([None, 1, 2]),
     st.integers(1, 9), st.integers(0, 8),
 )  # fmt: skip
-@settings(max_examples=10)
 def test_ranks_equal_sorting(
     images: int, captions: int, width: int, seed: int, levels: int | None, block: int, kinds: int
 ) -> None:
@@ -295,7 +294,6 @@ def test_ranks_equal_sorting(
 
 
 @given(st.integers(1, 40), st.sampled_from([0.5, 1.0, 3.0]), st.integers(1, 60), st.integers(1, 30))
-@settings(max_examples=10)
 def test_every_number_of_candidates_equals_sorting_again(top_k: int, weight: float, pairs: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reranking, "PAIRS", pairs)

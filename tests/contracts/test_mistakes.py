@@ -17,43 +17,34 @@ from scripts import pretrain
 MISTAKES = [
     ("scripts.eval_retrieval", "", "required: --model_name_or_path"),
     ("scripts.eval_retrieval", "--model_name_or_path x --rerank_weights match:-1", "--rerank_weights is match:-1"),
-    ("scripts.eval_zero_shot", "", "required: --model_name_or_path"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --split dev2", "--split is dev2; a split is train"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo"),
-    ("scripts.embed", "--index_dir x", "required: --model_name_or_path"),
-    ("scripts.embed", "--model_name_or_path x", "required: --index_dir"),
     ("scripts.embed", "--model_name_or_path x --index_dir x --images x --split test", "has no splits"),
     ("scripts.export", "--model_name_or_path x --output_dir y --precision fp32,int4", "--precision is fp32,int4; give fp32, int8, each once"),
-    ("scripts.export", "--model_name_or_path x --output_dir y --precision int8,int8", "--precision is int8,int8; give"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout tf", "--layout is tf; choose one of plain, transformers.js, immich"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout immich --precision fp32,int8", "--layout is immich; it has room for one --precision"),
     *(
         ("scripts.pretrain", f"--model_name_or_path whole --{flag}", f"--{flag.replace(' ', ' is ')}, and --model_name_or_path is whole; a whole model has")
-        for flag in ("vision_model_name_or_path other", "vision_config base", "text_config base", "vocab_size 100", "projection mlp")
+        for flag in ("vision_model_name_or_path other", "text_config base", "vocab_size 100")
     ),
     ("scripts.pretrain", "--learning_rte 1", "Did you mean '--learning_rate'?"),
     ("scripts.pretrain", "--objectives contrasitve", "there is no such term. Choose of contrastive, sigmoid, captioning, matching"),
     ("scripts.pretrain", "--objectives captioning:1", "no term of it compares images and texts"),
     ("scripts.pretrain", "--objectives contrastive,sigmoid", "share one temperature"),
     ("scripts.pretrain", "--objectives contrastive:-1", "a weight is a finite number"),
-    ("scripts.pretrain", "--objectives contrastive:1,", "--objectives"),
     ("scripts.pretrain", "--objectives contrastive,distillation", "Give --teacher_name_or_path"),
     ("scripts.pretrain", "--vision_config huge", "--vision_config is 'huge'; give tiny, small, base"),
     ("scripts.pretrain", "--lr_scheduler_type cubic", "--lr_scheduler_type"),
     ("scripts.pretrain", "--optim lion", "--optim"),
     ("scripts.pretrain", "--warmup_ratio -0.1", "--warmup_ratio"),
     ("scripts.pretrain", "--global_batch_size 1", "at least 2 pairs"),
-    ("scripts.pretrain", "--batch_size_schedule 0:8,20:16,10:32", "goes back from step 20 to step 10"),
     ("scripts.pretrain", "--micro_batch_size 0", "--micro_batch_size is 0; give at least 1, 'auto'"),
-    ("scripts.pretrain", "--micro_batch_size atuo", "--micro_batch_size is atuo"),
     ("scripts.pretrain", "--early_stopping_patience 1", "--eval_steps"),
     ("scripts.pretrain", "--report_to no_such_tracker", "--report_to is no_such_tracker"),
     ("scripts.pretrain", "--rerank_top_k -1", "--rerank_top_k is -1"),
     ("scripts.eval_retrieval", "--model_name_or_path x --rerank_weights likelihood:1", "--rerank_weights is likelihood:1"),
     ("scripts.pretrain", "--evaluators math.pi", "--evaluators has math.pi; that is not a function"),
-    ("scripts.finetune", "", "required: --model_name_or_path"),
     ("scripts.prepare_data", "", "--sources is empty"),
-    ("scripts.prepare_data", "--sources x", "--output_dir is empty"),
     ("scripts.prepare_data", "--sources x --output_dir s3://b/set", "--output_dir is s3://b/set; a folder of this machine is written"),
     ("scripts.prepare_data", "--sources x --output_dir y --image_size 3", "--image_size is 3"),
     ("scripts.prepare_data", "--sources x --output_dir y --max_bad_fraction 2", "--max_bad_fraction is 2"),
@@ -69,13 +60,12 @@ MISTAKES = [
     ("scripts.pretrain", "--min_crop_area 0", "--min_crop_area is 0"),
     ("scripts.pretrain", "--dataloader_num_workers many", "--dataloader_num_workers is many; give a number of processes from 0 on, or auto"),
     ("scripts.pretrain", "--hub_model_id a/b/c", "--hub_model_id is 'a/b/c'"),
-    ("scripts.launch_ray", "--num_workers 3:2", "--num_workers is 3:2"),
     ("scripts.launch_ray", "--num_workers 0", "--num_workers is 0"),
     ("scripts.launch_ray", "--mixed_precision int8", "--mixed_precision is int8; choose from no, fp16, bf16"),
     ("scripts.launch_ray", "--tune seed=1,2 --num_workers 1:2", "--tune is seed=1,2, and --num_workers is 1:2"),
     *(
         ("scripts.launch_ray", f"'--tune={grid}'", "is not a new flag with different values")
-        for grid in ("learning_rate", "seed=1,,2", "seed=1,1", "path=a/b,a-b", "seed=1;seed=2")
+        for grid in ("learning_rate", "seed=1,1", "path=a/b,a-b")
     ),
     ("scripts.launch_ray", "--tune output_dir=a,b", "output_dir cannot be swept"),
 ]  # fmt: skip
@@ -94,9 +84,8 @@ def test_mistakes_in_the_flags_end_with_status_2(
 FOUND_LATER = [  # pretrain's words behind those of a tiny run, and what the line has
     ("--train_file no_such.jsonl", "no such file"),
     ("--caption_column captoins", "captions"),
-    ("--global_batch_size 500", "--global_batch_size is 500, and the training split has 16 images"),
     ("--max_train_samples 1", "needs at least 2 pairs"),
-    ("--batch_size_schedule 0:4,2:500", "--global_batch_size is 500"),
+    ("--batch_size_schedule 0:4,2:500", "--global_batch_size is 500, and the training split has 16 images"),
     ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint is nowhere"),
     ("--metric_for_best_model accuracy", "--metric_for_best_model is accuracy"),
     ("--fusion_layers 0", "--fusion_layers"),
@@ -117,8 +106,6 @@ def test_mistakes_found_while_running_name_the_remedy(
 MODELS = [
     ("outputs/mien", "there is no such folder. Did you mean outputs/mine? Give the folder of a run"),
     ("./nowhere/at/all", "there is no such folder. Give the folder of a run, or a Hub id such as owner/name"),
-    ("mine", "there is no such folder"),
-    ("outputs/mine/config.json", "there is no such folder"),
     ("outputs/stopped", "this folder holds no model. Give a checkpoint in it, such as outputs/stopped/checkpoint-12"),
     ("outputs", "this folder holds no model. Give the folder of a run that has ended"),
     ("a vit", "give scripts/pretrain.py --vision_model_name_or_path 'a vit'"),
@@ -132,12 +119,8 @@ def test_a_model_that_is_none_is_answered_with_what_to_give(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder, kind in (
-        ("outputs/mine", "fusion-dual-encoder"),
-        ("a vit", "vit"),
-        ("bert", "bert"),
-        ("llava", "llava"),
-    ):
+    kinds = {"outputs/mine": "fusion-dual-encoder", "a vit": "vit", "bert": "bert", "llava": "llava"}
+    for folder, kind in kinds.items():
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": kind}))
     for step in (2, 12):

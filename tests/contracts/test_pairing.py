@@ -4,7 +4,6 @@ A picture of one colour and its captions say the same number; a colour survives 
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,9 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from datasets import Dataset
 from PIL import Image
 
 from mm_utils.data import media
@@ -22,8 +19,6 @@ from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.prepare.on_disk import content_id
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamLoader, open_stream
 from mm_utils.model.processor import train_tokenizer
@@ -87,10 +82,9 @@ def check(batch: dict[str, Any]) -> list[int]:
     return shown
 
 
-def loaders(image_size: int = SIZE, workers: int = 0, min_crop_area: float = 0.8) -> Loaders:
-    args = LoaderArguments(16, str(workers), min_crop_area=min_crop_area)
-    medium = media.Image(image_size, (0.0,) * 3, (1 / 255,) * 3, min_crop_area)
-    return Loaders(args, torch.device("cpu"), 0, medium)
+def loaders(workers: int = 0) -> Loaders:
+    medium = media.Image(SIZE, (0.0,) * 3, (1 / 255,) * 3, 0.8)
+    return Loaders(LoaderArguments(16, str(workers)), torch.device("cpu"), 0, medium)
 
 
 def on_each_rank(world: int, batches: Callable[[int, int], Any], start: int, stop: int) -> Iterator[list[Any]]:
@@ -108,19 +102,21 @@ HOW = {"whole": (1, 0, 0), "on ranks": (3, 0, 0), "by workers": (1, 2, 0), "resu
     ("source", "how"),
     [
         *((source, how) for source in ("memory", "stream of jpeg") for how in HOW),
-        *((source, how) for source in ("jpeg", "png", "raw", "stream of raw") for how in ("on ranks", "resumed")),
+        *((source, "resumed") for source in ("jpeg", "png", "raw", "stream of raw")),
     ],
 )
 def test_each_image_has_its_captions_in_the_same_steps(source: str, how: str, sources: dict[str, str]) -> None:
+    evaluated: list[int] = []
     if source.startswith("stream"):
         args = DataArguments(dataset_name=sources[source.split()[-1]])
         stream = open_stream(args, BatchSizes((0,), (BATCH,)), 1, 3, 4)
         count = sum(shard.rows for shard in stream.shards)
-        make = lambda workers, start, stop: StreamLoader(stream, loaders(SIZE, workers), TOKENIZER, start, stop)  # noqa: E731
+        make = lambda workers, start, stop: StreamLoader(stream, loaders(workers), TOKENIZER, start, stop)  # noqa: E731
     else:
         rows = tokenize_captions(rows_of(sources[source]), TOKENIZER, 16)
+        evaluated = [number for batch in loaders().evaluation(rows, 4) for number in check(batch)]
         order, count = GlobalOrder(len(rows), BatchSizes((0,), (BATCH,)), 1), len(rows)
-        make = lambda workers, start, stop: loaders(SIZE, workers).train(rows, order, start, stop)  # noqa: E731
+        make = lambda workers, start, stop: loaders(workers).train(rows, order, start, stop)  # noqa: E731
     world, workers, stop_at = HOW[how]
     steps: list[list[int]] = [[] for _ in range(STEPS)]
     for start, stop in ((0, stop_at), (stop_at, STEPS)):
@@ -132,50 +128,4 @@ def test_each_image_has_its_captions_in_the_same_steps(source: str, how: str, so
     assert all(len(set(numbers)) == BATCH for numbers in steps)
     first = [number for numbers in steps for number in numbers][: count - BATCH]
     assert len(set(first)) == len(first)
-
-
-def test_prepared_rows_pair_images_with_their_captions(sources: dict[str, str]) -> None:
-    for store in ("jpeg", "png", "raw"):
-        numbers = []
-        for rows in load_pairs(DataArguments(dataset_name=sources[store])).values():
-            for row in rows:
-                numbers.append(number_said(row["captions"][0]))
-                assert row["captions"] == [caption_of(numbers[-1], at) for at in range(numbers[-1] % 3 + 1)]
-                assert row["content_id"] == content_id(stored_hash(row["image"]["bytes"]), row["captions"])
-        assert sorted(numbers) == list(range(COUNT))
-
-
-CHANGES: dict[str, Callable[[Dataset], Dataset]] = {
-    "shuffle": lambda rows: rows.shuffle(seed=7),
-    "filter": lambda rows: rows.filter(lambda row: row["width"] % 2 == 0),
-    "shard": lambda rows: rows.shard(2, 1, contiguous=False),
-    "slice": lambda rows: rows.select(range(3, len(rows))),
-    "join": lambda rows: concatenate_datasets([rows.select(range(len(rows) // 2, len(rows))), rows.select(range(5))]),
-    "sort": lambda rows: rows.sort("image_hash"),
-}
-
-
-@given(
-    store=st.sampled_from(["jpeg", "png", "raw"]),
-    changes=st.lists(st.sampled_from(sorted(CHANGES)), max_size=3),
-    world=st.integers(1, 3),
-    image_size=st.sampled_from([16, SIZE, 40]),
-    min_crop_area=st.sampled_from([0.5, 1.0]),
-)
-@settings(max_examples=10)
-def test_pairs_survive_what_is_done_to_a_data_set(
-    store: str, changes: list[str], world: int, image_size: int, min_crop_area: float, sources: dict[str, str]
-) -> None:
-    rows = rows_of(sources[store])
-    for change in changes:
-        rows = CHANGES[change](rows)
-    expected = Counter(number_said(captions[0]) for captions in rows["captions"])
-    rows = tokenize_captions(rows, TOKENIZER, 16)
-    order = GlobalOrder(len(rows), BatchSizes((0,), (min(BATCH, len(rows)),)), 2)
-    made, steps = loaders(image_size, 0, min_crop_area), -(-len(rows) // order.sizes.at(0))
-    for evaluates, batches in ((False, partial(made.train, rows, order)), (True, lambda *_: made.evaluation(rows, 4))):
-        found = [batch for of_rank in on_each_rank(world, batches, 0, steps) for batch in of_rank]
-        seen = Counter(number for batch in found for number in check(batch))
-        assert seen == expected if evaluates else not expected - seen
-        if evaluates:
-            assert sum(len(batch["input_ids"]) for batch in found) == sum(map(len, rows["captions"]))
+    assert source.startswith("stream") or len(set(evaluated)) == len(evaluated) == count

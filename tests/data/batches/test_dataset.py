@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -51,7 +51,6 @@ from tests.kit.numbered_rows import (
     training_pairs,
 )
 
-disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
@@ -114,7 +113,7 @@ def test_a_broken_image_is_left_out_of_evaluation_and_replaced_in_training(token
 
 
 @given(bad=st.sets(st.integers(0, 12), max_size=11), world=st.sampled_from([1, 2, 4]), start=st.integers(0, 9))
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_replacements_are_the_same_on_any_ranks_and_after_a_restart(
     bad: set[int], world: int, start: int, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -369,7 +368,6 @@ def keyed(rows: Sequence[tuple[int, list[int]]]) -> Dataset:
 
 
 @given(KEYS, KEYS, st.randoms())
-@settings(max_examples=10)
 def test_fingerprint_depends_on_content_only(rows: list, other: list, random: Any) -> None:
     base = fingerprint(keyed(rows))
     assert (base == fingerprint(keyed(other))) == (rows == other)

@@ -5,7 +5,7 @@ from itertools import zip_longest
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_utils import distributed
@@ -71,7 +71,6 @@ def test_ranks_share_out_every_batch(num_rows: int, batch_size: int, world: int)
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(1, 6))
-@settings(max_examples=10)
 def test_evaluation_covers_every_row_once(num_rows: int, batch_size: int, world: int) -> None:
     shares = []
     for rank in range(world):
@@ -96,7 +95,6 @@ schedules = st.tuples(
 
 
 @given(schedules, st.integers(0, 70), st.integers(0, 2**32))
-@settings(max_examples=10)
 def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, more: int, seed: int) -> None:
     num_rows = sizes.sizes[-1] + more
     order = GlobalOrder(num_rows, sizes, seed)
@@ -115,11 +113,9 @@ def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, mo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0:8,0:16", "goes back from step 0 to step 0"),
         ("0:8,20:16,10:32", "goes back from step 20 to step 10"),
         ("0:8,20:4", "goes back from 8 to 4 pairs"),
         ("5:8", "begins at step 5"),
-        ("0:1,5:8", "--global_batch_size is 1;"),
         ("0:128", "is 128, .* has 5 images; .* at most --global_batch_size 5"),
         *((text, "write step:size") for text in ("8", "0:8,", "0:x")),
     ],
@@ -127,16 +123,6 @@ def test_every_epoch_is_a_permutation_with_any_batch_sizes(sizes: BatchSizes, mo
 def test_invalid_sizes_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GlobalOrder(5, BatchSizes.parse(text), 0)
-
-
-# -- captions -----------------------------------------------------------------------------------------------------------
-def test_captions_are_chosen_evenly_and_independently() -> None:
-    keys, counts = np.random.default_rng(0).integers(0, 2**63, 3000), np.full(3000, 5)
-    chosen = [choose_captions(7, np.full(3000, epoch), keys, counts) for epoch in range(4)]
-    for one in chosen:
-        assert np.bincount(one).min() > 500  # 600 in expectation, with a standard deviation of 22
-    assert 0.15 < (chosen[0] == chosen[1]).mean() < 0.25
-    assert set(choose_captions(7, np.zeros(50, int), keys[:50], np.ones(50, int))) == {0}
 
 
 def test_replacement_rows_are_spread_and_distinct() -> None:

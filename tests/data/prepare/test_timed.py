@@ -93,12 +93,6 @@ def test_a_cut_of_a_recording_counts_from_its_first_frame() -> None:
     assert np.flatnonzero(flashes(read_clip(stream, 25), 25))[0] / 25 == pytest.approx(0.4, abs=0.05)
 
 
-def test_an_animation_is_a_clip() -> None:
-    clip = read_clip(animation(8, flash=5), 20)
-    assert flashes(clip, 20) == [at // 2 == 5 for at in range(16)]
-    assert sum(len(jpeg) == 0 for jpeg in clip.jpegs) == 8  # shown for longer, stored once
-
-
 # -- prepared sets ------------------------------------------------------------------------------------------------------
 def melody(seed: int, seconds: float = 2.0, rate: int = 8000) -> np.ndarray:
     """Eight tones of random pitch and loudness with noise: int16 [n]."""
@@ -208,7 +202,6 @@ def many_streams() -> bytes:
 SOUND, CLIP = wav(clicking(1.0, clicks=(0.5,))), animation(8)
 FLAC, MP3 = encoded(clicking(2.0), 8000, "flac", "flac"), encoded(clicking(2.0, 16_000), 16_000, "mp3", "libmp3lame")
 MKV, MP4 = video(steady(10, 2)), video(steady(10, 2), form="mp4")
-TRACK = encoded(clicking(3.0), 8000, "matroska", "pcm_s16le")
 NOISE, PCM = np.random.default_rng(0).bytes(4000), clicking(1.0).tobytes()
 PAGE, STILL = b"<!doctype html><title>404</title>", save(picture(False), "JPEG")
 PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
@@ -225,13 +218,11 @@ SOUNDS: Cases = {
     "medium_empty": [b"", riff_wav(b""), (b"", {"audio": ""}), (b"", {"audio": None})],
     "medium_unknown_format": [PAGE, PLAYLIST, save(picture(False), "PNG"), b"\x03" + NOISE],
     "medium_truncated": [
-        *(SOUND[: len(SOUND) // 2], SOUND[:30], SOUND[:36], FLAC[:42], FLAC[: len(FLAC) // 2]),
-        *(FLAC[: len(FLAC) * 19 // 20], TRACK[: len(TRACK) // 2], MP4[: MP4.index(b"moov") - 4]),
+        *(SOUND[: len(SOUND) // 2], SOUND[:30], FLAC[: len(FLAC) * 19 // 20], MP4[: MP4.index(b"moov") - 4]),
         riff_wav(PCM, size=8000 * 2 * 3600),  # a header of an hour
     ],
     "medium_unreadable": [
-        *(MP4[: len(MP4) // 2], b"OggS" + NOISE, b"\x1aE\xdf\xa3" + NOISE, riff_wav(PCM, bits=40)),
-        *(riff_wav(PCM, channels=0), riff_wav(PCM, channels=1000)),
+        *(MP4[: len(MP4) // 2], b"OggS" + NOISE, riff_wav(PCM, bits=40), riff_wav(PCM, channels=0)),
         riff_wav(np.full(800, np.nan, "<f4").tobytes(), 3, bits=32),
     ],
     "bad_sound_rate": [riff_wav(PCM, rate=rate) for rate in (0, 100)],
@@ -241,13 +232,7 @@ SOUNDS: Cases = {
         (wav(np.concatenate([np.zeros(8000, np.int16), clicking()])), {"start": 0, "end": 0.9}),
     ],
     "no_audio_stream": [MKV],
-    "too_long": [
-        *(
-            wav(clicking(6.0)),
-            encoded(clicking(6.0, 16_000), 16_000, "mp3", "libmp3lame"),
-            (SOUND, {"start": 0, "end": 7}),
-        )
-    ],
+    "too_long": [*(encoded(clicking(6.0, 16_000), 16_000, "mp3", "libmp3lame"), (SOUND, {"start": 0, "end": 7}))],
     "span_outside": [
         *((MP3, {"start": 4, "end": 4.5}), (SOUND, {"start": 0.5, "end": 2}), (SOUND, {"start": -1, "end": 0.5})),
         (SOUND, moments(3, 4)),
@@ -270,11 +255,7 @@ SOUNDS: Cases = {
     "": [
         *(wav(width=1), wav(width=3, channels=2), riff_wav((clicking() / 32768).astype("<f8").tobytes(), 3, bits=64)),
         *(riff_wav(PCM, size=0xFFFFFFFF), SOUND + b"LIST\4\0\0\0junk", encoded(clicking(), 8000, "wav", "pcm_mulaw")),
-        *(
-            (SOUND, {"start": 0.1, "end": 1.2}),
-            (SOUND, {"start": "0.2", "end": "0.8"}),
-            wav(clicking(0.05, clicks=(0.01,))),
-        ),
+        *((SOUND, {"start": 0.1, "end": 1.2}), (SOUND, {"start": "0.2", "end": "0.8"})),
         *(video(steady(10, 1), sound=clicking(1.0)), (wav(clicking(2.0)), {"moments": [moment(0, 2, "a tone")]})),
     ],
 }

@@ -11,7 +11,6 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import disable_progress_bars
 
 from mm_utils.data.rows import tars
 from mm_utils.data.rows.source import Source
@@ -20,7 +19,6 @@ from mm_utils.data.streams.shards import Shard, ShardReader, check_columns, coun
 from tests.kit import numbered_shards as kit
 from tests.kit.reading import write_tar
 
-disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 SOURCE = Source("shards", medium="image")
 
@@ -71,9 +69,7 @@ def test_files_are_counted_by_what_lies_beside_them_and_again_when_they_change(
     assert count_shards([path])[0].rows == 7
 
 
-def test_a_missing_file_is_named_and_patterns_find_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing.parquet cannot be opened .* Check its address, the cred"):
-        count_shards(["memory://nowhere/nothing.parquet"])
+def test_patterns_find_files(tmp_path: Path) -> None:
     assert expand("https://host/x.parquet?download=true") == ["https://host/x.parquet?download=true"]
     kit.write_shards(tmp_path, "tar", [1, 1])
     for place in (str(tmp_path), f"file://{tmp_path}"):

@@ -35,7 +35,7 @@ from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
 from mm_utils.finetuning.labels import LabelArguments, open_task
-from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
+from mm_utils.finetuning.objective import ClassificationObjective
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
@@ -87,9 +87,7 @@ def main(
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
     model = build_classifier(classifier_args, given[LoraArguments], task.classes, has_texts=task.has_texts)
-    labels = torch.tensor(rows["label"][:])
-    weights = weigh_classes(labels, classes, classifier_args.class_weights)
-    objective = ClassificationObjective(model, labels, weights, run.args.seed)
+    objective = ClassificationObjective(model, torch.tensor(rows["label"][:]), run.args.seed)
     optimizer_args = given[OptimizerArguments]
     optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
 

@@ -29,15 +29,10 @@ BATCH = 128  # probes encoded at a time
 
 @dataclass
 class Probes:
-    """Tokenised probes; texts 2p and 2p + 1 are the true and the false caption of probe p.
-
-    Attributes:
-        texts: the captions.
-        image_P: the row of each probe's image in the data set; of those of a split, the image's place among its images.
-    """
+    """Tokenised probes; texts 2p and 2p + 1 are the true and the false caption of probe p."""
 
     texts: Texts
-    image_P: Tensor
+    image_P: Tensor  # the row of each probe's image in the data set; of those of a split, the image's place among its images
 
     @classmethod
     def none(cls) -> "Probes":

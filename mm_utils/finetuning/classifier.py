@@ -39,7 +39,6 @@ class ClassifierArguments:
         usual=True,
     )
     classifier_dropout: float = arg(0.1, "Dropout before the last layer of the classifier.")
-    class_weights: str = arg("none", "'balanced' weighs classes against their frequency in training; or 'none'.")
     freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
     freeze_text: bool = arg(False, "Do not train the text backbone.", usual=True)
     gradient_checkpointing: bool = arg(
@@ -50,8 +49,6 @@ class ClassifierArguments:
         if self.classifier_inputs not in (None, *CLASSIFIER_INPUTS):
             choices = ", ".join(CLASSIFIER_INPUTS)
             raise ValueError(f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {choices}.")
-        if self.class_weights not in ("balanced", "none"):
-            raise ValueError(f"--class_weights is {self.class_weights!r}; choose balanced or none.")
         if not 0 <= self.classifier_dropout < 1:
             raise ValueError(f"--classifier_dropout is {self.classifier_dropout}; give a share in [0, 1).")
 

@@ -28,11 +28,6 @@ _INPUTS = {
     "pair": "the embeddings of an image and a text, side by side",
     "image": "the embedding of an image",
 }
-_TASKS = {  # of the Hub
-    "fused": "visual-question-answering",
-    "pair": "visual-question-answering",
-    "image": "image-classification",
-}
 
 
 def finish_finetuning(
@@ -68,7 +63,8 @@ def classification_card(
     """Return the card of a fine-tuned model."""
     run, metrics = context.run, context.metrics
     inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
-    medium, task_of_hub = model.config.medium, _TASKS[inputs]
+    medium = model.config.medium
+    task_of_hub = "image-classification" if inputs == "image" else "visual-question-answering"
     if medium != "image":
         task_of_hub = task_of_hub.replace("visual", COLUMNS[medium]).replace("image", COLUMNS[medium])
     rows, results = [], []
@@ -105,22 +101,18 @@ def classification_card(
 def usage(inputs: str, name: str, medium: str) -> str:
     """Return code that classifies and runs as pasted, in any folder; `name` is the model's, quoted."""
     media, files, _ = EXAMPLES[medium]
-    load = f"""\
-from transformers import AutoModelForSequenceClassification
-
-model = AutoModelForSequenceClassification.from_pretrained({name}, trust_remote_code=True)
-
-# Take your own """
-    show = """
-for share in shares:
-    print(f"{share.max():.3f}  {model.config.id2label[share.argmax().item()]}")"""
     texts = "" if inputs == "image" else f', ["a text"] * len({media})'
     return f"""\
 from pathlib import Path
 
-{load}{media}{", and a text for each" if texts else ""}.
+from transformers import AutoModelForSequenceClassification
+
+model = AutoModelForSequenceClassification.from_pretrained({name}, trust_remote_code=True)
+
+# Take your own {media}{", and a text for each" if texts else ""}.
 {media} = sorted(Path("{media}").glob("{files}"))
-shares = model.predict({media}{texts}){show}"""
+for share in model.predict({media}{texts}):
+    print(f"{{share.max():.3f}}  {{model.config.id2label[share.argmax().item()]}}")"""
 
 
 def classifier_input(model: FusionDualEncoderForClassification) -> str:

@@ -46,16 +46,9 @@ class LabelArguments:
 
 @dataclass
 class LabelledTask:
-    """Labelled splits.
+    """Labelled splits."""
 
-    Attributes:
-        splits: train, validation and perhaps test. `label` is the place in `classes`, or -1, outside train, for another
-            class.
-        classes: names, in order.
-        has_texts: whether the rows hold texts.
-    """
-
-    splits: DatasetDict
+    splits: DatasetDict  # train, validation, perhaps test; `label` is the place in `classes`, or, outside train, -1 for another
     classes: list[str]
     has_texts: bool
 

@@ -80,18 +80,11 @@ class ZeroShotArguments(LabelArguments):
 
 @dataclass
 class LabelledImages:
-    """A labelled split.
+    """A labelled split."""
 
-    Attributes:
-        rows: in the schema that `mm_utils.data.batches.loaders.Loaders.evaluation` reads, without captions.
-        label_M: the class of each row, int64.
-        classes: names of all classes, also of those without an image.
-        split: train, validation or test.
-    """
-
-    rows: Dataset
-    label_M: Tensor
-    classes: list[str]
+    rows: Dataset  # in the schema that `mm_utils.data.batches.loaders.Loaders.evaluation` reads, without captions
+    label_M: Tensor  # the class of each row, int64
+    classes: list[str]  # names of all classes, also of those without an image
     split: str
 
 

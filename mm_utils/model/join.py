@@ -109,7 +109,7 @@ def probe(backbone: Any, tower: str) -> ModelOutput:
     if not _close(one, again):
         raise ValueError(
             f"{name} returns other outputs for the same input each time, in evaluation too: it draws random numbers. Choose "
-            "another backbone; of a ViT-MAE, load the weights as a ViTModel."
+            "another backbone; a ViT-MAE is saved as a ViT by ViTModel.from_pretrained(..., add_pooling_layer=False)."
         )
     row = row[:1] if tower == "vision" else row[:1, : one.shape[1]]
     if len(among["last_hidden_state"]) != 2 or not _close(one, row):

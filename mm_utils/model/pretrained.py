@@ -17,7 +17,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ViTConfig,
 )
 
 from mm_utils.places import missing, use_cache_without_network
@@ -43,9 +42,6 @@ def load_tower(name: str, tower: str, trust_remote_code: bool = False) -> tuple[
         part = _SOUND_PARTS[config.model_type]
     else:
         config, part = getattr(config, f"{tower}_config", config), ""
-    if config.model_type == "vit_mae":
-        # It hides 75 % of the patches at random in every forward; a ViT has the same weights and hides none.
-        config = ViTConfig.from_dict({**config.to_dict(), "model_type": ViTConfig.model_type})
     if type(config) not in MODEL_MAPPING and not trust_remote_code:
         raise ValueError(f"{flag}; AutoModel knows no {config.model_type}. Choose another backbone.")
     with explained(flag, name):

@@ -61,12 +61,8 @@ class SeenClasses(nn.Module):
 def read_classes(name: str | None, tower: PreTrainedModel, pool: Pool) -> SeenClasses | None:
     """Return the classes of a backbone, whose `handle` is to be removed; None without any that have names.
 
-    A classifier whose backbone is of another class than the tower, as timm's are, is not read.
-
-    Args:
-        name: the folder or the Hub id that the tower was loaded from; None for that of a whole model, which has no classes.
-        tower: the tower, in evaluation mode.
-        pool: what a model takes of its output, `[B, C]`.
+    A classifier whose backbone is of another class than the tower, as timm's are, is not read; `name` is what the tower was loaded
+    from, None for that of a whole model, which has no classes.
     """
     config = None if name is None else load_config(f"--vision_model_name_or_path is {name}", name)
     names = [value for _, value in sorted((getattr(config, "id2label", None) or {}).items())]

@@ -1,13 +1,11 @@
 """Run a frozen tower once over the training data, store its output, and train from that.
 
-The output of a frozen tower never changes. All processes compute it before the first step, of training rows and, unless an
-evaluator asks for the media themselves, of those that are evaluated, and keep it in the datasets cache
-under a fingerprint of everything it depends on: weights and config of the tower, preprocessing, precision and data, but not
-the number of processes or the batch size. A later run with the same tower and data reads it. A step then runs only what is
-trained, and decodes no image. The price is cropping: every epoch sees the centre square of an image, as evaluation does.
+All processes compute it before the first step, of training rows and, unless an evaluator asks for the media themselves, of those
+that are evaluated, and keep it in the datasets cache under a fingerprint of everything it depends on: weights and config of the
+tower, preprocessing, precision and data, but not the number of processes or the batch size. A step then runs only what is trained,
+and decodes no image. The price is cropping: every epoch sees the centre square of an image, as evaluation does.
 
-`mm_utils.stored` describes the store, `mm_utils.data.batches.column_cache` its columns. Two runs that begin at once both compute
-it, as none may keep its ranks waiting for another's; the first that ends wins.
+Two runs that begin at once both compute it, as none may keep its ranks waiting for another's; the first that ends wins.
 """
 
 import hashlib
@@ -140,7 +138,6 @@ def stored_features(
     """Return the stored features, one row per training row; compute them if there is no store.
 
     Args:
-        name, flag: what the store is of, and what asks for it.
         tower: what computes the features; `model`, of which it is a part, is in evaluation mode meanwhile.
         depends_on: all that the features depend on besides tower and precision.
         blocks: the features of this rank's rows, one block for each of `batches`.

@@ -50,10 +50,8 @@ class Trainer:
     """Train an objective on global batches. It is built from parts, in the open.
 
     Args:
-        args, optimizer_args, accelerator: the run's arguments, and the accelerator from `mm_utils.run.start.start_run`.
         objective: the loss; called with (batch, step), it returns the value to optimise and the values to log.
         optimizer: an optimizer whose groups have a `peak_lr`.
-        data: the training batches, and the batches to evaluate on.
         evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
         callbacks: any `transformers.TrainerCallback`.
         flags: those that decide what is learnt, by name; a run that is resumed must have them as they were.

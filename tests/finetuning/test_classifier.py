@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from mm_utils import distributed
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
-from mm_utils.finetuning.objective import ClassificationObjective, weigh_classes
+from mm_utils.finetuning.objective import ClassificationObjective
 from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout
@@ -21,7 +21,6 @@ from tests.kit.ranks import run_on_ranks
 CLASSES = ["no", "perhaps", "yes"]
 ROWS = 7
 LABELS = torch.tensor([0, 1, 2, 2, 0, 1, 2, 2])
-WEIGHTS = torch.tensor([0.5, 1.0, 2.0])
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +51,9 @@ def whole_batch() -> dict[str, Any]:
 
 
 def reference(model: FusionDualEncoderForClassification, batch: dict[str, Any]) -> Tensor:
-    """torch's own weighted mean over the whole batch."""
+    """torch's own mean over the whole batch."""
     logits = model(batch["input_ids"], batch["pixel_values"], batch["attention_mask"]).logits
-    return F.cross_entropy(logits, LABELS[batch["rows"]], WEIGHTS.to(logits))
+    return F.cross_entropy(logits, LABELS[batch["rows"]])
 
 
 @pytest.mark.parametrize("inputs", ["fused", "pair", "image"])
@@ -112,26 +111,16 @@ def test_unused_parts_are_not_trained(folder: str) -> None:
     assert trained(freeze_text=True) == {"vision_model", "fusion", "classifier"}
 
 
-def test_balanced_weights_make_all_classes_count_alike() -> None:
-    labels = torch.tensor([0] * 6 + [1] * 3 + [3])
-    assert weigh_classes(labels, 4, "none").tolist() == [1.0] * 4
-    weights = weigh_classes(labels, 4, "balanced")
-    assert weights.tolist() == pytest.approx([10 / 18, 10 / 9, 0.0, 10 / 3])
-    assert weights[labels].mean() == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("inputs", ["fused", "pair", "image"])
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
-def test_the_loss_is_torchs_weighted_mean_for_any_micro_batch(
-    folder: str, inputs: str, micro_batch_size: int | None
-) -> None:
+def test_the_loss_is_torchs_mean_for_any_micro_batch(folder: str, inputs: str, micro_batch_size: int | None) -> None:
     batch = whole_batch()
     batch["pixel_values"] = batch["pixel_values"].double()
     model = build(folder, inputs).double()
     expected = reference(model, batch)
     expected.backward()
     right = {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
-    objective = ClassificationObjective(build(folder, inputs).double(), LABELS, WEIGHTS)
+    objective = ClassificationObjective(build(folder, inputs).double(), LABELS)
     found = step_in_parts(objective, batch, micro_batch_size)
     assert found["report"]["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert 0 <= found["report"]["train_accuracy"] <= 1
@@ -144,7 +133,7 @@ def on_this_rank(folder: str) -> list[dict[str, Any]]:
     results = []
     for sizes, micro_batch_size in (([4, 3], None), ([7, 0], 2)):
         low = sum(sizes[: distributed.rank()])
-        objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
+        objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS)
         part = {name: value[low : low + sizes[distributed.rank()]] for name, value in whole_batch().items()}
         found = step_in_parts(objective, part, micro_batch_size)
         if micro_batch_size is None:
@@ -157,7 +146,7 @@ def on_this_rank(folder: str) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_do_what_one_does(folder: str) -> None:
-    objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS, WEIGHTS)
+    objective = ClassificationObjective(build(folder, classifier_dropout=0.5), LABELS)
     assert any(isinstance(module, RowDropout) for module in objective.modules())
     alone = step_in_parts(objective, whole_batch(), None)
     largest = max(gradient.abs().max().item() for gradient in alone["gradients"].values())

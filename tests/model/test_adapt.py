@@ -26,21 +26,14 @@ from mm_utils.model.encoding import PASS_TOKENS, length_groups
 from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
-from tests.kit.models import IMAGE, TOWER
+from tests.kit.models import IMAGE, TOWER, batch_for, build
 from tests.kit.objectives import global_batch, tiny_objective
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
-def tiny(seed: int = 0) -> FusionDualEncoderModel:
-    torch.manual_seed(seed)
-    model = join_backbones(
-        AutoModel.from_config(AutoConfig.for_model("vit", **SMALL, image_size=16, patch_size=8)),
-        AutoModel.from_config(AutoConfig.for_model("bert", **SMALL, vocab_size=50)),
-        fusion_layers=1,
-    )
-    torch.nn.init.xavier_uniform_(model.fusion.match.weight)  # 0 in a model that was not trained
-    return model.eval()
+def tiny() -> FusionDualEncoderModel:
+    return build(fusion_layers=1)
 
 
 def stirred(model: FusionDualEncoderModel) -> FusionDualEncoderModel:
@@ -51,11 +44,9 @@ def stirred(model: FusionDualEncoderModel) -> FusionDualEncoderModel:
     return model
 
 
-def outputs(model: nn.Module) -> torch.Tensor:
-    torch.manual_seed(7)
-    ids = torch.randint(5, 50, (2, 6))
-    with torch.no_grad():
-        return model(input_ids=ids, pixel_values=torch.randn(2, 3, 16, 16)).match_logits
+@torch.no_grad()
+def outputs(model: FusionDualEncoderModel) -> torch.Tensor:
+    return model(**batch_for(model)).match_logits
 
 
 def test_adapters_of_the_towers_that_are_not_frozen_are_trained_and_start_without_effect() -> None:

@@ -30,7 +30,7 @@ def test_it_learns_what_it_is_shown(finetuning_flags: list[str], questions: Path
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["--train_file", str(tmp_path / "train.jsonl"), "--validation_file", str(tmp_path / "test.jsonl")]
     longer = ["--max_steps", "60", "--eval_steps", "20", "--load_best_model_at_end", "--allow_outside_root"]
-    rates = ["--learning_rate", "2e-3", "--backbone_learning_rate", "1e-3", "--class_weights", "balanced"]
+    rates = ["--learning_rate", "2e-3", "--backbone_learning_rate", "1e-3"]
     metrics = finetune.main([*finetuning_flags, *data, *longer, *rates, "--output_dir", str(tmp_path / "out")])
     assert metrics["eval_accuracy"] > 0.7
     evaluated = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]

@@ -130,14 +130,30 @@ def _serve(pipe: Any, make: Callable[[Any], Callable[[Any], dict[str, Any]]], ta
         pipe.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
 
 
-def take_turns(contestants: Sequence[Contestant], question: Any, rounds: int) -> list[list[dict[str, Any]]]:
-    """Ask all of them in turn, each time from another one on; what slows the machine down hits all alike."""
-    answers: list[list[dict[str, Any]]] = [[] for _ in contestants]
-    for turn in range(rounds):
-        for number in range(len(contestants)):
-            place = (turn + number) % len(contestants)
-            answers[place].append(contestants[place].ask(question))
-    return answers
+def compete(
+    make: Callable[[Any], Callable[[Any], dict[str, Any]]],
+    chosen: Sequence[str],
+    args: argparse.Namespace,
+    warm: Sequence[Any],
+    question: Any,
+    rounds: int,
+) -> list[tuple[str, Contestant, list[dict[str, Any]]]]:
+    """Each by name with its answers: asked the `warm` questions alone, then all in turn, so that a slow machine hits all alike."""
+    field: list[Contestant] = []
+    answers: list[list[dict[str, Any]]] = [[] for _ in chosen]
+    try:
+        for name in chosen:
+            field.append(Contestant(make, (name, args)))
+            for first in warm:
+                field[-1].ask(first)
+        for turn in range(rounds):
+            for number in range(len(field)):
+                place = (turn + number) % len(field)
+                answers[place].append(field[place].ask(question))
+    finally:
+        for contestant in field:
+            contestant.end()
+    return list(zip(chosen, field, answers, strict=True))
 
 
 def cpu_seconds() -> float:

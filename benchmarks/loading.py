@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
-from benchmarks.harness import Contestant, cpu_seconds, flags_of, names, print_table, take_turns
+from benchmarks.harness import compete, cpu_seconds, flags_of, names, print_table
 from mm_utils.data import media
 from mm_utils.data.batches.loaders import LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder, RankBatches
@@ -127,10 +127,6 @@ class Bench:
         place = {name: row for row, name in enumerate(rows["id"])}
         return rows.select([place[name] for name in self.ids])
 
-    def contents(self) -> list[bytes]:
-        """All prepared images, encoded."""
-        return [image["bytes"] for image in self.rows["image"]]
-
     def example(self, row: int, epoch: int, content: bytes) -> tuple[Tensor, int]:
         """The square of an encoded image and its row, decoded and cropped as this project does it."""
         least = int(self.args.image_size * self.loader_args.min_crop_area**-0.5) + 1
@@ -192,7 +188,7 @@ class LmdbPairs(Dataset):
         """Write all prepared images."""
         import lmdb
 
-        contents = self.bench.contents()
+        contents = [image["bytes"] for image in self.bench.rows["image"]]
         size = 2 * sum(map(len, contents)) + 2**24
         with lmdb.open(str(folder), map_size=size) as environment, environment.begin(write=True) as transaction:
             for row, content in enumerate(contents):
@@ -271,18 +267,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     digest = hashlib.blake2b(named.encode(), digest_size=8).hexdigest()
     args.cache_dir = str(Path(args.cache_dir or datasets.config.HF_DATASETS_CACHE, "tandem_loading", digest))
     present = [name for name in args.contestants if name != "lmdb" or importlib.util.find_spec("lmdb")]
-    field: list[Contestant] = []
-    try:
-        for name in present:
-            field.append(Contestant(Reader, (name, args)))
-            field[-1].ask(0)
-            field[-1].ask(2)
-        answers = take_turns(field, args.batches, args.rounds)
-    finally:
-        for contestant in field:
-            contestant.end()
     rows: list[dict[str, Any]] = []
-    for name, contestant, turns in zip(present, field, answers, strict=True):
+    for name, contestant, turns in compete(Reader, present, args, (0, 2), args.batches, args.rounds):
         rows.append({"reader": name})
         if contestant.error:
             rows[-1]["error"] = contestant.error

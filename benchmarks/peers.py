@@ -144,26 +144,11 @@ class Bench:
         return iter(loader)
 
 
-class ScriptedTransform(torch.nn.Module):
-    """The image transform of transformers' example, which scripts it."""
-
-    def __init__(self, image_size: int, mean: list[float], std: list[float]):
-        super().__init__()
-        self.transforms = torch.nn.Sequential(
-            Resize([image_size], interpolation=InterpolationMode.BICUBIC),
-            CenterCrop(image_size),
-            ConvertImageDtype(torch.float),
-            Normalize(mean, std),
-        )
-
-    def forward(self, image: Tensor) -> Tensor:
-        """Transform one image of bytes, channels first."""
-        return self.transforms(image)
-
-
 def transformers_batches(bench: Bench) -> Iterator[Batch]:
     """Batches of transformers' contrastive-image-text example: padded tokens, images read when a row is asked for, no workers."""
-    transform = torch.jit.script(ScriptedTransform(*bench.geometry))
+    size, mean, std = bench.geometry
+    whole = [Resize([size], InterpolationMode.BICUBIC), CenterCrop(size)]
+    transform = torch.jit.script(torch.nn.Sequential(*whole, ConvertImageDtype(torch.float), Normalize(mean, std)))
     images, captions = bench.pairs()
     padded = [pad_list(ids, TRANSFORMERS_TOKENS, bench.pad_token_id) for ids in captions]
     masks = [[1] * len(ids) + [0] * (TRANSFORMERS_TOKENS - len(ids)) for ids in captions]

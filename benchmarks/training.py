@@ -30,14 +30,13 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.harness import (
-    Contestant,
+    compete,
     device_name,
     flags_of,
     give_memory_back,
     names,
     print_table,
     synchronize,
-    take_turns,
 )
 from benchmarks.peers import (
     ENDLESS,
@@ -196,17 +195,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--synthetic", type=int, default=0, help="no loader: one random batch, captions of N tokens")
     add_data_flags(parser)
     args = parser.parse_args(argv)
-    field: list[Contestant] = []
-    try:
-        for name in args.contestants:
-            field.append(Contestant(Loop, (name, args)))
-            field[-1].ask(1)  # the first steps ever do not count
-        answers = take_turns(field, args.steps, args.rounds)
-    finally:
-        for contestant in field:
-            contestant.end()
     rows: list[dict[str, Any]] = []
-    for name, contestant, turns in zip(args.contestants, field, answers, strict=True):
+    found = compete(Loop, args.contestants, args, (1,), args.steps, args.rounds)  # the first steps ever do not count
+    for name, contestant, turns in found:
         rows.append({"contestant": name})
         if contestant.error:
             rows[-1]["error"] = contestant.error
@@ -217,7 +208,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         rows[-1] |= {"slowest": min(turn["rate"] for turn in turns), "fastest": max(turn["rate"] for turn in turns)}
         rows[-1] |= {"peak GiB": max(turn["GiB"] for turn in turns), "before step 1": turns[0]["GiB before"]}
         rows[-1] |= {"tokens computed / real": turns[-1]["tokens"], "loss": turns[-1]["loss"]}
-    print_table(rows, [turns[0]["device"] for turns in answers if turns and turns[0]][:1])
+    print_table(rows, [turns[0]["device"] for _, _, turns in found if turns and turns[0]][:1])
     return rows
 
 

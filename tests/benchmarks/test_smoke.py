@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import gpu, learning, loading, loss, peers, reliability, training
+from benchmarks import gpu, harness, learning, loading, loss, peers, reliability, training
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.objectives.losses import gather_batch, info_nce
 from tests.kit.corpora import draw
@@ -81,7 +81,7 @@ class InThisProcess:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    for module in (learning, loading, loss, training):
+    for module in (harness, learning, loss):
         monkeypatch.setattr(module, "Contestant", InThisProcess)
     monkeypatch.setattr("logging.disable", lambda *_: None)
 

@@ -14,7 +14,6 @@ import random
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +57,6 @@ class Fault:
         step: that is being taken or was last taken there, from 1; 0 is any.
         rank: whom it happens to; None is everyone.
         times: how often, at most.
-        delay: seconds from there, in a thread.
     """
 
     action: Action
@@ -66,7 +64,6 @@ class Fault:
     step: int = 0
     rank: int | None = 0
     times: int = 1
-    delay: float = 0.0
 
 
 @dataclass
@@ -102,8 +99,7 @@ class Striker:
         for fault in self.faults:
             if fault.place == place and fault.step in (0, step) and fault.times and self.trainer is not None:
                 fault.times -= 1
-                act = partial(fault.action, self.trainer, self.batch)
-                threading.Timer(fault.delay, act).start() if fault.delay else act()
+                fault.action(self.trainer, self.batch)
 
     def watch(self, trainer: Trainer) -> None:
         """Have this called at all places of a trainer."""
@@ -255,14 +251,9 @@ def loses_checkpoint(folder: Path) -> bool:
     return newest > (0 if whole is None else step_of(whole))
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The final weights."""
-    return load_file(folder / "model.safetensors")
-
-
 def difference(one: Path, other: Path) -> float:
     """The largest between the final weights of two runs, relative to the largest weight of a tensor; 0 = every bit."""
-    left, right = weights_of(one), weights_of(other)
+    left, right = (load_file(folder / "model.safetensors") for folder in (one, other))
     assert left.keys() == right.keys()
     off = [
         (left[name].double() - value.double()).abs().max() / value.abs().max().clamp(min=1e-3)

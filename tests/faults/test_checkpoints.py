@@ -262,21 +262,6 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(
     assert find_checkpoint("latest", run) == newest
 
 
-def test_what_else_lies_about_is_neither_read_nor_removed(straight: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(straight, tmp_path / "run")
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious/file").touch()
-    (run / "checkpoint-11").symlink_to(tmp_path / "precious")
-    shutil.copytree(run / f"checkpoint-{STEPS}", run / ".checkpoint-12.tmp")
-    (run / "model.safetensors").unlink()
-    status, (_, last, seen) = alone(train, TinyRun(run))
-    assert (status, last, seen) == (0, STEPS, []), "a finished run is finished"
-    assert digest(run) == digest(straight)
-    assert losses(run) == losses(straight)
-    assert (tmp_path / "precious/file").exists()
-    assert not list(run.glob(".*"))
-
-
 # -- resumed ------------------------------------------------------------------------------------------------------------
 
 
@@ -310,27 +295,3 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
     assert (status, last) == (0, STEPS)
     assert digest(run.folder) == digest(straight)
     assert losses(run.folder) == losses(straight)
-
-
-def refusals(straight: Path, folder: Path, changes: list[dict[str, Any]]) -> list[str]:
-    told = []
-    for change in changes:
-        with pytest.raises(ValueError, match="would not be the same run") as caught:
-            train(TinyRun(folder, str(straight / "checkpoint-9"), **change))
-        told.append(str(caught.value))
-    return told
-
-
-OTHER_RUNS: list[tuple[dict[str, Any], str]] = [
-    ({"identity": {"data": "others"}}, "data was rows and is others"),
-    ({"arguments": {"seed": 43}}, "seed was 42 and is 43"),
-    ({"arguments": {"global_batch_size": 4}}, "batch sizes was "),
-    ({"kind": "contrastive"}, "fusion_vision_taps was [-1, -2] and is [-1], so it would not be the same run"),
-]
-
-
-def test_another_run_is_not_gone_on_with(straight: Path, tmp_path: Path) -> None:
-    status, told = alone(refusals, straight, tmp_path / "run", [change for change, _ in OTHER_RUNS])
-    assert status == 0
-    for text, (_, message) in zip(told, OTHER_RUNS, strict=True):
-        assert message in text

@@ -1,6 +1,5 @@
 """Hostile images that training meets, data workers that end, preparations that are killed, and two at once in one folder."""
 
-import errno
 import os
 import random
 import resource
@@ -19,14 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data.batches import workers as loader_workers
 from mm_utils.data.batches.dataset import Pairs
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.images import open_image, read_pixels
+from mm_utils.data.images import open_image
 from mm_utils.data.prepare import report
 from mm_utils.model.reading import UnreadableError
 from scripts.prepare_data import main
 from tests.data.prepare.zoo import Corpus, good_rows
-from tests.kit.fault_images import UNDECODABLE, Broken, draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of
 from tests.kit.ranks import forks
 from tests.kit.reading import digests, intact_rows, report_of
@@ -37,17 +34,6 @@ disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 # -- images -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", UNDECODABLE, ids=lambda case: case.kind)
-def test_a_broken_file_is_named_when_training_meets_it(case: Broken, tmp_path: Path) -> None:
-    path = tmp_path / "this one.jpg"
-    path.write_bytes(case.make(draw(1)))
-    with pytest.raises(UnreadableError, match="this one") as caught:
-        read_pixels({"bytes": None, "path": str(path)}, 64)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UnreadableError):
-        read_pixels({"bytes": path.read_bytes(), "path": None}, 64)
 
 
 def measured(paths: list[Path]) -> list[int]:
@@ -71,21 +57,6 @@ def test_a_file_of_a_terabyte_or_that_unpacks_to_gigabytes_is_refused_before_it_
         file.truncate(1 << 40)
     _, found = alone(measured, paths)
     assert all(kilobytes < 20_000 for kilobytes in found)
-
-
-def test_a_network_disk_that_falters_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "good.png"
-    path.write_bytes(png(draw(4)))
-    failures, really = [OSError(code, "falters") for code in (errno.EIO, errno.ESTALE)], os.open
-
-    def falter(name: str, *rest: int, **more: int) -> int:
-        if failures and str(name) == str(path):
-            raise failures.pop()
-        return really(name, *rest, **more)
-
-    monkeypatch.setattr("mm_utils.files.os.open", falter)
-    assert open_image({"bytes": None, "path": str(path)}).size == (64, 48)
-    assert not failures
 
 
 # -- data workers -------------------------------------------------------------------------------------------------------
@@ -122,25 +93,6 @@ def test_a_row_that_ends_its_worker_ends_the_run(
     monkeypatch.setattr(Pairs, "__getitems__", read)
     with pytest.raises(RuntimeError, match=f"^{message}"):
         list(loaders(2).evaluation(tokenize_captions(rows_of(10), tokenizer, 16), 2))
-
-
-def children() -> set[int]:
-    """Return the processes that this one has started."""
-    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers in /proc")
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_a_killed_worker_ends_the_loop(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Torch raises wherever the main thread is, here or in the loader."""
-    rows = tokenize_captions(rows_of(13, broken=[3]), tokenizer, 16)
-    loader = loaders(2).train(rows, GlobalOrder(13, BatchSizes((0,), (5,)), seed=3), 2, 26)
-    before = children()
-    with pytest.raises(RuntimeError, match=ENDED):  # noqa: PT012
-        for number, _ in enumerate(loader):
-            if number == 1:
-                os.kill(max(children() - before), signal.SIGKILL)
-                time.sleep(0.5)
 
 
 # -- preparations -------------------------------------------------------------------------------------------------------
@@ -199,28 +151,15 @@ def finished(work: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in done}
 
 
-def has_finished(count: int) -> Callable[[Path], bool]:
-    return lambda work: len(finished(work)) >= count
-
-
-# Each: when a run is killed, and again the run that resumes. Chunks are two files each, eight in all.
-MOMENTS: dict[str, list[Callable[[Path], bool]]] = {
-    "at a chunk and the result": [has_finished(4), lambda work: (work / "result" / "dataset_dict.json").exists()],
-    "while chunks are made": [lambda work: work.exists(), *map(has_finished, (2, 4, 8, 12))],
-    "while the result is written": [
-        lambda work: (work / "result").exists(),
-        lambda work: (work / "result" / "report.json").exists(),
-    ],
-}
-FIRST, *REST = MOMENTS
-
-
-@pytest.mark.parametrize("when", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
-def test_a_killed_run_resumes_and_gives_the_same_result(when: str, whole: Whole, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_and_gives_the_same_result(whole: Whole, tmp_path: Path) -> None:
+    """Killed after two of eight chunks, of two files each, and again when the result is written."""
     output, work = tmp_path / "killed", tmp_path / "killed.partial"
     flags = flags_of(whole.zoo, output)
     rng, before, kills = random.Random(0), dict[str, tuple[int, int]](), 0
-    for moment in MOMENTS[when]:
+    for moment in (
+        lambda work: len(finished(work)) >= 4,
+        lambda work: (work / "result" / "dataset_dict.json").exists(),
+    ):
         if not run_until(flags, work, moment, rng.uniform(0, 0.01)):  # it ended first, on a busy machine: begin anew
             shutil.rmtree(output)
             before = {}

@@ -104,16 +104,6 @@ def break_a_weight(trainer: Trainer, batch: dict[str, Any]) -> None:
         trainer.model.text_projection.weight[0, 0] = math.nan
 
 
-def same_pairs(trainer: Trainer, batch: dict[str, Any]) -> None:
-    mask = torch.zeros_like(batch["attention_mask"])
-    mask[:, :4] = 1
-    batch["input_ids"].copy_(torch.arange(5, 5 + mask.shape[1]) * mask)
-    batch["attention_mask"].copy_(mask)
-    batch["pixel_values"].copy_(torch.ones_like(batch["pixel_values"]))
-    batch["ids"].fill_(3)
-    batch["lengths"] = [4] * len(mask)
-
-
 def no_rows(trainer: Trainer, batch: dict[str, Any]) -> None:
     """What is left of a batch of which no row, nor any in its place, can be read."""
     batch["skipped"] = [f"{row}: cannot be read" for row in batch["image_ids"]]
@@ -150,16 +140,6 @@ def hanging(place: str, step: int, phase: str, seconds: str) -> Case:
     return Case(faults, [1, 1], {0: LOST, 1: said}, arguments)
 
 
-def asked_to_stop(place: str, step: int, rank: int | None) -> Case:
-    return Case([Fault(terminate, place, step, rank)], [143, 143], again=2, exact=False)
-
-
-def ending_early(rank: int | None, stop: int) -> Case:
-    """It is an error; whoever has fewer batches must not evaluate and save while the others wait for it in a step."""
-    told: dict[int | None, str] = {None: f"ended after step {stop} of {STEPS}"}
-    return Case([Fault(Shorten(stop), "start", 0, rank)], [1, 1], told, again=2)
-
-
 QUICK = {
     "killed at the start": killed(1, "start", 0),
     "killed while a checkpoint is written": killed(0, "writing", 6, world=2),
@@ -173,8 +153,10 @@ QUICK = {
     "cannot write a checkpoint": Case(
         [Fault(BUG, "writing", 6)], [0, 0], {0: "ERROR the checkpoint of step 6 could not be written"}
     ),
-    "has data that end early": ending_early(1, 6),
-    "is asked to stop": asked_to_stop("backward", STRUCK, 0),
+    "has data that end early": Case(  # it must not evaluate and save while the others wait for it in a step
+        [Fault(Shorten(6), "start", 0, 1)], [1, 1], {None: f"ended after step 6 of {STEPS}"}, again=2
+    ),
+    "is asked to stop": Case([Fault(terminate, "backward", STRUCK, 0)], [143, 143], again=2, exact=False),
     "has a checkpoint that is not finite": Case(
         [Fault(break_a_weight, "end", 6, None)], [1, 1], {0: "the weights after step 6 are not finite"}, again=2
     ),
@@ -192,31 +174,12 @@ QUICK = {
 }
 PLACES = [("batch", 1), ("batch", 5), ("tower", 2), ("backward", 8), ("optimizer", 4), ("end", 7), ("evaluation", 4),
           ("evaluation", 10), ("saved", 0), ("last", STEPS)]  # fmt: skip
-BREAKS = [("start", 0), ("forward", 5), ("backward", 5), ("optimizer", 5), ("end", 5), ("log", 5), ("last", STEPS)]
 SLOW = {
     **{f"killed {rank} {place} {step}": killed(rank, place, step) for rank in range(3) for place, step in PLACES},
-    **{f"killed at {delay} ms": Case(
-        [Fault(kill, "taken", STRUCK, 0, delay=delay / 1000), Fault(Sleep(0.01), "tower", STRUCK, None, 9)],
-        *([-9, 1], {1: LOST}, {}, 2, False),
-    ) for delay in range(1, 40, 7)},
-    **{f"raised {rank} {place} {type(error.error).__name__}": raised(error, place, step, rank)
-       for error, (place, step), rank in product((MISTAKE, BUG), BREAKS, (0, 1))},
-    **{f"asked {rank} {place}": asked_to_stop(place, step, rank)
-       for place, step, rank in [("backward", 5, 1), ("backward", 5, None), ("evaluation", 4, 1), ("evaluation", 4, None)]},
-    "hangs while data are awaited": hanging("batch", 8, "data", r"\d+"),
     "hangs in an evaluation": hanging("evaluation", 4, "evaluation", r"(?:[6-9]|\d\d)"),
     "has a tenth step that is not finite": Case(
         [Fault(NAN_PIXELS, "taken", step, 1) for step in range(4, 16)],
         *([1, 1], {0: "10 steps had a loss or a gradient that is not finite"}, {"max_steps": 16}),
-    ),
-    "is slow for a while": Case([Fault(Sleep(3), "batch", 8, 1)], [0, 0]),
-    "all data end early": ending_early(None, 6),
-    "data end after a checkpoint": ending_early(1, 9),
-    "runs out of memory in the first step": Case(
-        [Fault(FULL, "tower", 1, None)], [0, 0], {None: "ran out of memory"}, {"micro_batch_size": "auto"}
-    ),
-    "runs out of memory without a smaller batch": Case(
-        [Fault(FULL, "backward", STRUCK, 1, times=99)], [1, 1], {1: "--micro_batch_size auto"}
     ),
 }  # fmt: skip
 
@@ -304,19 +267,6 @@ def test_a_step_without_a_row_or_a_finite_gradient(
         assert f'"step": {STRUCK},' in line
         assert all(f'"{row}"' in line for row in rank_runs.rows_of(run.folder)[STRUCK])
     assert rank_runs.difference(run.folder, without_a_step) < TOLERANCE
-
-
-@pytest.mark.parametrize(("action", "rank"), [(same_pairs, None), (no_rows, 1), slow(same_pairs, 1), slow(no_rows, 0)])
-def test_a_batch_that_has_little_to_say(tmp_path: Path, action: Action, rank: int | None) -> None:
-    """Nothing becomes NaN, and all processes end with the same weights as one would."""
-    run = exact_run(tmp_path / "run", max_corrupt_share=1.0)
-    ended = start(2, run, Fault(action, "taken", STRUCK, rank))
-    assert ended.statuses == [0, 0], ended.text
-    assert all(value.isfinite().all() for value in rank_runs.weights_of(run.folder).values())
-    if rank is None:
-        single = exact_run(tmp_path / "alone", max_corrupt_share=1.0)
-        assert start(1, single, Fault(action, "taken", STRUCK, None)).statuses == [0]
-        assert rank_runs.difference(run.folder, single.folder) < TOLERANCE
 
 
 @pytest.mark.parametrize(

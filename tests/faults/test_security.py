@@ -281,9 +281,8 @@ LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(f"a{at}: &a{at} [{', '.join([f'*a{at -
 CONFIGS = {
     "a tag that runs a program": ("output_dir: !!python/object/apply:os.system ['touch {canary}']\n", "line 1"),
     "a billion laughs": (LAUGHS + "output_dir: *a29\n", "line 2"),
-    "5,000 brackets": ("max_steps: " + "[" * 5000 + "\n", "not valid YAML"),
+    "1,000 brackets": ("max_steps: " + "[" * 1000 + "\n", "not valid YAML"),
     "two megabytes": ("# " + "x" * (2 << 20) + "\n", "bytes"),
-    "UTF-16": ("max_steps: 1\n", "in UTF-8"),
 }
 
 
@@ -293,7 +292,7 @@ def test_a_hostile_or_mistaken_config_ends_in_one_line(
 ) -> None:
     text, wanted = CONFIGS[kind]
     path = tmp_path / "config.yaml"
-    path.write_text(text.replace("{canary}", str(canary.path)), encoding=kind if kind == "UTF-16" else "utf-8")
+    path.write_text(text.replace("{canary}", str(canary.path)))
     with pytest.raises(SystemExit) as ended:
         parse_args(Flags, argv=["--config", str(path)])
     assert ended.value.code == 2

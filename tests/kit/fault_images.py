@@ -229,9 +229,6 @@ BROKEN = [
     for reason, cases in _REASONS.items()
     for kind, made in cases.items()
 ]
-# What only preparing finds, or refuses, is left out.
-_SHOWN = {"too_small", "extreme_aspect", "too_many_parts", _ZEROS}
-UNDECODABLE = [case for case in BROKEN if not {case.reason, case.kind} & _SHOWN]
 
 
 _same, _grey, _cmyk, _bit = (_converted(mode) for mode in ("RGB", "L", "CMYK", "1"))

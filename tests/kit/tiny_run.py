@@ -31,7 +31,7 @@ from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective
 from tests.kit.ranks import forks, let_accelerate_find_ranks
 
-ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10; with 18 rows, with steps 3, 6 and 9
+ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10
 Strike = Callable[[str, int], None]
 """Called with a place and the step that is being taken, from 1: "batch", "forward", "end", "evaluation", "save"."""
 
@@ -58,17 +58,14 @@ class TinyRun:
     folder: Path
     resume: str | None = "latest"
     strike: Strike = nothing
-    rows: int = ROWS
     dropout: float = 0.1
     exact: bool = False
-    kind: str = "contrastive_matching"
     arguments: dict[str, Any] = field(default_factory=dict)
     patience: int = 100
     new_head: bool = False
     head_share: float = 0.0
     rerank_weights: dict[str, float] = field(default_factory=dict)
     figures: Mapping[int, dict[str, float]] = field(default_factory=dict)
-    identity: dict[str, Any] = field(default_factory=lambda: {"data": "rows"})
 
 
 class Batches:
@@ -97,8 +94,8 @@ class Batches:
             yield batch | {"pixel_values": batch["pixel_values"].double()} if self.run.exact else batch
 
     def row(self, position: int) -> int:
-        epoch, place = divmod(position, self.run.rows)
-        order = torch.randperm(self.run.rows, generator=torch.Generator().manual_seed(epoch))
+        epoch, place = divmod(position, ROWS)
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
         return int(order[place])
 
 
@@ -162,7 +159,7 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
     given |= {"metric_for_best_model": "score"} | run.arguments
     kind = type("Arguments", (TrainingArguments,), {"save_total_limit": given.pop("save_total_limit", 2)})
     args = kind(output_dir=str(run.folder), **given)
-    objective = tiny_objective(run.kind)
+    objective = tiny_objective("contrastive_matching")
     assert isinstance(objective, JointObjective)
     objective.to(torch.double if run.exact else torch.float)
     objective.added = frozenset(["fusion."] if run.new_head else [])
@@ -176,14 +173,14 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
     data: Any = SimpleNamespace(
         train_batches=lambda start, stop: Batches(run, start, stop, seen, args.global_batch_size),
         eval_loader=Batches(run, 0, 2, []),
-        num_rows=run.rows,
+        num_rows=ROWS,
         max_seq_length=8,
-        identity=run.identity,
+        identity={"data": "rows"},
         processor=Processor(),
     )
     watching = [HangDetection(args.ddp_timeout), Throughput(accelerator.device), SkippedSamples(), _Places(run.strike)]
     objective.register_forward_pre_hook(lambda *_: run.strike("forward", trainer.state.global_step + 1))
-    for stage in remaining(stages_of(objective, args, run.head_share, run.rows), checkpoint):
+    for stage in remaining(stages_of(objective, args, run.head_share, ROWS), checkpoint):
         stage.freeze_others(objective)
         optimizer = build_optimizer(objective.model, learning, pretrained=False, device=accelerator.device)
         trainer = Trainer(

@@ -124,7 +124,7 @@ def test_the_images_of_the_run_are_embedded_and_searched(
     assert " ".join(parsed(search)[1][-1].split()) in table
 
 
-def test_the_code_of_the_card_and_the_pipelines_run_in_any_folder(trained: Finished, tmp_path: Path) -> None:
+def test_the_code_of_the_card_runs_in_any_folder(trained: Finished, tmp_path: Path) -> None:
     """`tests/scripts/test_finetune.py` runs that of a classifier's card."""
     [search] = re.findall(r"```python\n(.*?)\n```", (trained.folder / "README.md").read_text(), re.DOTALL)
     (tmp_path / "pictures").mkdir()
@@ -140,16 +140,9 @@ class NoProject:
 
 sys.meta_path.insert(0, NoProject())
 """
-    pipelines = f"""
-from transformers import pipeline
-width = model.config.projection_dim
-for task, given in (("feature-extraction", "a dog"), ("image-feature-extraction", str(pictures[0]))):
-    [found] = pipeline(task, model={str(trained.folder.resolve())!r}, trust_remote_code=True)(given)
-    assert len(found) == width, task
-"""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join([elsewhere, search, pipelines])],
+        [sys.executable, "-c", "\n".join([elsewhere, search])],
         capture_output=True,
         text=True,
         timeout=300,

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,14 +61,6 @@ def fork(children: list[int], body: Callable[[Callable[[str], Any]], Any]) -> tu
 def read_report(reading: int) -> str:
     """Return a child's next report; empty once no process can write another."""
     return os.read(reading, 1000).decode()
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run_id: str = "none") -> list[str]:
@@ -256,7 +249,7 @@ def test_the_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path: Path, childr
     assert output_folder.lock_folder(tmp_path, 0) is not None
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert is_alive(worker)
+    assert psutil.Process(worker).status() != psutil.STATUS_ZOMBIE
     assert output_folder.lock_folder(tmp_path, 0) is None
 
 

@@ -1,6 +1,5 @@
 """The main job, in process, on a tiny corpus: what its dials change, and what they do not; test_runs.py has its starts."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -9,10 +8,9 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from mm_utils.training.arguments import TrainingArguments
 from scripts import pretrain
 from tests.kit.corpora import draw, write_corpus
-from tests.kit.processes import ROOT, ROUNDED, launch, losses, rows_of, weights
+from tests.kit.processes import ROUNDED, losses, rows_of, weights
 from tests.kit.stock_folders import write_stock
 
 
@@ -39,72 +37,40 @@ def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags,
     pretrain.main(flags)
     last = max(losses(tmp_path))
     assert last < 20
-    flags += ["--resume_from_checkpoint", "latest"]
-    pretrain.main(flags)
+    pretrain.main([*flags, "--resume_from_checkpoint", "latest"])
     assert max(losses(tmp_path)) == last
-    pretrain.main([*flags, "--early_stopping_patience", "3"])
-    assert last < max(losses(tmp_path)) < 20
 
 
-def test_the_best_checkpoint_is_kept(tiny_flags, tmp_path, monkeypatch):
-    """Besides the newest; ties go to the earlier one."""
-    monkeypatch.setattr(TrainingArguments, "save_total_limit", 1)
-    values = iter([0.1, 0.5, 0.3, 0.5, 0.2, 0.0, 0.5])  # the best is measured once more
-
-    flags = ["--max_steps", "6", "--eval_steps", "1", "--save_steps", "100", "--head_share", "0"]
-    kept = ["--metric_for_best_model", "quality", "--output_dir", str(tmp_path)]
-    pretrain.main([*tiny_flags, *flags, *kept], evaluators=[lambda *_: {"quality": next(values)}])
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
-
-
-@pytest.mark.parametrize("size", ["3", "auto"])
-def test_parts_of_the_batch_learn_what_the_whole_learns(size, scratch_run, tiny_flags, tmp_path):
+def test_parts_of_the_batch_learn_what_the_whole_learns(scratch_run, tiny_flags, tmp_path):
     folder, _ = scratch_run
     evaluated = ("--save_steps", "2", "--eval_steps", "2")  # the best of which is kept
-    pretrain.main([*tiny_flags, "--micro_batch_size", size, *evaluated, "--output_dir", str(tmp_path)])
+    pretrain.main([*tiny_flags, "--micro_batch_size", "auto", *evaluated, "--output_dir", str(tmp_path)])
     assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
     others = weights(tmp_path)
     for name, value in weights(folder).items():
         torch.testing.assert_close(others[name], value, rtol=1e-4, atol=ROUNDED)
 
 
-def test_towers_are_trained_first_and_then_the_head(tiny_flags, tmp_path, monkeypatch):
+def test_captioning_predicts_the_words_of_the_training_split(tiny_flags, tmp_path, monkeypatch):
     counted = []
-    monkeypatch.setattr(TrainingArguments, "save_total_limit", 4)
     monkeypatch.setattr("mm_utils.objectives.captioning._LARGE", 1)
     monkeypatch.setattr("mm_utils.objectives.captioning.occurring_tokens", lambda *given: counted.append(given))
-    flags = [*tiny_flags, "--save_steps", "1", "--max_steps", "4", "--warmup_ratio", "0"]
-    pretrain.main([*flags, "--output_dir", str(tmp_path)])
-    by_step = [weights(tmp_path / f"checkpoint-{step}") for step in (1, 2, 3, 4)]
+    pretrain.main([*tiny_flags, "--max_steps", "1", "--output_dir", str(tmp_path)])
     [(rows, vocabulary)] = counted
-    assert (len(rows) > 8, vocabulary) == (True, len(by_step[0]["token_head.bias"]))
-    for name in by_step[0]:
-        of_tower = name.startswith(("vision_model", "text_model"))
-        of_head = name.startswith(("fusion", "token_head", "caption_adapter"))
-        changed = [not torch.equal(one[name], other[name]) for one, other in itertools.pairwise(by_step)]
-        assert not (of_tower and any(changed[1:])), name
-        assert not (of_head and changed[0]), name
-    assert not torch.equal(
-        by_step[0]["text_model.embeddings.word_embeddings.weight"],
-        by_step[1]["text_model.embeddings.word_embeddings.weight"],
-    )
-    assert not torch.equal(by_step[2]["token_head.bias"], by_step[3]["token_head.bias"])
+    assert (len(rows) > 8, vocabulary) == (True, len(weights(tmp_path)["token_head.bias"]))
 
 
 def test_regions_are_trained_and_measured(tiny_flags, tmp_path):
-    """Also in parts of the batch, from which nothing else is learnt."""
-    pairs, folder = write_corpus(tmp_path), tmp_path / "out"
+    pairs = write_corpus(tmp_path)
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     for row in rows:
         colour, shape, _ = Path(row["image"]).stem.split("-")
         row["regions"] = [{"box": [10, 10, 20, 20], "phrase": f"{colour} {shape}"}]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = [*tiny_flags, "--train_file", str(pairs), "--objectives", "contrastive:1,regions:0.5"]
-    metrics = pretrain.main([*flags, "--output_dir", str(folder)])
+    metrics = pretrain.main([*flags, "--output_dir", str(tmp_path / "out")])
     assert 0 <= metrics["eval_pointing_accuracy_low"] <= metrics["eval_pointing_accuracy"] <= 1
     assert 0.1 < metrics["eval_pointing_chance"] < 0.3
-    pretrain.main([*flags, "--micro_batch_size", "3", "--output_dir", str(tmp_path / "parts")])
-    assert losses(tmp_path / "parts") == pytest.approx(losses(folder), rel=1e-4)
 
 
 # -- the two dials ------------------------------------------------------------------------------------------------------
@@ -127,6 +93,8 @@ def test_a_schedule_grows_the_batch_and_the_rate(tiny_flags, tmp_path):
     [
         (["--image_size", "64"], "vision_config.image_size was 32 and is 64, image_size was 32 and is 64"),
         (["--max_seq_length", "4"], "max_seq_length was 64 and is 4"),
+        (["--seed", "43"], "seed was 42 and is 43"),
+        (["--global_batch_size", "4"], "batch sizes was "),
         (["--objectives", "sigmoid"], "logit_bias_init_value was None and is -10.0"),
         (["--learning_rate", "0.5"], "learning_rate was None and is 0.5, so it would not be"),
         (["--min_crop_area", "0.2", "--horizontal_flip"], "min_crop_area was .* and is 0.2, horizontal_flip was False"),
@@ -169,16 +137,3 @@ def test_siglips_frozen_text_tower_which_reads_padding_runs_once_and_gives_the_s
     for name, cache in (("plain", []), ("cached", ["--cache_features"])):
         pretrain.main([*flags, *cache, "--output_dir", str(tmp_path / name)])
     assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "plain"), rel=2e-3)
-
-
-# -- real launches ------------------------------------------------------------------------------------------------------
-TWO = ["--config_file", str(ROOT / "accelerate_configs/two_processes.yaml"), str(ROOT / "scripts/pretrain.py")]
-
-
-@pytest.mark.slow
-def test_processes_that_do_not_see_each_other_are_refused(tiny_flags, tmp_path):
-    found = launch([*TWO, *tiny_flags], tmp_path, ACCELERATE_USE_CPU="false")
-    if torch.cuda.is_available():
-        pytest.skip("on GPUs they do see each other")
-    assert found.returncode != 0
-    assert "ACCELERATE_USE_CPU=true" in found.stderr

@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import (
@@ -49,7 +49,6 @@ from mm_utils.data.media.medium import (
     default_seconds,
     kind_of_processor,
     settle_window,
-    squares,
     vary_loudness,
 )
 from mm_utils.data.media.pictures import animation, picture
@@ -158,7 +157,6 @@ def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(1, 300))
-@settings(max_examples=30)
 def test_a_reduced_decode_and_shrinking_keep_the_shape(width: int, height: int, side: int) -> None:
     image = Image.new("RGB", (width, height), (200, 30, 60))
     opened = open_image(stored(image, "JPEG"), side)
@@ -182,10 +180,6 @@ def test_stored_images_come_back() -> None:
     array, size = read_pixels({"bytes": content, "path": "raw:90x70"}, 10)
     assert size == (90, 70)
     assert np.shares_memory(array, np.frombuffer(content, np.uint8))
-    noisy = np.asarray(photo(1600, 1200)).astype(int) + np.random.default_rng(0).integers(0, 40, (1200, 1600, 3))
-    value = stored(Image.fromarray(noisy.clip(0, 255).astype(np.uint8)), "JPEG")
-    reduced = shrink(open_image(value, 258), 258)
-    assert pixels_apart(reduced, open_image(value).resize(reduced.size, Image.Resampling.BICUBIC)) < 2.5
 
 
 def test_pixels_equal_those_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,13 +202,9 @@ def test_center_square_is_the_centre() -> None:
     image = Image.new("RGB", (300, 100), "black")
     image.paste((200, 30, 60), (100, 0, 200, 100))
     assert (center_square(image, 50).float().mean((1, 2)) - torch.tensor([200, 30, 60])).abs().max() < 4
-    assert torch.equal(center_square(photo(64, 64), 64), torch.from_numpy(np.array(photo(64, 64))).permute(2, 0, 1))
-    wide = photo(120, 77)
-    assert torch.equal(squares([np.asarray(wide)], 24, 1.0, random.Random(0))[0][0], center_square(wide, 24))
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32))
-@settings(max_examples=100)
 def test_crops_stay_inside_and_keep_their_area(width: int, height: int, min_area: float, seed: int) -> None:
     largest = min(width, height) ** 2
     left, top, right, bottom = _random_box(width, height, min_area, random.Random(seed))
@@ -258,7 +248,6 @@ def animated(form: str) -> bytes:
 
 
 CLIPS = {
-    "steady": lambda: video(steady(25, 3)),
     "frames of different lengths": lambda: video(steady(2, 2) + steady(20, 1, 2)),
     "begins late": lambda: video(steady(10, 2, 0.5)),
     "one frame": lambda: video([0.0]),
@@ -303,7 +292,6 @@ def brightening(count: int, fps: float = 4.0) -> dict[str, Any]:
 
 
 @given(st.integers(1, 24), st.integers(1, 12), st.integers(0, 99))
-@settings(max_examples=30)
 def test_frames_lie_on_the_clips_clock(count: int, frames: int, seed: int) -> None:
     for rng in (None, random.Random(seed)):
         shown, size, _ = Clip(16, frames=frames).read(brightening(count), rng)
@@ -382,7 +370,6 @@ def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
 
 
 @given(st.integers(20, 6000), st.integers(0, 99), st.sampled_from([1.0, 0.7, 0.1]))
-@settings(max_examples=30)
 def test_a_sound_begins_where_its_window_says(count: int, seed: int, share: float) -> None:
     """In training it may leave the sound by a share of it, and silence is there."""
     for rng in (None, random.Random(seed)):
@@ -408,7 +395,6 @@ def test_sounds_are_resampled_onto_the_towers_clock() -> None:
 
 
 @given(st.integers(0, 999), st.sampled_from([0.0, 3.0, 12.0]), st.sampled_from([1000, 16000]))
-@settings(max_examples=30, deadline=None)
 def test_bands_are_louder_or_softer_and_nothing_moves(seed: int, decibels: float, loud: int) -> None:
     """Of two tones, which are bins of the spectrum; what would be too loud is softer as a whole, and nothing is cut off."""
     time, bins = np.arange(4000) / 8000, [250, 1500]
@@ -570,8 +556,7 @@ def test_a_sound_shows_when_and_how_high_it_is() -> None:
     silent = np.asarray(picture({"bytes": tone(0)}, "sound"))
     assert (silent == silent[0, 0]).all()
     assert silent.mean() < 60
-    for length in (3, 9_600_000):  # 19 MB, of which all windows would have 300
-        assert picture({"bytes": write_wav(np.full(length, 9000, np.int16), 16000)}, "sound").width == 256
+    assert picture({"bytes": write_wav(np.full(3, 9000, np.int16), 16000)}, "sound").width == 256
 
 
 def test_a_clip_shows_four_frames_in_reading_order_and_moves_in_its_own_time() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from datasets import disable_progress_bars
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +29,6 @@ from tests.kit.reading import digests, intact_rows, report_of
 from tests.kit.tiny_run import alone
 
 LONGEST = 120.0  # seconds of a preparation on a busy machine
-disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 # -- images -------------------------------------------------------------------------------------------------------------

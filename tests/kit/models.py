@@ -86,7 +86,6 @@ TEXT: dict[str, PreTrainedConfig] = {
         ("modernbert", "modernbert", {**BERT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
                                       "sep_token_id": 2}),
         ("xlm-roberta", "xlm-roberta", BERT),
-        ("minilm", "bert", {**BERT, "hidden_size": 48, "num_attention_heads": 12, "num_hidden_layers": 3}),
         ("electra", "electra", {**BERT, "embedding_size": 16}),
         ("deberta", "deberta-v2", {**BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
                                    "position_buckets": 8, "position_biased_input": False}),

@@ -53,15 +53,10 @@ def rows_of(count: int = 12, broken: Sequence[int] = ()) -> Dataset:
 
 
 def loaders(
-    num_workers: int | str = 0,
-    min_crop_area: float = 0.5,
-    max_seq_length: int = 16,
-    size: int = SIZE,
-    mean: float = 0.5,
-    std: float = 0.2,
+    num_workers: int = 0, min_crop_area: float = 0.5, max_seq_length: int = 16, size: int = SIZE, mean: float = 0.5
 ) -> Loaders:
     arguments = LoaderArguments(max_seq_length, min_crop_area=min_crop_area, dataloader_num_workers=str(num_workers))
-    return Loaders(arguments, CPU, 0, media.Image(size, (mean, 0.4, 0.3), (std, 0.3, 0.4), min_crop_area))
+    return Loaders(arguments, CPU, 0, media.Image(size, (mean, 0.4, 0.3), (0.2, 0.3, 0.4), min_crop_area))
 
 
 def training_data(

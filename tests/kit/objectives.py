@@ -189,14 +189,12 @@ def assert_same(found: dict[str, Any], right: dict[str, Any]) -> None:
     same_gradients(found["gradients"], right["gradients"])
 
 
-def same_gradients(
-    found: dict[str, Tensor], right: dict[str, Tensor], rel: float = 1e-6, of_largest: float = 1e-8
-) -> None:
+def same_gradients(found: dict[str, Tensor], right: dict[str, Tensor], of_largest: float = 1e-8) -> None:
     """Compare those that are expected; the head's logits are rounded to fp32 on purpose, all else is fp64."""
     largest = float(max(gradient.abs().max() for gradient in right.values()))
     for name, gradient in right.items():
         message = partial("{}: {}".format, name)
-        torch.testing.assert_close(found[name], gradient, rtol=rel, atol=of_largest * largest, msg=message)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=of_largest * largest, msg=message)
 
 
 class Uniformity(EmbeddingTerm):

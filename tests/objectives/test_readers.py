@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars
+from datasets import Dataset, DatasetDict, Features, List, Value
 from PIL import ExifTags, Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -34,7 +34,6 @@ from tests.kit.numbered_rows import (
     training_pairs,
 )
 
-disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 

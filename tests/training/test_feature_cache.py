@@ -27,7 +27,6 @@ from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of, training_da
 from tests.kit.ranks import run_on_ranks
 
 SIZE = 16
-datasets.disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 

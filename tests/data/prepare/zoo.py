@@ -79,7 +79,7 @@ def _values(name: str, values: Mapping[str, Sequence[Any]]) -> list[Row]:
 _LATIN, _CUT, _OVERLONG, _SURROGATE = b"caf\xe9", b"\xe2\x82", b"\xc0\xaf", b"\xed\xa0\x80"  # none is UTF-8
 _LINES = [
     *_bad({
-        "not_an_object": ['"{caption}"', '["{image}", "{caption}"]', "7", "null"],
+        "not_an_object": ['["{image}", "{caption}"]', "null"],
         "malformed_row": [
             *('{"image": "{image}", "capt', line() + line(), "{'image': '{image}', 'caption': '{caption}'}"),
             *(line()[:-1] + ",}", line()[:-1] + ', "size": ' + "9" * 5000 + "}", b"\0" * 50),
@@ -117,33 +117,28 @@ _CLEANED = [  # a caption, what is kept of it, the notes
     ("\x1b]0;title\x07{caption} \x1b] sat", "{caption} ] sat", "caption_controls_removed"),
     ("{caption} \ud83d", "{caption} \ufffd", "caption_surrogate_replaced"),
     ("\ufeff{caption}\r\n\tnow", "{caption} now", "caption_controls_removed caption_spaces_joined"),
-    ("{caption}\x85now", "{caption} now", "caption_spaces_joined"),
-    ("{caption} [PAD] </s> <|endoftext|>", "", ""),
     ("[a dog] {caption}", "", ""),
     ("=cmd|' /C calc'!A0 {caption} {} %s ${x}", "", ""),
     ("{caption} cafe\u0301 me\u0323\u0302o", "{caption} caf\u00e9 m\u1ec7o", "caption_composed"),
     ("{caption} \u202e\u05d0\u05d1\u202c \U0001f468\u200d\U0001f469\u200d\U0001f467", "", ""),
     ("{caption}" + " word" * 200_000, "{caption}{words}", "caption_cut"),
-    ("{caption}" + "x" * 1_000_000, "{caption}{xs}", "caption_cut"),
 ]
 _PLACEHOLDERS = ("nan", "None", " NULL.", "N/A", "#N/A", "<NA>", "(null)", "undefined", "[object Object]")
 _CAPTIONS = [
     *_values("caption", {
         "caption_null": [None, float("nan")],
         "caption_empty": [
-            *("", " \t\r\n\u3000\u00a0", "\u200b\u200d\ufeff\u2060", "\x00\x01\x1b[0m\x7f", "... -- !"),
-            *("\u0301" * 5, "\u2800\u3164", "\ufffd\ufffd", "\ud800"),
+            *("", " \t\r\n\u3000\u00a0", "\u200b\u200d\ufeff\u2060", "\x00\x01\x1b[0m\x7f", "... -- !", "\ud800"),
         ],
         "caption_not_text": [7, True, {"en": "a dog"}, [["a dog"]], "0 0.51 0.5 0.2 0.3"],
         "no_caption_left": [[]],
         "caption_nan": _PLACEHOLDERS,
         "caption_is_file_name": [
-            *("IMG_20190812_101112.jpg", "IMG_1234", "img-20200101-WA0001", "DSC00012", "DSCN0001 (2)", "P1010001"),
-            *("PXL_20210101_123456789", "my photo.png", "images/cats/001.jpeg", "/home/me/my cat on the mat.jpg"),
-            *("C:\\x\\y.JPG", "C:\\My Photos\\a b c.JPG", "https://example.org/a?b=c", "www.example.org", "./a b c.tif"),
+            *("IMG_1234", "img-20200101-WA0001", "DSCN0001 (2)", "P1010001", "PXL_20210101_123456789", "my photo.png"),
+            *("/home/me/my cat on the mat.jpg", "C:\\My Photos\\a b c.JPG", "https://example.org/a?b=c", "www.example.org"),
         ],
         "caption_list": [
-            *("['{caption}', 'a]", "['{caption}', b]", "[{'raw': '{caption}'}]", "['{caption}'\n 'IMG_1234.jpg']"),
+            *("['{caption}', 'a]", "[{'raw': '{caption}'}]", "['{caption}'\n 'IMG_1234.jpg']"),
             "array(['{caption}', 'IMG_1234.jpg'], dtype=object)",
         ],
         "caption_null caption_empty": [[None, ""]],
@@ -164,7 +159,7 @@ _OUTSIDE = "{outside}/secret.png"  # a whole picture that no row may reach
 _PATHS = [
     *_values("image", {
         "image_missing": [
-            *("images/none.png", "IMAGES/{number}.PNG", "{image}/inner.png", "links/dangling.png", "~/picture.png"),
+            *("images/none.png", "{image}/inner.png", "links/dangling.png", "~/picture.png"),
         ],
         "not_a_file": ["images", ".", "links/pipe.png"],
         "outside_root": [
@@ -172,11 +167,11 @@ _PATHS = [
             *("/dev/zero", "links/zero.png"),
         ],
         "bad_path": ["links/loop.png", "images/\x00.png", "images/\ud800.png", 7, ["{image}"], True, {"file": "{image}"}],
-        "path_too_long": ["a" * 300 + ".png", "a/" * 2500 + "b.png", "/9j/4AAQSkZJRgABAQAAAQABAAD" + "2wBD/" * 250],
+        "path_too_long": ["a/" * 2500 + "b.png", "/9j/4AAQSkZJRgABAQAAAQABAAD" + "2wBD/" * 250],
         "image_empty": [None, "", {"bytes": None}],
         "too_many_bytes": ["links/large.png"],
         "url_not_allowed": [
-            *(f"{scheme}://{_OUTSIDE}" for scheme in ("file", "zip", "s3", "ftp", "hf", "memory")),
+            *(f"{scheme}://{_OUTSIDE}" for scheme in ("file", "s3", "memory")),
             *("pipe:cat secret.png", "http://", "http://127.0.0.1:1/a.png", "data:image/png;base64,AAAA"),
         ],
         "permission_denied": [] if os.geteuid() == 0 else ["links/locked.png"],  # root reads all files
@@ -344,8 +339,8 @@ def write_table(
 def _fill(text: str | bytes, caption: str, values: dict[str, str]) -> bytes:
     """A template with its places filled; nothing else in it has a meaning."""
     content = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    cut = {"words": " word" * ((2000 - len(caption)) // 5), "xs": "x" * (2000 - len(caption))}
-    for name, value in {"caption": caption, **cut, **values}.items():
+    words = " word" * ((2000 - len(caption)) // 5)
+    for name, value in {"caption": caption, "words": words, **values}.items():
         content = content.replace(b"{%s}" % name.encode(), value.encode())
     return content
 

@@ -2,7 +2,7 @@
 
     python -m tests.golden main                               # all runs; exit status 1 if one differs
     python -m tests.golden main --only default,clip           # some of them, and those whose results they need
-    python -m tests.golden main --expected lora,sounds        # or a file with a name per line: these may differ
+    python -m tests.golden main --expected lora,sounds        # these may differ
 
 Both sides get the same inputs and the same Python environment, and only what their scripts leave on disk is compared: losses
 and recalls, search hits, outputs of exported graphs, prepared rows. What the revision left is kept in the system's folder
@@ -208,9 +208,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision")
     parser.add_argument("--only", default="", help="names of runs, with commas")
-    parser.add_argument("--expected", default="", help="names of runs that may differ, with commas, or a file of them")
+    parser.add_argument("--expected", default="", help="names of runs that may differ, with commas")
     args = parser.parse_args()
-    expected = Path(args.expected).read_text().split() if Path(args.expected).is_file() else args.expected.split(",")
+    expected = args.expected.split(",")
     wanted = set(args.only.split(",")) if args.only else {case.name for case in CASES}
     if unknown := wanted.union(filter(None, expected)) - {case.name for case in CASES}:
         parser.error(f"no run is named {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in CASES)}")

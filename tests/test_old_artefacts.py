@@ -1,6 +1,6 @@
 """What an earlier version wrote still opens: a prepared set, a model folder, a search index.
 
-`tests/kit/old/8b0f1f5.tar.xz` was written by that commit's `prepare_data`, `pretrain` (4 steps, a checkpoint after 2), `embed` and
+`tests/kit/old/8b0f1f5.tar.xz` was written by that commit's `prepare_data`, `pretrain` (4 steps), `embed` and
 `search`, from 24 drawings of 32 pixels; what they found then is what is expected now.
 """
 

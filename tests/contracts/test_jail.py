@@ -14,6 +14,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mm_utils.data import paths
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import Fault
 from mm_utils.data.pairs import load_pairs
@@ -88,7 +89,9 @@ def test_a_resolved_path_lies_below_the_root(root: Path, parts: list[str], absol
     assert refused or os.path.isfile(path)
 
 
-def test_a_file_is_read_within_limits(root: Path) -> None:
+def test_a_file_is_read_within_limits_and_again_after_errors_that_pass(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / "empty.png").touch()
     assert read_file(str(root / "inside.png"), 99, 2, 4) == b"side"
     for name, most, part, reason in [
@@ -97,6 +100,20 @@ def test_a_file_is_read_within_limits(root: Path) -> None:
         ("inside.png", 9, (), "too_many_bytes"), ("inside.png", 99, (5, 10), "read_error"),
     ]:  # fmt: skip
         assert reason_of(lambda: read_file(str(root / name), most, *part)) == reason, name  # noqa: B023
+    real, calls = os.open, []
+
+    def flaky(path: str, *args: int) -> int:
+        calls.append(path)
+        if len(calls) < 3:
+            raise OSError(116, "Stale file handle")
+        return real(path, *args)
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("os.open", flaky)
+    assert read_file(str(root / "inside.png"), 99) == b"inside.png"
+    calls.clear()
+    monkeypatch.setattr(paths, "_PAUSES", ())
+    assert reason_of(lambda: read_file(str(root / "inside.png"), 99)) == "read_error"
 
 
 # -- data sets that anyone may publish -----------------------------------------------------------------------------------

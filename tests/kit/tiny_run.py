@@ -149,12 +149,7 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
         let_accelerate_find_ranks()
     accelerator = make_accelerator()
     torch.set_num_threads(1)
-    given: dict[str, Any] = {
-        "max_steps": STEPS,
-        "save_steps": 3,
-        "eval_steps": 4,
-        "logging_steps": 1,
-    }
+    given: dict[str, Any] = {"max_steps": STEPS, "save_steps": 3, "eval_steps": 4, "logging_steps": 1}
     given |= {"load_best_model_at_end": False, "early_stopping_patience": run.patience, "global_batch_size": BATCH}
     given |= {"metric_for_best_model": "score"} | run.arguments
     kind = type("Arguments", (TrainingArguments,), {"save_total_limit": given.pop("save_total_limit", 2)})

@@ -28,9 +28,13 @@ from tests.kit.reading import intact_rows
 # -- times --------------------------------------------------------------------------------------------------------------
 CLICKS = (0.35, 0.8)
 _LONG, _WITH_SOUND = (14.0, 8_000, (12.5,)), {"sound": clicking(1.4, clicks=(0.7,)), "delay": 0.5}
-_CODECS = [("flac", "flac", 44_100, 2), ("ogg", "libopus", 48_000, 2), ("mp3", "libmp3lame", 44_100, 1)]
-_CODECS += [("ipod", "aac", 44_100, 2), ("matroska", "pcm_s16le", 8_000, 1), ("aiff", "pcm_s16be", 22_050, 1)]
-_RATES: Any = {f"{r} Hz": (lambda r=r: wav(clicking(1.2, r, CLICKS), r), {}, CLICKS) for r in (8_000, 11_025, 44_100)}
+_CODECS = [
+    ("ogg", "libopus", 48_000, 2),
+    ("mp3", "libmp3lame", 44_100, 1),
+    ("ipod", "aac", 44_100, 2),
+    ("aiff", "pcm_s16be", 22_050, 1),
+]
+_RATES: Any = {f"{r} Hz": (lambda r=r: wav(clicking(1.2, r, CLICKS), r), {}, CLICKS) for r in (8_000, 44_100)}
 HEARD: dict[str, tuple[Callable[[], bytes], dict[str, float], tuple[float, ...]]] = {
     **_RATES,
     **{

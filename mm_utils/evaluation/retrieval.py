@@ -91,18 +91,11 @@ class RetrievalEvaluator:
 
     Args:
         probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `order_accuracy` and so on.
-        fits: fit the weights of re-ranking on this split, cross-fitted (`mm_utils.evaluation.reranking`), and write
-            them into the model's config.
+        fits: fit the weights of re-ranking on this split, cross-fitted, and write them into the model's config.
         weights: what the head's scores of a pair are multiplied by; None: as training found best.
-
-    Attributes:
-        split: embeddings of the last evaluation.
-        directions: its ranks in each direction.
-        first: the ranks of the first evaluation by the two encoders, by direction.
-        reads_features: True for an evaluator that reads batches with the output of frozen towers in place of the media.
     """
 
-    reads_features = True
+    reads_features = True  # it reads batches with the output of frozen towers in place of the media
 
     def __init__(
         self,
@@ -113,9 +106,9 @@ class RetrievalEvaluator:
     ):
         self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
         self.fits, self.weights = fits, weights
-        self.split: Embeddings | None = None
-        self.directions: dict[str, DirectionRanks] = {}
-        self.first: dict[str, Tensor] = {}
+        self.split: Embeddings | None = None  # of the last evaluation
+        self.directions: dict[str, DirectionRanks] = {}  # its ranks
+        self.first: dict[str, Tensor] = {}  # the ranks of the first evaluation, by the two encoders
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Evaluate `model` on the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""

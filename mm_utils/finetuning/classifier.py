@@ -3,19 +3,13 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mm_utils.arguments import arg, required
-from mm_utils.model.adapt import (
-    LoraArguments,
-    add_adapters,
-    freeze_unused,
-    recompute_activations,
-    switch_off_dropout,
-    use_channels_last,
-)
-from mm_utils.model.build import load_model
+from mm_utils.model.adapt import LoraArguments, freeze_unused
+from mm_utils.model.build import load_model, make_trainable
 from mm_utils.model.modeling_fusion_dual_encoder import (
     CLASSIFIER_INPUTS,
     FusionDualEncoderForClassification,
@@ -70,18 +64,11 @@ def build_classifier(
     model = FusionDualEncoderForClassification(config, base.vision_model, base.text_model)
     model.load_state_dict(base.state_dict(), strict=False)
     RowDropout.replace(model.classifier)  # so that its masks are the same on any number of processes
-    switch_off_dropout(model)
-    for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
-        if frozen:
-            model.freeze(tower)
-    if lora_args.lora_rank:
-        add_adapters(model, lora_args)
-    use_channels_last(model.vision_model)
-    freeze_unused(
-        model, model.parameters(), lambda images, ids: model.classify(images, ids, torch.ones_like(ids)).sum()
-    )
-    if args.gradient_checkpointing:
-        recompute_activations(model)
+
+    def scalar(images: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return model.classify(images, ids, torch.ones_like(ids)).sum()
+
+    make_trainable(model, args, lora_args, partial(freeze_unused, model, model.parameters(), scalar))
     return model
 
 

@@ -51,14 +51,11 @@ class ClassificationEvaluator:
     """Measure accuracy with its 95 % interval, and macro F1; all ranks get the same metrics.
 
     Also measured is `majority`, the share of the most frequent class. The interval treats rows as independent.
-
-    Attributes:
-        guesses: label and prediction of every row of the last evaluation that could be read, `[M, 2]`.
     """
 
     def __init__(self, rows: datasets.Dataset):
         self.label_M = torch.tensor(rows["label"][:])
-        self.guesses = torch.empty(0, 2, dtype=torch.long)
+        self.guesses = torch.empty(0, 2, dtype=torch.long)  # label and prediction of every row of the last evaluation
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:

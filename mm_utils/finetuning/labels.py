@@ -129,7 +129,6 @@ def _beside_media(rows: Dataset, columns: dict[str, Any], features: Features | N
 
 
 def _asked(scenes: Dataset) -> Dataset:
-    """Return a row for each question about the scenes."""
     places, texts, colours = map(list, zip(*colour_questions(scenes), strict=True))
     columns = {"captions": [[text] for text in texts], "answers": [[colour] for colour in colours]}
     return _beside_media(scenes.select(places), columns)

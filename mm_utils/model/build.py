@@ -2,6 +2,8 @@
 
 import logging
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +58,6 @@ def build_model(
     if tokenizer is not None:
         words: Any = model.text_model.get_input_embeddings()
         check_words("The text encoder reads other words", tokenizer, words.num_embeddings)
-    switch_off_dropout(model)
-    for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
-        if frozen:
-            model.freeze(tower)
     if lora_args is not None and lora_args.lora_rank:
         for tower in () if args.model_name_or_path else ("vision", "text"):
             if not getattr(args, f"{tower}_model_name_or_path") and not getattr(args, f"freeze_{tower}"):
@@ -67,15 +65,25 @@ def build_model(
                     f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need "
                     f"trained weights. Give --{tower}_model_name_or_path."
                 )
+    make_trainable(model, args, lora_args, partial(freeze_unreached, model))
+    return model
+
+
+def make_trainable(model: Any, args: Any, lora_args: LoraArguments | None, freeze: Callable[[], int]) -> None:
+    """Freeze what flags and outputs leave out, add adapters, and let the towers compute as is fastest."""
+    switch_off_dropout(model)
+    for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
+        if frozen:
+            model.freeze(tower)
+    if lora_args is not None and lora_args.lora_rank:
         add_adapters(model, lora_args)
-    freeze_unreached(model)
+    freeze()
     use_channels_last(model.vision_model)
     multiply_patches(model.vision_model)
     use_known_padding()
     use_short_attention()
     if args.gradient_checkpointing:
         recompute_activations(model)
-    return model
 
 
 def _joined(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: str) -> FusionDualEncoderModel:

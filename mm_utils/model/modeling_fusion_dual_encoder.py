@@ -88,8 +88,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         dual_encoder_type: the model type of the stock class that it can be saved as, one of `DUAL_ENCODERS`.
         text_padding: `length`, `side` and `pad_token_id`, if the text tower reads padding like words, as SigLIP's was trained
             to; None if padding is masked.
-        classifier_inputs, classifier_dropout: input (one of `CLASSIFIER_INPUTS`) and dropout of
-            `FusionDualEncoderForClassification`.
+        classifier_inputs: one of `CLASSIFIER_INPUTS`.
     """
 
     model_type = "fusion-dual-encoder"
@@ -822,7 +821,6 @@ class FusionDualEncoderModel(PreTrainedModel):
         return self.processor
 
     def _inputs(self, media: Any, kind: str, batch_size: int) -> Iterator[Tensor]:
-        """Yield media in batches, as the tower takes them."""
         if kind != self.config.medium:
             raise ValueError(f"This model reads {self.config.medium}s, and it was given {kind}s.")
         is_many = isinstance(media, list) or (isinstance(media, tuple) and kind != "sound")

@@ -51,18 +51,17 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 class RowDropout(nn.Module):
-    """Dropout of features `[n, C]` whose masks in training are functions of the key of each row.
+    """Dropout of a share `p` of features `[n, C]`, whose masks in training are functions of the key of each row.
 
-    Attributes:
-        p: the share to drop.
-        place: number of the module, so that two modules draw other numbers.
-        keys: one int64 for each row of the next input, `[n]`; None draws from torch's random numbers.
+    `place` is a number of the module, so that two modules draw other numbers.
     """
 
     def __init__(self, p: float, place: int = 1):
         super().__init__()
         self.p, self.place = p, place
-        self.keys: Tensor | None = None
+        self.keys: Tensor | None = (
+            None  # int64 `[n]`, of the rows of the next input; None draws from torch's random numbers
+        )
 
     @classmethod
     def replace(cls, layers: nn.ModuleList | nn.Sequential, place: int = 1) -> None:

@@ -130,7 +130,6 @@ def _fit_dual_encoder(
     vision_config: dict[str, Any],
     text_config: dict[str, Any],
 ) -> None:
-    """Change weights and configs such that `VisionTextDualEncoderModel` takes them."""
     vision = probe(model.vision_model, "vision")
     if model.config.vision_pooling != "pooler" or vision["pooler_output"].dim() != 2:
         raise ValueError("the stock class takes one pooled vector per image from the vision tower, and here is none")

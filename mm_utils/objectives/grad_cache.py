@@ -132,8 +132,6 @@ def backward(
 
 
 class _CachedStep:
-    """One gradient-cached step over micro-batches."""
-
     def __init__(self, accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int):
         self.accelerator, self.wrapped, self.step = accelerator, objective, step
         unwrapped = objective.module if isinstance(objective, DistributedDataParallel) else objective

@@ -25,11 +25,7 @@ Pool = Callable[[ModelOutput], Tensor]
 
 
 class SeenClasses(nn.Module):
-    """The named classes of a classifier; it stands in place of the classifier's backbone and repeats what a tower returned last.
-
-    Attributes:
-        reads_pooled: whether what is pooled of the tower's output is all that the classifier reads.
-    """
+    """The named classes of a classifier; it stands in place of the classifier's backbone and repeats what a tower returned last."""
 
     output: Any
 
@@ -40,7 +36,7 @@ class SeenClasses(nn.Module):
         self.handle = tower.register_forward_hook(lambda _, __, output: setattr(self, "output", output))
         with torch.no_grad():
             tower(**probe_input(tower, "vision"))
-            try:
+            try:  # whether what is pooled of the tower's output is all that the classifier reads
                 self.reads_pooled = torch.allclose(
                     self.probabilities(), self.probabilities(pool(self.output)), atol=1e-5
                 )

@@ -195,8 +195,6 @@ def _image_features(
     with_taps: bool,
     accelerator: Accelerator,
 ) -> Iterator[Block]:
-    """Run the vision tower on the centre square of every image."""
-
     def run(pixel_values: Tensor) -> list[Tensor]:
         with accelerator.autocast():
             pooled, taps = model.vision_features(pixel_values, with_taps=with_taps)

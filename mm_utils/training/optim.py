@@ -169,7 +169,6 @@ def build_optimizer(
 
 
 def _peak_rates(model: nn.Module, args: OptimizerArguments, pretrained: bool, has_baseline: bool) -> dict[str, float]:
-    """Return the peak rate of every parameter, by name."""
     new = NEW_RATE if args.learning_rate is None else args.learning_rate
     rates = {name: new for name, _ in model.named_parameters()}
     for tower in TOWERS:

@@ -30,12 +30,7 @@ _MIN_LOSS_SCALE = 2.0**-14
 
 
 class TrainStep:
-    """The optimizer step of a run, of a prepared objective and optimizer, whose groups have a `peak_lr`.
-
-    Attributes:
-        micro_batch_size: the number of pairs that this rank holds at a time; None for all.
-        nonfinite: the steps that changed nothing because they were not finite.
-    """
+    """The optimizer step of a run, of a prepared objective and optimizer, whose groups have a `peak_lr`."""
 
     def __init__(
         self,
@@ -51,7 +46,7 @@ class TrainStep:
         self.unwrapped = accelerator.unwrap_model(objective)
         self.sizes, size = args.batch_sizes, args.micro_batch_size
         share = -(-max(self.sizes.sizes) // distributed.world_size())
-        # "auto" is all pairs of this process, halved when memory runs out.
+        # Pairs that this rank holds at a time, None for all; "auto" is all of this process, halved when memory runs out.
         self.micro_batch_size = None if size is None else share if size == "auto" else int(size)
         self.nonfinite = NonfiniteSteps(Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler is not None)
         self._is_first = True

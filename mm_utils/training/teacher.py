@@ -72,7 +72,6 @@ class Teacher(nn.Module):
 def _embeddings(
     teacher: Teacher, rows: datasets.Dataset, batches: EvaluationBatches, accelerator: Accelerator
 ) -> Iterator[Block]:
-    """Run the teacher on every medium and on all its captions."""
     with ThreadPoolExecutor() as pool, accelerator.autocast():
         for draws in batches:
             drawn = [rows[row] for row, _ in draws]

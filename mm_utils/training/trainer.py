@@ -350,7 +350,6 @@ class Trainer:
         return metrics
 
     def _load_best(self, best: int, path: Path) -> dict[str, float]:
-        """Load the weights of the best step; return the metrics of its evaluation."""
         history, last = self.state.log_history, self.state.global_step
         self.captured.load_weights(path)
         metrics = {name: value for name, value in evaluations(history)[best].items() if name.startswith("eval_")}
@@ -387,7 +386,6 @@ class Trainer:
         return next((path for path in (place, *others) if path.is_dir()), None)
 
     def _save_and_exit(self, signal: int) -> NoReturn:
-        """Save and stop, as a signal asked."""
         step = self.state.global_step
         if self._saved_step != step:
             self.save_checkpoint()
@@ -420,7 +418,6 @@ class Trainer:
             raise _StopRequested(signal)
 
     def _context(self) -> tuple[TrainingArguments, TrainerState, dict[str, Any]]:
-        """Return the arguments of every event."""
         shared = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
         shared |= {"processing_class": self.data.processor, "eval_dataloader": self.data.eval_loader}
         return self.args, self.state, shared

@@ -43,7 +43,9 @@ class SearchArguments:
     rerank_top_k: int = arg(
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
     )
-    read_captions: bool = arg(True, "For a text, also count the words of the captions that the index has.")
+    read_captions: bool = arg(
+        True, "For a text, also count the captions that the index has: their words, and their embeddings."
+    )
     model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
     json: bool = arg(False, "Print one JSON object per hit.")
     serve: bool = arg(False, "Serve a page and a JSON API instead.")

@@ -2,19 +2,20 @@
 
 It is one Arrow file, `rows-*.arrow`, which `datasets.Dataset.from_file` opens:
 
-================  =====================================================================================================
-column            meaning
-================  =====================================================================================================
-``id``            the image's path in its folder, or its split and id
-``path``          absolute path of the file; "" if the bytes were stored in a data set
-``captions``      known captions, perhaps none
-``mtime_ns``      time of the file's last change in nanoseconds; 0 for stored bytes
-``stamp``         bytes of the file; for stored bytes their BLAKE2b-128, hexadecimal
-``embedding``     unit vector of the image tower, float16 `[E]`
-``print``         200 bytes by which near copies are found (`mm_utils.data.prepare.perceptual_hash`)
-``thumbnail``     a JPEG of the image, decoded and encoded anew; of a clip, frames of it; of a sound, its spectrogram
-``content``       of clips and sounds alone: the stored file, AVI or WAV, which the page plays and the head reads
-================  =====================================================================================================
+=====================  =====================================================================================================
+column                 meaning
+=====================  =====================================================================================================
+``id``                 the image's path in its folder, or its split and id
+``path``               absolute path of the file; "" if the bytes were stored in a data set
+``captions``           known captions, perhaps none
+``mtime_ns``           time of the file's last change in nanoseconds; 0 for stored bytes
+``stamp``              bytes of the file; for stored bytes their BLAKE2b-128, hexadecimal
+``embedding``          unit vector of the image tower, float16 `[E]`
+``caption_embedding``  unit vector of the mean of the text tower's embeddings of the captions, float16 `[E]`; null without captions
+``print``              200 bytes by which near copies are found (`mm_utils.data.prepare.perceptual_hash`)
+``thumbnail``          a JPEG of the image, decoded and encoded anew; of a clip, frames of it; of a sound, its spectrogram
+``content``            of clips and sounds alone: the stored file, AVI or WAV, which the page plays and the head reads
+=====================  =====================================================================================================
 
 Beside it lie `index.json` (`IndexInfo`), which names that file and has its checksum, `skipped.jsonl` (images that could not be read,
 with reasons), and during a run a folder `parts-*`: what has been
@@ -37,6 +38,7 @@ import pyarrow as pa
 import torch
 
 from mm_utils.data.batches.column_cache import add_weights, to_arrow
+from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.files import retry, write_atomic
@@ -45,7 +47,7 @@ from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 SKIPPED, PARTS = "skipped.jsonl", "parts-"
 KEY = ["id", "mtime_ns", "stamp"]  # an image is unchanged where these are equal
 _INFO = "index.json"
@@ -60,6 +62,7 @@ class IndexInfo:
     Attributes:
         model: the folder of the model, or its Hub id.
         fingerprint: `model_fingerprint` of the model.
+        texts: `text_fingerprint` of the model that embedded the captions.
         width: numbers of an embedding.
         medium: `image`, `clip` or `sound`.
         rows: name of the Arrow file.
@@ -68,6 +71,7 @@ class IndexInfo:
 
     model: str
     fingerprint: str
+    texts: str
     width: int
     medium: str = "image"
     rows: str = ""
@@ -78,8 +82,11 @@ class IndexInfo:
         """The columns of the index."""
         texts = {name: pa.string() for name in ("id", "path", "stamp")}
         listed = {"captions": pa.list_(pa.string()), "mtime_ns": pa.int64()}
-        shown = {"embedding": pa.list_(pa.float16(), self.width), "print": pa.binary(), "thumbnail": pa.binary()}
-        return pa.schema(texts | listed | shown | ({} if self.medium == "image" else {"content": pa.binary()}))
+        vectors = dict.fromkeys(("embedding", "caption_embedding"), pa.list_(pa.float16(), self.width))
+        shown = {"print": pa.binary(), "thumbnail": pa.binary()}
+        return pa.schema(
+            texts | listed | vectors | shown | ({} if self.medium == "image" else {"content": pa.binary()})
+        )
 
 
 def model_fingerprint(model: FusionDualEncoderModel, medium: Medium) -> str:
@@ -90,6 +97,16 @@ def model_fingerprint(model: FusionDualEncoderModel, medium: Medium) -> str:
     projection = model.visual_projection.state_dict()  # of SigLIP's tower, which embeds by itself, empty
     weights["visual_projection.weight"] = projection.get("weight", torch.eye(model.config.projection_dim))
     add_weights(digest, weights)
+    return digest.hexdigest()
+
+
+def text_fingerprint(model: FusionDualEncoderModel) -> str:
+    """Return 32 hexadecimal digits of what embeds texts: the tokenizer, the text tower, its pooling and projection."""
+    tokenizer = model.processor.tokenizer
+    read = [tokenizer_digest(tokenizer), model.most_tokens(tokenizer), model.config.text_pooling]
+    digest = hashlib.blake2b(repr(read).encode(), digest_size=16)
+    for part in (model.text_model, model.text_projection):
+        add_weights(digest, part.state_dict())
     return digest.hexdigest()
 
 
@@ -194,8 +211,8 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
 
 
 def write_part(folder: Path, rows: list[dict[str, Any]], info: IndexInfo) -> None:
-    """Write embedded rows, with embeddings as float16 tensors, so that a run that is killed later need not embed them again."""
-    place = folder / f"{PARTS}{info.fingerprint}"
+    """Write embedded rows, with embeddings of images as float16 tensors, so that a run that is killed later need not embed them again."""
+    place = folder / f"{PARTS}{info.fingerprint}-{info.texts}"
     place.mkdir(exist_ok=True)
     arrays = {
         name: to_arrow(torch.stack([row[name] for row in rows]))
@@ -212,7 +229,7 @@ def write_part(folder: Path, rows: list[dict[str, Any]], info: IndexInfo) -> Non
 def read_parts(folder: Path, info: IndexInfo) -> dict[str, pa.Table]:
     """Return what unended runs with this model have embedded, by file and mapped; damaged files are left out."""
     parts = {}
-    for path in sorted((folder / f"{PARTS}{info.fingerprint}").glob("*.arrow")):
+    for path in sorted((folder / f"{PARTS}{info.fingerprint}-{info.texts}").glob("*.arrow")):
         try:
             table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
             if table.schema != info.columns:

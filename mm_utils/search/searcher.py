@@ -1,4 +1,4 @@
-"""Answer queries from an index: by cosine, for a text also by the captions' words, then re-ranked where the model gains by it.
+"""Answer queries from an index: by cosine, for a text also by the captions, then re-ranked where the model gains by it.
 
 For a text, the fusion head reorders the first `rerank_top_k` images if `config.rerank_weights` of the model has a weight above 0,
 which training sets only where it helped on the validation split. The head reads the image, from its file, or from its thumbnail if the
@@ -10,6 +10,7 @@ Shape letters: N images of the index, E embedding width, K images that are re-ra
 import copy
 import datetime
 import io
+import logging
 import os
 import threading
 import warnings
@@ -36,8 +37,10 @@ from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, open_picture
 from mm_utils.search.captions import CaptionWords, fused
-from mm_utils.search.index import check_same_model, open_index
+from mm_utils.search.index import check_same_model, open_index, text_fingerprint
 from mm_utils.search.listing import stock_file
+
+logger = logging.getLogger(__name__)
 
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
 Hits = list[tuple[int, float]]
@@ -113,7 +116,7 @@ class Searcher:
         model: the folder or Hub id of the model, if it has moved since.
         rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
         device: where the model runs; default: a GPU if there is one.
-        read_captions: whether the captions' words count beside the embeddings.
+        read_captions: whether for texts the captions' words and embeddings count beside those of the images.
 
     Raises:
         ValueError: if there is no index or no model.
@@ -132,16 +135,15 @@ class Searcher:
         self.info, self._rows = open_index(folder)
         self._texts = self._rows.select_columns(["id", "path", "captions"])
         self._lock, self._mask_N = threading.Lock(), np.ones(len(self._rows), dtype=bool)
-        with warnings.catch_warnings():  # the memory-mapped file, which torch would rather write to
-            warnings.simplefilter("ignore")
-            self._embeddings = [
-                torch.from_numpy(chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1))
-                for chunk in self._rows.data.column("embedding").chunks
-            ]
+        self._embeddings = self._vectors("embedding")
+        column = self._rows.data.column("caption_embedding")
+        self._has_captions_N = column.is_valid().to_numpy()
         self._captions: CaptionWords | None = None
-        if read_captions:
+        self._caption_embeddings: list[Tensor] = []
+        if read_captions and self._has_captions_N.any():
             chunks = self._rows.data.column("captions").chunks
             self._captions = CaptionWords(texts for chunk in chunks for texts in chunk.to_pylist())
+            self._caption_embeddings = self._vectors("caption_embedding")
         name = model or self.info.model
         processor: Any = load_processor_of(name)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -149,6 +151,13 @@ class Searcher:
         self._model = load_model(name, fusion_layers=0).eval()
         self._model.processor = processor
         check_same_model(self.info, self._model, self._medium, name, folder)
+        if self._captions is not None and self.info.texts != text_fingerprint(self._model):
+            self._caption_embeddings = []
+            logger.warning(
+                "The captions in %s were embedded with another text side: their words alone count. Run scripts/embed.py "
+                "with this model.",
+                folder,
+            )
         self._model.to(self._device)
         weights = self._model.config.rerank_weights or {}
         helps = self._model.fusion is not None and any(weights.values())
@@ -183,13 +192,15 @@ class Searcher:
         with self._lock, torch.no_grad():
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
-            words_N = np.zeros(len(self)) if self._captions is None else self._captions.scores(text)
-            hits, copies = self._best(query_1E[0], max(top_k, self.rerank_top_k), words_N=words_N)
+            captions = self._by_captions(text, query_1E[0])
+            hits, copies = self._best(query_1E[0], max(top_k, self.rerank_top_k), captions=captions)
             head = self._head(hits[: self.rerank_top_k], states, mask, ids) if rerank and self.reranks and hits else {}
-        # Words count among these, too: by cosines alone, R@1 on Flickr8k falls from 0.33 to 0.23.
-        order = np.argsort(-fused(np.array(list(head.values())), words_N[list(head)]), stable=True).tolist()
-        hits = [hits[at] for at in order] + hits[len(head) :]
-        return self._hits(hits[:top_k], copies, head, words_N)
+        # Captions count among these, too: with words and without, R@1 on Flickr8k was 0.33 and 0.23.
+        order = np.argsort(
+            -fused(np.array(list(head.values())), *(by_N[list(head)] for by_N in captions)), stable=True
+        )
+        hits = [hits[at] for at in order.tolist()] + hits[len(head) :]
+        return self._hits(hits[:top_k], copies, head, captions[0])
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
@@ -231,16 +242,38 @@ class Searcher:
     def _input(self, examples: Sequence[Tensor]) -> Tensor:
         return self._medium.features(torch.stack(list(examples)).to(self._device))
 
+    def _vectors(self, name: str) -> list[Tensor]:
+        """Return a column of embeddings, without nulls; where it has none, this is the memory-mapped file."""
+        with warnings.catch_warnings():  # torch would rather write to it
+            warnings.simplefilter("ignore")
+            chunks = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in self._rows.data.column(name).chunks]
+            return [torch.from_numpy(chunk.reshape(-1, self.info.width)) for chunk in chunks]
+
+    def _by_captions(self, text: str, query_E: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return the BM25 score of each image's captions, 0 without a common word, and their cosine, -inf without captions."""
+        words_N = np.zeros(len(self)) if self._captions is None else self._captions.scores(text)
+        cosine_N = np.full(len(self), -np.inf, np.float32)
+        if self._caption_embeddings:
+            cosine_N[self._has_captions_N] = self._cosines(self._caption_embeddings, query_E).numpy()
+        return words_N, cosine_N
+
+    def _cosines(self, blocks: list[Tensor], query_E: Tensor) -> Tensor:
+        """Return the products of stored unit vectors and a query; a block of the file stays in a core's cache."""
+        query_E = normalize(query_E.float().cpu(), dim=0)
+        return torch.cat([block.float() @ query_E for block in blocks])
+
     def _best(
-        self, query_E: Tensor, count: int, without: int = -1, words_N: np.ndarray | None = None
+        self,
+        query_E: Tensor,
+        count: int,
+        without: int = -1,
+        captions: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> tuple[Hits, dict[int, list[int]]]:
         """Return the best images for a query, best first, without a row; and the rows of their copies by row."""
-        query_E, rows = normalize(query_E.float().cpu(), dim=0), np.flatnonzero(self._mask_N)
-        # A block of the file stays in a core's cache.
-        score_N = torch.cat([block.float() @ query_E for block in self._embeddings])[rows]
-        by_N = score_N
-        if words_N is not None and words_N.any():
-            by_N = torch.from_numpy(fused(score_N.numpy(), words_N[rows]))
+        rows = np.flatnonzero(self._mask_N)
+        by_N = score_N = self._cosines(self._embeddings, query_E)[rows]
+        if captions is not None and (self._caption_embeddings or captions[0].any()):
+            by_N = torch.from_numpy(fused(score_N.numpy(), *(each_N[rows] for each_N in captions)))
         wide = 2 * count + 1
         while True:
             found = best(rows, score_N, wide, by_N)

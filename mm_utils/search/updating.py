@@ -1,7 +1,7 @@
 """Bring an index up to date: embed what was added or changed, on any number of processes.
 
 A row of the index, or of a part that a killed run left, is kept if its image has the same time and size, or else the same stored
-bytes. The main process decides, and writes the index; every process embeds its share and writes parts.
+bytes; its captions are embedded anew where they or the text tower have changed. The main process decides, and writes the index; every process embeds its share and writes parts.
 """
 
 import logging
@@ -9,15 +9,17 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm.auto import tqdm
 
@@ -27,6 +29,7 @@ from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.files import folder_lock
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.processor import load_processor_of
 from mm_utils.search.index import (
     KEY,
     IndexInfo,
@@ -35,6 +38,7 @@ from mm_utils.search.index import (
     model_fingerprint,
     read_index,
     read_parts,
+    text_fingerprint,
     write_index,
     write_part,
 )
@@ -76,6 +80,7 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
         ValueError: if the folder holds something else.
     """
     plans: list[_Plan] = []  # on the main process
+    embedder.model.processor = embedder.model.processor or load_processor_of(model)
     with ExitStack() as locked:
 
         def begin() -> tuple[IndexInfo, list[int]]:
@@ -84,22 +89,21 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
             if locked.enter_context(folder_lock(folder)) is False:
                 raise RunError(f"--index_dir is {folder}; another run writes to it. Wait for its end, or end it.")
             name = os.path.abspath(model) if Path(model).is_dir() else model
-            old = read_index(folder)
+            old, texts = read_index(folder), text_fingerprint(embedder.model)
             if old is None:
-                fingerprint, width = (
-                    model_fingerprint(embedder.model, embedder.medium),
-                    embedder.model.config.projection_dim,
-                )
-                old = IndexInfo(name, fingerprint, width, embedder.medium.kind), None
+                fingerprint = model_fingerprint(embedder.model, embedder.medium)
+                width = embedder.model.config.projection_dim
+                old = IndexInfo(name, fingerprint, texts, width, embedder.medium.kind), None
             info, rows = old
             check_same_model(info, embedder.model, embedder.medium, name, folder)
-            plans.append(_Plan(folder, info, rows, listing))
+            plans.append(_Plan(folder, replace(info, texts=texts), rows, listing, info.texts != texts))
+            info = plans[0].info
             return info, plans[0].todo
 
         info, todo = distributed.on_first(begin)
         mine = todo[accelerator.process_index :: accelerator.num_processes]
         skipped = gather_object(embed_share(folder, info, listing, mine, len(todo), embedder, accelerator))
-        return distributed.on_first(lambda: plans[0].finish(skipped))
+        return distributed.on_first(lambda: plans[0].finish(skipped, embedder, accelerator))
 
 
 class _Plan:
@@ -107,10 +111,13 @@ class _Plan:
 
     Attributes:
         todo: places of the listing that have to be embedded.
+        other_texts: whether another text tower has embedded the captions of the rows that are there.
     """
 
-    def __init__(self, folder: Path, info: IndexInfo, rows: datasets.Dataset | None, listing: Listing):
-        self.folder, self.info, self.listing = folder, info, listing
+    def __init__(
+        self, folder: Path, info: IndexInfo, rows: datasets.Dataset | None, listing: Listing, other_texts: bool
+    ):
+        self.folder, self.info, self.listing, self.other_texts = folder, info, listing, other_texts
         self.old = info.columns.empty_table() if rows is None else rows.data.table
         self.parts = read_parts(folder, info)
         known = pa.concat_tables([self.old, *self.parts.values()])
@@ -125,7 +132,7 @@ class _Plan:
         counts = tuple(f"{count:,}" for count in (len(self.todo), len(self.rows) - len(self.todo), self.removed))
         logger.info("%d %ss: %s to embed, %s unchanged; %s removed", len(self.rows), info.medium, *counts)
 
-    def finish(self, skipped: list[Skip]) -> Outcome:
+    def finish(self, skipped: list[Skip], embedder: Embedder, accelerator: Accelerator) -> Outcome:
         """Write the index anew from what was known and what the parts hold now."""
         parts = self.parts | read_parts(self.folder, self.info)  # those that were known come first
         known = pa.concat_tables([self.old, *parts.values()])
@@ -138,15 +145,31 @@ class _Plan:
             raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
         # A folder may have moved, and a caption been added.
         old = [(row, (each["path"], each["captions"])) for row, each in enumerate(self.old.select(_TOLD).to_pylist())]
-        write_index(self.folder, self.info, self._blocks(known, chosen) if chosen != old else None, lines)
+        is_old = chosen == old and not self.other_texts
+        blocks = None if is_old else self._blocks(known, chosen, embedder, accelerator)
+        write_index(self.folder, self.info, blocks, lines)
         kept = len(self.rows) - len(self.todo)
         return Outcome(len(self.todo) - len(skipped), kept, self.removed, len(lines), len(chosen))
 
-    def _blocks(self, known: pa.Table, chosen: list[tuple[int, tuple[str, list[str]]]]) -> Iterator[pa.Table]:
+    def _blocks(
+        self,
+        known: pa.Table,
+        chosen: list[tuple[int, tuple[str, list[str]]]],
+        embedder: Embedder,
+        accelerator: Accelerator,
+    ) -> Iterator[pa.Table]:
         rows, count = datasets.Dataset(known).with_format("arrow"), _ROWS[self.info.medium]
         for low in tqdm(range(0, len(chosen), count), desc="Writing", leave=False, delay=2):
             places, listed = zip(*chosen[low : low + count], strict=True)
             table = rows[list(places)]
+            texts = [captions for _, captions in listed]
+            was = table["captions"].to_pylist()
+            changed = [at for at, now in enumerate(texts) if now != was[at] or self.other_texts]
+            column, order = table["caption_embedding"], np.arange(len(table))
+            order[changed] = len(table) + np.arange(len(changed))
+            new = embed_captions([texts[at] for at in changed], embedder, accelerator)
+            column = pa.chunked_array([*column.chunks, pa.array(new, column.type)]).take(pa.array(order))
+            table = table.set_column(table.column_names.index("caption_embedding"), "caption_embedding", column)
             for name, values in zip(_TOLD, zip(*listed, strict=True), strict=True):
                 at = table.column_names.index(name)
                 table = table.set_column(at, name, pa.array(values, self.info.columns.field(name).type))
@@ -198,9 +221,31 @@ def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator:
     with accelerator.autocast():
         embeds_bE, _ = embedder.model.encode_image(pixels_b, with_keys_values=False)
     units = normalize(embeds_bE.float(), dim=-1).split(list(map(len, parts)))
-    rounded = torch.stack([normalize(part.mean(0), dim=0) for part in units]).half().cpu()
+    texts = embed_captions([each["captions"] for each in examples], embedder, accelerator)
+    vectors = zip(examples, _rounded_means(units), texts, strict=True)
+    return [{**each, "embedding": image, "caption_embedding": text} for each, image, text in vectors]
+
+
+@torch.no_grad()
+def embed_captions(captions: list[list[str]], embedder: Embedder, accelerator: Accelerator) -> list[np.ndarray | None]:
+    """Return the unit vector of each row's captions, float16 `[E]`; None of no captions."""
+    texts, size, model = [text for each in captions for text in each], embedder.batch_size, embedder.model
+    parts = list[Tensor]()
+    for low in range(0, len(texts), size):
+        with accelerator.autocast():
+            parts.append(model.encode_text(*model.text_inputs(texts[low : low + size]), with_states=False)[0])
+    if not parts:
+        return [None] * len(captions)
+    units = normalize(torch.cat(parts).float(), dim=-1).split([len(each) for each in captions if each])
+    means = iter(_rounded_means(units).numpy())
+    return [next(means) if each else None for each in captions]
+
+
+def _rounded_means(units: Sequence[Tensor]) -> Tensor:
+    """Return the unit vectors of the means of unit vectors `[n, E]`, in float16."""
+    rounded = torch.stack([normalize(each.mean(0), dim=0) for each in units]).half().cpu()
     if not rounded.isfinite().all():
         raise RunError(
             "The model's embeddings are not finite in float16. Try another checkpoint, or leave --mixed_precision out."
         )
-    return [{**each, "embedding": embedding} for each, embedding in zip(examples, rounded, strict=True)]
+    return rounded

@@ -148,17 +148,28 @@ def test_the_words_of_captions_count_by_bm25() -> None:
 
 
 def test_captions_and_embeddings_are_fused_by_their_ranks_before_the_head(captioned: Path) -> None:
-    """Equal scores share the best rank; what has no word of the query gets nothing for words, and no query word changes nothing."""
+    """Equal scores share the best rank; what has no captions, or no word of the query, gets nothing for it; a part without changes nothing."""
     reading, plain = (
         Searcher(captioned, rerank_top_k=5, device="cpu", read_captions=reads) for reads in (True, False)
     )
-    for query, part in (("a dog runs", Filter()), ("a cat", Filter("0")), ("Hund", Filter())):
+    model, rows = load_model(reading.info.model).eval(), open_index(captioned)[1]
+    for query, part in (("a dog runs", Filter()), ("a cat", Filter("0")), ("Hund", Filter()), ("unicorn", Filter())):
+        text_E = model.encode(texts=[query])[0]
+        means = {row: model.encode(texts=each).mean(0) for row, each in enumerate(CAPTIONS) if each}
+        cosines = {row: (mean / mean.norm() @ text_E).item() for row, mean in means.items()}
+        stored = dict(enumerate(rows["caption_embedding"]))
+        near = {row: (torch.tensor(stored[row], dtype=torch.float16).float() @ text_E).item() for row in means}
+        assert near == pytest.approx(cosines, abs=2e-3)
         before = plain.within(part).search_text(query, 24, rerank=False)
         words = dict(enumerate(reading._captions.scores(query).tolist()))
 
-        def plain_rrf(hit: Hit, before: list[Hit] = before, words: dict[int, float] = words) -> float:
-            better = sum(words[other.row] > words[hit.row] for other in before)
-            return 1 / (60 + hit.rank) + (1 / (61 + better) if words[hit.row] else 0)
+        def plain_rrf(hit: Hit, before: list[Hit] = before, words: dict = words, near: dict = near) -> float:
+            score = 1 / (60 + hit.rank)
+            if words[hit.row]:
+                score += 1 / (61 + sum(words[other.row] > words[hit.row] for other in before))
+            if hit.row in near:
+                score += 2 / (61 + sum(near.get(other.row, -9) > near[hit.row] for other in before))
+            return score
 
         after = reading.within(part).search_text(query, 24, rerank=False)
         assert [hit.row for hit in after] == [hit.row for hit in sorted(before, key=plain_rrf, reverse=True)]
@@ -170,8 +181,8 @@ def test_captions_and_embeddings_are_fused_by_their_ranks_before_the_head(captio
         reranked = reading.within(part).search_text(query, 24)
         assert {hit.row for hit in reranked if hit.reranked is not None} == {hit.row for hit in after[:5]}
         assert [hit.row for hit in reranked[5:]] == [hit.row for hit in after[5:]]
-    for query, part in (("unicorn", Filter()), ("dog", Filter("1"))):
-        assert reading.within(part).search_text(query, 24) == plain.within(part).search_text(query, 24)
+    part = Filter("1")  # without captions
+    assert reading.within(part).search_text("dog", 24) == plain.within(part).search_text("dog", 24)
 
 
 def test_equal_scores_keep_the_order_of_the_index() -> None:

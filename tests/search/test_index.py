@@ -231,7 +231,7 @@ def test_parts_that_are_damaged_or_of_another_model_are_not_read(model: Path, tm
     update(tmp_path / "whole", model, tmp_path / "photos")
     info, _ = open_index(tmp_path / "whole")
     for name, left in ((info.fingerprint, -4000), ("0" * 32, None)):
-        place = tmp_path / f"index/parts-{name}"
+        place = tmp_path / f"index/parts-{name}-{info.texts}"
         place.mkdir(parents=True)
         (place / "a.arrow").write_bytes(_rows(tmp_path / "whole").read_bytes()[:left])
     with pytest.raises(ValueError, match=r"Run scripts/embed\.py to its end"):
@@ -260,7 +260,21 @@ def test_pairs_are_embedded_with_their_captions(model: Path, corpus: Path, own_c
     assert embed.main([*flags, "--split", "validation"])["removed"] == 16
 
 
-def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(model: Path, tmp_path: Path) -> None:
+def repooled(
+    model: Path, folder: Path, old: str = 'text_pooling": "mean"', new: str = 'text_pooling": "pooler"'
+) -> None:
+    """Write a copy of a model that pools otherwise."""
+    shutil.copytree(model, folder)
+    text = (folder / "config.json").read_text()
+    assert f'"{old}' in text
+    (folder / "config.json").write_text(text.replace(f'"{old}', f'"{new}'))
+
+
+def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Changed captions, and those that another text side has embedded, are embedded anew, and the images are kept."""
+
     def listing(count: int, seed: int, caption: str) -> Listing:
         write_photos(tmp_path / "photos", range(count))
         write_photos(tmp_path / "photos", range(1), seed)
@@ -273,8 +287,20 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(m
     args, tools = (tmp_path / "index", str(model)), (make_embedder(model), Accelerator(cpu=True))
     assert update_index(*args, listing(5, 0, "x"), *tools).embedded == 5
     assert update_index(*args, listing(6, 1, "x"), *tools).embedded == 2
-    assert update_index(*args, listing(6, 1, "y"), *tools).embedded == 0
-    assert {tuple(row["captions"]) for row in contents(tmp_path / "index").values()} == {("y",)}
+    assert update_index(*args, listing(6, 1, "a red y"), *tools).embedded == 0
+    rows = contents(tmp_path / "index").values()
+    assert {tuple(row["captions"]) for row in rows} == {("a red y",)}
+    expected = tools[0].model.encode(texts=["a red y"])[0].tolist()
+    assert all(row["caption_embedding"] == pytest.approx(expected, abs=2e-3) for row in rows)
+    repooled(model, tmp_path / "other")
+    other = make_embedder(tmp_path / "other")
+    assert Searcher(tmp_path / "index", str(tmp_path / "other"), device="cpu")._caption_embeddings == []
+    assert "embedded with another text side" in caplog.text
+    done = update_index(args[0], str(tmp_path / "other"), listing(6, 1, "a red y"), other, tools[1])
+    assert (done.embedded, done.kept) == (0, 6)
+    expected = other.model.encode(texts=["a red y"])[0].tolist()
+    rows = contents(tmp_path / "index").values()
+    assert all(row["caption_embedding"] == pytest.approx(expected, abs=2e-3) for row in rows)
 
 
 def test_a_folder_of_sounds(tmp_path: Path) -> None:
@@ -300,12 +326,8 @@ def test_a_folder_of_sounds(tmp_path: Path) -> None:
 def test_a_model_with_another_image_side_is_refused_and_another_text_side_is_not(
     index: Path, model: Path, tmp_path: Path
 ):
-    pooling = '_pooling": "pooler"', '_pooling": "mean"'
-    for name, old, new in (("vision", *pooling), ("text", *reversed(pooling))):
-        shutil.copytree(model, tmp_path / name)
-        text = (tmp_path / name / "config.json").read_text()
-        assert f'"{name}{old}' in text
-        (tmp_path / name / "config.json").write_text(text.replace(f'"{name}{old}', f'"{name}{new}'))
+    repooled(model, tmp_path / "text")
+    repooled(model, tmp_path / "vision", 'vision_pooling": "pooler"', 'vision_pooling": "mean"')
     with pytest.raises(RunError, match="made with another image side"):
         Searcher(index, str(tmp_path / "vision"), device="cpu")
     assert Searcher(index, str(tmp_path / "text"), device="cpu").search_text("red", 1)

@@ -79,9 +79,8 @@ _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202
 def redact(text: str) -> str:
     """Replace everything that looks like a secret by ``***``, so that `text` can be published.
 
-    Covered are tokens of the Hub and of common services; values of flags, variables and YAML or JSON keys named after a
-    token, secret, password or key; credentials and signatures in URLs; headers of authorization; and the current values of
-    such environment variables. The time is linear in the length of `text`.
+    Covered are tokens of common services; values of flags, variables and keys named after a secret, credentials in URLs and
+    headers, and the current values of such environment variables. The time is linear in the length of `text`.
     """
     for name in filter(_SECRET_VARIABLE.search, list(os.environ)):
         value = os.environ.get(name, "").strip()

@@ -23,12 +23,10 @@ _RAW = re.compile(r"raw:(\d{1,9})x(\d{1,9})")
 
 
 def open_image(value: dict[str, Any], min_side: int | None = None) -> Image.Image:
-    """Decode `{"bytes": ..., "path": ...}` to upright RGB.
+    """Decode `{"bytes": ..., "path": ...}` to upright RGB; bytes win over the path.
 
-    Args:
-        value: as `datasets.Image(decode=False)` stores it; bytes win over the path. The path `raw:344x258` marks bytes
-            that are the pixels themselves, see `pixels`.
-        min_side: a JPEG may be decoded at a reduced scale whose shorter side is at least this.
+    The path `raw:344x258` marks bytes that are the pixels themselves, see `pixels`. A JPEG may be decoded at a reduced scale whose
+    shorter side is at least `min_side`.
 
     Raises:
         UnreadableError: if the image is missing, no regular file, truncated, of no known format, of more than

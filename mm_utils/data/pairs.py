@@ -1,17 +1,6 @@
-"""Load image-caption pairs from any source, as one `datasets.DatasetDict` with one schema.
+"""Load image-caption pairs from any source, as one `datasets.DatasetDict` with the columns of `mm_utils.data.prepare.on_disk`.
 
-==============  =====================================  ====================================================
-column          type                                   meaning
-==============  =====================================  ====================================================
-``id``          string                                 the image's id, unique within a split
-``image``       ``datasets.Image(decode=False)``       ``{"bytes", "path"}``; files stay files, by absolute path
-``captions``    list of string                         one or more captions, none empty, none twice
-``regions``     boxes with phrases, if it has any      what is where in the image
-``negatives``   list of string, if the source has it   captions that are wrong for the image
-==============  =====================================  ====================================================
-
-The splits are ``train``, ``validation`` and, if the source has one, ``test``. `mm_utils.data.prepare.on_disk` lists the
-further columns of prepared data. Raw sources are prepared first, into the datasets cache (`mm_utils.data.prepare.cache`).
+The splits are ``train``, ``validation`` and, if the source has one, ``test``. Raw sources are prepared first, into the datasets cache.
 """
 
 import logging
@@ -34,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool | None = None) -> DatasetDict:
-    """Load the pairs that `args` names, in the schema above, one row per image.
+    """Load the pairs that `args` names, one row per image.
 
     Bad rows are set aside, with warnings that name them. With `holds_out`, by default the value of `need_train`, images are
     held out of train by the hash of their id where the source has no validation split: always the same ones. With
-    ``need_train=False``, for evaluation alone, there may be no train split. Nothing is downloaded but data sets from the Hub.
+    ``need_train=False``, for evaluation alone, there may be no train split.
 
     Raises:
         ValueError: in one line, if a file or column does not exist, a file cannot be parsed or leads elsewhere, an id names two

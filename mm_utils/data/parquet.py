@@ -20,13 +20,7 @@ _LEAST_ROWS = 8
 
 
 class ParquetRows:
-    """An open Parquet file, whose rows are read in batches; ValueError if it counts more rows than a file of its size holds.
-
-    Args:
-        source: the path, or a file that can seek.
-        name: the file's name in errors.
-        buffer_size: bytes of a column that are read at a time.
-    """
+    """An open Parquet file, whose rows are read in batches; ValueError if it counts more rows than a file of its size holds."""
 
     def __init__(self, source: str | BinaryIO, name: str, buffer_size: int = 1 << 20):
         self.name = name

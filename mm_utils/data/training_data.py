@@ -28,10 +28,6 @@ class TrainingData:
     """The tokenised splits of a run, with the order of training and the loaders.
 
     Attributes:
-        splits: the rows of every split.
-        processor: the tokenizer and the image processor.
-        loaders: the loaders of the run.
-        order: the order of the training rows.
         identity: the fingerprint of the training data and the settings that affect batch order; a resumed run must have the
             same.
         eval_batch_size: images per process and forward pass in evaluation.
@@ -104,8 +100,6 @@ def open_data(
     The main process fills the caches first, the others read them.
 
     Args:
-        accelerator: the run's accelerator.
-        data_args, loader_args: the source, and how it is read.
         schedule: the training arguments, of which `seed` and `batch_sizes` decide the order and the size of batches.
         make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
             `seconds` of its window.

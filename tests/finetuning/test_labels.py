@@ -284,7 +284,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
     sound, text = {"audio": "0.wav", "answer": "no"}, {"image": "a.png", "text": "a", "label": 1}
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("image", {"a": 1}, "no label column was recognised. The columns are: a. Set --label_column"),
-        ("image", {"text": "a", "label": 1}, "no image column was recognised. The columns are: text, label. .* texts alone"),
+        ("image", {"text": "a", "label": 1}, "no image column was recognised. The columns are: text, label. Set --im"),
         ("image", {"image": "a.png", "label": 1}, "all rows show the same, so none can be held out"),
         ("image", {**text, "label": None}, "3 of 3 rows are bad.* line 1: it has no label. The label is missing, or"),
         ("image", {**text, "label": "['a', b]"}, "looks like a list, and is not JSON.* Set --label_column"),

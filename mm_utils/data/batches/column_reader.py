@@ -25,14 +25,11 @@ class Shown(NamedTuple):
 class ColumnReader:
     """How columns of the rows become part of an example and of a batch. It has no state: all of a class are equal.
 
-    Attributes:
-        columns: the columns that an example is made of. Rows without them, such as those of a stream, are not read.
-        optional: True if rows may lack them.
-        in_evaluation: True if batches of evaluation have them too.
+    Rows without its `columns`, such as those of a stream, are not read.
     """
 
     columns: ClassVar[frozenset[str]]
-    optional: ClassVar[bool] = False
+    optional: ClassVar[bool] = False  # whether rows may lack the columns
     in_evaluation: ClassVar[bool] = True
 
     def __eq__(self, other: object) -> bool:

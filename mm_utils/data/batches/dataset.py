@@ -88,12 +88,8 @@ class EvaluationTransform:
 class TrainingTransform(EvaluationTransform):
     """Show a random square of an image with one of its captions.
 
-    An example is a pure function of (seed, epoch, image id): caption, crop and mirroring. Rows with
-    features of a frozen tower (`mm_utils.data.batches.column_cache`) give these; where they stand for images, none is decoded.
-
-    Attributes:
-        seed: the run's random seed.
-        horizontal_flip: mirror half of the images, except where `has_sides` is true.
+    An example is a pure function of (seed, epoch, image id): caption, crop and, of half of the images, mirroring, except where
+    `has_sides` is true. Where features of a frozen tower stand for images, none is decoded.
     """
 
     seed: int = 0

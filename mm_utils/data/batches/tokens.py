@@ -5,7 +5,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -33,7 +32,7 @@ def tokenize_captions(
     """Add columns that are computed from ids and captions.
 
     `input_ids`: token ids, one list per caption. `image_key` and `caption_keys`: int64 hashes; equal keys mean the same
-    image or, except for case and spacing, the same caption. Captions are tokenised by the rules of `encode_captions`.
+    image or, except for case and spacing, the same caption.
     """
     return add_tokens(rows, "captions", ["id", "captions"], tokenize_rows, tokenizer, max_seq_length)
 
@@ -61,7 +60,7 @@ def add_tokens(
     table, places = rows.data, picked(rows)
     if not table.num_rows:
         return rows
-    key = Hasher.hash((name, fingerprint_of(rows), tokenizer_content(tokenizer), max_seq_length))
+    key = Hasher.hash((name, fingerprint_of(rows), tokenizer_digest(tokenizer), max_seq_length))
     whole = datasets.Dataset(table, info=rows.info.copy(), split=rows.split, fingerprint=fingerprint_of(rows))
     is_wanted = None
     if places is not None:
@@ -162,22 +161,15 @@ def tokenize_splits(
     return datasets.DatasetDict(found)
 
 
-def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
-    """Return everything that decides the tokens of a text."""
-    if not tokenizer.is_fast:
-        vocabulary = sorted(tokenizer.get_vocab().items())
-        return type(tokenizer).__name__, sorted(tokenizer.init_kwargs.items(), key=str), vocabulary
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # a call leaves its settings in the tokenizer, and they would change the cache's name
-    backend.no_padding()
-    return tokenizer.name_or_path, backend.to_str()
-
-
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return 16 hexadecimal digits that identify a tokenizer's content, wherever from."""
-    name, *content = tokenizer_content(tokenizer)
-    if not tokenizer.is_fast:
-        content = [name, content[-1]]
+    if tokenizer.is_fast:
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()  # a call leaves its settings in the tokenizer, and they would change the cache's name
+        backend.no_padding()
+        content = [backend.to_str()]
+    else:
+        content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
 
 

@@ -84,11 +84,7 @@ class Medium(ABC):
 
     @abstractmethod
     def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
-        """Return an example of a stored medium.
-
-        Args:
-            value: bytes and path of a row.
-            rng: draws the window and the crop of training; without it, they are in the middle.
+        """Return an example of a stored medium; `rng` draws the window and the crop of training, which else are in the middle.
 
         Returns:
             The example, `shape`; the size of the medium, (width, height) or (seconds, 1), that boxes and moments are stated in; and
@@ -116,10 +112,7 @@ def _on_bytes(values: tuple[float, ...], device: torch.device) -> Tensor:
 class Image(Medium):
     """Squares of images: uint8 `[3, S, S]`.
 
-    Attributes:
-        image_size: side of the square, S.
-        mean, std: mean and standard deviation of each colour in [0, 1], for the tower.
-        min_crop_area: smallest area of a training crop, as a share of the largest square; 1 is the central square.
+    The smallest area of a training crop is `min_crop_area`, a share of the largest square; 1 is the central square.
     """
 
     image_size: int
@@ -167,9 +160,6 @@ class Clip(Image):
     """Frames spread evenly over a clip: uint8 `[T, 3, S, S]`, one crop for all.
 
     Frames are never reversed and their pace never changes in training: captions say what comes first, and what is fast.
-
-    Attributes:
-        frames: T.
     """
 
     frames: int = 16
@@ -209,7 +199,6 @@ class Sound(Medium):
     the window by as much is never cut.
 
     Attributes:
-        extractor: the feature extractor of the sound tower.
         seconds: length of the window.
         min_share: a training window leaves a sound by at most the rest of this share of its own length.
         jitter: most decibels of `vary_loudness` in training.
@@ -312,12 +301,7 @@ def default_seconds(rows: datasets.Dataset) -> float:
 
 
 def settle_window(processor: "ProcessorMixin", medium: str, seconds: float | None, frames: int | None) -> None:
-    """Write a new model's window into its processor; a present one stays.
-
-    Args:
-        seconds: `default_seconds` of the training data, of sounds.
-        frames: as `--clip_frames` says, or None.
-    """
+    """Write a new model's window into its processor; a present one stays."""
     if medium == "sound":
         owner: Any = processor.feature_extractor  # type: ignore[attr-defined]
         owner.window_seconds = getattr(owner, "window_seconds", None) or seconds

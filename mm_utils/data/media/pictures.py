@@ -25,15 +25,8 @@ _MOST_FRAMES = 32  # of a clip that moves
 def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None = None) -> Image.Image:
     """Return an RGB picture of a medium.
 
-    Of a clip these are four frames spread evenly over it, two by two: in a square tile they are twice as large as side by side.
-    Of a sound it is the spectrogram.
-
-    Args:
-        value: `{"bytes", "path"}`, as rows have it; a clip and a sound are files of `mm_utils.data.media.riff`.
-        min_side: an image, or a frame, may be decoded at a reduced scale whose shorter side is at least this.
-
-    Raises:
-        UnreadableError: if it cannot be read.
+    Of a clip these are four frames spread evenly over it, two by two; of a sound it is the spectrogram. An image, or a frame, may be
+    decoded at a reduced scale whose shorter side is at least `min_side`. Raises UnreadableError.
     """
     if kind == "image":
         return open_image(dict(value), min_side)

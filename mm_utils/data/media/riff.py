@@ -60,12 +60,7 @@ class StoredClip:
 def store_clip(
     frames: Iterable[Frame], fps: float, short_side: int | None = None, notes: list[str] | None = None
 ) -> StoredClip:
-    """Encode frames of a constant rate, as `read_frames` yields them.
-
-    Args:
-        short_side: larger frames are shrunk to it, in pixels; None keeps their size.
-        notes: frames_fitted is added if they differ in size.
-    """
+    """Encode frames of a constant rate, larger ones shrunk to `short_side` pixels; frames_fitted is a note on different sizes."""
     jpegs, size, original_size, last = list[bytes](), (0, 0), (0, 0), None
     for frame in frames:
         if frame is last:

@@ -112,9 +112,7 @@ def parse_source(item: str) -> Source:
 
 @contextmanager
 def workspace(args: PrepareArguments) -> Iterator[Path]:
-    """Yield a folder to work in; its folder `result` takes the place of `args.output_dir` at the end.
-
-    Links in the path of the output are followed once, here.
+    """Yield a folder to work in; its folder `result` takes the place of `args.output_dir`, whose links are followed, at the end.
 
     Raises:
         ValueError: if the output folder is taken or cannot be written, or another process is at work there.

@@ -71,7 +71,7 @@ def load_labelled_rows(sources: list[Source], paths: PathArguments) -> tuple[Dat
 
 
 def _checked(sources: list[Source], paths: PathArguments) -> tuple[Path, tuple[str, ...]]:
-    """Return the folder of what is made of the rows of the sources, once, and the names of all classes; log what it warns of."""
+    """Return the folder of what is made of the rows of the sources, once, and the names of all classes; log its warnings."""
     classes: dict[tuple[str, ...], None] = {}
 
     def rows() -> Iterator[Record | BadRow]:

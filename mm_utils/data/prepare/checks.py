@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from mm_utils.arguments import arg
@@ -71,10 +70,8 @@ def check_image(
     A PNG's own check sums find every flipped byte in it. Other formats have none: there a flipped byte may pass, though
     simplejpeg, where it is installed, finds most damage of more than a few bytes in a JPEG.
 
-    Args:
-        data: the whole file.
-        min_side: a JPEG may be decoded at a reduced scale whose shorter side is at least this: half the time.
-        most_pixels: a further limit, at the scale of decoding.
+    A JPEG may be decoded at a reduced scale whose shorter side is at least `min_side`: half the time. `most_pixels` is a further
+    limit, at the scale of decoding.
 
     Raises:
         Fault: if anything is wrong with it; nothing else is raised, whatever the bytes.
@@ -245,15 +242,10 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
     """Return a caption's text: composed (NFC), printable, with single spaces, bounded.
 
     Emoji, right-to-left marks, joiners, look-alike letters and strings like `[PAD]` are kept: they are text. The work is
-    bounded by the limit, however long the value is.
-
-    Returns:
-        The text and the notes (keys of `NOTES`).
-
-    Raises:
-        Fault: if it says nothing about an image.
+    bounded by the limit, however long the value is. Notes (keys of `NOTES`) stand beside the text; raises a `Fault` if it says
+    nothing about an image.
     """
-    if value is None or (isinstance(value, float | np.floating) and math.isnan(value)):
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         raise Fault("caption_null", str(value))
     if not isinstance(value, str):
         raise Fault("caption_not_text", f"{type(value).__name__} {str(value)[:80]!r}")
@@ -281,11 +273,7 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
 
 
 def check_captions(captions: Sequence[Any], limits: CheckArguments) -> tuple[list[str], list[Fault], list[str]]:
-    """Check the captions of one image; keep each text once.
-
-    Returns:
-        The good captions, the faults of the others, and the notes. Without a good caption there is at least one fault.
-    """
+    """Return the good captions of one image, each once, the faults of the others, at least one if none is good, and the notes."""
     good: dict[str, None] = {}
     faults, notes = [], list[str]()
     for value in captions:

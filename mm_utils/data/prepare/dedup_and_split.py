@@ -78,7 +78,6 @@ class Reconciled:
         rows: for every split that is not empty, the places of its rows in the parts, in order.
         merged: for a row that stands for several of the same image, all of these, itself first.
         faults: rows set aside here, see `mm_utils.data.prepare.ingest.ChunkResult`.
-        duplicates, leakage: figures for the report.
         leaks: a sentence on the leaks, "" without any.
     """
 
@@ -92,14 +91,9 @@ class Reconciled:
 
 
 def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, own_ids: bool = False) -> Reconciled:
-    """Decide about the rows of all `parts`.
+    """Decide about the rows of all `parts`; ValueError if an image leaks and `on_leakage` is error, or none is left to train on.
 
-    Args:
-        leak_file: all leaks are listed here, as the lines of a quarantine, if they are refused.
-        own_ids: ids stay as the sources give them, and there may be no training images.
-
-    Raises:
-        ValueError: if an image leaks and `on_leakage` is error, or fewer than 2 training images are left.
+    Refused leaks are listed in `leak_file`. With `own_ids`, ids stay as the sources give them, and there may be no training images.
     """
     found = Reconciled(facts := read_facts(parts, own_ids))
     state = _State(facts, args.near_duplicate_distance)
@@ -252,21 +246,13 @@ def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test:
         len(state.first_U), np.concatenate([links_U2, np.stack([_first_of(files_U, parts), parts], axis=1)])
     )
     group_N = group_U[state.image_N]
-    largest = int(np.bincount(group_N[unknown]).max())
-    held_out = validation + test
-    if largest > 100 and held_out and largest > (1 - held_out) * np.count_nonzero(unknown):
-        logger.warning(
-            "%s of %s rows come into one split, as they look alike or have a group or file in common, each with some other; so "
-            "validation and test do not get their shares. If they only look alike, lower --near_duplicate_distance.",
-            f"{largest:,}", f"{np.count_nonzero(unknown):,}",
-        )  # fmt: skip
     of_group = np.full(len(state.first_U), -1, dtype=np.int8)
     np.maximum.at(of_group, group_N, state.split_N)
     hashes = pieces(facts.select(["image_hash"]), state.first_U)
     keys = (key for piece in hashes for key in piece["image_hash"].to_pylist())
     images = len(np.unique(state.image_N[unknown]))
     least = least_held_out(images) if is_default and not (state.split_N == SPLITS.index("validation")).any() else 0
-    by_hash_U = assign_splits(group_U, keys, (max(0.0, 1 - held_out), validation, test), least=least)
+    by_hash_U = assign_splits(group_U, keys, (max(0.0, 1 - validation - test), validation, test), least=least)
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
 

@@ -2,9 +2,8 @@
 
 An image's fingerprint is a perceptual hash of 64 bits, which finds candidates among millions, and a thumbnail of 8 x 8
 colours, which confirms them: 200 bytes, and 0.3 ms for 256 pixels. It finds the same picture after it was compressed,
-scaled, brightened, turned grey or cut by a few per cent; a mirrored one is another example, as captions say "left" and
-"right". Copies with a large logo over the picture are missed: a thumbnail cannot distinguish it
-from another object. Recall: docs/data.md#duplicates-and-leaks.
+scaled, brightened, turned grey or cut by a few per cent. A mirrored one is another example, as captions say "left" and
+"right". Recall: docs/data.md#duplicates-and-leaks.
 """
 
 import hashlib
@@ -58,8 +57,7 @@ def fingerprint(image: Image.Image) -> bytes:
 def near_pairs(prints_N: np.ndarray, radius: int = RADIUS) -> np.ndarray:
     """Return rows [P, 2] that show the same picture, the smaller first.
 
-    Equal fingerprints are linked to their first row only, so that thousands of copies do not make millions of pairs.
-    Flat images, such as blank pages, are in no pair: their hash is noise.
+    Equal fingerprints are linked to their first row only. Flat images, such as blank pages, are in no pair: their hash is noise.
     """
     rows, copies = _distinct(prints_N)
     found = pairs_within(prints_N["hash"][rows], radius, lambda pairs: _confirmed(prints_N["thumbnail"], rows[pairs]))
@@ -130,8 +128,7 @@ def groups(num_rows: int, pairs: np.ndarray) -> np.ndarray:
 def leaks(splits_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
     """Return rows [L, 2] to drop, each with the row of its group in another split that stays.
 
-    Splits are numbers, and of a group the rows of the highest stay: with train 0, validation 1 and test 2 nothing is
-    taken from test, and from validation only what test has too.
+    Of a group the rows of the highest split stay, in the order train, validation, test.
     """
     order = np.lexsort((np.arange(len(splits_N)), -splits_N.astype(np.int64), groups_N))
     _, first, place = np.unique(groups_N[order], return_index=True, return_inverse=True)

@@ -35,7 +35,6 @@ CARD = "README.md"
 _SHARED, _SHOWN_PAIRS = 3, 24
 _FEW_TRAINING = 1000
 _MANY_BAD = 0.05  # share of a source's rows from which on it is worth a warning
-_SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M")
 _TASKS = {
     "image": ["image-to-text", "text-to-image", "zero-shot-image-classification"],
     "clip": ["video-classification"],
@@ -100,25 +99,15 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
             split["captions"] += len(own)
             split["bytes"] += pc.sum(pc.binary_length(pc.struct_field(batch["image"], "bytes"))).as_py() or 0
     keys_M, text = np.concatenate(keys), pa.chunked_array(texts, pa.string())
-    shared = shared_captions(keys_M, np.concatenate(owners))[:_SHARED]
-    return splits, {
-        "distinct": len(np.unique(keys_M)),
-        "shared": [{"caption": text[row].as_py(), "images": count} for row, count in shared],
-    }
-
-
-def shared_captions(
-    keys_M: np.ndarray, images_M: np.ndarray, least: int = 10, share: float = 0.01
-) -> list[tuple[int, int]]:
-    """Return the first row and the number of images of captions of more than `least` images and `share` of all images.
-
-    Such a caption describes none of them well, and in a batch its images are each other's false negatives.
-    """
-    _, counts = np.unique(np.unique(np.stack([keys_M, images_M]), axis=1)[0], return_counts=True)
     _, first = np.unique(keys_M, return_index=True)
-    many = np.flatnonzero(counts > max(least, share * len(np.unique(images_M))))
-    rows = zip(first[many].tolist(), counts[many].tolist(), strict=True)
-    return sorted(rows, key=lambda found: (-found[1], found[0]))
+    _, counts = np.unique(np.unique(np.stack([keys_M, np.concatenate(owners)]), axis=1)[0], return_counts=True)
+    # Such a caption describes none of its images well, and in a batch these are each other's false negatives.
+    many = np.flatnonzero(counts > max(10, 0.01 * images)).tolist()
+    shared = sorted(many, key=lambda at: (-counts[at], first[at]))[:_SHARED]
+    return splits, {
+        "distinct": len(first),
+        "shared": [{"caption": text[int(first[at])].as_py(), "images": int(counts[at])} for at in shared],
+    }
 
 
 def describe(summary: dict[str, Any], folder: str) -> str:
@@ -134,9 +123,9 @@ def describe(summary: dict[str, Any], folder: str) -> str:
     return "\n  ".join([f"{folder}:", *lines])
 
 
-def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any], seed: int = 0) -> None:
+def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any]) -> None:
     """Write `report.md`, and `pairs.jpg`, a contact sheet of random pairs; only the images that are shown are read."""
-    kind, rng = summary["medium"], np.random.default_rng(seed)
+    kind, rng = summary["medium"], np.random.default_rng(0)
     share = math.ceil(_SHOWN_PAIRS / max(1, len(pairs)))
     chosen = {name: sorted(rng.permutation(len(rows))[:share].tolist()) for name, rows in pairs.items()}
     tiles = [_tile(pairs[name], row, name) for name, rows in chosen.items() for row in rows]
@@ -273,8 +262,7 @@ def _tile(split: Dataset, row: int, name: str) -> tuple[Image.Image | None, str,
 
 def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: dict[str, Any]) -> None:
     """Write a prepared folder's `README.md`, named `name`: for the Hub, `load_dataset`, and with the text of its `report.md`."""
-    images, features = sum(map(len, pairs.values())), next(iter(pairs.values())).features
-    kind = summary["medium"]
+    features, kind = next(iter(pairs.values())).features, summary["medium"]
     columns: dict[str, Any] = {}
     if summary["storage"]["store"] != "raw":  # whose pixels stay bytes
         decoded = Features({COLUMNS[kind] if name == "image" else name: each for name, each in features.items()})
@@ -282,7 +270,6 @@ def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: dict[s
         columns = {"dataset_info": {"features": decoded._to_yaml_list()}}
     files = [{"split": split, "path": f"{split}/*.arrow"} for split in pairs]
     front = DatasetCardData(
-        size_categories=next((size for power, size in enumerate(_SIZES, 3) if images < 10**power), "n>100M"),
         task_categories=_TASKS[kind],
         tags=[f"{COLUMNS[kind]}-text-pairs", f"{COLUMNS[kind]}-text-retrieval"],
         configs=[{"config_name": "default", "data_files": files}],

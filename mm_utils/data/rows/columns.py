@@ -96,8 +96,7 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
     """Find the columns of a table, by `wanted` or else by their usual names in any case; `title` begins error messages.
 
     Raises:
-        ValueError: if a wanted column, or any for images or captions, is missing, two columns share a name, or columns
-            are for media of several kinds; the message lists the columns.
+        ValueError: if a wanted or needed column is missing, two share a name, or columns are for media of several kinds.
     """
     if (twice := first_repeated(names)) is not None:
         raise ValueError(f"{title} has two columns {shortened(twice)}; only one can be read. Rename one.")
@@ -105,47 +104,30 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
         find_column("caption_template", names, title, part, ())
     group = find_column("group_column", names, title, wanted.group, ())
     medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, known)
+    label, others = wanted.label, list(names)
     if wanted.labelled:
-        return _find_labelled(names, title, wanted, known)
-    image = find_column("image_column", names, title, wanted.image, names_of(medium)) or known.spare_image
-    template = wanted.parts[0] if wanted.parts else wanted.caption
-    caption = find_column("caption_column", names, title, template, USUAL_NAMES["caption"])
-    for kind, shown, column in (("image", medium, image), ("caption", "caption", caption)):
-        if column is None:
-            advice = f"Set --{kind}_column, or write it behind the path: ,{kind}_column=NAME."
-            raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
-    _check_kind(image, title, medium, known)
-    key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
-    key = None if key == image else key
-    return Columns(image, caption, key, medium=medium, template=wanted.template, group=group)
-
-
-def _find_labelled(names: Sequence[str], title: str, wanted: Columns, known: Known) -> Columns:
-    """Find the columns of labels and media, and of texts if there is one; see `find_columns`."""
-    medium, label = wanted.medium, wanted.label
-    if label is None and len(known.labels) == 1:
-        [label] = known.labels
-    label = find_column("label_column", list(known.labels) or names, title, label, LABEL_NAMES)
-    if label is None:
-        raise ValueError(f"{title}; no label column was recognised. {listed(names)} Set --label_column.")
-    others = [name for name in names if name != label]
+        if label is None and len(known.labels) == 1:
+            [label] = known.labels
+        label = find_column("label_column", list(known.labels) or names, title, label, LABEL_NAMES)
+        others = [name for name in names if name != label]
     image = find_column("image_column", others, title, wanted.image, names_of(medium)) or known.spare_image
-    text = find_column("caption_column", [name for name in others if name != image], title, wanted.caption, TEXT_NAMES)
-    if image is None:
+    others = [name for name in others if name != image] if wanted.labelled else others
+    template = wanted.parts[0] if wanted.parts else wanted.caption
+    usual = TEXT_NAMES if wanted.labelled else USUAL_NAMES["caption"]
+    caption = find_column("caption_column", others, title, template, usual)
+    needed = {"label": label, "image": image} if wanted.labelled else {"image": image, "caption": caption}
+    if missing := next((kind for kind, column in needed.items() if column is None), None):
+        advice = f"Set --{missing}_column, or write it behind the path: ,{missing}_column=NAME."
+        shown = medium if missing == "image" else missing
+        raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
+    if (kind := known.typed.get(str(image), medium)) != medium:
         raise ValueError(
-            f"{title}; no {medium} column was recognised. {listed(names)} Set --image_column; texts alone are classified by "
-            "transformers' own scripts."
+            f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
         )
-    _check_kind(image, title, medium, known)
-    return Columns(image, text, medium=medium, labelled=True, label=label, classes=tuple(known.labels.get(label, ())))
-
-
-def _check_kind(column: str | None, title: str, medium: str, known: Known) -> None:
-    """Raise ValueError if the type of the column is that of another medium."""
-    if (kind := known.typed.get(str(column), medium)) != medium:
-        raise ValueError(
-            f"{title}; the medium is {medium}, and the column {column} is of the kind {kind}. Name another."
-        )
+    key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
+    key = None if wanted.labelled or key == image else key
+    classes = tuple(known.labels.get(str(label), ()))
+    return Columns(image, caption, key, medium, wanted.template, group, wanted.labelled, label, classes)
 
 
 def set_medium(found: Iterable[str]) -> str:
@@ -186,11 +168,7 @@ def _find_medium(names: Sequence[str], title: str, wanted: Columns, known: Known
 def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:
     """Return the wanted column, else the first of a usual name; exact names go before cases, and these before blanks and hyphens.
 
-    Args:
-        option: the flag that names the column, for error messages.
-
-    Raises:
-        ValueError: if the wanted column is missing.
+    A wanted column that is missing is a ValueError, which names the flag `option`.
     """
     if wanted is not None and wanted not in names:
         hint = close_to(wanted, [name for name in names[:_LISTED] if len(name) < 80])
@@ -330,10 +308,8 @@ def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> se
 
     The order of the rows does not matter, and new rows change few choices.
 
-    Args:
-        ids: of images, or of what may not be divided, each once.
-        classes: the class of every id, of which the same share is held out; one of a smaller class that has two or more, of the
-            largest first, until twice the share is held out in all.
+    Of every class the same share is held out, if `classes` names that of each id; one of a smaller class that has two or more, of
+    the largest first, until twice the share is held out in all.
     """
     count = min(HOLDOUT_MOST, max(1, least_held_out(len(ids)), round(HOLDOUT_FRACTION * len(ids))))
     of_class: dict[str, list[str]] = {}

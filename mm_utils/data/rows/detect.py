@@ -46,8 +46,7 @@ _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]
 def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read every row of `source` in order as a `Record`, or as a `BadRow` with the reason.
 
-    Rows of one image have equal ids and are not merged. Memory does not grow with the rows, except for JSON documents
-    (COCO, Karpathy, arrays), which are parsed whole.
+    Memory does not grow with the rows, except for JSON documents (COCO, Karpathy, arrays), which are parsed whole.
 
     Raises:
         ValueError: if the source as a whole cannot be read: it is missing, lacks a column, or has another format.

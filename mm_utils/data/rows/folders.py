@@ -75,8 +75,8 @@ class Unread:
 def walk(folder: str, unread: Unread | None = None) -> Iterator[tuple[str, list[str]]]:
     """Walk the folders below `folder` in order; yield each with the sorted names of its files.
 
-    What `is_service` is left out, and counted if it is a folder or a medium. A folder that is a link is not entered, nor is one
-    that cannot be listed; their faults are added to `unread`, with paths relative to `folder`.
+    What `is_service` is left out, and counted if it is a folder or a medium. Faults of folders that are links or cannot be listed are
+    added to `unread`.
     """
     unread = unread or Unread()
     failed: list[OSError] = []

@@ -1,8 +1,4 @@
-"""Records: one row of a source with its place, or the reason why the row cannot be used.
-
-Nothing is decoded here. A record holds an `ImageRef`: small, picklable, and read by the process that decodes the image,
-clip or sound, all of which are files or bytes.
-"""
+"""Records: one row of a source with its place, or the reason why the row cannot be used; nothing is decoded here."""
 
 import os
 from dataclasses import dataclass, field

@@ -102,31 +102,21 @@ class PathArguments:
     image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
     allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
 
-    def __post_init__(self) -> None:
-        if self.image_root is not None and not os.path.isdir(self.image_root):
-            raise ValueError(
-                f"--image_root is {self.image_root}; there is no such folder. Give the folder of the images."
-            )
-
 
 @dataclass(frozen=True)
 class Source:
     """A place of image-caption pairs, and how to read them.
 
     Attributes:
-        path: a file, a folder, a pattern of shards, or a repository on the Hub.
         format: one of `FORMATS`, or a reader of one's own as ``module.function``; "" recognises it by the path and the content.
         name: the source's name in rows, reports and warnings; by default the last part of `path`.
         image_root: folder that image paths are relative to and may not leave; by default the data file's.
-        split: the split of all rows, whatever the rows say.
         image_column, caption_column, id_column: found by their usual names where None.
-        caption_template: a caption made of several columns, such as "{brand} {title}".
         group_column: what rows have in common that must come into one split, such as a patient or a site.
         classes: a file that names the classes: ``wnid name`` lines, or names in the order of their index.
         templates: captions of classes, with the name at ``{}``.
         config: the configuration of a data set on the Hub, or the table of a database.
         medium: image, clip or sound; auto finds it by the columns, or the files of a folder.
-        labelled: rows have labels, of `label_column`, and at most one text, of `caption_column`.
         only: a split; the rows of others are not read.
         title: beginning of error messages, which names the flag.
     """

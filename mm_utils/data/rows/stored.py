@@ -156,9 +156,7 @@ def check_saved(folder: Path, jail: Jail) -> None:
 def check_card(path: Path) -> None:
     """Check the data files that the card or .huggingface.yaml of a data set of the Hub names, before `datasets` looks for them.
 
-    Patterns are judged by their text: no address, no absolute path, no step upwards.
-
-    Raises a `Fault`, or an error of the libraries if it is not YAML.
+    Patterns are judged by their text: no address, no absolute path, no step upwards. Raises a `Fault`, or an error of YAML.
     """
     if path.suffix == ".md":
         configs = DatasetCard.load(path).data.get("configs")

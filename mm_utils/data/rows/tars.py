@@ -1,7 +1,5 @@
 """Records of tar shards; members with one name up to the first dot are a sample.
 
-A folder of shards may have a folder per split.
-
 An archive is untrusted input. Its members are read in memory and never extracted; links, devices, names that lead out
 and Python pickles, which run code when they are read, set the whole sample aside.
 """
@@ -166,8 +164,6 @@ def read_samples(
     """Read the samples of an open archive.
 
     Args:
-        path: the archive's name, in faults and media.
-        kinds: those of the media that are wanted.
         size: the bytes of the file, if it is known; a member that goes beyond them is an error.
         first: the number of the first sample whose contents are read, media too; those before have none. By default
             media stay in the file and are read from `path`.

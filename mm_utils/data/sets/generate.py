@@ -41,14 +41,10 @@ def load_made(
     """Load the splits train, validation and test from the cache; generate them on first use.
 
     Args:
-        name: of the set.
         key: names the folder in the cache; it must change with everything that decides a row.
-        kind: of its media.
         columns: types of the columns; None for `image`.
         counts: rows of train and of both other splits.
-        draw, seed: draws a content, from this seed.
         row: makes a row of a content, its split, and its number there; `image` is the stored file.
-        cache_dir: the cache, or else the one of `datasets`.
     """
     train, other = counts
 
@@ -141,13 +137,9 @@ class Recipe:
     Which event comes first is not told by its place in the caption. Each set of events occurs in one order, or also in that of its twin.
 
     Attributes:
-        name: of the data set, as --dataset_name names it.
-        kind: of its media.
         version: part of the cache folder's name; to be raised with every change of a generated row.
         styles: ways to show the same events; part of the id.
         draw_events: draws n different events.
-        phrase: says an event.
-        render: makes the medium.
     """
 
     name: str

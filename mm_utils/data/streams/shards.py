@@ -1,8 +1,7 @@
 """A stream's shards: find them, count their rows, read runs of rows from any row on, damaged ones too.
 
 A reader that starts at row r reads again the rows before r in their row group of Parquet, the headers before r of a tar, and
-nothing of Arrow; from a server, tars and Arrow from the beginning. Columns, captions and archives follow the rules of
-`mm_utils.data.rows`. Images must be embedded.
+nothing of Arrow; from a server, tars and Arrow from the beginning. Images must be embedded.
 """
 
 import json

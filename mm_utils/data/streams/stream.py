@@ -247,9 +247,8 @@ def open_streamed(
 class StreamLoader(torch.utils.data.Dataset[list[Example]]):
     """This rank's share of the global batches of steps `start` to `stop`.
 
-    To its data workers it is a data set of parts of steps, as many a step as there are workers. No more of these are started
-    than the rank has groups of shards. An example is a pure function of (seed, epoch, image id); its `row` is the row's position
-    in the stream.
+    To its data workers it is a data set of parts of steps, as many a step as there are workers, at most one for each of the rank's
+    groups of shards. An example's `row` is the row's position in the stream.
     """
 
     stream: Stream

@@ -87,6 +87,10 @@ def test_every_good_row_comes_out_with_its_own_picture(zoo: Corpus, prepared: Pa
         )
     secret = (zoo.folder / "outside" / "secret.png").read_bytes()
     assert all(row["image"]["bytes"] != secret for row in rows)
+    hostile = [loss for loss in zoo.losses if loss.kind.startswith(("../", "/tmp/"))]
+    names = [loss.where.removeprefix("000.tar, member ") for loss in hostile]
+    assert len(names) == 2
+    assert not [name for name in names if (zoo.folder / "shards/data" / f"{name}.png").exists()]  # nothing is unpacked
 
 
 def test_every_bad_row_is_in_the_quarantine_and_nothing_else_is(zoo: Corpus, prepared: Path) -> None:

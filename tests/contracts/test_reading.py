@@ -1,6 +1,6 @@
 """One way to read a picture, a clip, a sound and a text: training, evaluation, search, the page and the model's own `encode`.
 
-Files of odd kinds and broken ones: tests/data/prepare/test_timed.py, tests/faults/test_data.py.
+Files of odd kinds and broken ones: tests/data/prepare/test_timed.py, tests/contracts/test_bad_rows.py.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from transformers import (
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.images import encode, open_image, read_pixels, shrink
+from mm_utils.data.images import open_image, read_pixels, shrink
 from mm_utils.data.media.medium import (
     Clip,
     Sound,
@@ -73,7 +73,6 @@ from tests.kit.fault_images import TEXTS, awkward_pictures, draw, save, turn
 from tests.kit.media_files import clip, damaged, jpeg, media_rows, steady, tone, video, wav
 from tests.kit.media_files import picture as made_picture
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
-from tests.kit.reading import pixels_apart
 
 SIDE, MOST, RATE = 32, 12, 1000
 CPU = torch.device("cpu")
@@ -169,17 +168,6 @@ def test_a_reduced_decode_and_shrinking_keep_the_shape(width: int, height: int, 
     scale = side / min(width, height)
     assert min(small.size) == side
     assert max(abs(small.width - width * scale), abs(small.height - height * scale)) <= 0.5
-
-
-def test_stored_images_come_back() -> None:
-    image = photo(90, 70)
-    for store, path in (("png", None), ("raw", "raw:90x70")):
-        assert np.array_equal(open_image({"bytes": encode(image, store), "path": path}), image)
-    assert pixels_apart(open_image({"bytes": encode(image, "jpeg"), "path": None}), image) < 4
-    content = encode(image, "raw")
-    array, size = read_pixels({"bytes": content, "path": "raw:90x70"}, 10)
-    assert size == (90, 70)
-    assert np.shares_memory(array, np.frombuffer(content, np.uint8))
 
 
 def test_pixels_equal_those_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,7 @@ _REASONS: dict[str, dict[str, bytes | Make]] = {
         "a page of a web server": b"<!DOCTYPE html><html>404</html>",
         "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
         "an SVG": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
+        "an EPS": saved("EPS"),
         "a video": b"\0\0\0\x18ftypmp42" + bytes(99),
         **({} if "HEIF" in FORMATS else {"a HEIC": _HEIC}),
     },

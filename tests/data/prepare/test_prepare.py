@@ -1,4 +1,4 @@
-"""Raw rows, from the bytes of an image to a cached set: what is checked, what is stored, what is done once; `tests.faults.test_data` has each broken file."""
+"""Raw rows, from the bytes of an image to a cached set: what is checked, what is stored, what is done once; `tests.contracts.test_bad_rows` has each broken file."""
 
 import hashlib
 import io

@@ -81,7 +81,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_vision_taps, fusion_text_taps: hidden states of the towers that the head reads, coarse before fine, as indices
             into `hidden_states`; a text tap of -1 is `last_hidden_state`.
         fusion_tokens_per_tap: a tap with more tokens is pooled to this number.
-        caption_head, region_head: whether the model writes captions, embeds boxes of an image.
+        token_head, caption_head, region_head: whether the model predicts words, writes captions, embeds boxes of an image.
         rerank_weights: by what each score of the head (match, caption) is multiplied before it is added to the scaled
             cosine, as fitted on the validation split; 0 for one that does not help, None if nothing was fitted.
         freeze_batch_norm: whether running statistics of batch norms stay fixed in training.
@@ -117,6 +117,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         fusion_vision_taps: Sequence[int] = (-1,),
         fusion_text_taps: Sequence[int] = (-1,),
         fusion_tokens_per_tap: int = 64,
+        token_head: bool = False,
         caption_head: bool = False,
         region_head: bool = False,
         rerank_weights: dict[str, float] | None = None,
@@ -163,7 +164,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.fusion_layers, self.fusion_dim, self.fusion_heads = fusion_layers, fusion_dim, fusion_heads
         self.fusion_tokens_per_tap = fusion_tokens_per_tap
         self.fusion_vision_taps, self.fusion_text_taps = list(fusion_vision_taps), list(fusion_text_taps)
-        self.caption_head, self.region_head = caption_head, region_head
+        self.token_head, self.caption_head, self.region_head = token_head or caption_head, caption_head, region_head
         self.rerank_weights, self.freeze_batch_norm = rerank_weights, freeze_batch_norm
         self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
@@ -462,8 +463,8 @@ class FusionDualEncoderModel(PreTrainedModel):
             self.add_region_head()
         self.token_head: TokenHead | None = None
         self.caption_adapter: CaptionAdapter | None = None
-        if config.caption_head:
-            self.add_token_head()
+        if config.token_head:
+            self.add_token_head(config.caption_head)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -539,8 +540,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Remove the bias, which has no effect on a softmax."""
         self.config.logit_bias_init_value = self.logit_bias = None
 
-    def add_token_head(self) -> None:
-        """Add a head that predicts words, and the adapter to write captions, where they are missing."""
+    def add_token_head(self, captions: bool) -> None:
+        """Add a head that predicts words and, with `captions`, the adapter to write captions."""
         words: Any = self.text_model.get_input_embeddings()
         dim, width = self.config.fusion_dim, words.embedding_dim
         if self.token_head is None:
@@ -550,9 +551,10 @@ class FusionDualEncoderModel(PreTrainedModel):
             spread = words.weight.detach().float().std() * math.sqrt(width)
             last: Any = self.token_head.transform[-1]
             last.weight.data.div_(spread.to(words.weight))
+        if captions and self.caption_adapter is None:
             self.caption_adapter = CaptionAdapter(width, dim).to(words.weight)
             self.caption_adapter.apply(self._init_weights)
-        self.config.caption_head = True
+        self.config.token_head, self.config.caption_head = True, captions or self.config.caption_head
 
     def add_region_head(self) -> None:
         """Add a head that embeds boxes, if there is none; ValueError if the model has no fusion head, whose taps it reads."""

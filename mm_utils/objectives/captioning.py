@@ -50,7 +50,7 @@ class Captioning(RowTerm):
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add a head that predicts tokens, and an adapter for word embeddings."""
         self._is_new = model.token_head is None
-        model.add_token_head()
+        model.add_token_head(captions=True)
 
     def read_captions(self, model: FusionDualEncoderModel, rows: datasets.Dataset) -> None:
         """Let the head predict the words that occur; one that was trained before keeps its own, too."""

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mm_utils import distributed
 from mm_utils.model.encoding import encode_in_groups
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import pair_keys, uniform_noise
-from mm_utils.objectives.captioning import token_cross_entropy
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm
 
@@ -45,7 +45,7 @@ class MaskedLanguageModelling(RowTerm):
             )
         self.is_special = torch.zeros(len(self.tokenizer), dtype=torch.bool)
         self.is_special[list(self.tokenizer.all_special_ids)] = True
-        model.add_token_head()
+        model.add_token_head(captions=False)
 
     def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> MaskedPlan:
         """Choose the target tokens."""
@@ -76,4 +76,5 @@ class MaskedLanguageModelling(RowTerm):
         fused = model.fusion(keys_values, states, mask)[:, 1:]
         words: Any = model.text_model.get_input_embeddings()
         logits = model.token_head(fused[is_target], words.weight)
-        return token_cross_entropy(logits, labels[is_target])
+        targets = labels[is_target]
+        return F.cross_entropy(logits.float(), targets, reduction="sum"), (logits.argmax(-1) == targets).sum()

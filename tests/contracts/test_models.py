@@ -122,7 +122,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_with_every_head_and_loaded_bit_for_bit(family: str, made: Made, tmp_path: Path) -> None:
     model, batch = made(family)
-    model.add_token_head()
+    model.add_token_head(captions=True)
     model.add_region_head()
     model.save_pretrained(tmp_path)
     again: Any = AutoModel.from_pretrained(tmp_path)

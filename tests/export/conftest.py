@@ -37,7 +37,7 @@ def save_tiny(folder: Path) -> Path:
     processor = load_processor(args, WORDS * 20)
     torch.manual_seed(0)
     model = build_model(args, processor.tokenizer)
-    model.add_token_head()
+    model.add_token_head(captions=True)
     assert model.fusion is not None
     torch.nn.init.normal_(model.fusion.match.weight)
     model.config.rerank_weights = WEIGHTS

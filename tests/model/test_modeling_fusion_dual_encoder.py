@@ -49,13 +49,13 @@ def test_a_head_that_was_not_trained_adds_nothing():
     model = join_backbones(*towers, projection_dim=16).eval()
     assert not outputs(model, batch_for(model))["match_logits"].any()
     assert model.voices == []
-    model.add_token_head()
+    model.add_token_head(captions=True)
     assert model.voices == ["caption"]
 
 
 def test_head_scores_are_weighted_sums():
     model = build()
-    model.add_token_head()
+    model.add_token_head(captions=True)
     batch = batch_for(model)
     _, keys_values = model.encode_image(batch["pixel_values"])
     ids, mask = batch["input_ids"], batch["attention_mask"]

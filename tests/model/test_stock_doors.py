@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     processor = load_processor(args, TEXTS * 20)
     torch.manual_seed(0)
     model = build_model(args, processor.tokenizer)
-    model.add_token_head()
+    model.add_token_head(captions=True)
     model.config.rerank_weights = WEIGHTS
     for part, place in ((model, path), (to_dual_encoder(model), path / "dual_encoder")):
         part.save_pretrained(place)

@@ -1,15 +1,7 @@
 """Find an image's hard negatives: captions of others that the towers rank high.
 
-Of the captions that are most similar to an image, those are left out that may be true of it:
-
-==============  ====================================================================================================
-``same_text``   it is equal to one of the image's own captions, but for case and spacing
-``same_image``  its image shows the same picture (`mm_utils.data.prepare.perceptual_hash`)
-``too_close``   its cosine with the image is above (1 - margin) x that of the image's best own caption, as in
-                `mine_hard_negatives` of sentence-transformers, after NV-Retriever (arXiv 2407.15831)
-==============  ====================================================================================================
-
-Every process scores a share of the images, in tiles, so memory grows with images x candidates.
+Of the captions that are most similar to an image, those are left out that may be true of it (docs/data.md#mine-hard-negatives). The margin is
+that of `mine_hard_negatives` of sentence-transformers, after NV-Retriever (arXiv 2407.15831).
 
 Shape letters: M images, T captions, K candidates of an image, N rows.
 """

@@ -103,11 +103,7 @@ def open_data(
         schedule: the training arguments, of which `seed` and `batch_sizes` decide the order and the size of batches.
         make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
             `seconds` of its window.
-        readers: what terms read besides media and captions.
         fits_batch: whether nobody named the size of a batch, so that it is at most all rows.
-
-    Raises:
-        ValueError: if the source cannot be read, with file, line or column and what to do.
     """
     with distributed.first_then_others():
         splits = load_pairs(replace(data_args, max_train_samples=None, max_eval_samples=None))

@@ -58,10 +58,8 @@ class Medium(ABC):
     """How images, clips or sounds are called, stored and read.
 
     Attributes:
-        kind: `image`, `clip` or `sound`, what people call one.
         column, feature: the column of stored data sets, the Hub's word, and its type.
         suffixes: how the names of its files end. A GIF counts as an image unless clips are asked for.
-        names: usual names of its columns.
         holders: kinds of files that hold one, the best first.
         templates: captions of the name of a class, where a source has none.
         unused: flags of loading that mean nothing for it.

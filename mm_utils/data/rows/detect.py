@@ -146,7 +146,7 @@ def _of_folder(path: Path, source: Source) -> str:
             f"{source.title}; it holds {next(iter(kinds))}s, and the model is for {medium}s. Give {medium}s."
         )
     known = f"prepare_data takes format=, one of {', '.join(FORMATS)}"
-    raise ValueError(f"{source.title}; the format of this folder is not recognised. {known}.")
+    raise ValueError(f"{source.title}; this folder is empty, or its format is not recognised. {known}.")
 
 
 def _medium_of_folder(source: Source) -> str:
@@ -184,6 +184,6 @@ def _of_file(path: Path, source: Source) -> str:
         return suffix[1:]
     known = ", ".join((*TEXT_SUFFIXES, ".parquet", ".tar"))
     raise ValueError(
-        f"{source.title}; its format is not known by '{path.suffix}'. Known are {known}; prepare_data also takes "
+        f"{source.title}; its format is not known by '{path.suffix}'. Known are {known} (unpack a zip); prepare_data takes "
         f"format=, one of {', '.join(FORMATS)}."
     )

@@ -247,7 +247,7 @@ def test_a_folder_without_captions_says_what_to_give(folder: Path) -> None:
     put("a.png")(folder / "flat")
     for name, message in {
         "flat": "this folder holds images and no captions. Write a table of paths and captions",
-        "other": "the format of this folder is not recognised",
+        "other": "its format is not recognised",
         "mixed": r"1 clips and 1 sounds. Set ,medium=clip or sound",
     }.items():
         with pytest.raises(ValueError, match=message):

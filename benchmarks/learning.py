@@ -5,8 +5,7 @@
 
 - `tandem`: scripts/pretrain.py with its defaults; a short run before tells how many steps fit into the time (between two frozen encoders
   it takes as many as the defaults have). Its time includes reading the data, the closed form and checkpoints.
-- `cca`: canonical correlations of the frozen encoders' features; `ridge`: ridge regression both ways, the penalty chosen by folds of the
-  training split, the score the sum of both cosines. Both are closed forms, which draw nothing at random.
+- `cca`: canonical correlations of the frozen encoders' features, a closed form, which draws nothing at random.
 - `tuned`: a plain loop with what experience suggests: 1e-3 for projections and 5e-5 for encoders, warm-up and cosine, crops of at least
   80 %, captions padded to the longest, channels-last images, frozen batch norms, clipping.
 - `transformers`: the loop of its contrastive-image-text example: captions padded to 128 tokens, the text encoder's pooler, a linear
@@ -41,11 +40,10 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media import Image
 from mm_utils.evaluation.metrics import mean_interval
 from mm_utils.model.build import load_model
-from mm_utils.training.closed_form import FOLDS, Features, fit
+from mm_utils.training.closed_form import Features, fit
 from scripts import pretrain
 
 PROBE_STEPS = 8
-PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # of ridge regression, in mean variances of a feature
 Embed = Callable[[Batch], tuple[Tensor, Tensor]]
 """From a batch of evaluation to embeddings of its images [n, E] and captions [t, E]."""
 
@@ -139,7 +137,7 @@ def stock_embed(bench: Bench, model: Any, pools_by_mean: bool = True, projects: 
     return embed
 
 
-# -- closed forms -----------------------------------------------------------------------------------------------------
+# -- the closed form -----------------------------------------------------------------------------------------------------
 
 
 def frozen_features(bench: Bench, judge: Judge) -> tuple[Embed, Features]:
@@ -166,44 +164,6 @@ def cca(bench: Bench, judge: Judge, args: argparse.Namespace) -> None:
         return image_nA @ start.image_AE, text_tB @ start.text_BE
 
     judge(mapped)
-
-
-def regress(features: Features, penalty: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Fit both ways; return what embeds features so that a product is the sum of cosines."""
-    image_TA, text_TB = features.image_MA[features.owner_T], features.text_TB
-    image_A, text_B = image_TA.mean(0), text_TB.mean(0)
-    image_TA, text_TB = image_TA - image_A, text_TB - text_B
-
-    def solve(given: Tensor, wanted: Tensor) -> Tensor:
-        covariance = given.T @ given / len(given)
-        shrunk = covariance + penalty * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
-        return torch.linalg.solve(shrunk, given.T @ wanted / len(given))
-
-    to_text_AB, to_image_BA = solve(image_TA, text_TB), solve(text_TB, image_TA)
-
-    def embed(image_MA: Tensor, text_TB: Tensor) -> tuple[Tensor, Tensor]:
-        image_MA, text_TB = image_MA - image_A, text_TB - text_B
-        image = [F.normalize(side, dim=-1) for side in (image_MA @ to_text_AB, image_MA)]
-        text = [F.normalize(side, dim=-1) for side in (text_TB, text_TB @ to_image_BA)]
-        return torch.cat(image, dim=-1), torch.cat(text, dim=-1)
-
-    return embed
-
-
-def ridge(bench: Bench, judge: Judge, args: argparse.Namespace) -> None:
-    """Ridge regression both ways, with the penalty that ranks images left out best, in four folds."""
-    features_of, features = frozen_features(bench, judge)
-    fold_M = torch.arange(len(features.image_MA)) % FOLDS
-
-    def left_out(penalty: float) -> float:
-        total = 0.0
-        for fold in range(FOLDS):
-            rest, part = features.take(fold_M != fold), features.take(fold_M == fold)
-            total += mean_recall(recalls(*regress(rest, penalty)(part.image_MA, part.text_TB), part.owner_T))
-        return total
-
-    embed = regress(features, max(PENALTIES, key=left_out))
-    judge(lambda batch: embed(*(F.normalize(side.cpu().double(), dim=-1) for side in features_of(batch))))
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
@@ -303,7 +263,6 @@ def tandem(bench: Bench, judge: Judge, args: argparse.Namespace) -> None:
 CONTESTANTS: dict[str, Callable[[Bench, Judge, argparse.Namespace], None]] = {
     "tandem": tandem,
     "cca": cca,
-    "ridge": ridge,
     "tuned": partial(loop, tuned=True),
     "transformers": partial(loop, tuned=False),
 }
@@ -339,7 +298,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     seeds = [int(seed) for seed in args.seeds.split(",")]
     rows: list[dict[str, Any]] = []
     for name in args.contestants:
-        for seed in seeds[:1] if name in ("cca", "ridge") else seeds:
+        for seed in seeds[:1] if name == "cca" else seeds:
             process = Contestant(Learner, argparse.Namespace(**{**vars(args), "contestant": name, "seed": seed}))
             best = process.ask()
             process.end()

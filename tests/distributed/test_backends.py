@@ -10,21 +10,20 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.training.prepared import configure_deepspeed, configure_fsdp
-from scripts import finetune, pretrain
+from scripts import pretrain
 from tests.kit.objectives import tiny_objective
 from tests.kit.processes import ROOT, ROUNDED, launch, losses, rows_of, weights
 
 
-def run(script: str, flags: list[str], folder: Path, precision: str = "no", config: str = "fsdp2") -> None:
+def run(flags: list[str], folder: Path, precision: str = "no", config: str = "fsdp2") -> None:
     """Two processes to the end of a run, in `folder`."""
     words = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), "--mixed_precision", precision]
     words += ["--num_processes", "2", "--main_process_port", "0"]
     if config == "two_processes":
-        words, environment = [*words, str(ROOT / f"scripts/{script}.py")], {"ACCELERATE_USE_CPU": "true"}
+        words, environment = [*words, str(ROOT / "scripts/pretrain.py")], {"ACCELERATE_USE_CPU": "true"}
     else:
-        words += [str(Path(__file__).with_name("backends_on_cpu.py")), script]
+        words += [str(Path(__file__).with_name("backends_on_cpu.py"))]
         environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     ended = launch([*words, *flags, "--output_dir", str(folder)], folder.parent, PYTHONPATH=path, **environment)
@@ -50,8 +49,8 @@ BACKENDS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("config", BACKENDS)
 def test_bf16_rounds_where_it_does_with_ddp(config: str, tiny_flags: list[str], tmp_path: Path) -> None:
-    run("pretrain", tiny_flags, tmp_path / "plain", "bf16", "two_processes")
-    run("pretrain", tiny_flags, tmp_path / "sharded", "bf16", config)
+    run(tiny_flags, tmp_path / "plain", "bf16", "two_processes")
+    run(tiny_flags, tmp_path / "sharded", "bf16", config)
     pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "whole")])
     first = {name: losses(tmp_path / name)[1] for name in ("plain", "sharded", "whole")}
     assert first["sharded"] == pytest.approx(first["plain"], rel=1e-6)
@@ -70,7 +69,7 @@ def test_sharded_and_plain_runs_learn_the_same_and_go_on(config: str, tiny_flags
     flags += ["--save_steps", "2", "--eval_steps", "2"]
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
     pretrain.main([*flags, "--output_dir", str(plain)])
-    run("pretrain", flags, sharded, config=config)
+    run(flags, sharded, config=config)
     assert losses(sharded) == pytest.approx(losses(plain), rel=1e-5)
     assert_same(weights(sharded), weights(plain))
     found: list[dict[str, Any]] = [
@@ -80,25 +79,12 @@ def test_sharded_and_plain_runs_learn_the_same_and_go_on(config: str, tiny_flags
 
     before = plain if config == "fsdp2" else sharded
     resume = ["--resume_from_checkpoint", str(before / "checkpoint-2")]
-    run("pretrain", [*flags, *resume], tmp_path / "sharded after", config=config)
+    run([*flags, *resume], tmp_path / "sharded after", config=config)
     assert_same(weights(tmp_path / "sharded after"), weights(plain))
     if config == "fsdp2":
         resume = ["--resume_from_checkpoint", str(sharded / "checkpoint-2"), "--output_dir", str(tmp_path / "after")]
         pretrain.main([*flags, *resume])
         assert_same(weights(tmp_path / "after"), weights(plain))
-
-
-@pytest.mark.slow
-def test_fine_tuning(finetuning_flags: list[str], tmp_path: Path) -> None:
-    flags = [*finetuning_flags, "--classifier_dropout", "0", "--lora_rank", "2", "--freeze_vision"]
-    finetune.main([*flags, "--output_dir", str(tmp_path / "plain")])
-    run("finetune", flags, tmp_path / "sharded")
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
-    one, other = (
-        FusionDualEncoderForClassification.from_pretrained(tmp_path / name).state_dict()
-        for name in ("plain", "sharded")
-    )
-    assert_same(one, other)
 
 
 def accelerator(kind: str, precision: str = "bf16", **plugin: Any) -> Any:

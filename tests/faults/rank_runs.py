@@ -11,7 +11,6 @@ a process lasts until a signal comes or FOLDER.hold is gone: accelerate launch -
 import json
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -76,10 +75,6 @@ class Ended:
     @property
     def text(self) -> str:
         return "".join(self.texts)
-
-    def errors(self, rank: int) -> list[str]:
-        """The errors that a rank told, tracebacks not included."""
-        return [line for line in self.texts[rank].splitlines() if re.search(r" ERROR ", line)]
 
 
 # -- in the ranks -------------------------------------------------------------------------------------------------------

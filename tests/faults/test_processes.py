@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -88,15 +87,9 @@ class Set:
         setattr(trainer.callbacks.control, self.name, True)
 
 
-def spoil(value: float, trainer: Trainer, batch: dict[str, Any]) -> None:
-    """Images of one value, as a broken decoder may give them."""
-    batch["pixel_values"].fill_(value)
-
-
-def overflow(trainer: Trainer, batch: dict[str, Any]) -> None:
-    """The gradient of this step, though not its loss, is infinite."""
-    left = [math.inf]  # a hook that was removed while it runs would not be called for others
-    trainer.model.text_projection.weight.register_hook(lambda gradient: gradient + (left.pop() if left else 0.0))
+def nan_pixels(trainer: Trainer, batch: dict[str, Any]) -> None:
+    """As a broken decoder may give them."""
+    batch["pixel_values"].fill_(math.nan)
 
 
 def break_a_weight(trainer: Trainer, batch: dict[str, Any]) -> None:
@@ -112,7 +105,6 @@ def no_rows(trainer: Trainer, batch: dict[str, Any]) -> None:
         batch[name] = batch[name][:0]
 
 
-NAN_PIXELS, INFINITE_PIXELS = partial(spoil, math.nan), partial(spoil, math.inf)
 FULL = Raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"))
 MISTAKE = Raise(ValueError("--x is 1;\nit is wrong, with token=abcdefghijkl."))
 BUG = Raise(KeyError("a bug"))
@@ -168,9 +160,6 @@ QUICK = {
         [Fault(FULL, "tower", STRUCK, 0), Fault(FULL, "backward", STRUCK, 1)],
         *([0, 0], {None: "ran out of memory"}, {"micro_batch_size": "auto"}),
     ),
-    "runs out of memory for good": Case(
-        [Fault(FULL, "tower", STRUCK, 1, times=99)], [1, 1], {1: "with a single pair"}, {"micro_batch_size": "1"}
-    ),
 }
 PLACES = [("batch", 1), ("batch", 5), ("tower", 2), ("backward", 8), ("optimizer", 4), ("end", 7), ("evaluation", 4),
           ("evaluation", 10), ("saved", 0), ("last", STEPS)]  # fmt: skip
@@ -178,7 +167,7 @@ SLOW = {
     **{f"killed {rank} {place} {step}": killed(rank, place, step) for rank in range(3) for place, step in PLACES},
     "hangs in an evaluation": hanging("evaluation", 4, "evaluation", r"(?:[6-9]|\d\d)"),
     "has a tenth step that is not finite": Case(
-        [Fault(NAN_PIXELS, "taken", step, 1) for step in range(4, 16)],
+        [Fault(nan_pixels, "taken", step, 1) for step in range(4, 16)],
         *([1, 1], {0: "10 steps had a loss or a gradient that is not finite"}, {"max_steps": 16}),
     ),
 }  # fmt: skip
@@ -193,7 +182,7 @@ def test_one_process(name: str, exact: Path, tmp_path: Path, request: pytest.Fix
     assert ended.statuses == case.statuses, ended.text
     for rank, words in case.told.items():
         assert re.search(words, ended.text if rank is None else ended.texts[rank]), ended.text
-        assert rank is None or words != LOST or len(ended.errors(rank)) == 1, ended.texts[rank]
+        assert rank is None or words != LOST or ended.texts[rank].count(" ERROR ") == 1, ended.texts[rank]
     assert ended.text.count("Traceback") == (BUG in [fault.action for fault in case.faults] and 1 in case.statuses)
     assert "abcdefghijkl" not in ended.text
     if 0 not in case.statuses:
@@ -251,9 +240,8 @@ def without_a_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("action", "rank", "parts"),
-    [(NAN_PIXELS, 1, None), (no_rows, None, None), slow(overflow, 0, None), slow(INFINITE_PIXELS, 0, "2"),
-     slow(overflow, 1, "1"), slow(NAN_PIXELS, None, "2"), slow(no_rows, None, "2")],
-)  # fmt: skip
+    [(nan_pixels, 1, None), (no_rows, None, None), slow(nan_pixels, None, "2"), slow(no_rows, None, "2")],
+)
 def test_a_step_without_a_row_or_a_finite_gradient(
     without_a_step: Path, tmp_path: Path, action: Action, rank: int | None, parts: str | None
 ) -> None:

@@ -25,9 +25,7 @@ from PIL import Image
 from mm_utils.distributed import available_cores
 from mm_utils.launch.arguments import LaunchArguments
 from mm_utils.run.start import run_script
-from mm_utils.search.index import open_index
-from scripts import embed, launch_ray, prepare_data
-from tests.kit.numbered_rows import png
+from scripts import launch_ray, prepare_data
 from tests.kit.processes import ROOT, kill_family, weights
 
 pytest.importorskip("ray")
@@ -59,24 +57,6 @@ class Strike(TrainerCallback):
 
 def main(argv):
     return pretrain.main(argv, [Strike()])
-"""
-
-EMBEDS = """
-import os, signal
-from pathlib import Path
-from mm_utils import distributed
-from mm_utils.search import updating
-from scripts import embed
-
-write_part, updating.FLUSH_SECONDS, embed.EVALUATION_BATCH = updating.write_part, 0.0, 4
-
-def write_and_die(*part):
-    write_part(*part)
-    if distributed.rank() == 1 and not Path("killed").exists():
-        Path("killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-updating.write_part, main = write_and_die, embed.main
 """
 
 
@@ -149,28 +129,6 @@ def test_a_killed_worker_costs_no_bit(plain: Path, tiny_flags: list[str], tmp_pa
     assert first["launch"][0].startswith("ray:strikes-")
     assert difference(tmp_path / "out", plain) == 0
     assert not list((tmp_path / "outputs/ray").rglob("checkpoint-*"))  # no second copies
-
-
-def test_an_index_of_several_workers_is_that_of_one_process(plain: Path, tmp_path: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for number in range(40):
-        (photos / f"{number}.png").write_bytes(png(number))
-    (photos / "broken.png").write_bytes(b"no image")
-    words = ["--model_name_or_path", str(plain), "--images", str(photos)]
-    embed.main([*words, "--index_dir", str(tmp_path / "alone")])
-    (tmp_path / "embeds.py").write_text(EMBEDS)
-    own = ["--num_workers", "3", "embeds.py", *words, "--index_dir", "index"]
-    run(tmp_path, [str(ROOT / "scripts/launch_ray.py"), *own])
-    assert (tmp_path / "killed").exists()
-    indexes = [open_index(tmp_path / name) for name in ("alone", "index")]
-    assert indexes[0][0].fingerprint == indexes[1][0].fingerprint
-    one, other = (rows.with_format("arrow")[:] for _, rows in indexes)
-    assert one.drop(["embedding"]).equals(other.drop(["embedding"]))
-    assert len(one) == 40
-    both = [np.stack(table["embedding"].to_numpy()).astype(np.float32) for table in (one, other)]
-    np.testing.assert_allclose(both[0], both[1], atol=1e-3)  # float16, of batches of another composition
-    assert (tmp_path / "alone/skipped.jsonl").read_text() == (tmp_path / "index/skipped.jsonl").read_text()
 
 
 def test_a_mistake_is_not_tried_again(tiny_flags: list[str], tmp_path: Path) -> None:

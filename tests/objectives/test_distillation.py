@@ -103,10 +103,8 @@ def test_a_run_learns_from_its_teacher_and_goes_on_with_no_other(
         pretrain.main([*run, "--teacher_name_or_path", other, *resume, "--output_dir", str(tmp_path / "refused")])
 
 
-def test_a_sentence_transformer_of_images_and_texts_teaches(
-    teacher: str, tiny_flags: list[str], tmp_path: Path
-) -> None:
-    """Its embeddings are those of `encode`; a run learns from them."""
+def test_a_sentence_transformer_of_images_and_texts_teaches(teacher: str, tmp_path: Path) -> None:
+    """Its embeddings are those of `encode`."""
     sentence_transformers = pytest.importorskip("sentence_transformers")
     saved = str(tmp_path / "st")
     sentence_transformers.SentenceTransformer(teacher, device="cpu").save_pretrained(saved)
@@ -120,5 +118,3 @@ def test_a_sentence_transformer_of_images_and_texts_teaches(
         first = torch.tensor(values if column == "teacher_image" else [value[0] for value in values])
         right = theirs.encode(items, convert_to_tensor=True, normalize_embeddings=True)
         torch.testing.assert_close(first.view_as(right), right, rtol=0, atol=2e-3)
-    pretrain.main([*tiny_flags, *WITHOUT_HEAD, "--teacher_name_or_path", name, "--output_dir", str(tmp_path / "out")])
-    assert (tmp_path / "out/metrics.jsonl").read_text().count("distillation_loss") == 4

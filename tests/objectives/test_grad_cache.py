@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mm_utils.objectives.grad_cache import backward_that_fits
+from mm_utils.objectives.grad_cache import TooManyPairsError, backward_that_fits
 from mm_utils.objectives.joint import JointObjective
 from tests.kit.objectives import (
     ALONE,
@@ -86,7 +86,7 @@ class Full:
         return self.encode(batch, *given)
 
 
-def until_it_fits(objective: JointObjective, batch: dict[str, Any], size: int) -> dict[str, Any]:
+def until_it_fits(objective: JointObjective, batch: dict[str, Any], size: int | None) -> dict[str, Any]:
     report, size = backward_that_fits(ALONE, objective, batch, 5, size, objective.zero_grad)
     return {**measured(objective, report), "size": size}
 
@@ -99,6 +99,14 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_halves(fails):
     found = until_it_fits(objective, global_batch(), 4)
     assert found["size"] == 2
     assert_same(found, step_in_parts(tiny_objective(kind), global_batch(), None))
+
+
+@pytest.mark.parametrize(("size", "message"), [(1, "with a single pair"), (None, "--micro_batch_size auto")])
+def test_a_step_that_never_fits_names_the_remedy(size, message):
+    objective = tiny_objective("contrastive")
+    Full(objective, 0)
+    with pytest.raises(TooManyPairsError, match=message):
+        until_it_fits(objective, global_batch() | {"rows": torch.arange(PAIRS)}, size)
 
 
 def test_every_part_drops_out_again_what_it_did() -> None:

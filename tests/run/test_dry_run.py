@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mm_utils.distributed import RunError
 from mm_utils.run import dry_run
 from scripts import pretrain
 
@@ -74,12 +73,3 @@ def test_a_full_disk_is_warned_of_and_nothing_is_pushed(tiny_flags, tmp_path, ca
     run_dry([*tiny_flags, "--push_to_hub", "--hub_model_id", "tester/run"], tmp_path)
     assert not server.repos
     assert f"The disk of {tmp_path} has no room" in caplog.text
-
-
-def test_an_output_folder_that_holds_a_run_or_cannot_be_written_is_refused(tiny_flags, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    with pytest.raises(RunError, match="already holds a run"):
-        run_dry(tiny_flags, tmp_path)
-    with pytest.raises(RunError, match="cannot be written"):
-        run_dry(tiny_flags, tmp_path / "metrics.jsonl" / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -79,9 +79,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 5. Report.
     report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir, images.split)
-    if args.output_dir and evaluator.predictions is not None:
+    if (folder := args.output_dir) and evaluator.predictions is not None:
         guesses = torch.stack([evaluator.predictions.label, evaluator.predictions.guess], 1).cpu()
-        distributed.on_first(lambda: report_classes(guesses, images.classes, args.output_dir))
+        distributed.on_first(lambda: report_classes(guesses, images.classes, folder))
     accelerator.end_training()
     return metrics
 

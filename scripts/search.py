@@ -46,6 +46,10 @@ class SearchArguments:
     read_captions: bool = arg(
         True, "For a text, also count the captions that the index has: their words, and their embeddings."
     )
+    index_factory: str | None = arg(
+        None,
+        "Take the nearest 500 of a FAISS index in memory, and score these exactly: its factory, such as IVF256,Flat.",
+    )
     model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
     json: bool = arg(False, "Print one JSON object per hit.")
     serve: bool = arg(False, "Serve a page and a JSON API instead.")
@@ -55,6 +59,10 @@ class SearchArguments:
         if self.top_k < 1 or self.rerank_top_k < 0:
             raise ValueError(
                 f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
+            )
+        if self.index_factory and (self.folder or self.since or self.until):
+            raise ValueError(
+                f"--index_factory is {self.index_factory}; a folder or days are searched exactly. Drop one."
             )
 
 
@@ -108,11 +116,17 @@ def main(argv: list[str] | None = None) -> None:
     else:
         parsed.refuse("port", "--serve is not given")
     if args.copies:
-        parsed.refuse("top_k rerank_top_k read_captions", "--copies compares the thumbnails of all images")
+        parsed.refuse(
+            "top_k rerank_top_k read_captions index_factory", "--copies compares the thumbnails of all images"
+        )
 
     # 2. The index and its model.
     searcher = Searcher(
-        str(args.index_dir), args.model_name_or_path, args.rerank_top_k, read_captions=args.read_captions
+        str(args.index_dir),
+        args.model_name_or_path,
+        args.rerank_top_k,
+        read_captions=args.read_captions,
+        index_factory=args.index_factory,
     )
 
     # 3. Serve, or answer one query.

@@ -32,6 +32,7 @@ from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.data.paths import read_file
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, groups, near_pairs
+from mm_utils.distributed import RunError
 from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
@@ -39,9 +40,11 @@ from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, o
 from mm_utils.search.captions import CaptionWords, fused
 from mm_utils.search.index import check_same_model, open_index, text_fingerprint
 from mm_utils.search.listing import stock_file
+from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
+_CANDIDATES = 500  # of FAISS, which are scored exactly
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
 Hits = list[tuple[int, float]]
 """Rows and cosines, best first."""
@@ -116,11 +119,12 @@ class Searcher:
         model: the folder or Hub id of the model, if it has moved since.
         rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
         device: where the model runs; default: a GPU if there is one.
+        index_factory: a string of FAISS's index factory. Its nearest images are scored exactly; a filter turns it off.
         read_captions: whether for texts the captions' words and embeddings count beside those of the images.
 
     Raises:
         ValueError: if there is no index or no model.
-        RunError: if the model has changed since the index was made.
+        RunError: if the model has changed since the index was made, or FAISS is missing or cannot make its index.
     """
 
     def __init__(
@@ -130,12 +134,14 @@ class Searcher:
         rerank_top_k: int = 10,
         device: str | None = None,
         read_captions: bool = True,
+        index_factory: str | None = None,
     ):
         folder = Path(index_dir)
         self.info, self._rows = open_index(folder)
         self._texts = self._rows.select_columns(["id", "path", "captions"])
         self._lock, self._mask_N = threading.Lock(), np.ones(len(self._rows), dtype=bool)
         self._embeddings = self._vectors("embedding")
+        self._faiss = faiss_index(index_factory, torch.cat(self._embeddings).float()) if index_factory else None
         column = self._rows.data.column("caption_embedding")
         self._has_captions_N = column.is_valid().to_numpy()
         self._captions: CaptionWords | None = None
@@ -271,7 +277,13 @@ class Searcher:
     ) -> tuple[Hits, dict[int, list[int]]]:
         """Return the best images for a query, best first, without a row; and the rows of their copies by row."""
         rows = np.flatnonzero(self._mask_N)
-        by_N = score_N = self._cosines(self._embeddings, query_E)[rows]
+        if self._faiss is not None and len(rows) == len(self):
+            _, rows = self._faiss.search(query_E.float().cpu()[None].numpy(), max(_CANDIDATES, 4 * count))
+            rows = np.unique(rows[rows >= 0])
+            stored = self._rows.select_columns(["embedding"]).with_format("torch")[rows.tolist()]["embedding"]
+            by_N = score_N = self._cosines([stored], query_E)
+        else:
+            by_N = score_N = self._cosines(self._embeddings, query_E)[rows]
         if captions is not None and (self._caption_embeddings or captions[0].any()):
             by_N = torch.from_numpy(fused(score_N.numpy(), *(each_N[rows] for each_N in captions)))
         wide = 2 * count + 1
@@ -349,6 +361,25 @@ def best(rows: np.ndarray, score_N: Tensor, count: int, by_N: Tensor) -> Hits:
         rows, score_N, by_N = rows[kept.numpy()], score_N[kept], by_N[kept]
     order = by_N.sort(descending=True, stable=True).indices[:count]
     return list(zip(rows[order.numpy()].tolist(), score_N[order].tolist(), strict=True))
+
+
+def faiss_index(text: str, embeddings: Tensor) -> Any:
+    """Return a FAISS index of float32 `[N, E]`, which reads a 16th of its lists; RunError if FAISS is missing or cannot make it."""
+    try:
+        import faiss
+
+        index = faiss.index_factory(embeddings.shape[1], text, faiss.METRIC_INNER_PRODUCT)
+        index.train(embeddings.numpy())
+        index.add(embeddings.numpy())
+    except (ImportError, RuntimeError) as error:
+        raise RunError(
+            f"--index_factory is {text}; FAISS cannot search {len(embeddings):,} images so ({one_line(error)}). pip install "
+            "faiss-cpu, give fewer lists, such as IVF64,Flat, or drop the flag."
+        ) from error
+    lists = faiss.try_extract_index_ivf(index)
+    if lists is not None:
+        lists.nprobe = -(-lists.nlist // 16)
+    return index
 
 
 def read_query(file: str | bytes, medium: Any) -> Tensor:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from mm_utils.data.images import open_image
 from mm_utils.data.media.pictures import picture
+from mm_utils.distributed import RunError
 from mm_utils.model.build import load_model
 from mm_utils.model.reading import UnreadableError
 from mm_utils.places import end_if_missing
@@ -183,6 +184,29 @@ def test_captions_and_embeddings_are_fused_by_their_ranks_before_the_head(captio
         assert [hit.row for hit in reranked[5:]] == [hit.row for hit in after[5:]]
     part = Filter("1")  # without captions
     assert reading.within(part).search_text("dog", 24) == plain.within(part).search_text("dog", 24)
+
+
+def test_faiss_finds_what_is_scored_exactly(
+    index: Path, searcher: Searcher, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
+    """With lists enough to read one of two, the hits are some of the exact ones with their scores; a filter is exact."""
+    exact = searcher.search_text(QUERY, 30)
+    for factory, least in (("Flat", 30), ("IVF2,Flat", 3), ("SQ8", 30)):
+        found = Searcher(index, device="cpu", index_factory=factory)
+        scores = {hit.id: hit.score for hit in found.search_text(QUERY, 30)}
+        assert len(scores) >= least
+        assert scores == pytest.approx({hit.id: hit.score for hit in exact if hit.id in scores}, abs=1e-6)
+        assert list(scores) == [hit.id for hit in exact if hit.id in scores]
+        part = Filter("1")
+        assert found.within(part).search_text(QUERY, 30) == searcher.within(part).search_text(QUERY, 30)
+    with pytest.raises(RunError, match="FAISS cannot search 30 images so"):
+        Searcher(index, device="cpu", index_factory="IVF64,Flat")
+    with pytest.raises(SystemExit):
+        search.main(["--index_dir", str(index), QUERY, "--index_factory", "Flat", "--folder", "1"])
+    assert "a folder or days are searched exactly. Drop one." in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(RunError, match=r"--index_factory is Flat; .* pip install faiss-cpu"):
+        Searcher(index, device="cpu", index_factory="Flat")
 
 
 def test_equal_scores_keep_the_order_of_the_index() -> None:

@@ -5,12 +5,15 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
@@ -147,6 +150,33 @@ def finished(work: Path) -> dict[str, tuple[int, int]]:
     """Inode and time of the files of finished chunks."""
     done = [path.with_suffix(end) for path in work.glob("parts/*.json") for end in (".json", ".arrow")]
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in done}
+
+
+LARGE_BATCHES = """
+import os, sys, time
+from mm_utils.data.batches.workers import worker_loader
+
+class Large:
+    def __len__(self):
+        return 99
+    def __getitem__(self, row):
+        return os.getpid(), b"0" * 10**6  # more than a pipe holds
+
+batches = iter(worker_loader(Large(), 2, batch_size=None))
+print(next(batches)[0], next(batches)[0], flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", LARGE_BATCHES], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    _, living = psutil.wait_procs(workers, timeout=20)
+    assert not living
 
 
 def test_a_killed_run_resumes_and_gives_the_same_result(whole: Whole, tmp_path: Path) -> None:

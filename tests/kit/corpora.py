@@ -24,17 +24,17 @@ def draw(colour: str, shape: str, size: int = 48) -> Image.Image:
     return image
 
 
-def write_corpus(folder: Path) -> Path:
-    """`pairs.jsonl` and its images: 8 kinds of picture, three of each, two captions an image, a third of them validation."""
+def write_corpus(folder: Path, copies: int = 3) -> Path:
+    """`pairs.jsonl` and its images: 8 kinds of picture, three or more of each, two captions an image, the last of each validation."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
-    for copy in range(3):
+    for copy in range(copies):
         for colour in COLOURS:
             for shape in SHAPES:
                 name = f"images/{colour}-{shape}-{copy}.png"
                 draw(colour, shape, 40 + 4 * copy).save(folder / name)
                 captions = [f"a {colour} {shape}, number {copy}", f"number {copy}: one {shape} in {colour}"]
-                split = "validation" if copy == 2 else "train"
+                split = "validation" if copy == copies - 1 else "train"
                 rows.append({"image": name, "captions": captions, "split": split})
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -147,10 +147,13 @@ def _aside(final: Path) -> Path:
 
 
 @contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
+def atomic_folder(final: Path, flag: str | None = None) -> Iterator[Path]:
     """Yield a hidden folder; rename it to `final` at the end, remove it if the block fails.
 
     If another process has made `final` meanwhile, that one stays. What killed processes left in its parent is removed first.
+
+    Raises:
+        ValueError: if another process has made `final`, and it is the folder that a `flag` names: then each has other content.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     for left in final.parent.glob(f".*{_UNFINISHED}"):
@@ -165,9 +168,13 @@ def atomic_folder(final: Path) -> Iterator[Path]:
             yield temporary
             try:
                 temporary.rename(final)
-            except OSError:
+            except OSError as error:
                 if not final.is_dir():
                     raise
+                if flag is not None:
+                    raise ValueError(
+                        f"{flag} is {final}; another run has written it meanwhile. Give a new folder."
+                    ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

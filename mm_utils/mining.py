@@ -127,7 +127,7 @@ def write_mined(
         split: _with_column(rows, mined.negatives if split == "train" else [[]] * len(rows))
         for split, rows in pairs.items()
     }
-    with atomic_folder(folder) as work:
+    with atomic_folder(folder, "--output_dir") as work:
         write_splits(tables, work)
         report = json.loads(Path(source, "report.json").read_text(encoding="utf-8"))
         report["mined_from"] = source

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     model = load_model(model_name, fusion_layers=0).float().eval()
     kind = model.config.medium
     if args.layout == "open_clip":
-        with atomic_folder(Path(output_dir)) as folder:
+        with atomic_folder(Path(output_dir), "--output_dir") as folder:
             write_open_clip(folder, model, processor)
         return {}
     if kind != "image" and args.layout != "plain":
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     shape = None if kind == "image" else tuple(loaders.blank(1).shape[1:])
 
     # 3. Export, compare, and only then put the folder in its place.
-    with atomic_folder(Path(output_dir)) as folder:
+    with atomic_folder(Path(output_dir), "--output_dir") as folder:
         found = export(folder, model_name, model, processor, args.layout, args.precisions, weights, shape)
 
     # 4. Report.

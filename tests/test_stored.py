@@ -55,8 +55,8 @@ def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 def test_an_atomic_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "one"
 
-    def write(text: str) -> None:
-        with atomic_folder(folder) as work:
+    def write(text: str, flag: str | None = None) -> None:
+        with atomic_folder(folder, flag) as work:
             (work / "part").write_text(text)
             assert text == "late" or not folder.exists()
             if text == "half":
@@ -67,6 +67,8 @@ def test_an_atomic_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None
     assert list((tmp_path / "cache").iterdir()) == []
     write("whole")
     write("late")
+    with pytest.raises(ValueError, match=r"--output_dir is .*one; another run has written it"):
+        write("late", "--output_dir")
     assert (folder / "part").read_text() == "whole"
     assert list((tmp_path / "cache").iterdir()) == [folder]
 

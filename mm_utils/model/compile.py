@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._dynamo.config
-import torch._inductor.config
 from torch import nn
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -33,8 +31,10 @@ def compile_layers(model: FusionDualEncoderModel) -> None:
     Texts have other lengths in each step, so their number and length are variables of the compiled code. Kernels are not chosen
     by the clock, so a resumed run has those of the run before.
     """
-    torch._dynamo.config.recompile_limit = 64  # layers of all kinds share one function of transformers
-    settings: dict[str, Any] = {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
+    from torch import _dynamo, _inductor  # seconds, for runs that compile alone
+
+    _dynamo.config.recompile_limit = 64  # layers of all kinds share one function of transformers
+    settings: dict[str, Any] = {"deterministic": True} if "deterministic" in _inductor.list_options() else {}
     parts = ((model.vision_model, None), (model.text_model, True), (model.fusion, True))
     for part, dynamic in parts:
         for layer in equal_layers(part) if part is not None else ():

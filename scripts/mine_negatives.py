@@ -78,8 +78,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 5. Write the data set, and the report.
     settings = to_dict(args, mining)
     distributed.on_first(lambda: write_mined(pairs, mined, args.dataset_name, Path(args.output_dir), settings))
-    # Which alone reads negatives
-    words = ["--dataset_name", args.output_dir, "--objectives", "contrastive:1,matching:1"]
+    # Matching alone reads negatives, and needs a head, which recipes between frozen encoders leave out.
+    words = ["--dataset_name", args.output_dir, "--objectives", "contrastive:1,matching:1", "--fusion_layers", "2"]
     logger.info("Train on it: %s", launch_command("pretrain", words))
     accelerator.end_training()
     return {"images": len(rows), "negatives": sum(map(len, mined.negatives))}

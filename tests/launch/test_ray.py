@@ -148,7 +148,7 @@ def test_a_sweep_names_the_best(tiny_flags: list[str], tmp_path: Path) -> None:
     for row in rows:
         assert (Path(row["folder"]) / "model.safetensors").is_file()
         assert Path(row["folder"]).name == f"learning_rate-{row['learning_rate']}_seed-{row['seed']}"
-    assert "eval_mean_recall" in said
+    assert "mean_recall" in said
 
 
 # -- machines that come and go ------------------------------------------------------------------------------------------

@@ -248,50 +248,19 @@ def quarter_hour(args: argparse.Namespace) -> None:
     model = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
     words = [*model, "--vocab_size", str(args.vocab_size)]
     few, pairs = str(args.pairs[0]), ",".join(map(str, args.pairs))
-    real = [
-        "scripts/pretrain.py",
-        "--train_file",
-        str(Path(args.quarter_hour).resolve()),
-        *model,
-        "--fusion_layers",
-        "0",
-    ]
-    real += [
-        "--objectives",
-        "contrastive",
-        "--global_batch_size",
-        few,
-        "--max_steps",
-        "100",
-        "--output_dir",
-        str(folder / "run"),
-    ]
-    bare = ["-m", "benchmarks.gpu", *words, "--objectives", "contrastive", "--pairs"]
-    peers = [
-        "-m",
-        "benchmarks.training",
-        *words,
-        "--synthetic",
-        "32",
-        "--batch_size",
-        few,
-        "--rounds",
-        "2",
-        "--steps",
-        "4",
-    ]
-    peers += ["--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
+    real = f"scripts/pretrain.py --objectives contrastive --fusion_layers 0 --global_batch_size {few} --max_steps 100".split()
+    real += [*model, "--train_file", str(Path(args.quarter_hour).resolve()), "--output_dir", str(folder / "run")]
+    bare = ["-m", "benchmarks.gpu", "--objectives", "contrastive", *words, "--pairs"]
+    peers = f"-m benchmarks.training --synthetic 32 --batch_size {few} --rounds 2 --steps 4".split()
+    peers += [*words, "--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
+    tests = ["-m", "pytest", "-q", "-n", "0", "--durations=5", "tests/gpu", "tests/model/test_compile.py"]
     sections: dict[str, tuple[int, str, list[str]]] = {
         "real": (150, "bf16", real),
         "bare": (210, "bf16", [*bare, pairs]),
         "peers": (120, "bf16", peers),
-        "tests": (
-            110,
-            "bf16",
-            ["-m", "pytest", "-q", "-n", "0", "--durations=5", "tests/gpu", "tests/model/test_compile.py"],
-        ),
+        "tests": (110, "bf16", tests),
         "fp16": (60, "fp16", [*bare, few, "--compiled", "true"]),
-        "loss": (30, "bf16", ["-m", "benchmarks.loss", "--pairs", str(32 * args.pairs[0]), "--repeats", "1"]),
+        "loss": (30, "bf16", f"-m benchmarks.loss --pairs {32 * args.pairs[0]} --repeats 1".split()),
     }
     for name in args.sections or sections:
         limit, precision, command = sections[name]

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from tests.kit.corpora import COLOURS, SHAPES, draw, finetuning_flags, pretrained, questions, scratch_run, write_corpus  # noqa: F401  # noqa: F401
 from tests.kit.hub import server  # noqa: F401
+from tests.kit.numbered_rows import tokenizer  # noqa: F401
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=10)
 settings.register_profile("explore", deadline=None)  # python -m pytest --hypothesis-profile=explore

@@ -1,6 +1,6 @@
 """Write a CLIP in open_clip's format: `open_clip_config.json`, a file of weights, and the tokenizer.
 
-Its two towers are those of CLIP; each weight has another name, and query, key and value are one matrix.
+Its towers are CLIP's, with other names for the weights, and with query, key and value as one matrix.
 """
 
 import json

@@ -59,9 +59,8 @@ class RowDropout(nn.Module):
     def __init__(self, p: float, place: int = 1):
         super().__init__()
         self.p, self.place = p, place
-        self.keys: Tensor | None = (
-            None  # int64 `[n]`, of the rows of the next input; None draws from torch's random numbers
-        )
+        # int64 `[n]`, of the rows of the next input; None draws from torch's random numbers
+        self.keys: Tensor | None = None
 
     @classmethod
     def replace(cls, layers: nn.ModuleList | nn.Sequential, place: int = 1) -> None:

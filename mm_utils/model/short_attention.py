@@ -36,11 +36,10 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
     causal, scale = named.get("is_causal"), named.get("scaling")
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    causal = bool(causal) and attention_mask is None
     scale = query.shape[3] ** -0.5 if scale is None else scale
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    return ShortAttention.apply(
-        query, key, value, attention_mask, bool(causal) and attention_mask is None, scale
-    ), None
+    return ShortAttention.apply(query, key, value, attention_mask, causal, scale), None
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: dict[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from mm_utils.data.prepare import report
 from mm_utils.model.reading import UnreadableError
 from scripts.prepare_data import main
 from tests.data.prepare.zoo import Corpus, good_rows
-from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of
+from tests.kit.numbered_rows import loaders, rows_of
 from tests.kit.ranks import forks
 from tests.kit.reading import digests, intact_rows, report_of
 from tests.kit.tiny_run import alone
@@ -62,11 +62,6 @@ def test_a_file_of_a_terabyte_or_that_unpacks_to_gigabytes_is_refused_before_it_
 
 # -- data workers -------------------------------------------------------------------------------------------------------
 ENDED = r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: (Killed|Bus error)|exited unexpectedly)"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return new_tokenizer()
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

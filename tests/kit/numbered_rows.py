@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import datasets
+import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, Value
 from PIL import Image
@@ -28,6 +29,11 @@ SIZE = 16
 
 def new_tokenizer(extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     return train_tokenizer([f"picture {word} says it once more" for word in WORDS] + list(extra), 300)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return new_tokenizer()
 
 
 def colour(index: int) -> tuple[int, int, int]:

@@ -28,18 +28,12 @@ from tests.kit.numbered_rows import (
     WORDS,
     equal,
     loaders,
-    new_tokenizer,
     number_said,
     rows_of,
     training_pairs,
 )
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return new_tokenizer()
 
 
 REGIONS = Features({**FEATURES, "regions": [{"box": [Value("float32")], "phrase": Value("string")}]})

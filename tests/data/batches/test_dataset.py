@@ -54,11 +54,6 @@ from tests.kit.numbered_rows import (
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return new_tokenizer()
-
-
 # -- examples -----------------------------------------------------------------------------------------------------------
 def test_an_example_depends_on_seed_epoch_and_id_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = tokenize_captions(rows_of(), tokenizer, 16)

@@ -43,7 +43,7 @@ def attention(
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: dict[str, Any]) -> bool:
-    """Return whether these are few tokens in half precision on a GPU, with a mask of booleans or none, and without dropout."""
+    """Return whether these are few tokens in half precision on a GPU, with a mask of booleans for all heads or none, and no dropout."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -51,7 +51,7 @@ def suits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named:
         and query.shape == key.shape == value.shape
         and query.shape[2] <= MOST_TOKENS
         and query.shape[3] in (16, 32, 64, 128)
-        and (mask is None or mask.dtype == torch.bool)
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
         and not named.get("dropout")
         and all(named.get(name) is None for name in ("position_bias", "softcap"))
     )

@@ -38,7 +38,7 @@ test: $(VENV)/ready-to-test  ## The quick tests.
 test-slow: $(VENV)/ready-to-test  ## The long ones.
 	$(VENV)/bin/python -m pytest -n 2 -m slow
 
-PROMISES = tests/distributed tests/faults tests/launch tests/launchers tests/run/test_starts.py tests/test_readme.py tests/test_text.py
+PROMISES = tests/distributed tests/faults tests/launch tests/run/test_starts.py tests/test_readme.py tests/test_text.py
 promises: $(VENV)/ready-to-test  ## What slow tests alone hold: FSDP2, DeepSpeed, Ray, kills, restarts, secrets, the README.
 	$(VENV)/bin/python -m pytest -n 2 -m slow $(PROMISES)
 

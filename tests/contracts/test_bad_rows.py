@@ -33,7 +33,6 @@ from mm_utils.data.rows.records import CellImage
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.rows.text_files import BadLine, text_records
 from scripts.prepare_data import main
-from tests.data.prepare.zoo import Corpus, Pair, build, line
 from tests.kit.corpora import task_of
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import loaders, new_tokenizer
@@ -48,6 +47,7 @@ from tests.kit.reading import (
     report_of,
     write,
 )
+from tests.kit.zoo import Corpus, Pair, build, line
 
 FLAGS = ["--num_proc", "2", "--max_bad_fraction", "1"]
 

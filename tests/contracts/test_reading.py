@@ -1,6 +1,6 @@
 """One way to read a picture, a clip, a sound and a text: training, evaluation, search, the page and the model's own `encode`.
 
-Files of odd kinds and broken ones: tests/data/prepare/test_timed.py, tests/contracts/test_bad_rows.py.
+Files of odd kinds and broken ones: tests/data/test_timed.py, tests/contracts/test_bad_rows.py.
 """
 
 import contextlib

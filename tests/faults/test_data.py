@@ -25,11 +25,11 @@ from mm_utils.data.images import open_image
 from mm_utils.data.prepare import report
 from mm_utils.model.reading import UnreadableError
 from scripts.prepare_data import main
-from tests.data.prepare.zoo import Corpus, good_rows
 from tests.kit.numbered_rows import loaders, rows_of
 from tests.kit.ranks import forks
 from tests.kit.reading import digests, intact_rows, report_of
 from tests.kit.tiny_run import alone
+from tests.kit.zoo import Corpus, good_rows
 
 LONGEST = 120.0  # seconds of a preparation on a busy machine
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -28,11 +28,11 @@ from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from scripts.prepare_data import main
 from scripts.pretrain import main as pretrain
-from tests.data.prepare.zoo import line
 from tests.kit.fault_images import draw, png
 from tests.kit.numbered_rows import new_tokenizer
 from tests.kit.reading import add_member
 from tests.kit.stock_folders import write_stock
+from tests.kit.zoo import line
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -257,7 +257,7 @@ def test_a_folder_without_captions_says_what_to_give(folder: Path) -> None:
 
 
 def test_a_function_of_ones_own_reads_a_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
     [block] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def read_diary" in block]
     (folder / "diary.py").write_text(block + "\n\ndef odd(source, paths):\n    yield 1\n")
     monkeypatch.syspath_prepend(str(folder))

@@ -34,7 +34,7 @@ def missing(name: str) -> str:
         return ""
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
-    kind = "file" if path.suffix in (*_OF_DATA, ".yaml") else "folder"
+    kind = "file" if path.suffix[1:2].isalpha() else "folder"  # of v1.0, a folder
     return f"there is no such {kind}. {f'Did you mean {path.parent / close[0]}?' if close else 'Check the path.'}"
 
 

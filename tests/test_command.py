@@ -121,6 +121,7 @@ def test_only_what_can_be_a_hub_id_may_be_missing(
             "--sources is a/b/c.csv,image_root=d; there is no such file.",
         ),
         ("search", "--index_dir typo words", "--index_dir is typo; there is no such folder."),
+        ("search", "--index_dir . --image gone.jpg", "--image is gone.jpg; there is no such file."),
         ("export", "--model_name_or_path ./x", "--model_name_or_path is ./x; there is no such folder."),
     ],
 )

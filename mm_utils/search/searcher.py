@@ -40,7 +40,7 @@ from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, o
 from mm_utils.search.captions import CaptionWords, fused
 from mm_utils.search.index import check_same_model, open_index, text_fingerprint
 from mm_utils.search.listing import stock_file
-from mm_utils.text import one_line
+from mm_utils.text import one_line, printable
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,13 @@ class Filter:
         return " ".join(f"--{name} {value}" for name, value in vars(self).items() if value)
 
     def mask(self, rows: datasets.Dataset) -> np.ndarray:
-        """Return which rows fit, bool `[N]`; raise ValueError for a date of another form."""
-        fits = pc.starts_with(rows.data.column("id"), f"{self.folder.strip('/')}/".lstrip("/")).to_numpy()
+        """Return which rows fit, bool `[N]`; raise ValueError for a folder that there is not, or a date of another form."""
+        ids = rows.data.column("id")
+        fits = pc.starts_with(ids, f"{self.folder.strip('/')}/".lstrip("/")).to_numpy()
+        if not fits.any():
+            folders = sorted({name.rpartition("/")[0] for name in ids.to_pylist()} - {""})
+            shown = f"folders such as {', '.join(map(printable, folders[:5]))}" if folders else "no folders"
+            raise ValueError(f"--folder is {self.folder}; the index has {shown}. Give one that it has, or none.")
         if not (self.since or self.until):
             return fits
         for name, text in (("since", self.since), ("until", self.until)):
@@ -184,17 +189,14 @@ class Searcher:
         return int(self._mask_N.sum())
 
     @property
-    def folders(self) -> list[str]:
-        """The folders of the ids, sorted."""
-        return sorted({name.rpartition("/")[0] for name in self._texts["id"]} - {""})
-
-    @property
     def reranks(self) -> bool:
         """Whether answers to texts are re-ranked by the fusion head."""
         return self.rerank_top_k > 0
 
     def search_text(self, text: str, top_k: int = 10, rerank: bool = True) -> list[Hit]:
-        """Return the images that a text describes best; without `rerank`, by towers and captions alone."""
+        """Return the images that a text describes best; without `rerank`, by towers and captions alone; ValueError if it is blank."""
+        if not text.strip():
+            raise ValueError("The text is blank; nothing can be searched for by it. Write what the image shows.")
         with self._lock, torch.no_grad():
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)

@@ -6,234 +6,184 @@ Other web pages, open in the same browser, may send requests here. They are refu
 Origin and Sec-Fetch-Site. For another machine, forward the port with ssh.
 """
 
-import asyncio
 import base64
 import hashlib
+import json
 import logging
 import re
-import socket
-from concurrent.futures import ThreadPoolExecutor
+import sys
+import threading
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl
 
 from PIL import UnidentifiedImageError
 
 from mm_utils.data.media.pictures import animation
 from mm_utils.distributed import RunError
-from mm_utils.files import allow_open_files
 from mm_utils.model.reading import UnreadableError
-from mm_utils.search.searcher import Filter, Hit, Searcher
-
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import HTMLResponse, JSONResponse, Response
-    from starlette.routing import Route
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-except ImportError as error:
-    raise RunError(
-        f"--serve needs a package that is not installed ({error}). pip install starlette uvicorn"
-    ) from error
+from mm_utils.search.searcher import Filter, Searcher
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names by which this machine is asked
 MOST_BYTES = 20 << 20  # of a file in a request
 MOST_HITS = 1000  # of an answer, over all its pages
 MOST_LETTERS = 1000  # of a text
-_PATIENCE = 5  # seconds for what runs when the server is ended
+_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")  # names by which this machine is asked
+_ROW = re.compile(r"/(similar|image|large|content)/(\d{1,11})", re.ASCII)
 
 
 def serve(searcher: Searcher, port: int) -> None:
     """Serve this machine until interrupted; RunError if the port cannot be taken."""
     try:
-        listener = socket.create_server(("127.0.0.1", port))
+        server = PageServer(searcher, port)
     except (OSError, OverflowError) as error:
         raise RunError(f"--port is {port}; it cannot be served there ({error}). Give another port.") from error
-    allow_open_files()
-    count = f"{len(searcher):,} {searcher.info.medium}s"
-    logger.info("%s at http://127.0.0.1:%d/", count, listener.getsockname()[1])
-    uvicorn.Server(make_config(searcher)).run(sockets=[listener])
+    with server:
+        count = f"{len(searcher):,} {searcher.info.medium}s"
+        logger.info("%s at http://127.0.0.1:%d/", count, server.server_port)
+        server.serve_forever()
 
 
-def make_config(searcher: Searcher) -> uvicorn.Config:
-    """Return the settings of the server: of requests to this machine's own names."""
-    medium = searcher.info.medium
-    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    page = page.replace('data-medium="image"', f'data-medium="{medium}"')
-    api = _Api(searcher)
-    answers: dict[str, Any] = {
-        "search": api.text,
-        "similar/{row}": api.similar,
-        "image/{row}": api.thumbnail,
-        "large/{row}": api.large,
-        "content/{row}": api.content,
-    }
-    routes = [Route("/", lambda request: HTMLResponse(page)), Route("/search", api.file, methods=["POST"])]
-    routes += [Route(f"/{path}", answer) for path, answer in answers.items()]
-    mistakes: dict[Any, Any] = dict.fromkeys((HTTPException, IndexError, ValueError), _as_json)
-    guard = Middleware(_Guard, headers=_headers(page))
-    app = Starlette(routes=routes, middleware=[guard], exception_handlers=mistakes)
-    said = {"log_level": "warning", "server_header": False}
-    return uvicorn.Config(app, http="h11", ws="none", timeout_graceful_shutdown=_PATIENCE, **said)  # type: ignore[arg-type]
+class PageServer(ThreadingHTTPServer):
+    """A server of this machine alone; `port` 0 is any free one."""
+
+    allow_reuse_port = False  # two servers of one port would each get some of the requests
+
+    def __init__(self, searcher: Searcher, port: int):
+        page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+        self.page = page.replace('data-medium="image"', f'data-medium="{searcher.info.medium}"').encode()
+        self.page_headers, self.searcher = _headers(page), searcher
+        self.decoding = threading.Lock()  # 40 million pixels take a quarter of a gigabyte
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that has gone."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
-class _Api:
-    """The answers: functions that are not `async` run in threads, and files in one of their own."""
+class _Refused(Exception):
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
 
-    def __init__(self, searcher: Searcher):
-        self.searcher = searcher
-        # One thread: 40 million pixels take a quarter of a gigabyte, and each thread that has decoded keeps what it took.
-        self.decoder = ThreadPoolExecutor(1)
 
-    def within(self, request: Request) -> Searcher:
-        """Return a searcher of what the request's filter lets through."""
-        part = {name: request.query_params.get(name, "").strip() for name in ("folder", "since", "until")}
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    protocol_version, timeout = "HTTP/1.1", 60  # seconds in which a browser may say nothing
+
+    def do_GET(self) -> None:
+        """Answer the page, or a request of it."""
         try:
-            return self.searcher.within(Filter(**part))
-        except ValueError as error:
-            raise HTTPException(400, str(error).removeprefix("--")) from error
+            self._check_who_asks()
+            kind, content = self._answer()
+            self._send(200, kind, content)
+        except _Refused as error:
+            self.send_error(error.status, str(error))
+        except IndexError as error:
+            self.send_error(404, f"{error}.")
+        except ValueError as error:  # an index that is damaged where it is read
+            logger.error("%s", error)
+            self.send_error(500, str(error))
 
-    def text(self, request: Request) -> Response:
-        searcher, query = self.within(request), request.query_params.get("q", "").strip()
-        if not 0 < len(query) <= MOST_LETTERS:
-            raise HTTPException(400, f"q has {len(query)} letters; give a text of 1 to {MOST_LETTERS}.")
-        hits = searcher.search_text(query, _wanted(request), request.query_params.get("rerank", "1") != "0")
-        return _page(request, searcher, hits)
+    do_POST = do_GET
 
-    async def file(self, request: Request) -> Response:
-        content = await _body(request)
-        return await asyncio.get_running_loop().run_in_executor(self.decoder, self._file, request, content)
-
-    def _file(self, request: Request, content: bytes) -> Response:
-        searcher = self.within(request)
-        try:
-            return _page(request, searcher, searcher.search_file(content, _wanted(request)))
-        except UnreadableError as error:
-            reason = re.sub("^(embedded image|the file): ", "", str(error))
-            if isinstance(error.__cause__, UnidentifiedImageError):
-                reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
-            raise HTTPException(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
-
-    def similar(self, request: Request) -> Response:
-        searcher = self.within(request)
-        return _page(request, searcher, searcher.similar(self._row(request), _wanted(request)))
-
-    def thumbnail(self, request: Request) -> Response:
-        return Response(self.searcher.stored(self._row(request), "thumbnail"), media_type="image/jpeg")
-
-    async def large(self, request: Request) -> Response:
-        loop, row = asyncio.get_running_loop(), self._row(request)
-        return Response(await loop.run_in_executor(self.decoder, self.searcher.large, row), media_type="image/jpeg")
-
-    def content(self, request: Request) -> Response:
-        content = self.searcher.stored(self._row(request), "content")
-        if self.searcher.info.medium == "sound":
-            return Response(content, media_type="audio/wav")
-        return Response(animation(content), media_type="image/webp")
-
-    def _row(self, request: Request) -> int:
-        """Return the row that an address names; IndexError if it is none."""
-        row = request.path_params["row"]
-        if not (row.isascii() and row.isdecimal() and len(row) < 12):
-            raise IndexError("there is no such row")
-        return int(row)
-
-
-def _page(request: Request, searcher: Searcher, hits: list[Hit]) -> Response:
-    end = _wanted(request) - 1
-    shown, more = [asdict(hit) for hit in hits[_offset(request) : end]], end < min(len(hits), MOST_HITS)
-    return JSONResponse({"total": searcher.searched, "reranks": searcher.reranks, "more": more, "hits": shown})
-
-
-class _Guard:
-    """Refuse requests that other pages or machines make, and set the headers of every answer."""
-
-    def __init__(self, app: ASGIApp, headers: dict[str, str]):
-        self.app = app
-        self.headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *self.headers]
-            await send(message)
-
-        answer = self.refusal(Request(scope))
-        await (self.app if answer is None else answer)(scope, receive, send_with_headers)
-
-    def refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that is not of the page or its user; None lets it pass."""
-        hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
-        if len(hosts) != 1 or _hostname(hosts[0]) not in LOOPBACK:
-            return _error(403, "This name is not served. Open http://127.0.0.1 with the port.")
-        is_visit = request.url.path == "/" and request.method == "GET"
-        is_own = is_visit or request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+    def _check_who_asks(self) -> None:
+        """Refuse a request that is not of the page or its user."""
+        hosts, origins = self.headers.get_all("host", []), self.headers.get_all("origin", [])
+        if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
+            raise _Refused(403, "This name is not served. Open http://127.0.0.1 with the port.")
+        is_visit = self.command == "GET" and self.path.partition("?")[0] == "/"
+        is_own = is_visit or self.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
         if not is_own or any(origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}") for origin in origins):
-            return _error(403, "Requests of other pages are not answered.")
-        return None
+            raise _Refused(403, "Requests of other pages are not answered.")
 
+    def _answer(self) -> tuple[str, bytes]:
+        """Return the type and the content of an answer."""
+        path, _, asked = self.path.partition("?")
+        self.asked, searcher = dict(parse_qsl(asked)), self.server.searcher
+        if self.command == "POST" and path == "/search":
+            return self._hits(searcher, self._body())
+        if self.command == "GET" and path == "/":
+            return "text/html; charset=utf-8", self.server.page
+        if self.command == "GET" and path == "/search":
+            text = self.asked.get("q", "").strip()
+            if not 0 < len(text) <= MOST_LETTERS:
+                raise _Refused(400, f"q has {len(text)} letters; give a text of 1 to {MOST_LETTERS}.")
+            return self._hits(searcher, text)
+        found = _ROW.fullmatch(path)
+        if found is None or self.command != "GET":
+            raise _Refused(404, "There is nothing at this address.")
+        what, row = found[1], int(found[2])
+        if what == "similar":
+            return self._hits(searcher, row)
+        if what == "content":
+            content = searcher.stored(row, "content")
+            return ("audio/wav", content) if searcher.info.medium == "sound" else ("image/webp", animation(content))
+        if what == "image":
+            return "image/jpeg", searcher.stored(row, "thumbnail")
+        with self.server.decoding:
+            return "image/jpeg", searcher.large(row)
 
-async def _body(request: Request) -> bytes:
-    """Read the body; raise HTTPException as soon as it is too large, or broken off."""
-    declared, content = request.headers.get("content-length", ""), bytearray()
-    too_large = HTTPException(413, f"The file has more than {MOST_BYTES >> 20} MB. Shrink it.")
-    if declared.isdecimal() and int(declared[:12]) > MOST_BYTES:
-        raise too_large
-    try:
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > MOST_BYTES:
-                raise too_large
-    except ClientDisconnect as error:
-        raise HTTPException(400, "The file was broken off.") from error
-    return bytes(content)
+    def _hits(self, searcher: Searcher, query: str | int | bytes) -> tuple[str, bytes]:
+        """Return a page of the hits of a text, a row or a file."""
+        offset, count = self._number("offset", 0, 0, MOST_HITS), self._number("k", 24, 1, 100)
+        part = {name: self.asked.get(name, "").strip() for name in ("folder", "since", "until")}
+        try:
+            searcher = searcher.within(Filter(**part))
+        except ValueError as error:
+            raise _Refused(400, str(error).removeprefix("--")) from error
+        end = offset + count
+        if isinstance(query, str):
+            hits = searcher.search_text(query, end + 1)
+        elif isinstance(query, int):
+            hits = searcher.similar(query, end + 1)
+        else:
+            try:
+                with self.server.decoding:
+                    hits = searcher.search_file(query, end + 1)
+            except UnreadableError as error:
+                reason = re.sub("^(embedded image|the file): ", "", str(error))
+                if isinstance(error.__cause__, UnidentifiedImageError):
+                    reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
+                raise _Refused(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
+        shown, more = [asdict(hit) for hit in hits[offset:end]], end < min(len(hits), MOST_HITS)
+        answer = {"total": searcher.searched, "more": more, "hits": shown}
+        return "application/json", json.dumps(answer).encode()
 
+    def _body(self) -> bytes:
+        length = self.headers.get("content-length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise _Refused(411, "The length of the file is missing. Send it as Content-Length.")
+        if len(length) > 12 or int(length) > MOST_BYTES:
+            raise _Refused(413, f"The file has more than {MOST_BYTES >> 20} MB. Shrink it.")
+        return self.rfile.read(int(length))
 
-def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
-    value = request.query_params.get(name, str(default))
-    if not (value.isascii() and value.isdecimal() and len(value) < 10 and least <= int(value) <= most):
-        raise HTTPException(400, f"{name} is not a number from {least} to {most}.")
-    return int(value)
+    def _number(self, name: str, default: int, least: int, most: int) -> int:
+        value = self.asked.get(name, str(default))
+        if not (value.isascii() and value.isdecimal() and len(value) < 10 and least <= int(value) <= most):
+            raise _Refused(400, f"{name} is not a number from {least} to {most}.")
+        return int(value)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a mistake, and end the connection, as the rest of the request may not have been read."""
+        self.close_connection = True
+        self._send(code, "application/json", json.dumps({"error": message or "This cannot be answered."}).encode())
 
-def _offset(request: Request) -> int:
-    return _number(request, "offset", 0, 0, MOST_HITS)
+    def _send(self, status: int, kind: str, content: bytes) -> None:
+        self.send_response_only(status)
+        own = {"Content-Type": kind, "Content-Length": str(len(content))}
+        own |= {"Connection": "close"} if self.close_connection else {}
+        for name, value in (own | self.server.page_headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
 
-
-def _wanted(request: Request) -> int:
-    """Return how many hits are looked for: those of the page and of the pages before it, and one more."""
-    return _offset(request) + _number(request, "k", 24, 1, 100) + 1
-
-
-def _hostname(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname if re.fullmatch(r"[\w.:\[\]-]+", host) else None
-    except ValueError:
-        return None
-
-
-def _error(status: int, text: str) -> Response:
-    return JSONResponse({"error": text}, status)
-
-
-def _as_json(request: Request, error: Exception) -> Response:
-    """Answer an error in a line: a row that is not there, or an index that is damaged where it is read."""
-    if isinstance(error, HTTPException):
-        return _error(error.status_code, error.detail)
-    if isinstance(error, IndexError):
-        return _error(404, f"{error}.")
-    logger.error("%s", error)
-    return _error(500, str(error))
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no requests."""
 
 
 def _headers(page: str) -> dict[str, str]:

@@ -2,16 +2,12 @@
 
 import http.client
 import json
-import socket
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import uvicorn
-
-from mm_utils.search import server
+from mm_utils.search.server import PageServer
 
 EVIL_CAPTION = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 EVIL_NAME = "<img src=x onerror=document.title='hacked'>.png"
@@ -50,17 +46,10 @@ class Served(NamedTuple):
 
 
 def served(searcher: Any) -> Iterator[Served]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(server.make_config(searcher))
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    late = time.monotonic() + 60
-    while not running.started and time.monotonic() < late:
-        time.sleep(0.01)
-    assert running.started
-    yield Served(listener.getsockname()[1], searcher)
-    running.should_exit = True
-    thread.join(10)
+    with PageServer(searcher, 0) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield Served(running.server_port, searcher)
+        running.shutdown()
 
 
 def bomb(side: int) -> bytes:

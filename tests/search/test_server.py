@@ -2,12 +2,10 @@
 
 import io
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from accelerate import Accelerator
 from PIL import Image
 
@@ -29,12 +27,6 @@ def test_pages_of_an_answer_join_to_the_whole(page: Served) -> None:
     first, second = page.ask("/search?q=a+red+circle&k=25"), page.ask("/search?q=a+red+circle&k=25&offset=25")
     assert [hit["row"] for hit in first.hits + second.hits] == expected
     assert (first.json["total"], first.json["more"], second.json["more"]) == (40, True, False)
-    assert first.json["reranks"]
-    plain = page.ask("/search?q=a+red+circle&k=40&rerank=0").hits
-    assert [hit["row"] for hit in plain] == [
-        hit.row for hit in page.searcher.search_text("a red circle", 40, rerank=False)
-    ]
-    assert all(hit["reranked"] is None for hit in plain)
 
 
 def test_an_image_and_its_neighbours(page: Served) -> None:
@@ -87,7 +79,7 @@ def test_the_page_loads_nothing_from_elsewhere(page: Served) -> None:
 
 
 MISTAKES = {
-    400: ("", "?q=", f"?q={'x' * 1001}", "?q=x&k=0", "?q=x&k=101", "?q=x&offset=-1", f"?q=x&offset={'9' * 20}", "?q=x&k=%D9%A3",
+    400: ("", "?q=", "?q=+%20", f"?q={'x' * 1001}", "?q=x&k=0", "?q=x&k=101", "?q=x&offset=-1", f"?q=x&offset={'9' * 20}", "?q=x&k=%D9%A3",
           "?q=x&until=2024-13"),
     404: ("similar/40", f"image/{'9' * 20}", f"image/{'9' * 5000}", "similar/-1", "content/%D9%A3",
           "content/1", "nothing", "image/../../../../etc/passwd", "image/..%2f..%2f..%2fetc%2fpasswd", "image//etc/passwd",
@@ -152,21 +144,8 @@ def test_images_are_not_embedded_in_other_pages(page: Served) -> None:
 def test_too_large_an_upload_is_refused_early(page: Served) -> None:
     declared = page.ask("/search", "POST", b"x", **{"content-length": str(server.MOST_BYTES + 1)})
     assert declared.status == 413
-    connection = socket.create_connection(("127.0.0.1", page.port), timeout=30)
-    connection.sendall(b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-    block, sent = b"100000\r\n" + bytes(1 << 20) + b"\r\n", 0
-    try:
-        for _ in range(40):
-            connection.sendall(block)
-            sent += 1
-    except OSError:
-        pass
-    connection.settimeout(10)
-    try:
-        assert b" 413 " in connection.recv(100)
-    except ConnectionResetError:
-        assert sent < 40
-    connection.close()
+    endless = page.ask("/search", "POST", None, transfer_encoding="chunked")
+    assert (endless.status, endless.headers["connection"]) == (411, "close")
 
 
 @pytest.mark.parametrize(
@@ -192,10 +171,7 @@ def test_the_script_serves_this_machine_alone(
 ) -> None:
     addresses: list[Any] = []
 
-    def run(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
-        addresses.extend(each.getsockname() for each in sockets)
-
-    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(server.PageServer, "serve_forever", lambda self: addresses.append(self.socket.getsockname()))
     with caplog.at_level("INFO", "mm_utils"):
         search.main(["--index_dir", str(index), "--serve", "--port", "0"])
     [(host, port)] = addresses

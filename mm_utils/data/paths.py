@@ -130,7 +130,8 @@ class Jail:
         folder, leaf = os.path.split(path)
         real = os.path.realpath(path) if follow else os.path.join(self._real_folder(folder), leaf)
         if not any(f"{real}{os.sep}".startswith(root) for root in self._real_roots):
-            raise Fault("outside_root", f"{name} leads to {real}, outside {self.root}")
+            leads = "is" if name == real else f"leads to {real},"
+            raise Fault("outside_root", f"{name} {leads} outside {self.root}")
 
     def _similar_name(self, path: str, written: str) -> str:
         """Return a hint at a file whose name differs only in case, Unicode form, or the slashes of Windows."""

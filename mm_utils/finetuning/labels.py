@@ -123,8 +123,8 @@ def labelled_sources(args: DataArguments, labels: LabelArguments, medium: str) -
 
 
 def _beside_media(rows: Dataset, columns: dict[str, Any], features: Features | None = None) -> Dataset:
-    """Lay columns beside those of the media alone: the file, and how long a clip or a sound lasts."""
-    media = rows.select_columns([name for name in ("image", "seconds") if name in rows.column_names])
+    """Lay columns beside those of the media alone: the file, its hash, and how long a clip or a sound lasts."""
+    media = rows.select_columns([name for name in ("image", "content_id", "seconds") if name in rows.column_names])
     return concatenate_datasets([media, Dataset.from_dict(columns, features)], axis=1)
 
 

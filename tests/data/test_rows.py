@@ -58,6 +58,7 @@ def test_an_item_is_parsed() -> None:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: parse_source("p.jsonl,spilt=val"), r"has the key spilt; known are .*Did you mean 'split'"),
+    (lambda: parse_source("p.jsonl,only=test"), "has the key only; known are format, name, image_root, split"),
     (lambda: parse_source("p.jsonl,split=nowhere"), "split=nowhere; a split is train, validation or test"),
     (lambda: parse_source("p.jsonl,format=jsnl"), "format=jsnl; known are .*Did you mean 'jsonl'"),
     (lambda: parse_source("p.jsonl,medium=sounds"), "known are auto, image, clip, sound. Did you mean 'sound'"),
@@ -90,6 +91,24 @@ def test_columns_have_usual_names_in_any_case_and_those_that_are_asked_for_win()
     names = ["image", "photo", "caption", "alt", "id", "lang"]
     assert find_columns(names, "t", Columns("photo", "alt", "lang")) == Columns("photo", "alt", "lang")
     assert find_columns(["image", "text"], "t", Columns(id="image")).id is None
+
+
+def test_of_several_columns_of_captions_the_one_that_is_read_is_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"image": "a.jpg", "Description": "long", "title": "short", "txt": "other"}
+    write(folder / "set/a.jsonl", lines(row))
+    write(folder / "set/b.jsonl", lines(row))
+    described = [("1.jpg", b"x"), ("1.json", b'{"Description": "long", "sentence": "short", "alt": "other"}')]
+    for path in (folder / "set", write_tar(folder / "s.tar", described)):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            read(path, image_root=str(folder))
+            read(path, image_root=str(folder), caption_column="Description")
+        assert re.findall(
+            "the caption is the column (title|sentence); .*(title|txt|alt) .*--caption_column", caplog.text
+        )
+        assert caplog.text.count("could be it") == 1
 
 
 def test_splits_and_nulls_have_many_names_and_no_others() -> None:

@@ -15,9 +15,10 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 
 from mm_utils.data import media
+from mm_utils.data.batches.column_cache import image_digest
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.data.media.riff import read_wav
+from mm_utils.data.media.riff import read_wav, write_wav
 from mm_utils.data.scenes import load_scenes
 from mm_utils.finetuning import labels
 from mm_utils.finetuning.evaluator import report_classes
@@ -224,6 +225,20 @@ def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
     embedded = task_of(dataset_name=str(tmp_path / "saved"))
     shown = {split: {row["image"]["bytes"] for row in embedded.splits[split]} for split in ("train", "validation")}
     assert not shown["train"] & shown["validation"]
+
+
+def test_media_that_differ_in_the_middle_alone_are_other_data(tmp_path: Path) -> None:
+    """A resumed run refuses them, and features of frozen towers are computed anew."""
+    found = set()
+    for at in range(2):
+        for number in range(8):
+            samples = np.zeros(16000, np.int16)
+            samples[7000 + number], samples[8000] = 99, 9 * at
+            (tmp_path / f"{number}.wav").write_bytes(write_wav(samples, 16000))
+        rows = load(tmp_path, [{"audio": f"{n}.wav", "label": n % 2} for n in range(8)], "sound").splits["train"]
+        found |= {image_digest(rows)}
+        found |= {image_digest(rows.remove_columns("content_id"))}
+    assert len(found) == 4
 
 
 def test_rows_are_held_out_of_every_class(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ def parse_source(item: str) -> Source:
         ValueError: for an unknown key or an impossible value.
     """
     path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
-    known = [each.name for each in dataclasses.fields(Source) if each.name != "title"]
+    internal = ("path", "title", "labelled", "label_column", "only")
+    known = [each.name for each in dataclasses.fields(Source) if each.name not in internal]
     values: dict[str, Any] = {"path": path.strip()}
     for part in rest:
         key, equals, value = (text.strip() for text in part.partition("="))

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 RAW_CHECKS = CheckArguments(max_image_pixels=PILLOW_PIXELS, min_image_side=1, max_aspect_ratio=math.inf)
 _RECONCILE = ReconcileArguments(validation_fraction=0.0, on_leakage="keep")
-_LABELLED = ("image", "seconds", "file_hash", "captions", "answers", "split")  # columns
+_LABELLED = ("image", "seconds", "file_hash", "stored_hash", "captions", "answers", "split")  # columns
 _NAMED = 3  # places that a warning names
 
 
@@ -61,12 +61,12 @@ def load_labelled_rows(sources: list[Source], paths: PathArguments) -> tuple[Dat
     """Load the rows of labelled sources as `load_or_prepare` does, all of them, in order.
 
     Returns:
-        The rows: `image`, `captions` (a text, or none), `answers`, and the split, if the source says it; of clips and sounds also
-        `seconds`, and the `file_hash` that parts of a file have in common. And the names of all classes in order, if the source has
-        them.
+        The rows: `image`, `content_id` (a hash of it), `captions` (a text, or none), `answers`, and the split, if the source says
+        it; of clips and sounds also `seconds`, and the `file_hash` that parts of a file have in common. And the names of all
+        classes in order, if the source has them.
     """
     (folder, classes), medium = _checked(sources, paths), sources[0].medium
-    found = open_rows(folder).cast_column("image", FEATURES[medium])
+    found = open_rows(folder).cast_column("image", FEATURES[medium]).rename_column("stored_hash", "content_id")
     return found.remove_columns(["seconds", "file_hash"]) if medium == "image" else found, classes
 
 

@@ -76,7 +76,7 @@ PART_SCHEMA = pa.schema(
 )
 _OWN = ("id", "medium", "source", "where", "split", "group", "answers")  # columns that records have
 FIRST_CHUNK = 64  # rows
-_VERSION = 9  # part of every key; raise it with every change of the rows that are written
+_VERSION = 10  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
 _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end

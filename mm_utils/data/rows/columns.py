@@ -115,6 +115,10 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
     template = wanted.parts[0] if wanted.parts else wanted.caption
     usual = TEXT_NAMES if wanted.labelled else USUAL_NAMES["caption"]
     caption = find_column("caption_column", others, title, template, usual)
+    if template is None:
+        tell_others("caption", caption, others, usual, title)
+    if wanted.labelled and wanted.label is None:
+        tell_others("label", label, names, LABEL_NAMES, title)
     needed = {"label": label, "image": image} if wanted.labelled else {"image": image, "caption": caption}
     if missing := next((kind for kind, column in needed.items() if column is None), None):
         advice = f"Set --{missing}_column, or write it behind the path: ,{missing}_column=NAME."
@@ -180,6 +184,22 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
             if found := next((name for name in names if spelt(name) == spelt(guess)), None):
                 return found
     return None
+
+
+_told: set[tuple[str | None, ...]] = set()  # the files of a folder have the same columns
+
+
+def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequence[str], title: str) -> None:
+    """Log, once, that of several columns of usual names one alone is read."""
+    known = set(map(_plain, usual))
+    others = [name for name in names if name != read and _plain(name) in known]
+    if read is not None and others and (key := (kind, read, *others)) not in _told:
+        _told.add(key)
+        logger.info(
+            "%s; the %s is the column %s; %s could be it, too, and is not read. --%s_column, or %s_column= behind the path, "
+            "names another",
+            *(title, kind, shortened(read), ", ".join(map(shortened, others)), kind, kind),
+        )
 
 
 def _plain(name: str) -> str:

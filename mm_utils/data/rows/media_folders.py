@@ -97,7 +97,9 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
         if len(parts) > 1 and not nested:
             nested = os.path.relpath(place, source.path)
             logger.warning(
-                "%s; folders inside those of classes, such as %s, count for the outer one", source.title, nested
+                "%s; folders inside those of classes, such as %s, count for the outer one. If the inner ones are the classes, "
+                "give the folder that holds them",
+                *(source.title, nested),
             )
         label = parts[0] if source.labelled else _class_name(parts[0], names, source)
         if not label:

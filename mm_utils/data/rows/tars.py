@@ -23,6 +23,7 @@ from mm_utils.data.rows.columns import (
     answers_of,
     set_medium,
     split_of,
+    tell_others,
 )
 from mm_utils.data.rows.folders import Unread, own_files, split_of_path
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
@@ -275,6 +276,8 @@ def record_of_sample(builder: RecordBuilder, sample: Sample, where: str, key: st
         captions = list(filter(None, map(str.strip, sample.text(plain).splitlines()))) or [""]
     elif column in values:
         captions = values[column]
+        if source.caption_column is None:
+            tell_others("caption", column, values, usual, source.title)
     else:
         raise sample.lacks("caption")
     captions = captions if isinstance(captions, list) else [captions]

@@ -14,9 +14,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
+import psutil
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
@@ -336,9 +338,14 @@ def launcher() -> str:
     found = shutil.which("python")
     is_on_path = found is not None and Path(found).parent == Path(sys.executable).parent
     python = "python" if is_on_path else shlex.quote(sys.executable)
-    if "ACCELERATE_DYNAMO_BACKEND" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return "accelerate launch" if is_on_path else f"{python} -m accelerate.commands.launch"
-    return python
+    if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return python
+    with suppress(psutil.Error, ValueError):  # ValueError: another process is in between
+        words = psutil.Process(os.getppid()).cmdline()  # python /venv/bin/accelerate launch --config_file FILE SCRIPT
+        _, name, *flags = words[: words.index(sys.argv[0])]
+        program = [python, name] if name == "-m" or not is_on_path else [Path(name).name]
+        return shlex.join([*program, *flags])
+    return "accelerate launch" if is_on_path else f"{python} -m accelerate.commands.launch"
 
 
 def launch_command(script: str, words: Sequence[str], before: str | None = None) -> str:

@@ -4,19 +4,12 @@ import difflib
 import logging
 import os
 import re
-import sys
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _NOT_A_PATH = re.compile(r".*://|(pipe|data|st):|.*[*?\[{]")  # addresses, and patterns of many files
-_MODELS_AND_DATA = {
-    *("model_name_or_path", "vision_model_name_or_path", "text_model_name_or_path", "teacher_name_or_path"),
-    *("dataset_name", "train_file", "validation_file", "test_file", "sources"),
-}
-_OF_THIS_MACHINE = {"config", "images", "image", "image_root"}
 _OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".tar", ".zip", ".db", ".sqlite")
 
 
@@ -36,29 +29,6 @@ def missing(name: str) -> str:
     close = difflib.get_close_matches(path.name, names, n=1)
     kind = "file" if path.suffix[1:2].isalpha() else "folder"  # of v1.0, a folder
     return f"there is no such {kind}. {f'Did you mean {path.parent / close[0]}?' if close else 'Check the path.'}"
-
-
-def end_if_missing(own: Collection[str] = ()) -> None:
-    """End a script in one line if its command line has a path that leads nowhere: before libraries load, which takes seconds.
-
-    `own` are flags of the script that name a folder of this machine.
-    """
-    flag = ""
-    for word in sys.argv[1:]:
-        if word.startswith("--"):
-            flag, _, word = word[2:].partition("=")
-            flag = flag.replace("-", "_")
-        name = word.partition(",")[0] if flag == "sources" else word  # options of a source follow
-        if flag in _OF_THIS_MACHINE or flag in own:
-            name = name and os.path.join(".", os.path.expanduser(name))  # no Hub id
-        elif flag not in _MODELS_AND_DATA:
-            continue
-        if problem := missing(name):
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: --{flag} is {word}; {problem}\n")
-            sys.exit(2)
-        if word and flag != "sources":  # other flags take one word; what follows is a text to search for
-            flag = ""
 
 
 @cache

@@ -7,11 +7,6 @@ A prepared data set with its captions, or any other source that scripts/pretrain
     python scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing()  # before the libraries below, which take seconds
-
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -12,11 +12,6 @@ A benchmark, from your files:
         --train_file dataset_flickr30k.json --image_root flickr30k-images
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing()  # before the libraries below, which take seconds
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +26,7 @@ from mm_utils.data.pairs import load_split
 from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.metrics import half_widths
 from mm_utils.evaluation.probes import caption_probes
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn, parse_weights
+from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.model.build import check_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.grounding.evaluation import of_split
@@ -47,15 +42,7 @@ class EvalRetrievalArguments:
 
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
     split: str = arg("validation", "The split: train, validation or test.")
-    rerank_weights: str = arg(
-        "fitted",
-        "What the head's scores of a pair are multiplied by before they are added to the scaled cosine, e.g. match:1,caption:0.5; "
-        "fitted: as training found best on the validation split, 0 where a score did not help.",
-    )
     output_dir: str | None = arg(None, "Write metrics.json, with all figures and their intervals, to this folder.")
-
-    def __post_init__(self) -> None:
-        parse_weights(self.rerank_weights)  # complain now, not after the data is loaded
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -85,13 +72,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 3. Model.
     model = load_model(args.model_name_or_path, fusion_layers=0).eval()
     if model.fusion is None:
-        given.refuse("rerank_top_k rerank_weights", "the model has no fusion head")
+        given.refuse("rerank_top_k", "the model has no fusion head")
     model = accelerator.prepare(model)
 
     # 4. Evaluate.
     probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
-    weights = parse_weights(args.rerank_weights)
-    evaluator = RetrievalEvaluator(eval_args, probes, weights=weights)
+    evaluator = RetrievalEvaluator(eval_args, probes)
     loader = loaders.evaluation(rows, EVALUATION_BATCH)
     model = accelerator.unwrap_model(model)
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)

@@ -9,11 +9,6 @@ Templates of your own:
         --templates "a scan of a {}." "{}, seen from above"
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing()  # before the libraries below, which take seconds
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path

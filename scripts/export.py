@@ -8,11 +8,6 @@ For a web page (transformers.js), or for the photo library Immich:
     python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/immich --layout immich
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing()  # before the libraries below, which take seconds
-
 import importlib.util
 import logging
 import os

@@ -15,11 +15,6 @@ A folder of images per class; adapters in a vision transformer, and weights betw
         --lora_rank 8 --freeze_text --wise_ft
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing()  # before the libraries below, which take seconds
-
 import logging
 from collections.abc import Sequence
 

@@ -9,11 +9,6 @@ A model that has not seen the pairs finds better ones than one that was trained 
         --dataset_name data/mine --output_dir data/mined
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing()  # before the libraries below, which take seconds
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path

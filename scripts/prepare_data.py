@@ -13,11 +13,6 @@ A table with columns of other names, its first thousand rows, to try:
 An interrupted run continues where it stopped when the same command is given again.
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing()  # before the libraries below, which take seconds
-
 import logging
 import time
 from pathlib import Path

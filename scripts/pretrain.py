@@ -20,11 +20,6 @@ Continue after an interruption, on any number of GPUs:
     python scripts/pretrain.py --config outputs/mine/config.yaml --resume_from_checkpoint latest
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing()  # before the libraries below, which take seconds
-
 from collections.abc import Sequence
 from functools import partial
 

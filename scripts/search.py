@@ -12,11 +12,6 @@ A page and a JSON API on this machine:
     python scripts/search.py --index_dir outputs/index --serve
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing(["index_dir"])  # before the libraries below, which take seconds
-
 import errno
 import json
 import sys

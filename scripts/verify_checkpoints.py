@@ -5,11 +5,6 @@
 `latest` resumes from the newest undamaged checkpoint. The exit status is 1 if anything is damaged, so a nightly job can watch a disk.
 """
 
-from mm_utils.places import end_if_missing
-
-if __name__ == "__main__":
-    end_if_missing(["output_dir"])  # before the libraries below, which take seconds
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -110,30 +110,6 @@ def test_only_what_can_be_a_hub_id_may_be_missing(
     assert found.endswith(remedy)
 
 
-@pytest.mark.parametrize(
-    ("script", "words", "said"),
-    [
-        ("pretrain", "--dataset_name ./typo", "--dataset_name is ./typo; there is no such folder. Check the path."),
-        ("finetune", "--train-file=typo.csv", "--train_file is typo.csv; there is no such file. Check the path."),
-        (
-            "prepare_data",
-            "--sources a/b/c.csv,image_root=d",
-            "--sources is a/b/c.csv,image_root=d; there is no such file.",
-        ),
-        ("search", "--index_dir typo words", "--index_dir is typo; there is no such folder."),
-        ("search", "--index_dir . --image gone.jpg", "--image is gone.jpg; there is no such file."),
-        ("export", "--model_name_or_path ./x", "--model_name_or_path is ./x; there is no such folder."),
-    ],
-)
-def test_a_script_names_it_before_it_loads_libraries(script: str, words: str, said: str, tmp_path: Path) -> None:
-    code = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = ['{script}.py', *{words.split()!r}]"
-    path = ROOT / f"scripts/{script}.py"
-    command = [sys.executable, "-c", f"{code}; runpy.run_path({str(path)!r}, run_name='__main__')"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(f"{script}.py: error: {said}")
-
-
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

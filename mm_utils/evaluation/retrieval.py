@@ -66,23 +66,6 @@ class EvaluationArguments:
         return [load_own(name, "--evaluators") for name in names]
 
 
-def parse_weights(text: str) -> dict[str, float] | None:
-    """Return the weights of re-ranking that `--rerank_weights` gives, such as `match:1,caption:0.5`; None for `fitted`."""
-    if text == "fitted":
-        return None
-    try:
-        given = [term.strip().partition(":") for term in text.split(",")]
-        weights = {name: float(weight) for name, _, weight in given}
-    except ValueError:
-        weights = {}
-    if not weights or weights.keys() - VOICES or not all(0 <= weight < math.inf for weight in weights.values()):
-        raise ValueError(
-            f"--rerank_weights is {text}; write name:weight with weights from 0 on, e.g. match:1,caption:0.5, of "
-            f"{', '.join(VOICES)}, or fitted."
-        )
-    return weights
-
-
 class RetrievalEvaluator:
     """Measure recall, ranks and the embeddings' health; equal on all ranks.
 
@@ -92,7 +75,6 @@ class RetrievalEvaluator:
     Args:
         probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `order_accuracy` and so on.
         fits: fit the weights of re-ranking on this split, cross-fitted, and write them into the model's config.
-        weights: what the head's scores of a pair are multiplied by; None: as training found best.
     """
 
     reads_features = True  # it reads batches with the output of frozen towers in place of the media
@@ -102,10 +84,9 @@ class RetrievalEvaluator:
         args: EvaluationArguments | None = None,
         probes: Probes | None = None,
         fits: bool = False,
-        weights: dict[str, float] | None = None,
     ):
         self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
-        self.fits, self.weights = fits, weights
+        self.fits = fits
         self.split: Embeddings | None = None  # of the last evaluation
         self.directions: dict[str, DirectionRanks] = {}  # its ranks
         self.first: dict[str, Tensor] = {}  # the ranks of the first evaluation, by the two encoders
@@ -156,13 +137,7 @@ class RetrievalEvaluator:
         if self.fits:
             model.config.rerank_weights = dict.fromkeys(model.voices, 0.0)
             return dict.fromkeys(model.voices, 1.0)
-        weights = stored_weights(model) if self.weights is None else self.weights
-        if missing := [name for name in weights if name not in model.voices and self.weights is not None]:
-            raise ValueError(
-                f"--rerank_weights has {missing[0]}; the model was not trained for it, only for {', '.join(model.voices)}. "
-                "Train it with that term among --objectives, or drop it."
-            )
-        if not weights:
+        if not (weights := stored_weights(model)):
             logger.info(describe_weights(model))
         return weights
 

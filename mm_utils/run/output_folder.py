@@ -1,11 +1,13 @@
 """Claim a run's output folder: find or create it, lock it, refuse others' folders."""
 
 import fcntl
+import itertools
 import logging
 import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
@@ -159,12 +161,13 @@ def unlock() -> None:
 
 
 def _new_folder(name: str) -> Path:
-    """Create the first free `outputs/<name>-N`, at once, so that no other run takes it."""
-    number = 1
-    while True:
+    """Create the first free `outputs/<name>-N`, at once, so that no other run takes it; that of a failed start is free again."""
+    for number in itertools.count(1):
         folder = Path("outputs", f"{name}-{number}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
+            break
+        names = {path.name for path in folder.iterdir()}
+        if STARTS_FILE in names <= {STARTS_FILE, CONFIG_FILE, LOCK_FILE} and not lock_folder(folder, 0) and _held:
+            break
+    return folder

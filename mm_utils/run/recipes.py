@@ -14,7 +14,7 @@ from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
-from mm_utils.places import use_cache_without_network
+from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ def recipe_for(given: Parsed) -> str | None:
     data = given[DataArguments]
     if given.is_given(*STARTS) or not (sources := sources_of(data)) or is_embedded(data.dataset_name):
         return None
+    if problem := missing(sources[0].path):
+        raise ValueError(f"{sources[0].title}; {problem}")
     medium = "stream" if given["streaming"] else _medium(data, sources[0])
     path = _FOLDER / f"{_RECIPES[medium]}.yaml"
     starts = {flag: str(entry.value) for flag, entry in read_flat_yaml(str(path)).items() if flag in STARTS}

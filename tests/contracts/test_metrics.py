@@ -108,7 +108,10 @@ def head(case: Case, top_k: int = 5, weight: float = 1.0) -> tuple[Figures, Figu
         model, case = TruthfulModel.with_noise(5, case.images), case._replace(spoiled="")
         model.logits[:] = NAN
     top_k = 1000 if case.spoiled == "ties" else top_k  # else it is chance which are among the first
-    measure = RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k), weights={"match": weight})
+    measure, model.config.rerank_weights = (
+        RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k)),
+        {"match": weight},
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval, "CACHE_GB", case.cache)
         found = measure(model, model.batches(case.batch_size, case.unreadable), ACCELERATOR)

@@ -16,7 +16,6 @@ from scripts import pretrain
 
 MISTAKES = [
     ("scripts.eval_retrieval", "", "required: --model_name_or_path"),
-    ("scripts.eval_retrieval", "--model_name_or_path x --rerank_weights match:-1", "--rerank_weights is match:-1"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --split dev2", "--split is dev2; a split is train"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo"),
     ("scripts.embed", "--model_name_or_path x --index_dir x --images x --split test", "has no splits"),
@@ -42,7 +41,6 @@ MISTAKES = [
     ("scripts.pretrain", "--early_stopping_patience 1", "--eval_steps"),
     ("scripts.pretrain", "--report_to no_such_tracker", "--report_to is no_such_tracker"),
     ("scripts.pretrain", "--rerank_top_k -1", "--rerank_top_k is -1"),
-    ("scripts.eval_retrieval", "--model_name_or_path x --rerank_weights likelihood:1", "--rerank_weights is likelihood:1"),
     ("scripts.pretrain", "--evaluators math.pi", "--evaluators has math.pi; that is not a function"),
     ("scripts.prepare_data", "", "--sources is empty"),
     ("scripts.prepare_data", "--sources x --output_dir s3://b/set", "--output_dir is s3://b/set; a folder of this machine is written"),

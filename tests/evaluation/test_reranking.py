@@ -18,10 +18,6 @@ def ranks_by_sorting(*scores: Any) -> list[int]:
     return [hits.index(True) + 1 for hits in lists_by_sorting(*scores)]
 
 
-def evaluator(top_k: int, weights: dict[str, float] | None = None) -> RetrievalEvaluator:
-    return RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k), weights=weights)
-
-
 @pytest.mark.parametrize(("image_bytes", "batches_held"), [(1, 1), (11, 3), (1000, 5)])
 def test_keys_and_values_that_do_not_fit_are_computed_again(image_bytes: int, batches_held: int) -> None:
     """Five batches of 8 bytes per image, each further one of which is encoded exactly once more."""
@@ -52,7 +48,8 @@ def test_the_prior_of_a_caption_is_subtracted() -> None:
     texts, scale = len(model.owner), model.logit_scale.exp().item()
     model.logits = torch.randn(23, texts, generator=generator)
     model.log_probs = 4 * torch.randn(23, texts, generator=generator) - 30 * torch.rand(texts, generator=generator)
-    measure = evaluator(texts, {"caption": 0.5, "match": 2})
+    model.config.rerank_weights = {"caption": 0.5, "match": 2}
+    measure = RetrievalEvaluator(EvaluationArguments(rerank_top_k=texts))
     measure(model, model.batches(5), ACCELERATOR)
     of_head = 0.5 * (model.log_probs - model.log_probs.logsumexp(0)) + 2 * model.logits
     right, cosine = torch.tensor(model.owner)[:, None] == torch.arange(23), model.text @ model.image.T

@@ -39,7 +39,8 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     with monkeypatch.context() as patch:
-        patch.setattr("mm_utils.run.recipes._unreachable", lambda _: "")  # the tests have no network
+        for check in ("missing", "_unreachable"):  # the tests have no network, and not the data
+            patch.setattr(f"mm_utils.run.recipes.{check}", lambda _: "")
         patch.setattr(flags, "has_no_head", lambda _: False)
         for place in (module, flags, teacher):
             if hasattr(place, "check_model"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -156,20 +157,28 @@ sys.meta_path.insert(0, NoProject())
 
 
 @pytest.mark.parametrize(
-    ("environment", "is_on_path", "started"),
+    ("environment", "parent", "started"),
     [
-        ({}, True, "python"),
-        ({}, False, "BIN/python"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, True, "accelerate launch"),
-        ({LAUNCH_VARIABLE: "python scripts/launch_ray.py"}, False, "python scripts/launch_ray.py"),
+        ({}, "bash", "python"),
+        ({}, "", "BIN/python"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, "containerd", "accelerate launch"),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "NO"},
+            "python BIN/accelerate launch --config_file 'a b.yaml' SCRIPT --seed 1",
+            "accelerate launch --config_file 'a b.yaml'",
+        ),
+        ({"WORLD_SIZE": "2"}, "python BIN/torchrun --nproc_per_node 2 SCRIPT", "torchrun --nproc_per_node 2"),
+        ({LAUNCH_VARIABLE: "python scripts/launch_ray.py"}, "", "python scripts/launch_ray.py"),
     ],
 )
 def test_a_command_works_in_the_shell_that_started_the_run(
-    environment: dict[str, str], is_on_path: bool, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], parent: str, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = shlex.split(parent.replace("BIN", str(tmp_path)).replace("SCRIPT", sys.argv[0]))
+    monkeypatch.setattr("psutil.Process", lambda _: SimpleNamespace(cmdline=lambda: words))
     (tmp_path / "python").touch(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin" if is_on_path else "/usr/bin")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin" if parent else "/usr/bin")
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

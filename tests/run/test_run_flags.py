@@ -251,6 +251,8 @@ def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, 
 
 
 def test_what_cannot_be_had_is_one_line_that_says_what_to_do(corpus: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--train_file is gone\.jsonl; there is no such file\. Check the path\.$"):
+        pretrain.main(["--train_file", "gone.jsonl"])
     folders = "--vision_model_name_or_path FOLDER --text_model_name_or_path FOLDER"
     with pytest.raises(
         ValueError, match=rf"it takes google/mobilenet.*--config \S+photographs.yaml {folders}, or --vision"

@@ -178,6 +178,10 @@ def test_a_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
         start(Path("outputs/pretrain-1"))
     other = start(None)
     assert (other.output_dir, other.resume_from_checkpoint) == ("outputs/pretrain-2", None)
+    launched(monkeypatch, "c")
+    assert (
+        start(None).output_dir == "outputs/pretrain-2"
+    )  # the start before has failed, and left nothing but its record
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     assert restarts.launcher_names() == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")

@@ -1,6 +1,7 @@
 """The scripts that evaluate, on a run of a few steps: the files and lines that they leave, and what they refuse."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from tests.kit.stock_folders import write_stock
 
 
 @pytest.fixture
-def flags(pretrained: str, corpus: Path) -> list[str]:
-    """The folder of a model after a few steps."""
+def flags(pretrained: str, corpus: Path, tmp_path: Path) -> list[str]:
+    """The folder of a model after a few steps, whose head re-ranks."""
+    model = shutil.copytree(pretrained, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rerank_weights": {"caption": 1.0}}))
     data = ["--train_file", str(corpus), "--dataloader_num_workers", "0"]
-    return ["--model_name_or_path", pretrained, *data, "--rerank_top_k", "4", "--rerank_weights", "caption:1"]
+    return ["--model_name_or_path", str(model), *data, "--rerank_top_k", "4"]
 
 
 def test_all_figures_are_left_with_their_intervals(flags: list[str], tmp_path: Path) -> None:

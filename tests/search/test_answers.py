@@ -20,7 +20,6 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.distributed import RunError
 from mm_utils.model.build import load_model
 from mm_utils.model.reading import UnreadableError
-from mm_utils.places import end_if_missing
 from mm_utils.search.captions import CaptionWords
 from mm_utils.search.index import open_index
 from mm_utils.search.listing import Listing, folder_listing, pair_listing
@@ -398,11 +397,3 @@ def test_a_clip_among_images_is_the_mean_of_its_moments(model: Path, tmp_path: P
     assert "two.AVI" in [hit.id for hit in searcher.search_image(Image.new("RGB", (64, 48), "red"), 2)]
     shown = Image.open(io.BytesIO(searcher.large(list(rows).index("one.mp4")))).convert("RGB")
     assert shown.getpixel((32, 24))[2] > 200 > 60 > shown.getpixel((32, 24))[1]  # blue
-
-
-def test_a_text_behind_the_folder_is_no_path(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["search.py", "--index_dir", str(index), "a red/blue door"])
-    end_if_missing(["index_dir"])
-    monkeypatch.setattr(sys, "argv", ["search.py", "a red door", "--index_dir", str(index / "gone")])
-    with pytest.raises(SystemExit):
-        end_if_missing(["index_dir"])

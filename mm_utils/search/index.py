@@ -37,7 +37,7 @@ import datasets
 import pyarrow as pa
 import torch
 
-from mm_utils.data.batches.column_cache import add_weights, to_arrow
+from mm_utils.data.batches.column_cache import add_weights
 from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 5
 SKIPPED, PARTS = "skipped.jsonl", "parts-"
-KEY = ["id", "mtime_ns", "stamp"]  # an image is unchanged where these are equal
+KEY = ["id", "mtime_ns", "stamp", "captions"]  # a row is kept where these are equal
 _INFO = "index.json"
 _UNCHECKED = ("thumbnail", "content")  # too large to be read at every start
 _PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # seconds, in which an update exchanges the rows again and again
@@ -61,8 +61,7 @@ class IndexInfo:
 
     Attributes:
         model: the folder of the model, or its Hub id.
-        fingerprint: `model_fingerprint` of the model.
-        texts: `text_fingerprint` of the model that embedded the captions.
+        fingerprint, texts: `fingerprints` of the model.
         width: numbers of an embedding.
         medium: `image`, `clip` or `sound`.
         rows: name of the Arrow file.
@@ -89,32 +88,28 @@ class IndexInfo:
         )
 
 
-def model_fingerprint(model: FusionDualEncoderModel, medium: Medium) -> str:
-    """Return 32 hexadecimal digits of what embeds media: the vision tower, its pooling and projection, and how media are read."""
+def fingerprints(model: FusionDualEncoderModel, medium: Medium) -> tuple[str, str]:
+    """Return 32 hexadecimal digits of what embeds media, and of what embeds texts.
+
+    These are a tower, its pooling and projection, and how media are read, or the tokenizer.
+    """
     read = [*medium.key.values(), model.config.vision_pooling]
-    digest = hashlib.blake2b(repr(read).encode(), digest_size=16)
+    images = hashlib.blake2b(repr(read).encode(), digest_size=16)
     weights = {f"vision_model.{name}": value for name, value in model.vision_model.state_dict().items()}
     projection = model.visual_projection.state_dict()  # of SigLIP's tower, which embeds by itself, empty
     weights["visual_projection.weight"] = projection.get("weight", torch.eye(model.config.projection_dim))
-    add_weights(digest, weights)
-    return digest.hexdigest()
-
-
-def text_fingerprint(model: FusionDualEncoderModel) -> str:
-    """Return 32 hexadecimal digits of what embeds texts: the tokenizer, the text tower, its pooling and projection."""
+    add_weights(images, weights)
     tokenizer = model.processor.tokenizer
     read = [tokenizer_digest(tokenizer), model.most_tokens(tokenizer), model.config.text_pooling]
-    digest = hashlib.blake2b(repr(read).encode(), digest_size=16)
+    texts = hashlib.blake2b(repr(read).encode(), digest_size=16)
     for part in (model.text_model, model.text_projection):
-        add_weights(digest, part.state_dict())
-    return digest.hexdigest()
+        add_weights(texts, part.state_dict())
+    return images.hexdigest(), texts.hexdigest()
 
 
-def check_same_model(
-    info: IndexInfo, loaded: FusionDualEncoderModel, medium: Medium, model: str, folder: Path
-) -> None:
+def check_same_model(info: IndexInfo, fingerprint: str, model: str, folder: Path) -> None:
     """Raise RunError unless the index was made with a model of the same image side."""
-    if info.fingerprint != model_fingerprint(loaded, medium):
+    if info.fingerprint != fingerprint:
         raise RunError(
             f"--model_name_or_path is {model}; the index {folder} was made with another image side (of {info.model}), "
             "whose embeddings do not compare. Embed into a new --index_dir, or delete this one first."
@@ -125,22 +120,24 @@ def check_folder(folder: Path) -> None:
     """Raise ValueError if the folder holds something else than an index."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--index_dir is {folder}; that is a file. Give a folder.")
-    others = (path.name for path in folder.iterdir()) if folder.is_dir() and not (folder / _INFO).is_file() else ()
+    others = (path.name for path in folder.iterdir()) if folder.is_dir() and not has_index(folder) else ()
     if any(not name.startswith((".", PARTS, "rows-", SKIPPED)) for name in others):
         raise ValueError(
             f"--index_dir is {folder}; this folder holds something else. Give one that scripts/embed.py wrote, or to embed into, a new one."
         )
 
 
-def read_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset] | None:
-    """Return what `index.json` says, and the rows, memory-mapped and checked; None before the first run has ended.
+def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
+    """Return what `index.json` says, and the rows, memory-mapped and checked.
 
     Raises:
-        ValueError: if they are damaged, or of another version, or the folder holds something else.
+        ValueError: if they are damaged, of another version, or not there, or the folder holds something else.
     """
     check_folder(folder)
-    if not (folder / _INFO).is_file():
-        return None
+    if not has_index(folder):
+        raise ValueError(
+            f"--index_dir is {folder}; there is no index, or not all of it. Run scripts/embed.py to its end."
+        )
     try:  # where an update ends meanwhile, the file that index.json named a moment ago is gone, and there is a new one
         return retry(lambda: _read(folder), lambda error: isinstance(error, FileNotFoundError), _PAUSES)
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -150,14 +147,9 @@ def read_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset] | None:
         ) from error
 
 
-def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
-    """Open an index for reading; as `read_index`, but ValueError before the first run has ended."""
-    found = read_index(folder)
-    if found is None:
-        raise ValueError(
-            f"--index_dir is {folder}; there is no index, or not all of it. Run scripts/embed.py to its end."
-        )
-    return found
+def has_index(folder: Path) -> bool:
+    """Return whether a first run has ended."""
+    return (folder / _INFO).is_file()
 
 
 def _read(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
@@ -211,18 +203,12 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
 
 
 def write_part(folder: Path, rows: list[dict[str, Any]], info: IndexInfo) -> None:
-    """Write embedded rows, with embeddings of images as float16 tensors, so that a run that is killed later need not embed them again."""
+    """Write embedded rows, so that a run that is killed later need not embed them again."""
     place = folder / f"{PARTS}{info.fingerprint}-{info.texts}"
     place.mkdir(exist_ok=True)
-    arrays = {
-        name: to_arrow(torch.stack([row[name] for row in rows]))
-        if name == "embedding"
-        else [row[name] for row in rows]
-        for name in info.columns.names
-    }
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, info.columns) as writer:
-        writer.write_table(pa.table(arrays, info.columns))
+        writer.write_table(pa.Table.from_pylist(rows, info.columns))
     write_atomic(place / f"{uuid.uuid4().hex}.arrow", sink.getvalue().to_pybytes())
 
 

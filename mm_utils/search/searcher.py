@@ -38,7 +38,7 @@ from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, open_picture
 from mm_utils.search.captions import CaptionWords, fused
-from mm_utils.search.index import check_same_model, open_index, text_fingerprint
+from mm_utils.search.index import check_same_model, fingerprints, open_index
 from mm_utils.search.listing import stock_file
 from mm_utils.text import one_line, printable
 
@@ -161,8 +161,9 @@ class Searcher:
         self._medium: Any = read_by(processor)
         self._model = load_model(name, fusion_layers=0).eval()
         self._model.processor = processor
-        check_same_model(self.info, self._model, self._medium, name, folder)
-        if self._captions is not None and self.info.texts != text_fingerprint(self._model):
+        fingerprint, texts = fingerprints(self._model, self._medium)
+        check_same_model(self.info, fingerprint, name, folder)
+        if self._captions is not None and self.info.texts != texts:
             self._caption_embeddings = []
             logger.warning(
                 "The captions in %s were embedded with another text side: their words alone count. Run scripts/embed.py "

@@ -1,7 +1,8 @@
 """Bring an index up to date: embed what was added or changed, on any number of processes.
 
 A row of the index, or of a part that a killed run left, is kept if its image has the same time and size, or else the same stored
-bytes; its captions are embedded anew where they or the text tower have changed. The main process decides, and writes the index; every process embeds its share and writes parts.
+bytes, and its captions are the same, embedded by the same text tower. The main process decides, and writes the index; every process
+embeds its share and writes parts.
 """
 
 import logging
@@ -35,10 +36,10 @@ from mm_utils.search.index import (
     IndexInfo,
     check_folder,
     check_same_model,
-    model_fingerprint,
-    read_index,
+    fingerprints,
+    has_index,
+    open_index,
     read_parts,
-    text_fingerprint,
     write_index,
     write_part,
 )
@@ -46,10 +47,8 @@ from mm_utils.search.listing import Listing, Reader, Skip
 
 logger = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 20.0  # of work that a killed run loses at most, and a batch
-FLUSH_BYTES = 64 << 20  # of clips and sounds that wait to be written
+FLUSH_SECONDS = 10.0  # of work that a killed run loses at most, and a batch
 _ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the index is written anew
-_TOLD = ["path", "captions"]  # which the listing tells anew
 
 
 class Embedder(NamedTuple):
@@ -89,21 +88,21 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
             if locked.enter_context(folder_lock(folder)) is False:
                 raise RunError(f"--index_dir is {folder}; another run writes to it. Wait for its end, or end it.")
             name = os.path.abspath(model) if Path(model).is_dir() else model
-            old, texts = read_index(folder), text_fingerprint(embedder.model)
-            if old is None:
-                fingerprint = model_fingerprint(embedder.model, embedder.medium)
-                width = embedder.model.config.projection_dim
-                old = IndexInfo(name, fingerprint, texts, width, embedder.medium.kind), None
-            info, rows = old
-            check_same_model(info, embedder.model, embedder.medium, name, folder)
-            plans.append(_Plan(folder, replace(info, texts=texts), rows, listing, info.texts != texts))
+            fingerprint, texts = fingerprints(embedder.model, embedder.medium)
+            info = IndexInfo(name, fingerprint, texts, embedder.model.config.projection_dim, embedder.medium.kind)
+            before, old = info, info.columns.empty_table()
+            if has_index(folder):
+                before, rows = open_index(folder)
+                check_same_model(before, fingerprint, name, folder)
+                old = rows.data.table
+            plans.append(_Plan(folder, replace(before, texts=texts), old, listing, before.texts == texts))
             info = plans[0].info
             return info, plans[0].todo
 
         info, todo = distributed.on_first(begin)
         mine = todo[accelerator.process_index :: accelerator.num_processes]
         skipped = gather_object(embed_share(folder, info, listing, mine, len(todo), embedder, accelerator))
-        return distributed.on_first(lambda: plans[0].finish(skipped, embedder, accelerator))
+        return distributed.on_first(lambda: plans[0].finish(skipped))
 
 
 class _Plan:
@@ -111,69 +110,51 @@ class _Plan:
 
     Attributes:
         todo: places of the listing that have to be embedded.
-        other_texts: whether another text tower has embedded the captions of the rows that are there.
     """
 
-    def __init__(
-        self, folder: Path, info: IndexInfo, rows: datasets.Dataset | None, listing: Listing, other_texts: bool
-    ):
-        self.folder, self.info, self.listing, self.other_texts = folder, info, listing, other_texts
-        self.old = info.columns.empty_table() if rows is None else rows.data.table
+    def __init__(self, folder: Path, info: IndexInfo, old: pa.Table, listing: Listing, same_texts: bool):
+        self.folder, self.info, self.old, self.listing = folder, info, old, listing
         self.parts = read_parts(folder, info)
-        known = pa.concat_tables([self.old, *self.parts.values()])
-        self.before = len(known)
-        row_of = {tuple(key.values()): row for row, key in enumerate(known.select(KEY).to_pylist())}
-        media = list(listing.stamps())
-        self.listed = [(each["path"], each["captions"]) for each in media]
-        keys = [(name, each["mtime_ns"], each["stamp"]) for name, each in zip(listing.ids, media, strict=True)]
-        self.rows = [row_of.get(key) for key in keys]
+        known = pa.concat_tables([old, *self.parts.values()])
+        row_of = {
+            repr(list(key.values())): row
+            for row, key in enumerate(known.select(KEY).to_pylist())
+            if row >= len(old) or same_texts or not key["captions"]
+        }
+        media = [{"id": name, **stamp} for name, stamp in zip(listing.ids, listing.stamps(), strict=True)]
+        self.paths = [each["path"] for each in media]
+        self.rows = [row_of.get(repr([each[name] for name in KEY])) for each in media]
         self.todo = [place for place, row in enumerate(self.rows) if row is None]
-        self.removed = len({*self.old["id"].to_pylist()} - {*listing.ids})
+        self.removed = len({*old["id"].to_pylist()} - {*listing.ids})
         counts = tuple(f"{count:,}" for count in (len(self.todo), len(self.rows) - len(self.todo), self.removed))
         logger.info("%d %ss: %s to embed, %s unchanged; %s removed", len(self.rows), info.medium, *counts)
 
-    def finish(self, skipped: list[Skip], embedder: Embedder, accelerator: Accelerator) -> Outcome:
+    def finish(self, skipped: list[Skip]) -> Outcome:
         """Write the index anew from what was known and what the parts hold now."""
-        parts = self.parts | read_parts(self.folder, self.info)  # those that were known come first
-        known = pa.concat_tables([self.old, *parts.values()])
-        new = {name: self.before + row for row, name in enumerate(known["id"][self.before :].to_pylist())}
-        places = [new.get(name) if row is None else row for name, row in zip(self.listing.ids, self.rows, strict=True)]
-        chosen = [(row, listed) for row, listed in zip(places, self.listed, strict=True) if row is not None]
+        new = [table for name, table in read_parts(self.folder, self.info).items() if name not in self.parts]
+        known = pa.concat_tables([self.old, *self.parts.values(), *new])
+        first = len(known) - sum(map(len, new))
+        row_of = {name: first + row for row, name in enumerate(known["id"][first:].to_pylist())}
+        rows = [
+            row_of.get(name) if row is None else row for name, row in zip(self.listing.ids, self.rows, strict=True)
+        ]
+        chosen = [(row, path) for row, path in zip(rows, self.paths, strict=True) if row is not None]
         lines = [*self.listing.skipped, *sorted(skipped, key=lambda line: line["id"])]
         if not chosen:
             reasons = "; ".join(line["detail"] for line in lines[:3])
             raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
-        # A folder may have moved, and a caption been added.
-        old = [(row, (each["path"], each["captions"])) for row, each in enumerate(self.old.select(_TOLD).to_pylist())]
-        is_old = chosen == old and not self.other_texts
-        blocks = None if is_old else self._blocks(known, chosen, embedder, accelerator)
-        write_index(self.folder, self.info, blocks, lines)
+        is_old = self.info.rows and chosen == list(enumerate(self.old["path"].to_pylist()))
+        write_index(self.folder, self.info, None if is_old else self._blocks(known, chosen), lines)
         kept = len(self.rows) - len(self.todo)
         return Outcome(len(self.todo) - len(skipped), kept, self.removed, len(lines), len(chosen))
 
-    def _blocks(
-        self,
-        known: pa.Table,
-        chosen: list[tuple[int, tuple[str, list[str]]]],
-        embedder: Embedder,
-        accelerator: Accelerator,
-    ) -> Iterator[pa.Table]:
+    def _blocks(self, known: pa.Table, chosen: list[tuple[int, str]]) -> Iterator[pa.Table]:
+        """Yield the chosen rows with their present paths, as a folder may have moved."""
         rows, count = datasets.Dataset(known).with_format("arrow"), _ROWS[self.info.medium]
         for low in tqdm(range(0, len(chosen), count), desc="Writing", leave=False, delay=2):
-            places, listed = zip(*chosen[low : low + count], strict=True)
+            places, paths = zip(*chosen[low : low + count], strict=True)
             table = rows[list(places)]
-            texts = [captions for _, captions in listed]
-            was = table["captions"].to_pylist()
-            changed = [at for at, now in enumerate(texts) if now != was[at] or self.other_texts]
-            column, order = table["caption_embedding"], np.arange(len(table))
-            order[changed] = len(table) + np.arange(len(changed))
-            new = embed_captions([texts[at] for at in changed], embedder, accelerator)
-            column = pa.chunked_array([*column.chunks, pa.array(new, column.type)]).take(pa.array(order))
-            table = table.set_column(table.column_names.index("caption_embedding"), "caption_embedding", column)
-            for name, values in zip(_TOLD, zip(*listed, strict=True), strict=True):
-                at = table.column_names.index(name)
-                table = table.set_column(at, name, pa.array(values, self.info.columns.field(name).type))
-            yield table
+            yield table.set_column(table.column_names.index("path"), "path", pa.array(paths, pa.string()))
 
 
 def embed_share(
@@ -202,9 +183,7 @@ def embed_share(
             skipped += [each for each in batch if "reason" in each]
             held += embed_batch([each for each in batch if "square" in each], embedder, accelerator)
             bar.update(min(len(batch) * accelerator.num_processes, total - bar.n))
-            waiting = sum(len(row.get("content", b"")) for row in held)
-            is_time = time.monotonic() - flushed > FLUSH_SECONDS or waiting > FLUSH_BYTES
-            if held and (is_time or number == len(loader)):
+            if held and (time.monotonic() - flushed > FLUSH_SECONDS or number == len(loader)):
                 write_part(folder, held, info)
                 held, flushed = [], time.monotonic()
     return skipped
@@ -212,40 +191,32 @@ def embed_share(
 
 @torch.no_grad()
 def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator: Accelerator) -> list[dict[str, Any]]:
-    """Return the rows of read images, with their embeddings; a clip among them has the mean of those of its frames."""
+    """Return the rows of read images, with unit vectors: of a clip among them of its frames' mean, of captions of theirs."""
     if not examples:
         return []
+    model, size = embedder.model, embedder.batch_size
     shown = [each.pop("square") for each in examples]
     parts = [each if each.dim() > len(embedder.medium.shape) else each[None] for each in shown]
-    pixels_b = embedder.medium.features(torch.cat(parts).to(embedder.model.device))
+    texts = [text for each in examples for text in each["captions"]]
     with accelerator.autocast():
-        embeds_bE, _ = embedder.model.encode_image(pixels_b, with_keys_values=False)
-    units = normalize(embeds_bE.float(), dim=-1).split(list(map(len, parts)))
-    texts = embed_captions([each["captions"] for each in examples], embedder, accelerator)
-    vectors = zip(examples, _rounded_means(units), texts, strict=True)
-    return [{**each, "embedding": image, "caption_embedding": text} for each, image, text in vectors]
+        pixels_b = embedder.medium.features(torch.cat(parts).to(model.device))
+        images_bE, _ = model.encode_image(pixels_b, with_keys_values=False)
+        text_inputs = (model.text_inputs(texts[low : low + size]) for low in range(0, len(texts), size))
+        texts_tE = [model.encode_text(*inputs, with_states=False)[0] for inputs in text_inputs]
+    images = _means(images_bE, list(map(len, parts)))
+    captions = _means(torch.cat([images_bE[:0], *texts_tE]), [len(each["captions"]) for each in examples])
+    vectors = zip(examples, images, captions, strict=True)
+    return [{**each, "embedding": image, "caption_embedding": caption} for each, image, caption in vectors]
 
 
-@torch.no_grad()
-def embed_captions(captions: list[list[str]], embedder: Embedder, accelerator: Accelerator) -> list[np.ndarray | None]:
-    """Return the unit vector of each row's captions, float16 `[E]`; None of no captions."""
-    texts, size, model = [text for each in captions for text in each], embedder.batch_size, embedder.model
-    parts = list[Tensor]()
-    for low in range(0, len(texts), size):
-        with accelerator.autocast():
-            parts.append(model.encode_text(*model.text_inputs(texts[low : low + size]), with_states=False)[0])
-    if not parts:
-        return [None] * len(captions)
-    units = normalize(torch.cat(parts).float(), dim=-1).split([len(each) for each in captions if each])
-    means = iter(_rounded_means(units).numpy())
-    return [next(means) if each else None for each in captions]
-
-
-def _rounded_means(units: Sequence[Tensor]) -> Tensor:
-    """Return the unit vectors of the means of unit vectors `[n, E]`, in float16."""
-    rounded = torch.stack([normalize(each.mean(0), dim=0) for each in units]).half().cpu()
+def _means(embeds: Tensor, counts: list[int]) -> list[np.ndarray | None]:
+    """Return the unit vectors of the means of unit vectors, in float16; None of no vector."""
+    units = normalize(embeds.float(), dim=-1).split(counts)
+    means = torch.stack([normalize(each.mean(0), dim=0) for each in units if len(each)] or [embeds[:0].sum(0)])
+    rounded = means.half().cpu()
     if not rounded.isfinite().all():
         raise RunError(
             "The model's embeddings are not finite in float16. Try another checkpoint, or leave --mixed_precision out."
         )
-    return rounded
+    vectors = iter(rounded.numpy())
+    return [next(vectors) if count else None for count in counts]

@@ -273,7 +273,7 @@ def repooled(
 def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Changed captions, and those that another text side has embedded, are embedded anew, and the images are kept."""
+    """Rows with other captions, or with captions that another text side has embedded, are embedded anew."""
 
     def listing(count: int, seed: int, caption: str) -> Listing:
         write_photos(tmp_path / "photos", range(count))
@@ -287,6 +287,7 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
     args, tools = (tmp_path / "index", str(model)), (make_embedder(model), Accelerator(cpu=True))
     assert update_index(*args, listing(5, 0, "x"), *tools).embedded == 5
     assert update_index(*args, listing(6, 1, "x"), *tools).embedded == 2
+    assert update_index(*args, listing(6, 1, "a red y"), *tools).embedded == 6
     assert update_index(*args, listing(6, 1, "a red y"), *tools).embedded == 0
     rows = contents(tmp_path / "index").values()
     assert {tuple(row["captions"]) for row in rows} == {("a red y",)}
@@ -297,7 +298,7 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
     assert Searcher(tmp_path / "index", str(tmp_path / "other"), device="cpu")._caption_embeddings == []
     assert "embedded with another text side" in caplog.text
     done = update_index(args[0], str(tmp_path / "other"), listing(6, 1, "a red y"), other, tools[1])
-    assert (done.embedded, done.kept) == (0, 6)
+    assert (done.embedded, done.kept) == (6, 0)
     expected = other.model.encode(texts=["a red y"])[0].tolist()
     rows = contents(tmp_path / "index").values()
     assert all(row["caption_embedding"] == pytest.approx(expected, abs=2e-3) for row in rows)

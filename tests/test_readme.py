@@ -1,4 +1,4 @@
-"""README and docs keep their word: commands parse or run, code runs, links, paths and flags exist."""
+"""README, docs and the notebook keep their word: commands parse or run, code runs, links, paths and flags exist."""
 
 import ast
 import contextlib
@@ -8,10 +8,12 @@ import json
 import random
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import nbformat
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
@@ -19,6 +21,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from mm_utils.arguments import parse_args
 from mm_utils.launch.arguments import LaunchArguments, split_words
+from mm_utils.training.arguments import FinetuningArguments
 from scripts import embed, prepare_data, pretrain
 from tests.kit.commands import Command, parse
 from tests.kit.corpora import COLOURS, draw
@@ -296,3 +299,45 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
         exec(compile(block.replace("outputs/mine", "outputs/small"), "docs", "exec"), {"__name__": "docs"})
     shown = capsys.readouterr().out
     assert re.search(r"^3 -?\d\.\d{3} .*/photos/\d+\.jpg$", shown, re.MULTILINE)
+
+
+# -- the notebook ------------------------------------------------------------------------------------------------------
+NOTEBOOK = ROOT / "notebooks/quickstart.ipynb"
+TINY = {"QUICKSTART_STEPS": "2", "QUICKSTART_PICTURES": "96"}
+
+
+def cells() -> list[nbformat.NotebookNode]:
+    return [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+
+
+def test_it_is_valid_has_no_outputs_and_links_that_lead_somewhere() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells())
+    links = [part.partition(")")[0] for cell in notebook.cells for part in cell.source.split("](")[1:]]
+    assert links
+    assert all((NOTEBOOK.parent / link).is_file() for link in links)
+
+
+def test_its_cells_run(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with the least data: what it imports and calls exists, and prints five hits."""
+    for name, value in {**TINY, "QUICKSTART_FOLDER": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(NOTEBOOK.parent)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    names: dict[str, object] = {}
+    for cell in cells():
+        exec(compile(cell.source, str(NOTEBOOK), "exec"), names)
+    assert len(names["reranked"]) == len(names["similar"]) == 5  # type: ignore[arg-type]
+    assert Path.cwd() == ROOT
+
+
+def test_a_run_in_a_notebook_is_resumed_by_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = FinetuningArguments(output_dir="outputs/mine")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["/usr/lib/ipykernel_launcher.py", "-f", "/home/me/kernel-1.json"])
+    expected = "scripts/finetune.py --config outputs/mine/config.yaml --resume_from_checkpoint latest"
+    assert args.resume_command == f"python {expected}"
+    monkeypatch.setattr("sys.argv", ["elsewhere/own.py", "--seed", "7"])
+    assert args.resume_command.startswith("python elsewhere/own.py --config outputs/mine/config.yaml")

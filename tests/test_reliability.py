@@ -25,7 +25,7 @@ from mm_utils.reliability.skipped import SKIPPED_FILE, SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
-from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
+from tests.kit.processes import let_accelerate_find_ranks, run_on_ranks
 from tests.kit.tiny_run import alone
 
 # -- signals ------------------------------------------------------------------------------------------------------------

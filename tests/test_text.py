@@ -27,9 +27,8 @@ from mm_utils.run.start import set_up_logging
 from mm_utils.text import markdown_text, no_formula, one_line, publishable, redact, shortened, without_secrets
 from scripts import pretrain
 from tests.kit.corpora import write_corpus
-from tests.kit.hub import TOKEN, Hub
+from tests.kit.hub import TOKEN, FakeTracker, Hub
 from tests.kit.stock_folders import write_stock
-from tests.kit.trackers import FakeTracker
 
 PASSWORD, KEY, TYPED = "pw-S3cr3tCanary-1", "0123456789abcdefS3cr3tCanary2", "S3cr3tCanary3"
 CANARIES = (TOKEN, PASSWORD, KEY, TYPED)

@@ -28,7 +28,7 @@ from mm_utils.model.adapt import LoraArguments, add_adapters, load_weights
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from tests.kit.objectives import sharded, tiny_objective
-from tests.kit.ranks import run_on_ranks
+from tests.kit.processes import run_on_ranks
 from tests.kit.tiny_run import Processor
 
 KIND = "sigmoid_matching"  # temperature and bias: two vectors of one, of which one rank holds both

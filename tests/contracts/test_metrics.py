@@ -23,7 +23,7 @@ from mm_utils.finetuning import zero_shot
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotArguments, ZeroShotEvaluator
 from mm_utils.model.processor import train_tokenizer
-from tests.kit.ranks import run_on_ranks
+from tests.kit.processes import run_on_ranks
 from tests.kit.truthful_model import (
     ACCELERATOR,
     TruthfulModel,

@@ -38,7 +38,7 @@ from tests.kit.objectives import (
     step_in_parts,
     tiny_objective,
 )
-from tests.kit.ranks import run_on_ranks
+from tests.kit.processes import run_on_ranks
 
 of_every_kind = pytest.mark.parametrize("kind", KINDS)
 

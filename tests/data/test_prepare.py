@@ -28,8 +28,7 @@ from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, ImageRef, 
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tars import MemberImage
 from tests.kit.fault_images import ODD, draw, save
-from tests.kit.processes import wait_until
-from tests.kit.ranks import forks
+from tests.kit.processes import forks, wait_until
 from tests.kit.reading import CLOSE, pixels_apart
 
 LIMITS = CheckArguments()

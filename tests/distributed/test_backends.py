@@ -1,4 +1,8 @@
-"""Whole runs with FSDP2 and DeepSpeed, as `accelerate launch` starts them: they learn what one process learns."""
+"""Whole runs with FSDP2 and DeepSpeed, as `accelerate launch` starts them: they learn what one process learns.
+
+As a script, it is scripts/pretrain.py with FSDP2, which Accelerate does not offer on CPUs, and with units small enough for tiny
+models: ACCELERATE_TORCH_DEVICE=cpu accelerate launch --config_file accelerate_configs/fsdp2.yaml -m tests.distributed.test_backends ...
+"""
 
 import importlib.util
 import os
@@ -8,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
+from mm_utils.run.start import run_script
+from mm_utils.training import prepared as backends
 from mm_utils.training.prepared import configure_deepspeed, configure_fsdp
 from scripts import pretrain
 from tests.kit.objectives import tiny_objective
@@ -23,7 +30,7 @@ def run(flags: list[str], folder: Path, precision: str = "no", config: str = "fs
     if config == "two_processes":
         words, environment = [*words, str(ROOT / "scripts/pretrain.py")], {"ACCELERATE_USE_CPU": "true"}
     else:
-        words += [str(Path(__file__).with_name("backends_on_cpu.py"))]
+        words += ["-m", "tests.distributed.test_backends"]
         environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     ended = launch([*words, *flags, "--output_dir", str(folder)], folder.parent, PYTHONPATH=path, **environment)
@@ -108,3 +115,9 @@ def test_what_they_cannot_do_is_said_at_the_start(given: Any, reason: str) -> No
     configure = configure_fsdp if given.distributed_type == DistributedType.FSDP else configure_deepspeed
     with pytest.raises(ValueError, match=reason):
         configure(given, objective, 8)
+
+
+if __name__ == "__main__":
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign,assignment]
+    backends.MIN_BLOCK_PARAMETERS = 1000
+    run_script(pretrain.main)

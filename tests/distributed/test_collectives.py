@@ -19,7 +19,7 @@ from mm_utils import distributed
 from mm_utils.distributed import RunError, full_tensor
 from mm_utils.objectives.grad_cache import backward
 from tests.kit.objectives import ALONE, assert_same, global_batch, sharded, share_of, step_in_parts, tiny_objective
-from tests.kit.ranks import run_on_ranks
+from tests.kit.processes import run_on_ranks
 
 WORLD = 3
 CASES = [[2, 2, 2], [3, 1, 4], [0, 2, 1], [4, 0, 0], [0, 0, 0]]

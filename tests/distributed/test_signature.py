@@ -35,7 +35,7 @@ from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import NEW_RATE, OPTIMIZERS, OptimizerArguments, build_optimizer
 from mm_utils.training.trainer import Trainer
-from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
+from tests.kit.processes import let_accelerate_find_ranks, run_on_ranks
 from tests.kit.stock_folders import write_stock
 
 STEPS, STOP, BATCH = 4, 2, 16

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,63 @@ from mm_utils.distributed import RunError
 from mm_utils.export import folder as export_folder
 from mm_utils.export.folder import IMMICH_NAMES, ends_in_pad, immich_width
 from mm_utils.export.graphs import PaddedTextTower
-from mm_utils.model.build import load_model
+from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.processor import load_processor, load_processor_of
 from scripts import export
-from tests.export.conftest import WEIGHTS, WORDS, save_tiny
+from tests.kit.fault_images import TEXTS as AWKWARD
+from tests.kit.fault_images import awkward_pictures
 from tests.kit.models import save_model
 from tests.kit.stock_folders import TEXTS, noise, stock_logits, write_stock
+
+WORDS = ["a red circle, number 3", "one square in yellow", "green and blue", "number 2: one circle in red"]
+WEIGHTS = {"match": 0.7, "caption": 0.4}
+
+
+def save_tiny(folder: Path) -> Path:
+    """Write a model with weights that matter: fresh ones are so small that rounding would not show."""
+    tower = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "hidden_size": 32}
+    configs = {
+        "vision": {"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2,
+                   "patch_size": 4, "image_size": 32, "layer_scale_init_value": 1.0, "initializer_range": 0.1},
+        "text": {"model_type": "bert", **tower, "initializer_range": 0.2},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, config in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    files = {f"{name}_config": str(folder / f"{name}.json") for name in configs}
+    args = ModelArguments(**files, fusion_layers=2, projection_dim=20)
+    processor = load_processor(args, WORDS * 20)
+    torch.manual_seed(0)
+    model = build_model(args, processor.tokenizer)
+    model.add_token_head(captions=True)
+    assert model.fusion is not None
+    torch.nn.init.normal_(model.fusion.match.weight)
+    model.config.rerank_weights = WEIGHTS
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model."""
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> FusionDualEncoderModel:
+    return FusionDualEncoderModel.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, float]]]:
+    """The folder of an export in both precisions, and its differences from torch."""
+    output = tmp_path_factory.mktemp("exported") / "onnx"
+    flags = ["--model_name_or_path", str(folder), "--output_dir", str(output)]
+    return output, export.main([*flags, "--precision", "fp32,int8"])
+
 
 PARTS = ("vision_model", "text_model", "reranker_images", "reranker")
 
@@ -278,3 +330,82 @@ def test_export_writes_what_open_clip_reads(tmp_path: Path) -> None:
     siglip = ["--model_name_or_path", write_stock(tmp_path / "siglip", "siglip"), "--output_dir", str(tmp_path / "no")]
     with pytest.raises(ValueError, match="it is written of a CLIP, and this is a siglip_vision_model"):
         export.main([*siglip, "--layout", "open_clip"])
+
+
+# -- the one file that travels with an export, where torch cannot be imported ------------------------------------------
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("torch", "torchvision", "transformers", "mm_utils", "datasets", "accelerate"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+"""
+PROGRAM = """
+import json, sys
+from PIL import Image
+from without_torch import Towers
+paths, texts = json.loads(sys.argv[1])
+for name in ("torch", "transformers", "mm_utils"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise SystemExit(f"{name} was imported")
+towers = Towers(".")
+one = towers.images([paths[0]])
+for images in (paths[0], Image.open(paths[0]), (paths[0],)):
+    assert (towers.images(images) == one).all()
+assert (towers.texts(texts[0]) == towers.texts(texts[:1])).all()
+assert towers.images([]).shape == towers.texts([]).shape == (0, 20)
+assert towers.rank(texts[0], []).shape == (0,)
+ranks = [towers.rank(text, paths).tolist() for text in texts]
+print(json.dumps([towers.images(paths).tolist(), towers.texts(texts).tolist(), ranks]))
+print(Towers(".", "int8").rank(texts[0], paths).shape == (len(paths),))
+"""
+SAID = ["a red circle, number 3", "one square", "number 2: one circle in red " * 3, *AWKWARD]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder, files = tmp_path_factory.mktemp("pictures"), []
+    for number, content in enumerate(awkward_pictures().values()):
+        files.append(folder / f"{number}.png")
+        files[-1].write_bytes(content)
+    return list(map(str, files))
+
+
+def run_there(folder: Path, place: Path, *words: str) -> str:
+    (place / "sitecustomize.py").write_text(BLOCKER)
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    ran = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_images_texts_and_the_head_as_in_torch(
+    exported: tuple[Path, dict], model: FusionDualEncoderModel, paths: list[str], tmp_path: Path
+) -> None:
+    figures, is_int8 = run_there(exported[0], tmp_path, "-c", PROGRAM, json.dumps([paths, SAID])).splitlines()
+    images, texts, ranks = json.loads(figures)
+    assert is_int8 == "True"
+    expected = model.encode(images=paths, texts=SAID)
+    np.testing.assert_allclose(images, expected[0], atol=1e-2)  # Pillow's bicubic filter is not torch's to the bit
+    np.testing.assert_allclose(texts, expected[1], atol=1e-5)
+    for text, scores in zip(SAID, ranks, strict=True):
+        np.testing.assert_allclose(scores, [score for _, score in sorted(model.rerank(text, paths))], 1e-3, 2e-2)
+    assert np.abs(np.array(ranks).T - (expected[0] @ expected[1].T).numpy()).max() > 0.01  # the head says something
+
+
+def test_the_command_prints_the_best_first(
+    exported: tuple[Path, dict], model: FusionDualEncoderModel, paths: list[str], tmp_path: Path
+) -> None:
+    lines = run_there(exported[0], tmp_path, "without_torch.py", SAID[0], *paths).splitlines()
+    scores = {line.split()[1]: float(line.split()[0]) for line in lines}
+    assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    expected = {paths[place]: score for place, score in model.rerank(SAID[0], paths)}
+    assert scores == pytest.approx(expected, rel=1e-3, abs=2e-2)

@@ -1,19 +1,8 @@
-"""Uninterrupted runs to compare with."""
+"""An uninterrupted run to compare with."""
 
 from pathlib import Path
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run, on one process, of what does not depend on their number."""
-    from tests.faults.rank_runs import start
-    from tests.kit.tiny_run import exact_run
-
-    folder = tmp_path_factory.mktemp("exact") / "run"
-    assert start(1, exact_run(folder)).statuses == [0]
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -34,8 +34,7 @@ from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import RunArguments, run_script, set_up_logging, start_run
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.trainer import Trainer
-from tests.kit.processes import free_port
-from tests.kit.ranks import forks
+from tests.kit.processes import forks, free_port
 from tests.kit.tiny_run import STEPS, TinyRun, build, exact_run
 
 LONGEST = 100.0  # seconds that a run may take, on a machine that does other things, too

@@ -26,7 +26,7 @@ from mm_utils.data.prepare import report
 from mm_utils.model.reading import UnreadableError
 from scripts.prepare_data import main
 from tests.kit.numbered_rows import loaders, rows_of
-from tests.kit.ranks import forks
+from tests.kit.processes import forks
 from tests.kit.reading import digests, intact_rows, report_of
 from tests.kit.tiny_run import alone
 from tests.kit.zoo import Corpus, good_rows

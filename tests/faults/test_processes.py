@@ -202,6 +202,14 @@ def test_one_process(name: str, exact: Path, tmp_path: Path, request: pytest.Fix
 
 
 @pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run, on one process, of what does not depend on their number."""
+    folder = tmp_path_factory.mktemp("exact") / "run"
+    assert start(1, exact_run(folder)).statuses == [0]
+    return folder
+
+
+@pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Uninterrupted runs with dropout, by the number of processes, to be met in every bit."""
     root = tmp_path_factory.mktemp("straight")

@@ -16,7 +16,7 @@ from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout
 from tests.kit.objectives import step_in_parts, tiny_model
-from tests.kit.ranks import run_on_ranks
+from tests.kit.processes import run_on_ranks
 
 CLASSES = ["no", "perhaps", "yes"]
 ROWS = 7

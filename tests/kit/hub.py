@@ -1,11 +1,13 @@
-"""Stand in for the Hub: repositories in memory, in place of the two calls that create one and upload a folder."""
+"""Stand in for the Hub, by repositories in memory in place of the two calls that create one and upload a folder; and for a tracker."""
 
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from accelerate.tracking import GeneralTracker
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 
@@ -70,3 +72,38 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr(HfApi, "upload_folder", hub.upload_folder)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
+
+
+class FakeTracker(GeneralTracker):
+    """Records its calls; a call named in `faults` raises, or exits with "exits"."""
+
+    name = "fake"
+    requires_logging_directory = False
+    calls: ClassVar[list[tuple[Any, ...]]] = []
+    faults: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, project: str, **arguments: Any) -> None:
+        super().__init__()
+        self._call("init", project, arguments)
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def start(self) -> None:
+        self._call("start", *sys.argv[1:])
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._call("config", values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._call("log", step, values)
+
+    def finish(self) -> None:
+        self._call("finish")
+
+    def _call(self, name: str, *values: Any) -> None:
+        fault = self.faults.get(name)
+        if fault:
+            raise SystemExit(fault) if fault == "exits" else ConnectionError(fault)
+        self.calls.append((name, *values))

@@ -1,18 +1,25 @@
-"""Child processes of a test, runs of scripts in processes of their own, and what these leave."""
+"""Child processes of a test, runs of scripts in processes of their own and what these leave, and processes that find each other as ranks do."""
 
 import json
+import multiprocessing
 import os
+import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
+from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
 ROOT = Path(__file__).parents[2]
@@ -79,3 +86,41 @@ def launch(arguments: list[str], cwd: Path, **environment: str) -> subprocess.Co
         text=True,
         timeout=600,
     )
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+# One clean process imports everything once; the processes of all files are forked from it in a fraction of a second.
+PRELOADED = ["hypothesis", "tests.faults.rank_runs", "tests.distributed.test_signature"]
+
+
+def forks() -> Any:
+    """Return the context of processes that are forked from the one that has imported all of `PRELOADED`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)  # heeded by the first call of this process
+    return context
+
+
+def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `function(*args)`, a module's function, in `world` gloo processes: what each returned, in rank order."""
+    forks()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _on_rank, (world, folder, function, args), nprocs=world, start_method="forkserver"
+        )
+        return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def _on_rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    meeting_point = f"file://{folder}/meeting_point"
+    dist.init_process_group("gloo", meeting_point, timedelta(seconds=120), world_size=world, rank=rank)
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(function(*args)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def let_accelerate_find_ranks() -> None:
+    """Describe the process group of `run_on_ranks` in the environment, as a launcher does."""
+    rank, world = str(distributed.rank()), str(distributed.world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

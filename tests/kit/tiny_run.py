@@ -29,7 +29,7 @@ from mm_utils.training.optim import OPTIMIZERS, OptimizerArguments, build_optimi
 from mm_utils.training.stages import remaining, stages_of
 from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective
-from tests.kit.ranks import forks, let_accelerate_find_ranks
+from tests.kit.processes import forks, let_accelerate_find_ranks
 
 ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10
 Strike = Callable[[str, int], None]

@@ -11,7 +11,7 @@ from mm_utils import distributed
 from mm_utils.objectives.grounding.evaluation import MomentEvaluator, PointingEvaluator, hits
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives.terms import Encoded
-from tests.kit.ranks import run_on_ranks
+from tests.kit.processes import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR
 
 IMAGES, SLOTS, CELLS = 11, 3, 4

@@ -28,8 +28,7 @@ from mm_utils.run.flags import PRETRAINING
 from mm_utils.run.rendezvous import rendezvous
 from mm_utils.run.start import RunArguments, start_run
 from mm_utils.training.arguments import TrainingArguments
-from tests.kit.processes import PATIENCE
-from tests.kit.ranks import let_accelerate_find_ranks, run_on_ranks
+from tests.kit.processes import PATIENCE, let_accelerate_find_ranks, run_on_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,20 @@
-"""A trained model on labelled tasks, in process, on tiny data; test_runs.py has what such a run leaves and resumes."""
+"""A trained model on labelled tasks, and the scripts that evaluate, in process; test_runs.py has what such a run leaves and resumes."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from scripts import eval_zero_shot, finetune
+from scripts import eval_retrieval, eval_zero_shot, finetune
+from tests.kit.corpora import COLOURS, SHAPES, draw
 from tests.kit.hub import Hub
 from tests.kit.media_files import tone
 from tests.kit.models import save_model
+from tests.kit.reading import write_tar
+from tests.kit.stock_folders import write_stock
 
 
 def test_what_is_pushed_is_what_was_saved(finetuning_flags: list[str], tmp_path: Path, server: Hub) -> None:
@@ -82,3 +86,92 @@ def test_a_folder_per_class(sound_model: str, tmp_path: Path) -> None:
     before = eval_zero_shot.main([*data, "--dataloader_num_workers", "0"])
     assert before["accuracy@1"] in (0.0, 0.25, 0.5, 0.75, 1.0)
     assert before["chance@1"] == 0.5
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def flags(pretrained: str, corpus: Path, tmp_path: Path) -> list[str]:
+    """The folder of a model after a few steps, whose head re-ranks."""
+    model = shutil.copytree(pretrained, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rerank_weights": {"caption": 1.0}}))
+    data = ["--train_file", str(corpus), "--dataloader_num_workers", "0"]
+    return ["--model_name_or_path", str(model), *data, "--rerank_top_k", "4"]
+
+
+def test_all_figures_are_left_with_their_intervals(flags: list[str], tmp_path: Path) -> None:
+    found = eval_retrieval.main([*flags, "--output_dir", str(tmp_path / "out")])
+    written = json.loads((tmp_path / "out/metrics.json").read_text())
+    beside = {name for name in written if name.endswith("_half_width_95") or name.startswith("rerank_gain_")}
+    assert {name: value for name, value in written.items() if name not in beside} == found
+    for direction in ("text_to_image", "image_to_text"):
+        for measure in ("recall@1", "recall@5", "recall@10"):
+            name = f"{direction}_{measure}"
+            assert written[f"rerank_gain_{name}"] == pytest.approx(found[f"rerank_{name}"] - found[name])
+            assert all(0 < written[f"{stage}{name}_half_width_95"] < 1 for stage in ("", "rerank_", "rerank_gain_"))
+
+
+def test_the_screen_has_recalls_and_warns_of_training_rows(flags: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        found = eval_retrieval.main([*flags, "--split", "train"])
+    assert "The split is train;" in caplog.text
+    [shown] = [message for message in caplog.messages if "Retrieval on the" in message]
+    assert f"R@1 {found['text_to_image_recall@1']:.3f} (" in shown
+    assert "by chance" in shown
+    assert "mean_rank" not in caplog.text
+    assert not any(name.endswith("_rows") for name in found), "probes of fewer than 30 rows"
+
+
+def test_reranking_without_a_head_is_refused(corpus: Path, tmp_path: Path) -> None:
+    asked = ["--model_name_or_path", write_stock(tmp_path, "clip"), "--rerank_top_k", "32"]
+    with pytest.raises(ValueError, match="--rerank_top_k is 32; the model has no fusion head"):
+        eval_retrieval.main([*asked, "--train_file", str(corpus)])
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder a kind of picture, 3 images of sizes that the corpus does not have."""
+    root = tmp_path_factory.mktemp("classes")
+    for colour in COLOURS:
+        for shape in SHAPES:
+            (root / f"{colour}_{shape}").mkdir()
+            for size in (42, 46, 50):
+                draw(colour, shape, size).save(root / f"{colour}_{shape}/{size}.png")
+    return str(root)
+
+
+@pytest.fixture
+def classes(pretrained: str, folders: str) -> list[str]:
+    templates = ["--templates", "a {}, number 0", "number 1: one {}"]
+    others = ["--dataset_name", folders, "--dataloader_num_workers", "0"]
+    return ["--model_name_or_path", pretrained, *others, *templates]
+
+
+def test_figures_and_table_are_left(classes: list[str], tmp_path: Path) -> None:
+    found = eval_zero_shot.main([*classes, "--output_dir", str(tmp_path / "out")])
+    assert found["chance@1"] == found["majority@1"] == 1 / 8
+    assert found["accuracy@1_low"] <= found["accuracy@1"] <= found["accuracy@1_high"]
+    assert found["accuracy@1"] == pytest.approx(found["macro_accuracy@1"])
+    assert found["accuracy@5"] >= found["accuracy@1"]
+    assert json.loads((tmp_path / "out/metrics.json").read_text()) == found
+    assert len((tmp_path / "out/classes.csv").read_text().splitlines()) == 9
+
+
+def test_a_folder_of_clip_benchmark_gives_the_same_figures(classes: list[str], folders: str, tmp_path: Path) -> None:
+    """The same images in tar shards, with the files of names and templates beside them."""
+    names = sorted(path.name for path in Path(folders).iterdir())
+    members = []
+    for label, name in enumerate(names):
+        for image in sorted(Path(folders, name).iterdir()):
+            key = f"s{len(members) // 2:07d}"
+            members += [(f"{key}.png", image.read_bytes()), (f"{key}.cls", str(label).encode())]
+    (tmp_path / "test").mkdir()
+    write_tar(tmp_path / "test/0.tar", members)
+    (tmp_path / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
+    (tmp_path / "templates.txt").write_text("a {c}, number 0\nnumber 1: one {c}\n")
+    beside = ["--classes", f"{tmp_path}/classnames.txt", "--templates", f"{tmp_path}/templates.txt"]
+    found = eval_zero_shot.main([*classes, "--dataset_name", str(tmp_path), *beside])
+    assert found == pytest.approx(eval_zero_shot.main(classes))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.search.serving import EVIL_CAPTION, EVIL_NAME, Served
+from tests.search.conftest import EVIL_CAPTION, EVIL_NAME, Served
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -16,8 +16,7 @@ from mm_utils.search.updating import update_index
 from scripts import search
 from tests.kit.media_files import clip, damaged, media_rows, tone
 from tests.kit.models import save_model
-from tests.search.conftest import make_embedder
-from tests.search.serving import EVIL_CAPTION, Served, bomb, served
+from tests.search.conftest import EVIL_CAPTION, Served, bomb, make_embedder, served
 
 # -- answers ------------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.trackers import TrackerArguments, Tracking
 from mm_utils.training.warnings import CollapseWarning, chance_loss
-from tests.kit.trackers import FakeTracker
+from tests.kit.hub import FakeTracker
 
 CHANCE = math.log(64)
 

@@ -24,7 +24,7 @@ from mm_utils.training.feature_cache import cache_features
 from scripts import pretrain
 from tests.kit.models import write_towers
 from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of, training_data
-from tests.kit.ranks import run_on_ranks
+from tests.kit.processes import run_on_ranks
 
 SIZE = 16
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.stages import stages_of
 from tests.kit.objectives import tiny_objective
-from tests.kit.processes import logged, rows_of
-from tests.kit.ranks import run_on_ranks
+from tests.kit.processes import logged, rows_of, run_on_ranks
 from tests.kit.tiny_run import Signalled, TinyRun, alone, exiting, train
 
 HEAD, TOWERS = "fusion.", ("vision_model.", "text_model.")

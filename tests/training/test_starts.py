@@ -23,10 +23,9 @@ from scripts import pretrain
 from tests.kit.corpora import COLOURS, SHAPES
 from tests.kit.models import write_towers
 from tests.kit.numbered_rows import new_tokenizer, rows_of, training_data
-from tests.kit.processes import logged
+from tests.kit.processes import logged, run_on_ranks
 from tests.kit.processes import rows_of as logged_rows
 from tests.kit.processes import weights as saved_weights
-from tests.kit.ranks import run_on_ranks
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, DeviceLoader, LoaderArguments, Loaders, make_loaders
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
-from mm_utils.data.media.medium import default_seconds, kind_of, settle_window
+from mm_utils.data.media.medium import default_seconds, kind_of
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 
@@ -102,7 +102,7 @@ def open_data(
     Args:
         schedule: the training arguments, of which `seed` and `batch_sizes` decide the order and the size of batches.
         make_processor: builds the processor, given the training captions and, unless it is of images, `medium` and the
-            `seconds` of its window.
+            `seconds` and `frames` of its window.
         fits_batch: whether nobody named the size of a batch, so that it is at most all rows.
     """
     with distributed.first_then_others():
@@ -120,10 +120,8 @@ def processor_of(
     """Return the processor of the rows' media, with the window that is asked for; see `open_data`."""
     medium = kind_of(known.features)
     seconds = None if medium != "sound" else default_seconds(known)
-    timed = {} if medium == "image" else {"medium": medium, "seconds": seconds}
-    processor = make(captions, **timed)
-    settle_window(processor, medium, seconds, args.clip_frames)
-    return processor
+    timed = {} if medium == "image" else {"medium": medium, "seconds": seconds, "frames": args.clip_frames}
+    return make(captions, **timed)
 
 
 def make_data(

@@ -52,13 +52,6 @@ def freeze_unused(
     return sum(parameter.numel() for parameter in unused)
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep no activations for the backward pass (gradient checkpointing)."""
-    # transformers 6 has the first name only, early releases of 5 the second only
-    renamed = getattr(model, "activation_checkpointing_enable", None)
-    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
 def use_channels_last(tower: nn.Module) -> None:
     """Lay convolutions out as they run fastest, unless they have five dimensions, over frames."""
     if all(parameter.dim() <= 4 for parameter in tower.parameters()):

@@ -17,7 +17,6 @@ from mm_utils.model.adapt import (
     add_adapters,
     freeze_unused,
     multiply_patches,
-    recompute_activations,
     switch_off_dropout,
     use_channels_last,
 )
@@ -29,7 +28,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     DUAL_ENCODERS,
     FusionDualEncoderConfig,
     FusionDualEncoderModel,
-    ResidualProjection,
     input_name,
     input_shape,
     text_positions,
@@ -54,7 +52,9 @@ def build_model(
     Raises:
         ValueError: if its vision tower cannot read the medium, `image`, `clip` or `sound`.
     """
-    model = (_whole_model if args.model_name_or_path else _joined)(args, tokenizer, medium)
+    model = _whole_model(args, medium)
+    if model is None or args.joins_whole:
+        model = _joined(args, tokenizer, medium, model)
     if tokenizer is not None:
         words: Any = model.text_model.get_input_embeddings()
         check_words("The text encoder reads other words", tokenizer, words.num_embeddings)
@@ -83,58 +83,16 @@ def make_trainable(model: Any, args: Any, lora_args: LoraArguments | None, freez
     use_known_padding()
     use_short_attention()
     if args.gradient_checkpointing:
-        recompute_activations(model)
+        # transformers 6 has the first name only, early releases of 5 the second only
+        renamed = getattr(model, "activation_checkpointing_enable", None)
+        (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
-def _joined(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: str) -> FusionDualEncoderModel:
-    """Join a vision and a text backbone, or a vision backbone and the text encoder of a run."""
-    vision_model, vision_pooling = _backbone(args, "vision", tokenizer, medium)
-    # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
-    config: dict[str, Any] = {
-        "medium": medium,
-        "vision_pooling": vision_pooling,
-        "freeze_batch_norm": bool(args.vision_model_name_or_path),
-    }
-    config |= {"projection": args.projection, "fusion_layers": args.fusion_layers}
-    first = _model_of_text(args)
-    if first is None:
-        text_model, text_pooling = _backbone(args, "text", tokenizer)
-        config |= {"text_pooling": text_pooling, "projection_dim": args.projection_dim}
-        return join_backbones(vision_model, text_model, **config)
-    config |= {name: getattr(first.config, name) for name in ("text_pooling", "projection_dim", "text_padding")}
-    model = join_backbones(vision_model, first.text_model, **config)
-    projection: Any = model.text_projection
-    if isinstance(first.text_projection, nn.Identity):  # SigLIP's; a product with ones is exact
-        nn.init.eye_(projection.weight)
-    else:
-        model.text_projection = projection = first.text_projection
-    projection.requires_grad_(not args.freeze_text)
-    return model
-
-
-def _model_of_text(args: ModelArguments) -> FusionDualEncoderModel | None:
-    """Load the model whose text encoder `--text_model_name_or_path` names, if it is one of ours; None for a backbone."""
-    name = args.text_model_name_or_path
-    title = f"--text_model_name_or_path is {name}"
-    if not name or load_config(title, name, args.trust_remote_code).model_type != FusionDualEncoderConfig.model_type:
-        return None
-    model = load_model(name).float()
-    if isinstance(model.text_projection, ClapProjectionLayer):
-        raise ValueError(f"{title}; its projection is CLAP's own. Choose a model with a linear one.")
-    if (args.projection == "mlp") != isinstance(model.text_projection, ResidualProjection):
-        raise ValueError(
-            f"{title}, and --projection is {args.projection}; that model was trained with {model.config.projection}. Give the same."
-        )
-    if args.projection_dim not in (None, model.config.projection_dim):
-        raise ValueError(
-            f"{title}, and --projection_dim is {args.projection_dim}; that model has {model.config.projection_dim}. Drop the flag."
-        )
-    return model
-
-
-def _whole_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: str) -> FusionDualEncoderModel:
-    """Load the model of `--model_name_or_path`, at `--image_size` and with another text tower if these are asked for."""
+def _whole_model(args: ModelArguments, medium: str) -> FusionDualEncoderModel | None:
+    """Load the model of `--model_name_or_path`, at `--image_size` if that is asked for; None without one."""
     name: Any = args.model_name_or_path
+    if not name:
+        return None
     layers = 0 if args.joins_whole else args.fusion_layers
     model = load_model(name, medium=medium, fusion_layers=layers).float()
     if not args.joins_whole and args.fusion_layers not in (ModelArguments.fusion_layers, model.config.fusion_layers):
@@ -147,43 +105,68 @@ def _whole_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, mediu
     if args.image_size:
         model.vision_model = resize(model.vision_model, args.image_size)
         model.config.vision_config = model.vision_model.config
-    if not args.joins_whole:
-        return model
-    return _with_text_tower(model, *_backbone(args, "text", tokenizer), fusion_layers=args.fusion_layers)
+    return model
 
 
-def _with_text_tower(
-    model: FusionDualEncoderModel, text_model: PreTrainedModel, text_pooling: str, **head: Any
-) -> FusionDualEncoderModel:
-    """Return a model with the image side of `model`, frozen, and a new text tower, projection and head.
-
-    The image side stays bit for bit, so indexes stay valid. The result is a `VisionTextDualEncoderModel`, or for CLAP's sounds a
-    model of this project alone.
-    """
+def _model_of_text(args: ModelArguments) -> FusionDualEncoderModel | None:
+    """Load the model whose text encoder `--text_model_name_or_path` names, if it is one of ours; None for a backbone."""
+    name = args.text_model_name_or_path
+    title = f"--text_model_name_or_path is {name}"
+    if not name or load_config(title, name, args.trust_remote_code).model_type != FusionDualEncoderConfig.model_type:
+        return None
+    model = load_model(name).float()
+    if isinstance(model.text_projection, ClapProjectionLayer):
+        raise ValueError(f"{title}; its projection is CLAP's own. Choose a model with a linear one.")
     own: Any = model.config
-    projection: Any = model.visual_projection
-    made = join_backbones(
-        model.vision_model,
-        text_model,
-        medium=own.medium,
-        vision_pooling=own.vision_pooling,
-        text_pooling=text_pooling,
-        projection_dim=own.projection_dim,
-        freeze_batch_norm=own.freeze_batch_norm,
-        dual_encoder_type="clap" if isinstance(projection, ClapProjectionLayer) else DUAL_ENCODERS[0],
-        **head,
-    )
-    if isinstance(projection, nn.Identity):  # the stock class has a projection, and a product with ones is exact
-        projection = nn.Linear(own.projection_dim, own.projection_dim, bias=False)
-        nn.init.eye_(projection.weight)
-    made.visual_projection = projection
-    for part in (made.vision_model, made.visual_projection):
-        part.requires_grad_(False)
-    logger.info(
-        "The image side of the model stays as it is (%s, %d numbers an embedding); its texts are read by a new %s",
-        *(own.vision_config.model_type, own.projection_dim, text_model.config.model_type),
-    )
-    return made
+    for flag in ("projection", "projection_dim"):
+        if getattr(args, flag) not in (None, getattr(own, flag)):
+            raise ValueError(
+                f"{title}, and --{flag} is {getattr(args, flag)}; that model has {getattr(own, flag)}. Give the same."
+            )
+    return model
+
+
+def _joined(
+    args: ModelArguments, tokenizer: PreTrainedTokenizerBase, medium: str, of_images: FusionDualEncoderModel | None
+) -> FusionDualEncoderModel:
+    """Join a vision and a text tower: each a backbone, or that of a whole model, which brings its projection.
+
+    The image side of a whole model is frozen and stays bit for bit, so indexes stay valid. The result is then a
+    `VisionTextDualEncoderModel`, or for CLAP's sounds a model of this project alone.
+    """
+    of_texts = None if of_images is not None else _model_of_text(args)
+    # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
+    config: dict[str, Any] = {"medium": medium, "freeze_batch_norm": bool(args.vision_model_name_or_path)}
+    config |= {name: getattr(args, name) for name in ("projection", "projection_dim", "fusion_layers")}
+    if of_images is None:
+        vision_model, config["vision_pooling"] = _backbone(args, "vision", tokenizer, medium)
+    else:
+        vision_model, own = of_images.vision_model, of_images.config
+        config |= {name: getattr(own, name) for name in ("vision_pooling", "projection_dim", "freeze_batch_norm")}
+        if isinstance(of_images.visual_projection, ClapProjectionLayer):
+            config["dual_encoder_type"] = "clap"
+    if of_texts is None:
+        text_model, config["text_pooling"] = _backbone(args, "text", tokenizer)
+    else:
+        text_model, own = of_texts.text_model, of_texts.config
+        config |= {name: getattr(own, name) for name in ("text_pooling", "projection_dim", "text_padding")}
+    model = join_backbones(vision_model, text_model, **config)
+    for side, whole in (("visual", of_images), ("text", of_texts)):
+        projection: Any = getattr(whole, f"{side}_projection", None)
+        if isinstance(projection, nn.Identity):  # SigLIP's; a product with ones is exact
+            nn.init.eye_(getattr(model, f"{side}_projection").weight)
+        elif projection is not None:
+            setattr(model, f"{side}_projection", projection)
+    if of_texts is not None:
+        model.text_projection.requires_grad_(not args.freeze_text)
+    if of_images is not None:
+        for part in (model.vision_model, model.visual_projection):
+            part.requires_grad_(False)
+        logger.info(
+            "The image side of the model stays as it is (%s, %d numbers an embedding); its texts are read by a new %s",
+            *(own.vision_config.model_type, own.projection_dim, text_model.config.model_type),
+        )
+    return model
 
 
 def load_model(name: str, **head: Any) -> FusionDualEncoderModel:

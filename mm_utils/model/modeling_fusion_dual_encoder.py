@@ -128,7 +128,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         classifier_dropout: float = 0.1,
         **kwargs: Any,
     ):
-        _refuse_old_entries(kwargs, {"dual_encoder_type": dual_encoder_type, "projection": projection})
         for name, config in (("vision_config", vision_config), ("text_config", text_config)):
             # A copy: PreTrainedConfig.__init__ below resets the attention implementation of its sub-configs, and a tower
             # whose own config lost it would silently ignore its padding mask.
@@ -138,10 +137,18 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             ("vision_pooling", vision_pooling, (*POOLINGS, "timed")),
             ("text_pooling", text_pooling, POOLINGS),
             ("projection", projection, PROJECTIONS),
+            ("dual_encoder_type", dual_encoder_type, DUAL_ENCODERS),
+            # of older versions
+            ("media", kwargs.pop("media", None), (None, {})),
+            ("fusion_direction", kwargs.pop("fusion_direction", None), (None, "text_to_image")),
+            ("fusion_hierarchy", kwargs.pop("fusion_hierarchy", None), (None, True)),
             ("classifier_inputs", classifier_inputs, CLASSIFIER_INPUTS),
         ):
             if value not in choices:
-                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+                raise ValueError(
+                    f"{name} is {value!r}; choose one of {', '.join(map(str, choices))}. AutoModel opens a folder of an older "
+                    "version by the code in it."
+                )
         for name, weight in (rerank_weights or {}).items():
             if name not in ("match", "caption") or not isinstance(weight, (int, float)) or not math.isfinite(weight):
                 raise ValueError(
@@ -169,23 +176,6 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
         self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
         super().__init__(**kwargs)
-
-
-def _refuse_old_entries(entries: dict[str, Any], now: dict[str, Any]) -> None:
-    """Take entries that only older models have out of those of a config.json; raise ValueError if one needs older code."""
-    old = {name: entries.pop(name, None) for name in ("media", "fusion_direction", "fusion_hierarchy")} | now
-    needs: dict[str, tuple[Any, ...]] = {
-        "fusion_direction": ("both",),
-        "fusion_hierarchy": (False,),
-        "dual_encoder_type": ("xclip", "siglip2"),
-        "projection": ("classes",),
-    }
-    for name, value in old.items():
-        if value in needs.get(name, ()) or (name == "media" and value):
-            raise ValueError(
-                f"{name} in config.json is {value}, which this version does not read. Load the folder with AutoModel and "
-                "trust_remote_code=True: it holds the code that it was saved with."
-            )
 
 
 @dataclass

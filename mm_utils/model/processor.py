@@ -32,7 +32,7 @@ from transformers import (
     VisionTextDualEncoderProcessor,
 )
 
-from mm_utils.data.media.medium import MOST_SECONDS
+from mm_utils.data.media.medium import CLIP_FRAMES, MOST_SECONDS
 from mm_utils.model.arguments import ModelArguments, check_reads, vision_preset
 from mm_utils.model.pretrained import check_words, complete, explained, load_config
 from mm_utils.stored import key_of, stored, version_of
@@ -48,7 +48,11 @@ _COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
 
 
 def load_processor(
-    args: ModelArguments, captions: Iterable[str], medium: str = "image", seconds: float | None = None
+    args: ModelArguments,
+    captions: Iterable[str],
+    medium: str = "image",
+    seconds: float | None = None,
+    frames: int | None = None,
 ) -> ProcessorMixin:
     """Load tokenizer and image processor, or, for sounds, feature extractor.
 
@@ -57,7 +61,7 @@ def load_processor(
     clips are read as their frames.
 
     Args:
-        seconds: how much of a sound is read; default: 10 s, or what the pretrained tower reads.
+        seconds, frames: how much of a sound or a clip is read, unless the tower has its own; default: 10 s, 16 frames.
 
     Raises:
         ValueError: if a part is missing or damaged, or is of other media.
@@ -67,13 +71,14 @@ def load_processor(
         check_reads(name, ("sound",) if hasattr(whole, "feature_extractor") else ("image", "clip"), medium)
         if args.joins_whole:
             whole.tokenizer = _tokenizer(args, captions)
-        return whole
-    if medium == "sound":
-        return ClapProcessor(_feature_extractor(args, seconds), _tokenizer(args, captions))
-    images: Any = _image_processor(args, medium)
+    elif medium == "sound":
+        whole = ClapProcessor(_feature_extractor(args, seconds), _tokenizer(args, captions))
+    else:
+        whole = VisionTextDualEncoderProcessor(_image_processor(args, medium), _tokenizer(args, captions))
     if medium == "clip":
-        images.clip_frames = _own_frames(args)
-    return VisionTextDualEncoderProcessor(images, _tokenizer(args, captions))
+        images: Any = whole.image_processor
+        images.clip_frames = getattr(images, "clip_frames", None) or _own_frames(args) or frames or CLIP_FRAMES
+    return whole
 
 
 def _own_frames(args: ModelArguments) -> int | None:

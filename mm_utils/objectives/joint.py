@@ -75,11 +75,11 @@ class Objective(nn.Module):
 
     def encode(self, batch: Batch, for_backward: bool = True) -> Encoded:
         """Run the model on a part, as far as `plan` and, with `for_backward`, `part` need."""
-        raise NotImplementedError
+        raise self._lacks("encode")
 
     def plan(self, encoded: Encoded, batch: Batch, step: int) -> Any:
         """Share the embeddings of all this rank's rows, take the loss's gradient at them, decide what `part` computes."""
-        raise NotImplementedError
+        raise self._lacks("plan")
 
     def part(
         self, encoded: Encoded, batch: Batch, plan: Any, gradients: dict[str, Tensor | None], start: int, share: float
@@ -93,11 +93,17 @@ class Objective(nn.Module):
             start: the place of the part's first row among this rank's rows.
             share: the part's share of the gradient of temperature and bias, which belong to no row.
         """
-        raise NotImplementedError
+        raise self._lacks("part")
 
     def report(self, plan: Any, sums: Tensor) -> Report:
         """Return the values to log, from the sums of all this rank's parts."""
-        raise NotImplementedError
+        raise self._lacks("report")
+
+    def _lacks(self, method: str) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__} has no method {method}; an Objective that writes only forward computes a step as a whole. Drop "
+            "--micro_batch_size, or write encode, plan, part and report as mm_utils/finetuning/objective.py does."
+        )
 
 
 class JointObjective(Objective):

@@ -154,7 +154,7 @@ def stock_file(content: bytes, medium: Medium, codecs: bool = True) -> bytes:
     if isinstance(medium, Sound):
         rate = medium.rate
         return write_wav(read_sound(content, rate, codecs=codecs), rate)
-    return store_clip(read_frames(content, CLIP_FPS), CLIP_FPS, THUMBNAIL).content
+    return store_clip(read_frames(content, CLIP_FPS), CLIP_FPS, THUMBNAIL)[0]
 
 
 class Reader(Dataset):

@@ -48,7 +48,6 @@ from mm_utils.data.media.medium import (
     _random_box,
     default_seconds,
     kind_of_processor,
-    settle_window,
     vary_loudness,
 )
 from mm_utils.data.media.pictures import animation, picture
@@ -265,7 +264,7 @@ def test_every_door_sees_the_same_frames(tmp_path: Path) -> None:
     for name, make in CLIPS.items():
         path, content = tmp_path / name, make()
         path.write_bytes(content)
-        row = {"bytes": store_clip(read_frames(content, 4), 4).content, "path": None}
+        row = {"bytes": store_clip(read_frames(content, 4), 4)[0], "path": None}
         assert stock_file(content, Clip(SIDE)) == row["bytes"]  # what an index keeps and embeds
         for frames in (4, 16):
             trained = Clip(SIDE, frames=frames).read(row)[0].float()
@@ -480,12 +479,14 @@ def test_rows_with_the_same_captions_are_no_negatives_in_training() -> None:
     assert [in_evaluation[row, 0]["image_key"] for row in range(4)] == [0, 1, 2, 3]
 
 
-def processor(kind: str) -> Any:
+def processor(kind: str, seconds: float = 0.0, frames: int | None = None) -> Any:
     """What a processor says of its media."""
     tokenizer = SimpleNamespace(pad_token_id=0)
     if kind == "sound":
-        return SimpleNamespace(feature_extractor=extractor(), tokenizer=tokenizer)
-    own = SimpleNamespace(crop_size={"height": 16}, image_mean=[0.5] * 3, image_std=[0.25] * 3)
+        own: Any = extractor()
+        own.window_seconds = seconds
+        return SimpleNamespace(feature_extractor=own, tokenizer=tokenizer)
+    own = SimpleNamespace(crop_size={"height": 16}, image_mean=[0.5] * 3, image_std=[0.25] * 3, clip_frames=frames)
     return SimpleNamespace(image_processor=own, tokenizer=tokenizer)
 
 
@@ -495,17 +496,14 @@ def loaders_of(owner: Any, **flags: Any) -> Any:
 
 def test_the_processor_knows_the_window() -> None:
     rows = examples_of("sound", [counting(2500)] * 2, [2.5, 2.5])
-    owners = {kind: processor(kind) for kind in ("image", "clip", "sound")}
-    for kind, frames, shape in (
-        ("image", None, (3, 16, 16)),
-        ("clip", 5, (5, 3, 16, 16)),
-        ("sound", None, (1, 61, 16)),
-    ):
-        settle_window(owners[kind], kind, default_seconds(rows) if kind == "sound" else None, frames)
+    owners = {
+        "image": processor("image"),
+        "clip": processor("clip", frames=5),
+        "sound": processor("sound", seconds=default_seconds(rows)),
+    }
+    for kind, shape in (("image", (3, 16, 16)), ("clip", (5, 3, 16, 16)), ("sound", (1, 61, 16))):
         assert loaders_of(owners[kind]).medium.shape == shape
         assert kind_of_processor(owners[kind]) == kind
-    settle_window(owners["sound"], "sound", 7.0, None)  # of a trained model, on other data
-    assert owners["sound"].feature_extractor.window_seconds == 2.5
     for kind, flags, message in (
         ("image", {"clip_frames": 2}, "--clip_frames is 2; these are images"),
         ("sound", {"clip_frames": 4}, "--clip_frames is 4; these are sounds"),
@@ -517,9 +515,7 @@ def test_the_processor_knows_the_window() -> None:
 
 
 def test_batches_on_the_device_are_what_the_tower_takes() -> None:
-    sound, moving = processor("sound"), processor("clip")
-    settle_window(sound, "sound", 2.0, None)
-    settle_window(moving, "clip", None, 2)
+    sound, moving = processor("sound", seconds=2.0), processor("clip", frames=2)
     rows, loaders = examples_of("sound", [counting(3000), counting(400)], [3.0, 0.4]), loaders_of(sound)
     [batch] = loaders.evaluation(rows, 2)
     heard = [np.arange(begin, begin + count, dtype=np.float32) / 32768 for begin, count in ((500, 2000), (0, 400))]

@@ -13,7 +13,7 @@ from datasets import Audio, load_from_disk
 
 from mm_utils.data.images import open_image
 from mm_utils.data.media import kind_of
-from mm_utils.data.media.riff import StoredClip, read_avi, read_wav, store_clip
+from mm_utils.data.media.riff import read_avi, read_wav, store_clip
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import IngestPlan, Storage, ingest_sources, read_part
 from mm_utils.data.prepare.on_disk import open_prepared
@@ -59,14 +59,11 @@ def test_clicks_stay_where_they_are(case: str) -> None:
     assert click_times(read_sound(make(), 16_000, **cut), 16_000, 6000) == pytest.approx(wanted, abs=0.02)
 
 
-def read_clip(content: bytes, fps: float, start: float | None = None, end: float | None = None) -> StoredClip:
-    return store_clip(read_frames(content, fps, start, end), fps)
-
-
-def flashes(clip: StoredClip, fps: float) -> list[bool]:
-    """Which stored frames are white."""
-    frames, rate = read_avi(clip.content)
-    assert (rate, len(frames)) == (pytest.approx(fps), len(clip.jpegs))
+def flashes(content: bytes, fps: float, start: float | None = None, end: float | None = None) -> list[bool]:
+    """Which frames that are stored of a clip are white."""
+    stored, row = store_clip(read_frames(content, fps, start, end), fps)
+    frames, rate = read_avi(stored)
+    assert (rate, len(frames) / fps) == (pytest.approx(fps), row["seconds"])
     return [np.asarray(open_image({"bytes": bytes(frame)})).mean() > 160 for frame in frames]
 
 
@@ -83,18 +80,18 @@ SEEN: dict[str, tuple[list[float], list[tuple[float, float]], float, float, floa
 def test_the_frame_of_a_time_is_the_one_that_was_visible(case: str) -> None:
     stamps, white, fps, start, end = SEEN[case]
     rate = Fraction(float(case)).limit_denominator(1001) if case[0].isdigit() else Fraction(25)
-    clip = read_clip(video(stamps, white, rate=rate), fps, start or None, end)
-    assert len(clip.jpegs) / fps == pytest.approx((end or 2) - start, abs=0.11)
-    times = [start + at / fps + 1e-3 for at in range(len(clip.jpegs))]
+    seen = flashes(video(stamps, white, rate=rate), fps, start or None, end)
+    assert len(seen) / fps == pytest.approx((end or 2) - start, abs=0.11)
+    times = [start + at / fps + 1e-3 for at in range(len(seen))]
     shown = [max((stamp for stamp in stamps if stamp <= time), default=stamps[0]) for time in times]
-    assert flashes(clip, fps) == [any(begin <= stamp < stop for begin, stop in white) for stamp in shown]
+    assert seen == [any(begin <= stamp < stop for begin, stop in white) for stamp in shown]
 
 
 def test_a_cut_of_a_recording_counts_from_its_first_frame() -> None:
     content = video(steady(25, 1, begin=40.0), [(40.4, 40.6)])
-    assert np.flatnonzero(flashes(read_clip(content, 25), 25))[0] / 25 == pytest.approx(0.4)
+    assert np.flatnonzero(flashes(content, 25))[0] / 25 == pytest.approx(0.4)
     stream = video(steady(25, 1), [(0.4, 0.6)], "mpegts", "mpeg4")  # whose stamps start at 1.4 s
-    assert np.flatnonzero(flashes(read_clip(stream, 25), 25))[0] / 25 == pytest.approx(0.4, abs=0.05)
+    assert np.flatnonzero(flashes(stream, 25))[0] / 25 == pytest.approx(0.4, abs=0.05)
 
 
 # -- prepared sets ------------------------------------------------------------------------------------------------------

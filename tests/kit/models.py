@@ -16,7 +16,6 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from mm_utils.data.media.medium import settle_window
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.join import join_backbones
@@ -29,7 +28,6 @@ def save_model(folder: Path, medium: str) -> Path:
     args = ModelArguments(fusion_layers=1, image_size=32)
     seconds = 1.0 if medium == "sound" else None
     processor = load_processor(args, ["a low tone", "something turns red"] * 10, medium, seconds)
-    settle_window(processor, medium, seconds, None)
     torch.manual_seed(0)
     model = build_model(args, processor.tokenizer, medium=medium)
     model.config.rerank_weights = {"match": 1.0}

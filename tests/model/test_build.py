@@ -39,7 +39,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from mm_utils.data.media.medium import image_geometry, read_by, settle_window
+from mm_utils.data.media.medium import image_geometry, read_by
 from mm_utils.data.media.riff import write_wav
 from mm_utils.model import processor as processors
 from mm_utils.model.adapt import load_weights, multiply_patches, use_channels_last
@@ -87,7 +87,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def build(medium: str = "image", seconds: float | None = None, **fields: Any) -> tuple[FusionDualEncoderModel, Any]:
     args = ModelArguments(**fields)
     processor: Any = load_processor(args, CAPTIONS, medium, seconds)
-    settle_window(processor, medium, seconds, None)
     model = build_model(args, processor.tokenizer, medium=medium).eval()
     model.processor = processor
     return model, processor

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mm_utils.objectives.grad_cache import TooManyPairsError, backward_that_fits
-from mm_utils.objectives.joint import JointObjective
+from mm_utils.objectives.joint import JointObjective, Objective
 from tests.kit.objectives import (
     ALONE,
     PAIRS,
@@ -107,6 +107,19 @@ def test_a_step_that_never_fits_names_the_remedy(size, message):
     Full(objective, 0)
     with pytest.raises(TooManyPairsError, match=message):
         until_it_fits(objective, global_batch() | {"rows": torch.arange(PAIRS)}, size)
+
+
+def test_an_own_objective_that_computes_a_step_as_a_whole_says_what_parts_need():
+    class Own(Objective):
+        def forward(self, batch: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
+            return {"loss": self.model.logit_scale.exp()}
+
+    own = Own(tiny_objective("contrastive").model)
+    step_in_parts(own, global_batch(), None)
+    with pytest.raises(
+        ValueError, match=r"Own has no method encode; .*Drop --micro_batch_size, or write encode, plan"
+    ):
+        step_in_parts(own, global_batch(), 4)
 
 
 def test_every_part_drops_out_again_what_it_did() -> None:

@@ -298,16 +298,6 @@ def default_seconds(rows: datasets.Dataset) -> float:
     return min(MOST_SECONDS, max(0.1, math.floor(10 * usual) / 10))
 
 
-def settle_window(processor: "ProcessorMixin", medium: str, seconds: float | None, frames: int | None) -> None:
-    """Write a new model's window into its processor; a present one stays."""
-    if medium == "sound":
-        owner: Any = processor.feature_extractor  # type: ignore[attr-defined]
-        owner.window_seconds = getattr(owner, "window_seconds", None) or seconds
-    elif medium == "clip":
-        owner = processor.image_processor  # type: ignore[attr-defined]
-        owner.clip_frames = getattr(owner, "clip_frames", None) or frames or CLIP_FRAMES
-
-
 # -- squares of images, loudness of sounds ------------------------------------------------------------------------------
 
 

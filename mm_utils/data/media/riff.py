@@ -8,8 +8,8 @@ import io
 import struct
 import wave
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -40,27 +40,15 @@ def read_wav(content: bytes) -> tuple[np.ndarray, int]:
     return found[0][:, 0], found[1]
 
 
-@dataclass
-class StoredClip:
-    """A clip as prepared sets store it.
-
-    Attributes:
-        jpegs: JPEG files of one size; an empty one shows the frame before for longer.
-        content: the AVI file of them.
-        size: their width and height in pixels.
-        original_size: width and height of the first frame of the file, upright.
-    """
-
-    jpegs: list[bytes]
-    content: bytes
-    size: tuple[int, int]
-    original_size: tuple[int, int]
-
-
 def store_clip(
     frames: Iterable[Frame], fps: float, short_side: int | None = None, notes: list[str] | None = None
-) -> StoredClip:
-    """Encode frames of a constant rate, larger ones shrunk to `short_side` pixels; frames_fitted is a note on different sizes."""
+) -> tuple[bytes, dict[str, Any]]:
+    """Encode frames of a constant rate as an AVI file, larger ones shrunk to `short_side` pixels.
+
+    Returns:
+        The file, and columns of it: `seconds`, `width` and `height`, and `original_width` and `original_height` of the first
+        frame, upright. Frames of different sizes are fitted to the first, which is noted as frames_fitted.
+    """
     jpegs, size, original_size, last = list[bytes](), (0, 0), (0, 0), None
     for frame in frames:
         if frame is last:
@@ -75,7 +63,8 @@ def store_clip(
             if notes is not None:
                 notes.append("frames_fitted")
         jpegs.append(encode(image, "jpeg"))
-    return StoredClip(jpegs, write_avi(jpegs, fps, size), size, original_size)
+    names = "seconds", "width", "height", "original_width", "original_height"
+    return write_avi(jpegs, fps, size), dict(zip(names, (len(jpegs) / fps, *size, *original_size), strict=True))
 
 
 def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> bytes:

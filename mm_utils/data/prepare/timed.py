@@ -60,10 +60,7 @@ def store_medium(
         else:
             most = checks.max_image_pixels
             frames = read_frames(content, args.clip_fps, **options, max_pixels=most, notes=notes)
-            clip = store_clip(frames, args.clip_fps, short_side, notes)
-            stored, row = clip.content, {"seconds": len(clip.jpegs) / args.clip_fps}
-            row |= dict(zip(("width", "height"), clip.size, strict=True))
-            row |= dict(zip(("original_width", "original_height"), clip.original_size, strict=True))
+            stored, row = store_clip(frames, args.clip_fps, short_side, notes)
     file_hash = hashlib.sha256(content).hexdigest()
     is_whole = not start and end is None
     of_part = file_hash if is_whole else hashlib.sha256(f"{file_hash}{(start, end)!r}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Collectives of `mm_utils.distributed` between real processes, and steps of sharded weights, which are those of whole ones.
+"""Faults that processes share, and steps of sharded weights, which are those of whole ones; gathering: tests/contracts/test_terms.py.
 
 `fully_shard` is on towers, the head's layers and the objective.
 """
@@ -22,59 +22,18 @@ from tests.kit.objectives import ALONE, assert_same, global_batch, sharded, shar
 from tests.kit.processes import run_on_ranks
 
 WORLD = 3
-CASES = [[2, 2, 2], [3, 1, 4], [0, 2, 1], [4, 0, 0], [0, 0, 0]]
 KINDS = ("contrastive", "sigmoid_matching")
 SIZES = (5, 3, 1)
 
 
 def everything() -> tuple[Any, ...]:
-    return collectives(CASES), shared_faults(), steps_on_this_rank(SIZES)
+    return shared_faults(), steps_on_this_rank(SIZES)
 
 
 @pytest.fixture(scope="module")
 def on_ranks() -> list[tuple[Any, ...]]:
     """What each rank found, of all tests in one launch."""
     return run_on_ranks(WORLD, everything)
-
-
-def one_tensor_per_rank(sizes: list[int]) -> list[torch.Tensor]:
-    everything = torch.arange(3.0 * sum(sizes)).view(-1, 3)
-    return list(everything.split(sizes))
-
-
-def collectives(cases: list[list[int]]) -> list[dict[str, Any]]:
-    found = []
-    for sizes in cases:
-        mine = one_tensor_per_rank(sizes)[distributed.rank()].requires_grad_()
-        seen = distributed.gather_sizes(len(mine), torch.device("cpu"))
-        ragged = torch.full((len(mine), distributed.rank() + 1), distributed.rank() + 1, dtype=torch.long)
-        summed = torch.tensor([1.0, distributed.rank()], requires_grad=True)
-        found.append(
-            {
-                "world": (distributed.world_size(), distributed.rank()),
-                "sizes": seen,
-                "gathered": distributed.gather(mine, seen),
-                "ragged": distributed.gather_ragged(ragged, seen),
-                "sum": distributed.sum_over_ranks(summed),
-                "untouched": summed.tolist(),
-            }
-        )
-    return found
-
-
-def test_collectives_between_processes(on_ranks: list[tuple[Any, ...]]) -> None:
-    for rank, (found, _, _) in enumerate(on_ranks):
-        for sizes, seen in zip(CASES, found, strict=True):
-            assert seen["world"] == (WORLD, rank)
-            assert seen["sizes"] == sizes
-            assert torch.equal(seen["gathered"], torch.cat(one_tensor_per_rank(sizes)))
-            assert not seen["gathered"].requires_grad
-            owners = [owner for owner, size in enumerate(sizes) for _ in range(size)]
-            expected = [[owner + 1] * (owner + 1) + [0] * (WORLD - owner - 1) for owner in owners]
-            assert seen["ragged"].tolist() == expected
-            assert seen["sum"].tolist() == [WORLD, sum(range(WORLD))]
-            assert not seen["sum"].requires_grad
-            assert seen["untouched"] == [1.0, rank]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64))
@@ -110,7 +69,7 @@ def shared_faults() -> list[str]:
 
 
 def test_what_fails_on_one_rank_fails_on_all_with_its_words(on_ranks: list[tuple[Any, ...]]) -> None:
-    for rank, (_, found, _) in enumerate(on_ranks):
+    for rank, (found, _) in enumerate(on_ranks):
         wanted = []
         for place, fault in enumerate(FAULTS):
             told = f"{type(fault).__name__} {fault}"
@@ -152,7 +111,7 @@ def steps_on_this_rank(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def test_sharded_gradients_are_those_of_one_process(on_ranks: list[tuple[Any, ...]]) -> None:
-    for _, _, found in on_ranks:
+    for _, found in on_ranks:
         for case in found:
             right = step_in_parts(tiny_objective(case["kind"]), global_batch(), None)
             case["gradients"] = {

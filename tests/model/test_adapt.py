@@ -1,14 +1,11 @@
 """A model in training: adapters, unused parameters, dropout, groups of captions."""
 
 import logging
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config
 
@@ -22,7 +19,7 @@ from mm_utils.model.adapt import (
     switch_off_dropout,
 )
 from mm_utils.model.build import freeze_unreached
-from mm_utils.model.encoding import PASS_TOKENS, length_groups
+from mm_utils.model.encoding import PASS_TOKENS
 from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
@@ -158,26 +155,6 @@ def test_masks_follow_the_row_and_the_step_and_not_the_batch() -> None:
 
 
 # -- groups of captions -------------------------------------------------------------------------------------------------
-def cheapest(lengths: list[int], pass_tokens: int) -> int:
-    """Over all cuts."""
-
-    @lru_cache(None)
-    def rest(start: int) -> int:
-        stops = range(start + 1, len(lengths) + 1)
-        return min((lengths[start] * (stop - start) + pass_tokens + rest(stop) for stop in stops), default=0)
-
-    return rest(0)
-
-
-@given(st.lists(st.integers(1, 70), max_size=40), st.sampled_from(["cpu", "cuda", "mps"]))
-def test_no_other_cut_is_cheaper(lengths: list[int], device: str) -> None:
-    lengths = sorted(lengths, reverse=True)
-    groups = length_groups(lengths, device)
-    assert [row for group in groups for row in group] == list(range(len(lengths)))
-    pass_tokens = PASS_TOKENS.get(device, PASS_TOKENS["cuda"])
-    cost = sum(len(group) * max(lengths[group.start : group.stop], default=0) + pass_tokens for group in groups)
-    assert cost == max(cheapest(lengths, pass_tokens), pass_tokens)
-    assert length_groups([3, 9, 4], device) == [range(3)]  # out of order
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "sigmoid_matching"])

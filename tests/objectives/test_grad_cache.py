@@ -33,23 +33,6 @@ def test_no_activation_outlives_its_part():
     assert sum(sizes) == PAIRS
 
 
-def test_a_part_is_padded_to_its_own_longest_caption():
-    objective, widths = tiny_objective("contrastive"), []
-    objective.model.text_model.register_forward_hook(
-        lambda module, given, out: widths.append(tuple(out.last_hidden_state.shape[:2]))
-    )
-    batch, longest_first = global_batch(), [8, 1, 4, 6, 7, 3, 2, 0, 5]
-    batch = {
-        name: [value[place] for place in longest_first] if isinstance(value, list) else value[longest_first]
-        for name, value in batch.items()
-    }
-    batch["lengths"].sort(reverse=True)
-    batch["attention_mask"] = (torch.arange(16) < torch.tensor(batch["lengths"])[:, None]).long()
-    step_in_parts(objective, batch, 3)
-    assert batch["lengths"] == [11, 10, 9, 7, 6, 5, 4, 3, 3]
-    assert widths == [(3, 11), (3, 7), (3, 4), (3, 11), (3, 7)]
-
-
 def with_batch_norm() -> JointObjective:
     objective = tiny_objective("contrastive")
     objective.model.vision_model.register_module("norm", nn.BatchNorm2d(3, dtype=torch.double))

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForAudioClassification, AutoModelForImageClassification
@@ -74,16 +72,6 @@ def test_the_maps_are_those_of_a_plain_reference(shrinkage: float, width: int) -
     maps = Maps(features.unit().moments()).of(shrinkage, 0.0, width)
     torch.testing.assert_close(scores(features, maps), reference_scores(features, shrinkage, width), rtol=0, atol=1e-7)
     assert [tuple(side.shape) for side in maps] == [(12, width), (9, width)]
-
-
-@given(st.integers(0, 1000), st.integers(1, 59))
-@settings(max_examples=15)
-def test_moments_without_a_part_are_those_of_the_rest(seed: int, cut: int) -> None:
-    features = pairs(captions=2, seed=seed, names=True).unit()
-    first = torch.arange(60) < cut
-    sums = [each.moments() for each in (features, features.take(first), features.take(~first))]
-    for whole, one, other in zip(*sums, strict=True):
-        torch.testing.assert_close(whole - one, other, rtol=0, atol=1e-10)
 
 
 def test_an_image_counts_once_however_many_captions_it_has() -> None:

@@ -1,11 +1,10 @@
-"""Recalls from ranks, their intervals, and the health of the embeddings.
+"""Recalls from ranks, their intervals, and the spread of the embeddings.
 
-Shape letters: M images of the split, Q queries, B rows of a block, E embedding width.
+Shape letters: M images of the split, Q queries, N rows, E embedding width.
 """
 
 import math
 from collections.abc import Iterable
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from mm_utils.evaluation.reranking import DirectionRanks
 
 CUTOFFS = (1, 5, 10)  # of recall
 FEW_GROUPS = 20  # fewer clusters give intervals that are too narrow (Cameron and Miller, 2015)
-BLOCK = 4096  # rows in double precision at a time: 16 MiB at a width of 512
 _NORMAL_95 = 1.959964  # 97.5 % quantile of the normal distribution
 
 
@@ -156,27 +154,7 @@ def helps(ranks: dict[str, DirectionRanks]) -> bool:
 # -- health of the embeddings -------------------------------------------------------------------------------------------
 
 
-def embedding_health(split: Embeddings) -> dict[str, float]:
-    """Return how a split's embeddings fill their space; the same on all ranks.
-
-    Returns, for image and text each:
-        effective_rank: exp of the entropy of the singular values of the centred embeddings, divided by their sum (Roy and
-            Vetterli 2007; RankMe, arXiv 2210.02885, without the centring). 1 if there is but one point.
-        spread: mean squared distance from the centroid; one minus the mean cosine between any two rows.
-    """
-    figures: dict[str, float] = {}
-    for name, rows in (("image", split.image_ME), ("text", split.text_TE)):
-        # In double precision, a block at a time; on the CPU if the device has none.
-        blocks = (rows.cpu() if rows.device.type == "mps" else rows).split(BLOCK)
-        centroid_E = torch.stack([block_BE.double().sum(0) for block_BE in blocks]).sum(0) / len(rows)
-        centred = (block_BE.double() - centroid_E for block_BE in blocks)
-        gram_EE = reduce(torch.add, (block_BE.T @ block_BE for block_BE in centred))
-        rank, spread = math.nan, gram_EE.trace().item() / len(rows)
-        if math.isfinite(spread):  # else there are no eigenvalues
-            values_E = torch.linalg.eigvalsh(gram_EE).clamp(min=0).sqrt()
-            # Rows that are equal but for their rounding to fp32 would have noise of full rank.
-            shares_E = values_E[values_E > torch.finfo(torch.float32).eps * math.sqrt(len(rows))]
-            shares_E = shares_E / shares_E.sum()
-            rank = math.exp(-(shares_E * shares_E.log()).sum().item())
-        figures |= {f"{name}_effective_rank": rank, f"{name}_spread": spread if math.isfinite(spread) else math.nan}
-    return figures
+def spread(embeds_NE: Tensor) -> float:
+    """Return the mean squared distance of unit embeddings from their centroid: one minus the mean cosine of any two rows."""
+    rows_NE = embeds_NE.cpu() if embeds_NE.device.type == "mps" else embeds_NE  # which has no double precision
+    return 1 - rows_NE.mean(0, dtype=torch.double).square().sum().item()

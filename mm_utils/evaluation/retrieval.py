@@ -16,7 +16,7 @@ from torch import Tensor
 from mm_utils.arguments import arg, load_own
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split
-from mm_utils.evaluation.metrics import embedding_health, helps, mean_recall, retrieval_metrics
+from mm_utils.evaluation.metrics import helps, mean_recall, retrieval_metrics, spread
 from mm_utils.evaluation.probes import Probes, probe_cosines
 from mm_utils.evaluation.reranking import (
     FOLDS,
@@ -67,7 +67,7 @@ class EvaluationArguments:
 
 
 class RetrievalEvaluator:
-    """Measure recall, ranks and the embeddings' health; equal on all ranks.
+    """Measure recall, ranks and the embeddings' spread; equal on all ranks.
 
     With `rerank_top_k` and a model with a fusion head, also measure `rerank_*`, after the head has reordered the first K
     candidates of each query.
@@ -109,7 +109,8 @@ class RetrievalEvaluator:
         scale = full_tensor(model.logit_scale.detach()).float().exp().item()
         probes = self.probes.of(split)
         cosine_P2 = probe_cosines(model, split, probes, accelerator)
-        others = probes.share(cosine_P2, "order_accuracy") | embedding_health(split)
+        others = {"image_spread": spread(split.image_ME), "text_spread": spread(split.text_TE)}
+        others |= probes.share(cosine_P2, "order_accuracy")
         if not reranks:
             self.directions = rank_directions(split)
             return retrieval_metrics(split, self.directions) | others

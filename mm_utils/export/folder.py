@@ -109,18 +109,18 @@ def export(
     model: FusionDualEncoderModel,
     processor: ProcessorMixin,
     layout: str,
-    precisions: Sequence[str],
+    precision: str,
     weights: Mapping[str, float],
     shape: Sequence[int] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Write graphs, settings, the file without torch and a README; return each precision's differences from torch by part.
+) -> dict[str, float]:
+    """Write graphs, settings, the file without torch and a README; return the differences from torch by part.
 
     Args:
         folder: an empty one.
         name: of the model.
         model: in evaluation mode, on the CPU.
         processor: of the model.
-        layout, precisions: of `LAYOUTS` and `PRECISIONS`.
+        layout, precision: one of `LAYOUTS`, and of `PRECISIONS`.
         weights: of the head's scores; empty for no head.
         shape: of a clip or a sound, see `graphs_of`.
 
@@ -130,7 +130,8 @@ def export(
     tokenizer, immich = processor.tokenizer, None
     if layout == "immich":
         immich = tokenizer.pad_token_id, ends_in_pad(tokenizer), immich_width(model.config.projection_dim)
-    graphs, apart, rows = graphs_of(model, dict(weights), shape, immich), {}, list[list[str]]()
+    graphs = graphs_of(model, dict(weights), shape, immich)
+    paths = {part: folder / graph_path(layout, part, precision) for part in graphs}
     with TemporaryDirectory(dir=folder) as work:
         traced = {part: Path(work, f"{part}.onnx") for part in graphs}
         for part, graph in tqdm(graphs.items(), desc="Tracing", unit=" graphs"):
@@ -141,27 +142,26 @@ def export(
                     f"The exported {part} differs from torch by {difference:.1e}; at most {MOST_DIFFERENCE:.0e} is right. Nothing "
                     "was written. Try other versions of torch and onnxruntime."
                 )
-        for precision in precisions:
-            paths = {part: folder / graph_path(layout, part, precision) for part in graphs}
-            for part, path in paths.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                (shutil.copy if precision == "fp32" else write_int8)(traced[part], path)
-            apart[precision] = differences(graphs, paths)
-            figures = [
-                f"{paths[part].stat().st_size / 1e6:.1f} MB, {value:.0e}" for part, value in apart[precision].items()
-            ]
-            rows.append([precision, *figures])
+        for part, path in paths.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copy if precision == "fp32" else write_int8)(traced[part], path)
+    apart = differences(graphs, paths)
     write_settings(folder, layout, model, processor)
     kind, width = model.config.medium, model.config.projection_dim
     bias = None if model.logit_bias is None else model.logit_bias.item()
-    stated = {"model": publishable(name), "layout": layout, "opset": OPSET, "rerank_weights": dict(weights)}
-    stated |= {"projection_dim": width, "logit_scale": model.logit_scale.exp().item(), "logit_bias": bias}
+    stated = {"model": publishable(name), "layout": layout, "precision": precision, "opset": OPSET}
+    stated |= {
+        "rerank_weights": dict(weights),
+        "projection_dim": width,
+        "logit_scale": model.logit_scale.exp().item(),
+        "logit_bias": bias,
+    }
     _write(folder / "export.json", {**stated, "differences": apart})
     known = immich_width(width) if layout == "immich" else 0
     words = {
         "NAME": IMMICH_NAMES.get(known, ""),
         "WIDTH": str(known),
-        "DTYPE": "q8" if precisions[-1] == "int8" else "fp32",
+        "DTYPE": "q8" if precision == "int8" else "fp32",
         "PADDING": '"max_length"' if model.config.text_padding else "true",
     }
     usage = re.sub("|".join(words), lambda word: words[word[0]], USAGE[layout])
@@ -169,7 +169,8 @@ def export(
         usage = f"The first input has the {kind}s as `preprocessor_config.json` makes them: docs/media.md of the project says how.\n"
     elif layout != "immich":
         (folder / "without_torch.py").write_text(alone(), encoding="utf-8")
-    title, table = markdown_text(Path(name).name), markdown_table(["size, difference from torch", *graphs], rows)
+    rows = [[path.name, f"{path.stat().st_size / 1e6:.1f} MB", f"{apart[part]:.0e}"] for part, path in paths.items()]
+    title, table = markdown_text(Path(name).name), markdown_table(["graph", "size", "difference from torch"], rows)
     text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {OPSET}.\n\n{usage}\n## Figures\n\n{table}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
     return apart

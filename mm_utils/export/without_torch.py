@@ -23,7 +23,6 @@ from tokenizers import Tokenizer
 
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, centered, open_picture
 
-SUFFIXES = {"fp32": "", "int8": "_quantized"}
 _SPECIAL = ("bos_token", "eos_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _Pictures = str | Path | Image.Image | Sequence[str | Path | Image.Image]
 
@@ -31,15 +30,11 @@ _Pictures = str | Path | Image.Image | Sequence[str | Path | Image.Image]
 class Towers:
     """A folder's exported graphs; items go one by one, on which int8 depends a little.
 
-    Args:
-        folder: as `scripts/export.py` wrote it, with the layout plain or transformers.js.
-        precision: fp32 or int8; default: the first of these that exists.
+    `folder` is one that `scripts/export.py` wrote, with the layout plain or transformers.js.
     """
 
-    def __init__(self, folder: str | Path, precision: str | None = None):
+    def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        there = [name for name, suffix in SUFFIXES.items() if any(self.folder.rglob(f"text_model{suffix}.onnx"))]
-        self.precision = precision or (there or ["fp32"])[0]
         self.settings, self.pixels, words = (
             json.loads((self.folder / name).read_text(encoding="utf-8"))
             for name in ("export.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -80,11 +75,8 @@ class Towers:
 
     def _session(self, part: str) -> onnxruntime.InferenceSession:
         if part not in self._sessions:
-            path = next(self.folder.rglob(f"{part}{SUFFIXES[self.precision]}.onnx"), None)
-            if path is None:
-                raise FileNotFoundError(
-                    f"{self.folder} has no {part} in {self.precision}; export it with scripts/export.py --precision."
-                )
+            suffix = "_quantized" if self.settings["precision"] == "int8" else ""
+            path = next(self.folder.rglob(f"{part}{suffix}.onnx"))
             self._sessions[part] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         return self._sessions[part]
 
@@ -119,10 +111,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Order images by how well they fit a text.")
     parser.add_argument("text")
     parser.add_argument("images", nargs="+")
-    parser.add_argument("--precision", choices=SUFFIXES)
     args = parser.parse_args()
     try:
-        scores = Towers(Path(__file__).parent, args.precision).rank(args.text, args.images)
+        scores = Towers(Path(__file__).parent).rank(args.text, args.images)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for place in np.argsort(-scores, kind="stable"):

@@ -87,7 +87,6 @@ EXAMPLES = {  # of code: the folder of a person's files, which files, and a text
     "clip": ("clips", "*.mp4", "something turns red"),  # pip install av
     "sound": ("sounds", "*.wav", "a low tone"),
 }
-_HEALTH = re.compile(r".*_(effective_rank|spread)")  # figures for those who train
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 
 
@@ -146,7 +145,7 @@ class CardInfo:
 def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     """Write ``README.md`` into `output_dir`, with the pictures that exist; return its path."""
     titles, rows = card.table
-    metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items() if not _HEALTH.fullmatch(name)]
+    metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items() if not name.endswith("_spread")]
     setting = {"hardware": card.hardware, "precision": card.precision, "processes": card.num_processes}
     hyperparameters = without_secrets(card.hyperparameters, publishable)
     pictures = {"Training curves": "training.png", "Retrieved {}s": "retrieval.png"}

@@ -1,4 +1,4 @@
-"""Intervals against a bootstrap over images, and by hand; the health of embeddings against singular values."""
+"""Intervals against a bootstrap over images, and by hand."""
 
 import math
 from types import SimpleNamespace
@@ -6,21 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_utils.evaluation import metrics
 from mm_utils.evaluation.embeddings import Embeddings, Texts, cosine_ranks
 from mm_utils.evaluation.metrics import (
     FEW_GROUPS,
-    embedding_health,
     half_width,
     helps,
     mean_interval,
     share_with_interval,
+    spread,
     wilson_interval,
 )
-from tests.kit.truthful_model import split_of
 
 
 def test_wilson_interval_by_hand() -> None:
@@ -80,46 +77,10 @@ def test_a_head_helps_that_gains_more_than_chance_and_loses_nowhere(
     assert helps(ranks) == expected
 
 
-# -- health of the embeddings -------------------------------------------------------------------------------------------
-def random_split(images: int, captions: int, width: int) -> Embeddings:
-    """Unit embeddings of uneven variance."""
-    generator = torch.Generator().manual_seed(images)
-    variance = torch.linspace(0.1, 1.0, width) ** 2
-
-    def rows(count: int) -> Tensor:
-        return normalize(torch.randn(count, width, generator=generator) * variance + 0.2, dim=1)
-
-    owner = torch.randint(0, images, (captions,), generator=generator).tolist()
-    return split_of(rows(images), rows(captions), owner)
-
-
-def plain_health(split: Embeddings) -> dict[str, float]:
-    """The definitions, by singular values."""
-    found = {}
-    for name, rows in (("image", split.image_ME.double()), ("text", split.text_TE.double())):
-        centred = rows - rows.mean(0)
-        values = torch.linalg.svdvals(centred)[: min(rows.shape[1], len(rows) - 1)]
-        shares = values / values.sum()
-        found[f"{name}_effective_rank"] = math.exp(-(shares * shares.log()).sum())
-        found[f"{name}_spread"] = centred.square().sum(1).mean().item()
-    return found
-
-
-@pytest.mark.parametrize(("images", "captions", "width"), [(50, 120, 16), (12, 12, 40), (2, 5, 3), (7, 3, 2)], ids=str)
-def test_health_is_what_full_matrices_give(
-    images: int, captions: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics, "BLOCK", 5)
-    split = random_split(images, captions, width)
-    assert embedding_health(split) == pytest.approx(plain_health(split), rel=1e-5, abs=1e-7)
-
-
-@pytest.mark.parametrize("rows", [1, 300])
-def test_a_single_point_has_one_direction_though_rounding_has_many(rows: int) -> None:
-    point = normalize(torch.full((rows, 64), 0.3) + 1e-8 * torch.randn(rows, 64), dim=1)
-    found = embedding_health(split_of(point, -point, list(range(rows))))
-    assert found["text_effective_rank"] == found["image_effective_rank"] == 1
-    assert found["image_spread"] < 1e-12
+def test_spread_is_the_mean_distance_from_the_centroid() -> None:
+    rows = normalize(torch.randn(50, 16) + 0.2, dim=1)
+    assert spread(rows) == pytest.approx((rows - rows.mean(0)).square().sum(1).mean().item(), rel=1e-5)
+    assert abs(spread(rows[:1].expand(300, -1))) < 1e-6
 
 
 def split_of_kinds(kinds: int, media: int, captions: int, generator: torch.Generator) -> Embeddings:

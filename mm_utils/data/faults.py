@@ -116,12 +116,12 @@ _EXCERPT, _LONGEST_DETAIL, _LONGEST_READ = 200, 1000, 10_000  # characters; reda
 
 
 class Fault(ValueError):
-    """A row that cannot be used; `reason` is a key of `REASONS`, `detail` one printable line."""
+    """A row that cannot be used; `reason` is a key of `REASONS`, `detail` one printable line, `raw` the row's text, if it is known."""
 
-    def __init__(self, reason: str, detail: str):
+    def __init__(self, reason: str, detail: str, raw: str = ""):
         detail = shortened(escaped(detail[:_LONGEST_READ]), _LONGEST_DETAIL)
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+        super().__init__(reason, detail, raw)
+        self.reason, self.detail, self.raw = reason, detail, raw
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}. {REASONS[self.reason]}"

@@ -31,7 +31,7 @@ from mm_utils.data.paths import MOST_FILES, expand_braces, files_of_pattern
 from mm_utils.data.rows import text_files
 from mm_utils.data.rows.records import CellImage
 from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.rows.text_files import BadLine, text_records
+from mm_utils.data.rows.text_files import text_rows
 from scripts.prepare_data import main
 from tests.kit.corpora import task_of
 from tests.kit.fault_images import draw, png
@@ -329,8 +329,8 @@ def test_a_parquet_file_takes_memory_that_its_size_bounds(tmp_path: Path, monkey
 def rows_in(path: Path, text: bytes | str) -> tuple[list[tuple[int, Any]], dict[int, str]]:
     """The good rows of a file of this text, and the reasons of the bad ones, by number."""
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    rows = list(text_records(path)[1])
-    bad = {number: row.fault.reason for number, row in rows if isinstance(row, BadLine)}
+    rows = [(int(place.split()[1]), row) for place, row in text_rows(path)]
+    bad = {number: row.reason for number, row in rows if isinstance(row, Fault)}
     return [(number, row) for number, row in rows if number not in bad], bad
 
 

@@ -285,7 +285,7 @@ def test_a_function_of_ones_own_reads_a_source(folder: Path, monkeypatch: pytest
     assert [(record.id, record.captions) for record in good] == [("a.jpg", ["a house"]), ("b.jpg", ["a street"])]
     assert reasons(bad) == [("line 2", "malformed_row"), ("line 3", "image_missing")]
     for name, message in (
-        ("diary.odd", "it yields int. Yield Record or BadRow"),
+        ("diary.odd", "it yields int. Yield a row's place"),
         ("diary.no", "format has diary.no; module 'diary' has no attribute"),
         ("diary", "known are .*sqlite.*, and a function of your own as module.function"),
     ):

@@ -38,10 +38,11 @@ from datasets.features.features import require_decoding
 from tqdm.auto import tqdm
 
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
+from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.ingest import pieces, read_part
 from mm_utils.data.rows.columns import NEGATIVES, SPLITS
-from mm_utils.data.rows.stored import check_image_files, dataset_jail, is_saved, load_splits
+from mm_utils.data.rows.stored import check_image_files, folders_of, is_saved, load_splits
 from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
@@ -80,7 +81,7 @@ def open_prepared(name: str, title: str, allow_outside: bool = False) -> Dataset
                 f"{title}; its report.json says {PREPARED_FORMAT}, but split {split} is none of it. Prepare it anew."
             )
     if not allow_outside:
-        jail = dataset_jail(name, None, allow_outside)
+        jail = Jail(name, also=folders_of(name))
         for split, rows in pairs.items():
             check_image_files(rows, f"{title}, split {split}", jail)
     return pairs

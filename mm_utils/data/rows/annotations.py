@@ -2,18 +2,20 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mm_utils.data.faults import Fault
-from mm_utils.data.rows.columns import split_of
+from mm_utils.data.rows.columns import Columns
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import (
     check_line,
     checked_object,
     is_wide,
+    made_rows,
     parse_json,
     read_document,
     read_lines,
@@ -43,54 +45,48 @@ def format_of(suffix: str, head: str) -> str | None:
 def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Join ``images`` and ``annotations`` by ``image_id``: one record an image; ValueError if no annotation has a caption."""
     document, builder = _open_document(source, safety, "images", "annotations")
-    annotations: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
-    for at, item in enumerate(document["annotations"]):
-        try:
-            row = checked_object(item)
-            caption = _present(row, "caption")
-            annotations[str(_present(row, "image_id"))].append((at, caption))
-        except Fault as fault:
-            yield builder.bad(f"annotation {at}", fault, str(item))
+    annotations: defaultdict[str, list[tuple[str, Any]]] = defaultdict(list)
+    texts = partial(_with, keys=("caption", "image_id"))
+    for place, annotation in made_rows("annotation", enumerate(document["annotations"]), texts):
+        if isinstance(annotation, Fault):
+            yield builder.bad(place, annotation, annotation.raw)
+        else:
+            annotations[str(annotation["image_id"])].append((place, annotation["caption"]))
     if document["annotations"] and not annotations:
         raise ValueError(f"{source.title}; no annotation has image_id and caption. Give COCO's captions file.")
-    seen: dict[str, int] = {}
-    for at, item in enumerate(document["images"]):
-        try:
-            row = checked_object(item)
-            key = str(_present(row, "id"))
-            if key in seen:
-                raise Fault("duplicate_id", f"image {seen[key]} has the id {key}, too")
-            seen[key] = at
-            if key not in annotations:
-                raise Fault("unmatched_image", f"no annotation has the image_id {key}")
-            image, _ = builder.image(_present(row, "file_name"))
-            captions = [caption for _, caption in annotations[key]]
-            yield builder.record(f"image {at}", (image, key), captions, split=_split_of_row(row, source))
-        except Fault as fault:
-            yield builder.bad(f"image {at}", fault, str(item))
+    seen = set[str]()
+
+    def image(item: Any) -> dict[str, Any]:
+        key = str(_with(item, ("id",))["id"])
+        if key in seen:
+            raise Fault("duplicate_id", f"an image before has the id {key}, too")
+        seen.add(key)
+        if key not in annotations:
+            raise Fault("unmatched_image", f"no annotation has the image_id {key}")
+        return {**item, "id": key, "captions": [caption for _, caption in annotations[key]]}
+
+    columns = Columns("file_name", "captions", "id")
+    yield from builder.records(columns, made_rows("image", enumerate(document["images"]), image))
     for key, left in annotations.items():
-        for at, caption in left if key not in seen else ():
-            yield builder.bad(
-                f"annotation {at}", Fault("unmatched_caption", f"no image has the id {key}"), str(caption)
-            )
+        for place, caption in left if key not in seen else ():
+            yield builder.bad(place, Fault("unmatched_caption", f"no image has the id {key}"), str(caption))
 
 
 def read_karpathy(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read ``images[].sentences[].raw`` with their splits; restval counts as train."""
     document, builder = _open_document(source, safety, "images")
-    for at, item in enumerate(document["images"]):
-        try:
-            row = checked_object(item)
-            sentences = row.get("sentences")
-            if not isinstance(sentences, list) or not sentences:
-                raise Fault("unmatched_image", "it has no sentences")
-            captions = [_present(checked_object(sentence), "raw") for sentence in sentences]
-            named = str(_present(row, "filename"))
-            image, by_path = builder.image(f"{row['filepath']}/{named}" if row.get("filepath") else named)
-            key = next((str(row[name]) for name in ("cocoid", "imgid") if row.get(name) is not None), by_path)
-            yield builder.record(f"image {at}", (image, key), captions, split=_split_of_row(row, source))
-        except Fault as fault:
-            yield builder.bad(f"image {at}", fault, str(item))
+
+    def image(item: Any) -> dict[str, Any]:
+        row = checked_object(item)
+        if not isinstance(sentences := row.get("sentences"), list) or not sentences:
+            raise Fault("unmatched_image", "it has no sentences")
+        captions = [_with(sentence, ("raw",))["raw"] for sentence in sentences]
+        path = "/".join(filter(None, (row.get("filepath"), str(_with(row, ("filename",))["filename"]))))
+        key = next((row[name] for name in ("cocoid", "imgid") if row.get(name) is not None), path)
+        return {"image": path, "captions": captions, "id": key, "split": row.get("split")}
+
+    columns = Columns("image", "captions", "id")
+    yield from builder.records(columns, made_rows("image", enumerate(document["images"]), image))
 
 
 def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -98,25 +94,23 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
 
     Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted.
     """
-    builder, pattern = _builder(source, safety), _TOKEN
-    for number, line in enumerate(read_lines(Path(source.path)), start=1):
-        text = line.strip()
-        if number == 1 and _HEADER.match(text):
-            pattern = _PIPES if "|" in text else _COMMA
-            continue
-        if not text:
-            continue
-        try:
-            check_line(line)
-            found = pattern.fullmatch(text)
-            if found is None:
-                raise Fault("malformed_row", "it is not an image's name and its caption")
-            caption = found["caption"].strip()
-            if len(caption) > 1 and caption[0] == caption[-1] == '"':
-                caption = caption[1:-1].replace('""', '"')
-            yield builder.record(f"line {number}", builder.image(found["name"].strip()), [caption])
-        except Fault as fault:
-            yield builder.bad(f"line {number}", fault, line)
+    builder, lines = _builder(source, safety), enumerate(read_lines(Path(source.path)), start=1)
+    first = next(read_lines(Path(source.path)), "").strip()
+    pattern, has_header = _TOKEN, _HEADER.match(first) is not None
+    if has_header:
+        pattern = _PIPES if "|" in first else _COMMA
+
+    def row(line: str) -> dict[str, Any]:
+        check_line(line)
+        if (found := pattern.fullmatch(line.strip())) is None:
+            raise Fault("malformed_row", "it is not an image's name and its caption")
+        caption = found["caption"].strip()
+        if len(caption) > 1 and caption[0] == caption[-1] == '"':
+            caption = caption[1:-1].replace('""', '"')
+        return {"image": found["name"].strip(), "caption": caption}
+
+    below = ((number, line) for number, line in lines if line.strip() and not (has_header and number == 1))
+    yield from builder.records(Columns("image", "caption"), made_rows("line", below, row))
 
 
 def _open_document(source: Source, safety: PathArguments, *keys: str) -> tuple[dict[str, Any], RecordBuilder]:
@@ -144,11 +138,10 @@ def _builder(source: Source, safety: PathArguments) -> RecordBuilder:
     return RecordBuilder(source, safety)
 
 
-def _split_of_row(row: dict[str, Any], source: Source) -> str | None:
-    return None if source.split or row.get("split") is None else split_of(row["split"])
-
-
-def _present(row: dict[str, Any], key: str) -> Any:
-    if row.get(key) is None and (key not in row or key.endswith("id")):
-        raise Fault("missing_column", f"there is no {key}")
-    return row[key]
+def _with(item: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """Return an object that has the keys, and a value for those that name something; raises the fault of another."""
+    row = checked_object(item)
+    for key in keys:
+        if row.get(key) is None and (key not in row or key.endswith("id")):
+            raise Fault("missing_column", f"there is no {key}")
+    return row

@@ -7,6 +7,7 @@ import heapq
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -300,6 +301,18 @@ def split_named(folder: str) -> str | None:
     """Return the split that the name of a folder says: `TEST`, `val2017`, `valid_set`, `01_train`, `Training images`."""
     words = set(re.split(r"[\W\d_]+", folder.lower())) - _OF_SETS - {""}
     return SPLIT_NAMES.get(words.pop()) if len(words) == 1 else None
+
+
+def split_of_path(path: str, by_words: bool = False) -> str | None:
+    """Return the split that the folders of a relative path name; test goes before validation, and that before train.
+
+    With `by_words` the file's name tells it, too, and a word is enough, as `datasets` has it: `Test/0.parquet`, `my-test_1.parquet`.
+    """
+    folders, name = os.path.split(path)
+    names = re.split(r"[\\/]", folders)
+    words = re.split(r"[\\/\-._ 0-9]+", f"{folders}/{name}") if by_words else []
+    found = {*map(split_named, names), *(SPLIT_NAMES.get(word.lower()) for word in words)}
+    return next((split for split in reversed(SPLITS) if split in found), None)
 
 
 def split_of(value: Any) -> str:

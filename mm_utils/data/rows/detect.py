@@ -9,12 +9,13 @@ from itertools import islice
 from pathlib import Path
 
 from mm_utils.arguments import load_own
+from mm_utils.data.faults import Fault
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
 from mm_utils.data.rows.columns import SUFFIXES, set_medium
 from mm_utils.data.rows.folders import is_service, walk
 from mm_utils.data.rows.media_folders import is_captioned, read_caption_files, read_classes
-from mm_utils.data.rows.records import BadRow, Record
+from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import FORMATS, PathArguments, Source
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import (
@@ -23,9 +24,10 @@ from mm_utils.data.rows.tables import (
     read_metadata,
     read_sqlite,
     read_tables,
+    table_of,
 )
 from mm_utils.data.rows.tars import read_webdataset
-from mm_utils.data.rows.text_files import TEXT_SUFFIXES
+from mm_utils.data.rows.text_files import TEXT_SUFFIXES, Rows
 
 _OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")
 _HEAD = 1 << 16  # characters of a file that are looked at
@@ -83,11 +85,15 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
 
 def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read by a user's reader, which `format` names as module.function."""
-    for item in load_own(source.format, f"{source.title}, format")(source, safety):
-        if not isinstance(item, (Record, BadRow)):
-            wrong = f"it yields {type(item).__name__}. Yield Record or BadRow"
-            raise ValueError(f"{source.title}, format={source.format}; {wrong}.")
-        yield item
+
+    def rows() -> Rows:
+        for item in load_own(source.format, f"{source.title}, format")(source, safety):
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], (dict, Fault))):
+                wrong = f"it yields {type(item).__name__}. Yield a row's place, and a dict of its columns or a Fault"
+                raise ValueError(f"{source.title}, format={source.format}; {wrong}.")
+            yield item
+
+    yield from RecordBuilder(source, safety).records(*table_of(rows(), source, source.title))
 
 
 def detect(source: Source) -> str:

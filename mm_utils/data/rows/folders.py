@@ -2,13 +2,12 @@
 
 import logging
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import check_own_file, file_fault
-from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, SUFFIXES, split_named
+from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.data.rows.records import BadRow, RecordBuilder
 
 logger = logging.getLogger(__name__)
@@ -28,18 +27,6 @@ _PASSED = {
 def is_service(name: str) -> bool:
     """Return whether a file or folder is hidden, or a system, a NAS or an archiver put it beside the data."""
     return (name.startswith(".") and name not in (".", "..")) or name.lower() in _SERVICE
-
-
-def split_of_path(path: str, by_words: bool = False) -> str | None:
-    """Return the split that the folders of a relative path name; test goes before validation, and that before train.
-
-    With `by_words` the file's name tells it, too, and a word is enough, as `datasets` has it: `Test/0.parquet`, `my-test_1.parquet`.
-    """
-    folders, name = os.path.split(path)
-    names = re.split(r"[\\/]", folders)
-    words = re.split(r"[\\/\-._ 0-9]+", f"{folders}/{name}") if by_words else []
-    found = {*map(split_named, names), *(SPLIT_NAMES.get(word.lower()) for word in words)}
-    return next((split for split in reversed(SPLITS) if split in found), None)
 
 
 @dataclass

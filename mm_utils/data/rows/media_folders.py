@@ -5,14 +5,16 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import Jail, read_file
-from mm_utils.data.rows.columns import SUFFIXES, split_named
-from mm_utils.data.rows.folders import Unread, is_service, split_of_path, walk
+from mm_utils.data.rows.columns import SUFFIXES, Columns, split_named
+from mm_utils.data.rows.folders import Unread, is_service, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import TEMPLATES, PathArguments, Source
+from mm_utils.data.rows.text_files import Rows, lines_of, made_rows
 from mm_utils.files import read_regular_file
 from mm_utils.text import one_line
 
@@ -33,30 +35,30 @@ def is_captioned(files: list[tuple[str, str]], medium: str) -> bool:
 
 def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read media with a caption file beside each, one caption a line."""
-    builder = RecordBuilder(source, safety)
-    suffixes, jail, unread = SUFFIXES[builder.medium], Jail(source.path, safety.allow_outside_root), Unread()
-    for place, names in walk(source.path, unread):
-        unread.pass_by(source.path, place, names, (*suffixes, *CAPTION_SUFFIXES))
-        paths = [os.path.relpath(os.path.join(place, name), source.path) for name in names]
-        texts = {
-            os.path.splitext(path)[0]: path for path in reversed(paths) if path.lower().endswith(CAPTION_SUFFIXES)
-        }
-        left = set(texts.values())
-        for path in paths:
-            if not path.lower().endswith(suffixes):
-                continue
-            file = texts.get(os.path.splitext(path)[0])
-            left.discard(str(file))
-            try:
-                if file is None:
-                    raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt file beside it")
-                captions = list(filter(None, map(str.strip, _text_of(file, jail).splitlines()))) or [""]
-                yield builder.record(f"file {path}", builder.image(path), captions, split=split_of_path(path))
-            except Fault as fault:
-                yield builder.bad(f"file {path}", fault, path)
-        for path in sorted(left):
-            unmatched = Fault("unmatched_caption", f"there is no {builder.medium} of the name {path}")
-            yield builder.bad(f"file {path}", unmatched)
+    builder, unread, jail = RecordBuilder(source, safety), Unread(), Jail(source.path, safety.allow_outside_root)
+    suffixes = SUFFIXES[builder.medium]
+
+    def files() -> Iterator[tuple[str, tuple[str | None, str | None]]]:
+        """Yield each medium with its text, and the texts of none."""
+        for place, names in walk(source.path, unread):
+            unread.pass_by(source.path, place, names, (*suffixes, *CAPTION_SUFFIXES))
+            paths = [os.path.relpath(os.path.join(place, name), source.path) for name in names]
+            texts = [path for path in reversed(paths) if path.lower().endswith(CAPTION_SUFFIXES)]
+            of_stem = {os.path.splitext(path)[0]: path for path in texts}
+            media = {path: of_stem.get(os.path.splitext(path)[0]) for path in paths if path.lower().endswith(suffixes)}
+            yield from ((path, (path, text)) for path, text in media.items())
+            yield from ((path, (None, path)) for path in sorted({*of_stem.values()} - {*media.values()}))
+
+    def row(pair: tuple[str | None, str | None]) -> dict[str, Any]:
+        path, text = pair
+        if text is None:
+            raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt file beside it")
+        if path is None:
+            raise Fault("unmatched_caption", f"there is no {builder.medium} of the name {text}")
+        return {"image": path, "captions": lines_of(_text_of(text, jail))}
+
+    columns = Columns("image", "captions", medium=builder.medium)
+    yield from builder.records(columns, made_rows("file", files(), row), by_folder=True)
     yield from unread.rows(builder)
 
 
@@ -74,10 +76,16 @@ def _text_of(file: str, jail: Jail) -> str:
 
 def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
-    builder = RecordBuilder(source, safety)
-    names, divided, unread, nested = class_names(source), _is_divided(source.path), Unread(), ""
-    suffixes = SUFFIXES[builder.medium]
-    templates = MEDIA[builder.medium].templates if source.templates == TEMPLATES else source.templates
+    builder, unread = RecordBuilder(source, safety), Unread()
+    label = "label" if source.labelled else None
+    columns = Columns("image", "captions", medium=builder.medium, labelled=source.labelled, label=label)
+    yield from builder.records(columns, _class_rows(source, builder.medium, unread))
+    yield from unread.rows(builder)
+
+
+def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
+    names, divided, suffixes, nested = class_names(source), _is_divided(source.path), SUFFIXES[medium], ""
+    templates = MEDIA[medium].templates if source.templates == TEMPLATES else source.templates
     for place, files in walk(source.path, unread):
         parts = os.path.relpath(place, source.path).split(os.sep)
         images = [name for name in files if name.lower().endswith(suffixes)]
@@ -91,8 +99,8 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
         if not images:
             continue
         if not parts or parts == ["."]:
-            detail = f"{len(images):,} {builder.medium}s lie in no class's folder, such as {images[0]}"
-            yield builder.bad(f"folder {place}", Fault("bad_label" if source.labelled else "unmatched_image", detail))
+            detail = f"{len(images):,} {medium}s lie in no class's folder, such as {images[0]}"
+            yield f"folder {place}", Fault("bad_label" if source.labelled else "unmatched_image", detail)
             continue
         if len(parts) > 1 and not nested:
             nested = os.path.relpath(place, source.path)
@@ -103,16 +111,12 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
             )
         label = parts[0] if source.labelled else _class_name(parts[0], names, source)
         if not label:
-            yield builder.bad(f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class"))
+            yield f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class")
             continue
         captions = [] if source.labelled else [template.replace("{}", label) for template in templates]
         for name in images:
             path = os.path.relpath(os.path.join(place, name), source.path)
-            try:
-                yield builder.record(f"file {path}", builder.image(path), captions, split=split, answers=[label])
-            except Fault as fault:
-                yield builder.bad(f"file {path}", fault, path, split)
-    yield from unread.rows(builder)
+            yield f"file {path}", {"image": path, "captions": captions, "label": [label], "split": split}
 
 
 def _is_divided(folder: str) -> bool:

@@ -1,6 +1,8 @@
 """Records: one row of a source with its place, or the reason why the row cannot be used; nothing is decoded here."""
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -12,8 +14,20 @@ from mm_utils.data.faults import Fault, excerpt, storable
 from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, is_url, read_file
-from mm_utils.data.rows.columns import SPLIT_NAMES, is_null, texts_of
+from mm_utils.data.rows.columns import (
+    BESIDE,
+    SPLIT_NAMES,
+    Columns,
+    answers_of,
+    captions_of,
+    id_of,
+    is_null,
+    split_of,
+    split_of_path,
+    texts_of,
+)
 from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.text_files import Rows
 from mm_utils.text import one_line
 
 _PARQUET_BATCH = 32  # rows of images that a process holds at a time
@@ -131,10 +145,16 @@ class RecordBuilder:
     Args:
         default_root: the folder of images if neither the source nor the flags give one, by default the source's.
         id_root: the folder that ids made of paths are relative to; by default that of the images.
+        also: further folders where images may lie.
     """
 
     def __init__(
-        self, source: Source, safety: PathArguments, default_root: str | os.PathLike[str] = "", id_root: str = ""
+        self,
+        source: Source,
+        safety: PathArguments,
+        default_root: str | os.PathLike[str] = "",
+        id_root: str = "",
+        also: Iterable[str] = (),
     ) -> None:
         self.source, self.safety = source, safety
         given = source.image_root or safety.image_root
@@ -142,11 +162,11 @@ class RecordBuilder:
         root = given or os.fspath(default_root) or own
         if not os.path.isdir(root):
             raise ValueError(f"{source.title}; its image_root {root} is not a folder. Give the folder of the images.")
-        self.jail = Jail(root, safety.allow_outside_root)
+        self.jail = Jail(root, safety.allow_outside_root, also)
         self._id_root = os.path.abspath(given or id_root or root)
         self.medium = "image" if source.medium == "auto" else source.medium
 
-    def image(self, value: Any, jail: Jail | None = None) -> tuple[ImageRef, str | None]:
+    def image(self, value: Any) -> tuple[ImageRef, str | None]:
         """Return the medium that a cell names, and the id that follows from its path."""
         if isinstance(value, ImageRef):
             return value, None
@@ -155,33 +175,69 @@ class RecordBuilder:
         written = value
         if isinstance(value, dict) and {"bytes", "path"} & set(value):
             written = value.get("path") or value.get("bytes")
-        path = image_path(written, jail or self.jail)
+        path = image_path(written, self.jail)
         inside = path.startswith(self._id_root + os.sep)
         key = path[len(self._id_root) + 1 :].replace(os.sep, "/") if inside else str(written)
         return FileImage(path), storable(key)
-
-    def record(
-        self,
-        where: str,
-        image: tuple[ImageRef, str | None],
-        captions: list[Any],
-        split: str | None = None,
-        **beside: Any,
-    ) -> Record:
-        """Return the record of an image with its id, to which a cut is added; `beside` are further fields of `Record`."""
-        ref, key = image
-        if self.medium == "image":
-            beside = {name: value for name, value in beside.items() if name not in ("cut", "moments")}
-        elif key is not None and (cut := beside.get("cut", (None, None))) != (None, None):
-            begin, end = ("" if each is None else each for each in cut)
-            key = storable(f"{key}#{begin}-{end}")
-        beside |= {"split": self.source.split or split, "medium": self.medium}
-        return Record(self.source.name, storable(where), key, ref, texts_of(captions), **beside)
 
     def bad(self, where: str, fault: Fault, raw: str = "", split: Any = None) -> BadRow:
         """Return the bad row of a fault."""
         split = self.source.split or SPLIT_NAMES.get(str(split).lower())
         return BadRow(self.source.name, storable(where), fault, excerpt(raw), split)
+
+    def records(
+        self, columns: Columns, rows: Rows, file: str = "", split: str | None = None, by_folder: bool = False
+    ) -> Iterator[Record | BadRow]:
+        """Return the records of the rows of a file.
+
+        `split` is that of rows that name none; with `by_folder`, a folder in the path of their image may name it.
+        """
+        self.medium = columns.medium
+        for place, values in rows:
+            where = ", ".join(filter(None, (file, place)))
+            if isinstance(values, Fault):
+                yield self.bad(where, values, values.raw, split)
+                continue
+            try:
+                yield self._record(columns, where, values, split, by_folder)
+            except Fault as fault:
+                shown = {key: value for key, value in values.items() if not isinstance(value, ImageRef)}
+                yield self.bad(where, fault, str(shown), values.get("split") or split)
+
+    def _record(
+        self, columns: Columns, where: str, values: dict[str, Any], split: str | None, by_folder: bool
+    ) -> Record:
+        if None in values:
+            raise Fault("malformed_row", "more cells than columns; a separator without quotes?")
+        for column in filter(None, (columns.image, columns.caption, columns.label)):
+            if column not in values and column not in columns.parts:  # of a template, any may be missing
+                raise Fault("missing_column", f"there is no {column}")
+        captions = captions_of(values, columns)
+        image, key = self.image(values[str(columns.image)])
+        key = id_of(values, columns) or key
+        if not is_null(values.get("split")) and self.source.split is None:
+            split = split_of(values["split"])
+        elif by_folder and not os.path.isabs(written := str(values[str(columns.image)])):
+            split = split_of_path(written)
+        beside: dict[str, Any] = {name: values.get(name) for name in BESIDE}
+        if self.medium != "image":
+            cut = tuple(_time_of(values.get(name)) for name in ("start", "end"))
+            beside |= {"cut": cut, "moments": values.get("moments")}
+            if key is not None and cut != (None, None):
+                key = storable(f"{key}#{'-'.join('' if time is None else str(time) for time in cut)}")
+        if columns.group and not is_null(group := values.get(columns.group)):
+            beside["group"] = storable(str(group).strip())
+        if columns.label is not None:
+            beside["answers"] = answers_of(values[columns.label], columns.classes)
+        beside |= {"split": self.source.split or split, "medium": self.medium, "classes": columns.classes}
+        return Record(self.source.name, storable(where), key, image, texts_of(captions), **beside)
+
+
+def _time_of(value: Any) -> Any:
+    """Return a number that a CSV file has as text; anything else as it is, null as None."""
+    with suppress(ValueError):
+        return None if is_null(value) else float(value) if isinstance(value, str) else value
+    return value
 
 
 def image_path(value: Any, jail: Jail) -> str:

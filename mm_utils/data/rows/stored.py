@@ -92,12 +92,10 @@ def open_builder(name: str, config: str | None = None) -> DatasetBuilder:
     return builder
 
 
-def dataset_jail(name: str, root: str | None, allow_outside: bool) -> Jail:
-    """Return the jail of a data set's images: `root`, its folder, and its part of the cache."""
-    is_folder = os.path.isdir(name)
-    own = name if is_folder else os.path.join(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
-    also = own, str(datasets.config.DOWNLOADED_DATASETS_PATH)
-    return Jail(root or (name if is_folder else "."), allow_outside, also)
+def folders_of(name: str) -> tuple[str, str]:
+    """Return the folders where the images of a data set lie: its own, or its part of the cache, and what `datasets` fetched."""
+    own = name if os.path.isdir(name) else os.path.join(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
+    return own, str(datasets.config.DOWNLOADED_DATASETS_PATH)
 
 
 # What `datasets` raises of files that are damaged; RecursionError is a RuntimeError.

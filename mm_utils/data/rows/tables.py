@@ -4,8 +4,7 @@ import itertools
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Audio, ClassLabel, Dataset, Features, Image, Video
 
-from mm_utils.data.faults import Fault, storable
+from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import ParquetRows, cells_of
-from mm_utils.data.paths import Jail, check_own_file
+from mm_utils.data.paths import check_own_file
 from mm_utils.data.rows.columns import (
     BESIDE,
     BESIDE_TIME,
@@ -24,33 +23,22 @@ from mm_utils.data.rows.columns import (
     SUFFIXES,
     Columns,
     Known,
-    answers_of,
-    captions_of,
     find_columns,
-    id_of,
     is_null,
-    split_of,
+    split_of_path,
 )
-from mm_utils.data.rows.folders import Unread, own_files, split_of_path, walk
+from mm_utils.data.rows.folders import Unread, own_files, walk
 from mm_utils.data.rows.records import BadRow, CellImage, ImageRef, Record, RecordBuilder, StoredImage
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.stored import dataset_jail, load_splits
-from mm_utils.data.rows.text_files import BadLine, Rows, text_records
+from mm_utils.data.rows.stored import folders_of, load_splits
+from mm_utils.data.rows.text_files import Rows, text_rows
 from mm_utils.text import one_line
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _ROWS = 1000  # read at a time, without their images
 _KINDS = {Image: "image", Video: "clip", Audio: "sound"}
-
-
-@dataclass
-class Table:
-    """Rows of a file or split; embedded images are `ImageRef`s, `jail` resolves paths."""
-
-    unit: str
-    columns: Columns
-    rows: Rows
-    jail: Jail
+Table = tuple[Columns, Rows]
+"""The columns of a file or split, and its rows, in which embedded images are `ImageRef`s."""
 
 
 def read_tables(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -60,9 +48,8 @@ def read_tables(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     names = own_files(source.path, (kind,), safety.allow_outside_root, source.title, unread) if is_folder else [""]
     for name in names:
         file = path / name
-        table = _parquet_table(file, builder) if kind == ".parquet" else _text_table(file, builder, kind)
-        split = split_of_path(name, by_words=True) if is_folder else None
-        yield from records_of(table, builder, f"{name}, " if is_folder else "", split)
+        table = _parquet_table(file, source) if kind == ".parquet" else table_of(text_rows(file, kind), source, file)
+        yield from builder.records(*table, name, split_of_path(name, by_words=True) if is_folder else None)
     yield from unread.rows(builder)
 
 
@@ -76,9 +63,9 @@ def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> I
         check_own_file(path, source.path, safety.allow_outside_root, source.title)
         split = split_of_path(os.path.relpath(path, source.path))
         builder = RecordBuilder(source, safety, path.parent, source.path)
-        table = _parquet_table(path, builder) if path.suffix == ".parquet" else _text_table(path, builder)
-        prefix = f"{path.parent.name}/{path.name}, " if len(files) > 1 else ""
-        for row in records_of(table, builder, prefix, split, by_folder=split is None):
+        table = _parquet_table(path, source) if path.suffix == ".parquet" else table_of(text_rows(path), source, path)
+        file = f"{path.parent.name}/{path.name}" if len(files) > 1 else ""
+        for row in builder.records(*table, file, split, by_folder=split is None):
             if isinstance(row, Record):
                 named.add(row.image.name)
             yield row
@@ -94,9 +81,8 @@ def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> I
 
 def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read all splits of a data set on the Hub or on disk."""
-    builder = RecordBuilder(source, safety, "" if os.path.isdir(source.path) else ".")
+    builder = RecordBuilder(source, safety, "" if os.path.isdir(source.path) else ".", also=folders_of(source.path))
     splits = load_splits(source.path, source.title, safety.allow_outside_root, source.config)
-    jail = dataset_jail(source.path, source.image_root or safety.image_root, safety.allow_outside_root)
     if source.split is None and not any(str(name).lower() in SPLIT_NAMES for name in splits):
         raise ValueError(f"{source.title}; its splits are {', '.join(splits)}. Name them train, validation and test.")
     for given, dataset in splits.items():
@@ -105,85 +91,35 @@ def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | Ba
             detail = f"the split {given} of {len(dataset):,} rows is not train, validation or test"
             yield builder.bad(f"split {given}", Fault("unknown_split", detail))
             continue
-        table = _dataset_table(dataset, f"{source.title}, split {given}", builder, jail)
-        yield from records_of(table, builder, f"split {given}, ", split)
+        table = _dataset_table(dataset, f"{source.title}, split {given}", source)
+        yield from builder.records(*table, f"split {given}", split)
 
 
-def records_of(
-    table: Table, builder: RecordBuilder, prefix: str = "", split: str | None = None, by_folder: bool = False
-) -> Iterator[Record | BadRow]:
-    """Return the records of a table's rows, `split` where they name none."""
-    for number, found in table.rows:
-        where = f"{prefix}{table.unit} {number}"
-        values = BadLine(found, "") if isinstance(found, Fault) else found
-        if isinstance(values, BadLine):
-            yield builder.bad(where, values.fault, values.text, split)
-            continue
-        try:
-            yield _record(table, builder, where, values, split, by_folder)
-        except Fault as fault:
-            shown = {key: value for key, value in values.items() if not isinstance(value, ImageRef)}
-            yield builder.bad(where, fault, str(shown), values.get("split") or split)
-
-
-def _record(
-    table: Table, builder: RecordBuilder, where: str, values: dict[str, Any], split: str | None, by_folder: bool
-) -> Record:
-    if None in values:
-        raise Fault("malformed_row", "more cells than columns; a separator without quotes?")
-    columns = table.columns
-    for column in filter(None, (columns.image, columns.caption, columns.label)):
-        if column not in values and column not in columns.parts:  # of a template, any may be missing
-            raise Fault("missing_column", f"there is no {column}")
-    captions = captions_of(values, columns)
-    builder.medium = columns.medium
-    image, key = builder.image(values[str(columns.image)], table.jail)
-    key = id_of(values, columns) or key
-    if builder.source.split is None:
-        if not is_null(values.get("split")):
-            split = split_of(values["split"])
-        elif by_folder and not os.path.isabs(written := str(values[str(columns.image)])):
-            split = split_of_path(written)
-    beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
-    beside["cut"] = (_time_of(values.get("start")), _time_of(values.get("end")))
-    if columns.group and not is_null(group := values.get(columns.group)):
-        beside["group"] = storable(str(group).strip())
-    if columns.label is not None:
-        beside["answers"] = answers_of(values[columns.label], columns.classes)
-    return builder.record(where, (image, key), captions, split=split, classes=columns.classes, **beside)
-
-
-def _time_of(value: Any) -> Any:
-    """Return a number that a CSV file has as text; anything else as it is, null as None."""
-    with suppress(ValueError):
-        return None if is_null(value) else float(value) if isinstance(value, str) else value
-    return value
-
-
-def _text_table(path: Path, builder: RecordBuilder, kind: str | None = None) -> Table:
-    title = builder.source.title
-    unit, rows = text_records(path, kind)
+def table_of(rows: Rows, source: Source, file: str | Path) -> Table:
+    """Return rows with their columns, which the first hundred tell; ValueError if there is none, or the first is a fault of the file."""
     head = list(itertools.islice(rows, 100))
     if not head:
-        raise ValueError(f"{title}; the file holds no rows. Give a file with one image and its caption per row.")
-    number, values = head[0]
+        raise ValueError(
+            f"{source.title}; the file holds no rows. Give a file with one image and its caption per row."
+        )
+    place, values = head[0]
     read = [row for _, row in head if isinstance(row, dict)]
-    if isinstance(values, BadLine) and not read:
-        raise ValueError(values.describe(path, f"{unit} {number}"))
+    if isinstance(values, Fault) and not read:
+        raise ValueError(f"{file}, {place} is {values.detail}. {REASONS[values.reason]}")
     names = dict.fromkeys(name for row in read for name in row if name is not None)
     first = {name: value for row in reversed(read) for name, value in row.items() if not is_null(value)}
-    columns = find_columns(list(names), title, builder.source.columns, Known(first=first))
-    return Table(unit, columns, itertools.chain(head, rows), builder.jail)
+    columns = find_columns(list(names), source.title, source.columns, Known(first=first))
+    return columns, itertools.chain(head, rows)
 
 
-def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
-    title = f"{builder.source.title}, {path.name}"
+def _parquet_table(path: Path, source: Source) -> Table:
+    title = f"{source.title}, {path.name}"
     try:
         opened = ParquetRows(str(path), title)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{title}; it cannot be read as Parquet ({one_line(error)}). Write it anew.") from error
     schema, about = opened.schema, opened.file.metadata
-    columns = find_table_columns(schema, title, builder.source.columns)
+    columns = find_table_columns(schema, title, source.columns)
     image, embeds = str(columns.image), _holds_media(schema, columns, title)
     # The file's statistics tell whether no cell has bytes; then all are paths.
     if embeds and pa.types.is_struct(schema.field(image).type):
@@ -195,7 +131,7 @@ def _parquet_table(path: Path, builder: RecordBuilder) -> Table:
         embeds = held and nulls < sum(part.num_values for part in parts)
     refs = (CellImage(f"{path}, row {row}", str(path), row, image) for row in itertools.count())
     cells = opened.cells(read_columns(columns, schema.names, with_image=not embeds), _ROWS)
-    return Table("row", columns, _rows(cells, image, embeds, refs), builder.jail)
+    return columns, _rows(cells, image, embeds, refs)
 
 
 def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Columns:
@@ -237,12 +173,12 @@ def _rows(
     for number, (values, ref) in enumerate(zip(cells, refs, strict=False)):
         if embedded and not isinstance(values, Fault):
             values[image] = ref
-        yield number, values
+        yield f"row {number}", values
 
 
-def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: Jail) -> Table:
+def _dataset_table(dataset: Dataset, title: str, source: Source) -> Table:
     schema = dataset.features.arrow_schema
-    columns = find_table_columns(schema, title, builder.source.columns)
+    columns = find_table_columns(schema, title, source.columns)
     image, embeds = str(columns.image), _holds_media(schema, columns, title)
     refs: Iterable[ImageRef | None] = itertools.repeat(None)
     if embeds:
@@ -251,7 +187,7 @@ def _dataset_table(dataset: Dataset, title: str, builder: RecordBuilder, jail: J
         embeds, refs = stored.null_count < len(stored), _stored_cells(dataset, image)
     read = dataset.select_columns(read_columns(columns, dataset.column_names, with_image=not embeds))
     cells = (values for batch in read.with_format("arrow").iter(_ROWS) for values in cells_of(batch))
-    return Table("row", columns, _rows(cells, image, embeds, refs), jail)
+    return columns, _rows(cells, image, embeds, refs)
 
 
 def _stored_cells(dataset: Dataset, column: str) -> Iterator[CellImage]:
@@ -292,9 +228,9 @@ def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadR
                     values = dict(zip(names, row, strict=True))
                     if isinstance(cell := values.get(image), bytes):
                         values[image] = StoredImage(f"{path}, row {number}", cell, path)
-                    yield number, values
+                    yield f"row {number}", values
 
-            yield from records_of(Table("row", columns, rows(), builder.jail), builder)
+            yield from builder.records(columns, rows())
     except sqlite3.Error as error:
         raise ValueError(
             f"{source.title}; it cannot be read as SQLite ({one_line(error)}). Check the file."

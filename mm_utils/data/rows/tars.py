@@ -7,7 +7,7 @@ and Python pickles, which run code when they are read, set the whole sample asid
 import os
 import tarfile
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -15,20 +15,19 @@ from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import files_of_pattern, read_file
 from mm_utils.data.rows.columns import (
-    BESIDE,
     LABEL_NAMES,
     SUFFIXES,
     TEXT_NAMES,
     USUAL_NAMES,
-    answers_of,
+    Columns,
     set_medium,
-    split_of,
+    split_of_path,
     tell_others,
 )
-from mm_utils.data.rows.folders import Unread, own_files, split_of_path
+from mm_utils.data.rows.folders import Unread, own_files
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.text_files import checked_object, parse_json
+from mm_utils.data.rows.text_files import checked_object, lines_of, parse_json
 from mm_utils.model.reading import MOST_BYTES
 
 _TEXTS = ("txt", "caption", "json", "cls")
@@ -36,6 +35,12 @@ _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
 _LONGEST_TEXT = 1 << 20  # bytes
 _LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
 _LOOKED_AT = 100  # samples that tell the kind of the media
+MEDIUM, KEY, _CAPTIONS, _LABEL = (
+    "__medium__",
+    "__key__",
+    "__captions__",
+    "__label__",
+)  # columns beside those of the .json
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,6 @@ class Sample:
         except UnicodeDecodeError as error:
             raise Fault("bad_encoding", f"{self.key}.{extension}: byte {error.start + 1} is not UTF-8") from error
 
-    def values(self) -> dict[str, Any]:
-        """Parse the .json, if there is one; raises the sample's own fault, or one of the text."""
-        if self.fault is not None:
-            raise self.fault
-        return checked_object(parse_json(self.text("json"))) if "json" in self.texts else {}
-
 
 def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read `source`'s shards, each by itself; an id is the shard's path in the folder, and the key."""
@@ -105,20 +104,22 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
-    builder = RecordBuilder(replace(source, medium=medium), safety, ".")
+    builder = RecordBuilder(source, safety, ".")
     yield from unread.rows(builder)
     parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
     folder = source.path if is_folder else os.path.commonpath(parents)
     for path in paths:
         name = os.path.relpath(path, folder)
         split = split_of_path(name, by_words=True) if is_folder else None
-        for sample in read_shard(path, MEDIA[medium].holders):
-            where = f"{name}, member {sample.key}" if sample.key else name
-            key = f"{os.path.splitext(name)[0]}/{sample.key}"
-            try:
-                yield record_of_sample(builder, sample, where, key, split)
-            except Fault as fault:
-                yield builder.bad(where, fault, sample.texts.get("txt", b"").decode("utf-8", "replace"), split)
+        samples, stem = read_shard(path, MEDIA[medium].holders), os.path.splitext(name)[0]
+        rows = (
+            (
+                f"member {sample.key}" if sample.key else "",
+                row_of_sample(sample, source, medium, f"{stem}/{sample.key}"),
+            )
+            for sample in samples
+        )
+        yield from builder.records(sample_columns(source, medium), rows, name, split)
 
 
 def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
@@ -259,34 +260,44 @@ def _add(
     sample.fault = sample.fault or fault
 
 
-def record_of_sample(builder: RecordBuilder, sample: Sample, where: str, key: str, split: str | None) -> Record:
-    """Return a sample's record: its unchecked captions are the lines of .txt or .caption, else those of .json."""
-    values, source, answers = sample.values(), builder.source, None
-    usual = TEXT_NAMES if source.labelled else USUAL_NAMES["caption"]
-    column = source.caption_column or next((name for name in usual if name in values), None)
-    plain = next((name for name in ("txt", "caption") if name in sample.texts), None)
-    captions: Any = []
-    if source.labelled:
-        label = source.label_column or next((name for name in LABEL_NAMES if name in values), None)
-        if label not in values and "cls" not in sample.texts:
-            raise sample.lacks("label")
-        answers = answers_of(values[label] if label in values else sample.text("cls"))
-        captions = [values[column]] if column in values else []
-    elif plain is not None and source.caption_column is None:
-        captions = list(filter(None, map(str.strip, sample.text(plain).splitlines()))) or [""]
-    elif column in values:
-        captions = values[column]
-        if source.caption_column is None:
-            tell_others("caption", column, values, usual, source.title)
-    else:
-        raise sample.lacks("caption")
-    captions = captions if isinstance(captions, list) else [captions]
-    # A video without a file of its sound is a sound, too.
-    member = next((sample.media[kind] for kind in MEDIA[builder.medium].holders if kind in sample.media), None)
-    if member is None:
-        raise sample.lacks(builder.medium)
-    if values.get("split") is not None and not source.split:
-        split = split_of(values["split"])
-    beside: dict[str, Any] = {name: values.get(name) for name in (*BESIDE, "moments")}
-    beside |= {"cut": (values.get("start"), values.get("end")), "answers": answers}
-    return builder.record(where, (member, storable(key)), captions, split=split, **beside)
+def row_of_sample(sample: Sample, source: Source, medium: str, key: str = "") -> dict[str, Any] | Fault:
+    """Return the values of a sample, in the columns of `sample_columns` and of its .json, or why it has none.
+
+    Its unchecked captions are the lines of .txt or .caption, else those of .json.
+    """
+    try:
+        if sample.fault is not None:
+            raise sample.fault
+        values = checked_object(parse_json(sample.text("json"))) if "json" in sample.texts else {}
+        usual = TEXT_NAMES if source.labelled else USUAL_NAMES["caption"]
+        column = source.caption_column or next((name for name in usual if name in values), None)
+        plain = next((name for name in ("txt", "caption") if name in sample.texts), None)
+        captions: Any = []
+        if source.labelled:
+            label = source.label_column or next((name for name in LABEL_NAMES if name in values), None)
+            if label not in values and "cls" not in sample.texts:
+                raise sample.lacks("label")
+            values[_LABEL] = values[label] if label in values else sample.text("cls")
+            captions = [values[column]] if column in values else []
+        elif plain is not None and source.caption_column is None:
+            captions = lines_of(sample.text(plain))
+        elif column in values:
+            captions = values[column]
+            if source.caption_column is None:
+                tell_others("caption", column, values, usual, source.title)
+        else:
+            raise sample.lacks("caption")
+        # A video without a file of its sound is a sound, too.
+        member = next((sample.media[kind] for kind in MEDIA[medium].holders if kind in sample.media), None)
+        if member is None:
+            raise sample.lacks(medium)
+        return values | {MEDIUM: member, _CAPTIONS: captions, KEY: key}
+    except Fault as fault:
+        fault.raw = sample.texts.get("txt", b"").decode("utf-8", "replace")
+        return fault
+
+
+def sample_columns(source: Source, medium: str) -> Columns:
+    """Return the columns of the rows of samples."""
+    label = _LABEL if source.labelled else None
+    return Columns(MEDIUM, _CAPTIONS, KEY, medium, labelled=source.labelled, label=label)

@@ -4,9 +4,9 @@ import csv
 import json
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from mm_utils.data.faults import REASONS, Fault, first_repeated
 from mm_utils.text import shortened
@@ -19,36 +19,26 @@ _LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
 _UNDECODED = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
 
 
-class BadLine(NamedTuple):
-    """A row that cannot be read: the reason and the row's text."""
-
-    fault: Fault
-    text: str
-
-    def describe(self, path: Path, where: str) -> str:
-        """Return an error message of one line."""
-        return f"{path}, {where} is {self.fault.detail}. {REASONS[self.fault.reason]}"
+Rows = Iterator[tuple[str, dict[str, Any] | Fault]]
+"""The place of each row in its file, such as "line 12", and its values by column, or why there are none."""
 
 
-Rows = Iterator[tuple[int, dict[str, Any] | BadLine | Fault]]
+def text_rows(path: Path, kind: str | None = None) -> Rows:
+    """Return the rows of a text file.
 
-
-def text_records(path: Path, kind: str | None = None) -> tuple[str, Rows]:
-    """Return the unit that counts the rows ("line" or "row"), and the rows with their numbers.
-
-    Blank lines are skipped. A file in UTF-16, and a JSON array that does not parse, is one `BadLine`. `kind` is a suffix of
+    Blank lines are skipped. A file in UTF-16, and a JSON array that does not parse, is one fault. `kind` is a suffix of
     `TEXT_SUFFIXES`, by default the file's own.
     """
     kind = (kind or path.suffix).lower()
     with path.open("rb") as file:
         head = file.read(4096)
     if is_wide(head):
-        return "line", iter([(1, BadLine(Fault("bad_encoding", "UTF-16 or UTF-32 text"), str(head[:40])))])
+        return iter([("line 1", Fault("bad_encoding", "UTF-16 or UTF-32 text", str(head[:40])))])
     if kind in (".csv", ".tsv"):
-        return "line", _delimited_records(path, _delimiter(path, kind))
+        return _delimited_records(path, _delimiter(path, kind))
     if head.decode("utf-8-sig", "replace").lstrip().startswith("["):
         return _array_records(path)
-    return "line", _line_records(path)
+    return _line_records(path)
 
 
 def _open(path: Path, newline: str | None = None) -> TextIO:
@@ -74,6 +64,11 @@ def read_document(path: Path) -> str:
         text = file.read()
     check_line(text, len(text))
     return text
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the captions of a text, one a line; an empty one if there is none."""
+    return list(filter(None, map(str.strip, text.splitlines()))) or [""]
 
 
 def check_line(text: str, longest: int = 0) -> None:
@@ -122,55 +117,55 @@ def checked_object(item: Any) -> dict[str, Any]:
     raise Fault("too_nested", f"an object that is nested more than {DEEPEST} deep")
 
 
-def _line_records(path: Path) -> Rows:
-    for number, text in enumerate(read_lines(path), start=1):
-        if not text.strip():
-            continue
+def made_rows(unit: str, items: Iterable[tuple[Any, Any]], make: Callable[[Any], dict[str, Any]]) -> Rows:
+    """Make a row of each numbered item; `make` raises the fault of one that is none."""
+    for number, item in items:
         try:
-            check_line(text)
-            yield number, checked_object(parse_json(text))
+            row: dict[str, Any] | Fault = make(item)
         except Fault as fault:
-            yield number, BadLine(fault, text)
+            row, fault.raw = fault, "" if fault.reason == "too_nested" else str(item)
+        yield f"{unit} {number}", row
 
 
-def _array_records(path: Path) -> tuple[str, Rows]:
+def _line_records(path: Path) -> Rows:
+    def make(text: str) -> dict[str, Any]:
+        check_line(text)
+        return checked_object(parse_json(text))
+
+    lines = enumerate(read_lines(path), start=1)
+    return made_rows("line", ((number, text) for number, text in lines if text.strip()), make)
+
+
+def _array_records(path: Path) -> Rows:
     try:
         items = parse_json(read_document(path))
     except Fault as fault:
         cause = fault.__cause__
-        line, text = (cause.lineno, cause.doc[:1000]) if isinstance(cause, json.JSONDecodeError) else (1, "")
-        return "line", iter([(line, BadLine(fault, text))])
-
-    def rows() -> Rows:
-        for number, item in enumerate(items):
-            try:
-                yield number, checked_object(item)
-            except Fault as fault:
-                yield number, BadLine(fault, "" if fault.reason == "too_nested" else str(item))
-
-    return "row", rows()
+        line, fault.raw = (cause.lineno, cause.doc[:1000]) if isinstance(cause, json.JSONDecodeError) else (1, "")
+        return iter([(f"line {line}", fault)])
+    return made_rows("row", enumerate(items), checked_object)
 
 
 def _delimited_records(path: Path, delimiter: str) -> Rows:
     names: list[str] = []
     for number, cells in _delimited_rows(path, delimiter):
-        if isinstance(cells, BadLine):
+        if isinstance(cells, Fault):
             if not names:
-                raise ValueError(cells.describe(path, f"line {number}")) from cells.fault
-            yield number, cells
+                raise ValueError(f"{path}, line {number} is {cells.detail}. {REASONS[cells.reason]}") from cells
+            yield f"line {number}", cells
         elif names and cells:
             row: dict[Any, Any] = {**dict.fromkeys(names), **dict(zip(names, cells, strict=False))}
             row.pop("", None)
             if len(cells) > len(names):
                 row[None] = cells[len(names) :]  # as `csv.DictReader` has it
-            yield number, row
+            yield f"line {number}", row
         elif not names:
             names = cells
             if (twice := first_repeated(filter(None, names))) is not None:
                 raise ValueError(f"{path} has two columns {shortened(twice)}; only one can be read. Rename one.")
 
 
-def _delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | BadLine]]:
+def _delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | Fault]]:
     """Yield the cells of every row, with the number of its first line."""
     lines, again = read_lines(path, newline=""), deque[str]()
     begin, taken = 1, list[str]()  # the number of the first line of a row, and its lines
@@ -194,7 +189,8 @@ def _delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]
             advice = "quote cells with separators, quotes or line breaks, and write a quote inside twice"
             told = Fault("malformed_row", f"a row that cannot be read: {error}; {advice}")
             fault, reader = error if isinstance(error, Fault) else told, None
-            yield begin, BadLine(fault, taken[0])
+            fault.raw = taken[0]
+            yield begin, fault
             if fault.reason != "bad_encoding":  # only the first line is lost, and the others are read again
                 again.extendleft(reversed(taken[1:]))
                 del taken[1:]

@@ -27,11 +27,19 @@ from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import files_of_pattern, shard_kind
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import USUAL_NAMES, is_null
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, is_null
 from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.tables import Table, find_table_columns, read_columns, records_of
-from mm_utils.data.rows.tars import BoundedHeader, medium_of_samples, read_samples, record_of_sample
+from mm_utils.data.rows.tables import find_table_columns, read_columns
+from mm_utils.data.rows.tars import (
+    KEY,
+    MEDIUM,
+    BoundedHeader,
+    medium_of_samples,
+    read_samples,
+    row_of_sample,
+    sample_columns,
+)
 from mm_utils.data.rows.text_files import Rows
 from mm_utils.files import is_passing, regular_file, retry
 from mm_utils.stored import key_of, stored
@@ -170,10 +178,11 @@ def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = 
     builder = RecordBuilder(source, PathArguments(), ".")
     with _opened(url) as shard:
         if isinstance(shard, tarfile.TarFile):
-            records = _tar_records(shard, url, first, builder)
+            columns, rows = sample_columns(source, "image"), _tar_rows(shard, url, first, source)
         else:
-            records = _table_records(shard, first, builder)
-        for number, record in enumerate(records, first):
+            columns = find_table_columns(shard.schema, source.title, source.columns)
+            rows = _table_rows(shard, first, columns)
+        for number, record in enumerate(builder.records(columns, rows), first):
             try:
                 good = _training_row(record)
                 shown = held_out and (good["id"] in held_out or stored_hash(good["image"]["bytes"]) in held_out)
@@ -183,33 +192,24 @@ def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = 
             yield row
 
 
-def _tar_records(shard: tarfile.TarFile, url: str, first: int, builder: RecordBuilder) -> Iterator[Record | BadRow]:
+def _tar_rows(shard: tarfile.TarFile, url: str, first: int, source: Source) -> Rows:
     for sample in islice(read_samples(shard, url, kinds=("image",), first=first), first, None):
-        try:
-            values = sample.values()
+        row = row_of_sample(sample, source, "image")
+        if isinstance(row, dict):
             # By .json alone: two keys may have the same image.
-            key = next((str(values[name]) for name in USUAL_NAMES["id"] if not is_null(values.get(name))), "")
-            yield record_of_sample(builder, sample, sample.key, key, None)
-        except Fault as fault:
-            yield builder.bad(sample.key, fault)
+            stated = (row[name] for name in USUAL_NAMES["id"] if not is_null(row.get(name)))
+            row[KEY] = next(stated, None) or stored_hash(row[MEDIUM].data)
+        yield sample.key, row
 
 
-def _table_records(
-    shard: ParquetRows | pa.RecordBatchStreamReader, first: int, builder: RecordBuilder
-) -> Iterator[Record | BadRow]:
-    columns = find_table_columns(shard.schema, builder.source.title, builder.source.columns)
+def _table_rows(shard: ParquetRows | pa.RecordBatchStreamReader, first: int, columns: Columns) -> Rows:
     image, names = str(columns.image), read_columns(columns, shard.schema.names, with_image=True)
     is_parquet = isinstance(shard, ParquetRows)
-    cells = shard.cells(names, _BATCH, first) if is_parquet else _arrow_cells(shard, names, first)
-
-    def rows() -> Rows:
-        for number, values in enumerate(cells, first):
-            if isinstance(values, dict):
-                cell = values[image] if isinstance(values[image], dict) else {"bytes": values[image]}
-                values = {**values, image: BytesImage(cell.get("path") or "", cell.get("bytes"))}
-            yield number, values
-
-    return records_of(Table("row", columns, rows(), builder.jail), builder)
+    for values in shard.cells(names, _BATCH, first) if is_parquet else _arrow_cells(shard, names, first):
+        if isinstance(values, dict):
+            cell = values[image] if isinstance(values[image], dict) else {"bytes": values[image]}
+            values[image] = BytesImage(cell.get("path") or "", cell.get("bytes"))
+        yield "row", values
 
 
 def _arrow_cells(

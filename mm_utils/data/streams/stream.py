@@ -36,8 +36,8 @@ from mm_utils.data.batches.tokens import tokenize_rows, tokenize_splits
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out
-from mm_utils.data.rows.folders import Unread, own_files, split_of_path
+from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out, split_of_path
+from mm_utils.data.rows.folders import Unread, own_files
 from mm_utils.data.rows.source import DataArguments, Source, is_embedded
 from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Slot

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.model.encoding import encode_image, stored_text
+from mm_utils.model.encoding import stored_text, vision_features
 from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
@@ -190,7 +190,7 @@ def embed_split(
             cache.add(None)
             continue
         with accelerator.autocast():
-            image_bE, keys_values = encode_image(model, batch, cache.has_room)
+            image_bE, keys_values = model.project_image(*vision_features(model, batch, cache.has_room))
             stored = stored_text(model, batch, with_states=False)
             text_tE, _ = stored or model.encode_text(batch["input_ids"], batch["attention_mask"])
         cache.add(keys_values)
@@ -245,7 +245,7 @@ def image_shares(
             for batch in islice(batches, split.batches_held):
                 if len(batch["rows"]):
                     with accelerator.autocast():
-                        cache.add(encode_image(model, batch)[1])
+                        cache.add(model.project_image(*vision_features(model, batch, with_taps=True))[1])
             keys_values = cache.joined(split.batches_held) or ()
         images = range(start, start + (keys_values[0].shape[1] if keys_values else 0))
         yield images, keys_values

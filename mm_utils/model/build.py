@@ -246,22 +246,15 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
     if name is None:
         return
     title, path = f"{flag} is {name}", Path(name)
-    if not path.is_dir():
-        # The Hub id of a whole model has one slash.
-        problem = missing(name if "/" in name else f"./{name}").removesuffix(" Check the path.")
-        if problem or path.exists():
-            problem = problem or "there is no such folder."
-            raise ValueError(f"{title}; {problem} Give the folder of a run, or a Hub id such as owner/name.")
-    elif not (path / "config.json").is_file():
+    if path.is_dir() and not (path / "config.json").is_file():
         saved = sorted(path.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name))
-        raise ValueError(
-            f"{title}; this folder holds no model. "
-            + (
-                f"Give a checkpoint in it, such as {saved[-1]}."
-                if saved
-                else "Give the folder of a run that has ended."
-            )
-        )
+        instead = f"a checkpoint in it, such as {saved[-1]}" if saved else "the folder of a run that has ended"
+        raise ValueError(f"{title}; this folder holds no model. Give {instead}.")
+    # The Hub id of a whole model has one slash.
+    problem = missing(name if "/" in name else f"./{name}") or ("there is no such folder." if path.is_file() else "")
+    if problem:
+        problem = problem.removesuffix(" Check the path.")
+        raise ValueError(f"{title}; {problem} Give the folder of a run, or a Hub id such as owner/name.")
     _config_of_whole(title, name)
 
 
@@ -270,8 +263,9 @@ def _config_of_whole(title: str, name: str) -> Any:
     config = load_config(title, name)
     if config.model_type in (FusionDualEncoderConfig.model_type, *DUAL_ENCODERS):
         return config
-    towers = [tower for tower, sign in (("vision", "num_channels"), ("text", "vocab_size")) if hasattr(config, sign)]
-    towers = ["vision", "text"] if hasattr(config, "vision_config") else towers or ["vision", "text"]
+    towers = ["vision", "text"]
+    if not hasattr(config, "vision_config") and hasattr(config, "num_channels") != hasattr(config, "vocab_size"):
+        towers = ["vision"] if hasattr(config, "num_channels") else ["text"]
     flags = " and ".join(f"--{tower}_model_name_or_path {shlex.quote(name)}" for tower in towers)
     raise ValueError(
         f"{title}; that is a {config.model_type}, and those that are taken as a whole are {', '.join(DUAL_ENCODERS)} and runs of "

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import part_of_rows
 
@@ -36,15 +35,6 @@ def vision_features(
     taps = range(len(model.fusion.taps)) if with_taps and model.fusion is not None else ()
     pooled, *read = (batch[name].to(model.dtype) for name in ("vision_pooled", *map("vision_taps_{}".format, taps)))
     return pooled, tuple(read)
-
-
-def encode_image(
-    model: FusionDualEncoderModel, batch: Mapping[str, Any], with_keys_values: bool = True
-) -> tuple[Tensor, KeysValues | None]:
-    """Return what the method of the model returns, of the batch's media."""
-    if "vision_pooled" not in batch:
-        return model.encode_image(batch["pixel_values"], with_keys_values=with_keys_values)
-    return model.project_image(*vision_features(model, batch, with_keys_values))
 
 
 def stored_text(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import BertWordPieceTokenizer
 from transformers import (
     ASTFeatureExtractor,
     AutoConfig,
@@ -255,38 +255,25 @@ def cached_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedToke
 def train_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a lower-casing WordPiece tokenizer in BERT's format, for any script."""
     captions, special = list(captions), list(SPECIAL_TOKENS.values())
-    alphabet, inner = _alphabet(captions)
+    trained = BertWordPieceTokenizer(strip_accents=False)
+    alphabet, inner = _alphabet(trained, captions)
     # The trainer numbers inner letters in the random order of a hash map and breaks ties by number; named here, they
     # are numbered in order. They must not stay special tokens, hence the second tokenizer.
-    trainer = trainers.WordPieceTrainer(
+    trained.train_from_iterator(
+        captions,
         vocab_size=vocab_size,
+        min_frequency=0,
         special_tokens=special + inner,
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    trained = _word_piece()
-    trained.train_from_iterator(captions, trainer)
-    tokenizer = _word_piece(trained.get_vocab())
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **SPECIAL_TOKENS)
+    made: Any = BertWordPieceTokenizer(trained.get_vocab(), strip_accents=False)
+    return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, model_max_length=512, **SPECIAL_TOKENS)
 
 
-def _word_piece(vocab: dict[str, int] | None = None) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return tokenizer
-
-
-def _alphabet(captions: list[str]) -> tuple[list[str], list[str]]:
+def _alphabet(tokenizer: Any, captions: list[str]) -> tuple[list[str], list[str]]:
     """Return the most frequent letters, and those of them that occur inside words, as `##x`."""
-    tokenizer = _word_piece()
     normalize, words = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
     counts = Counter(itertools.chain.from_iterable(map(normalize, captions)))
     ranked = sorted((letter for letter in counts if letter != " "), key=lambda letter: (-counts[letter], letter))

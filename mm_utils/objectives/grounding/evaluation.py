@@ -93,16 +93,11 @@ class MomentEvaluator(PointingEvaluator):
         """Return `MEASURES` with intervals and what stands beside them."""
         true_N2, metrics = column_NC[:, :2], dict[str, float]()
         overlap_N = overlaps(column_NC[:, 2:], true_N2)
-        fixed = dict.fromkeys(MEASURES, 0.0)
-        ends = torch.arange(1, GRID + 1, dtype=torch.double, device=true_N2.device)
-        for start in range(GRID):
-            spans = torch.stack([torch.full_like(ends[start:], start), ends[start:]], 1) / GRID
-            by_fixed = overlaps(true_N2[:, None], spans)
-            for name, measure in MEASURES.items():
-                fixed[name] = max(fixed[name], measure(by_fixed).mean(0).max().item())
+        spans = torch.combinations(torch.arange(GRID + 1.0, dtype=torch.double, device=true_N2.device)) / GRID
+        fixed = [overlaps(true_N2, span) for span in spans]
         for name, measure in MEASURES.items():
             metrics |= _mean_with_interval(name, measure(overlap_N), row_N)
-            metrics[f"{name}_fixed"] = fixed[name]
+            metrics[f"{name}_fixed"] = max(measure(overlap_by_fixed).mean().item() for overlap_by_fixed in fixed)
         return {**metrics, "moment_phrases": len(true_N2)}
 
 

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed, arg
-from mm_utils.checkpointing.files import CONFIG_FILE, SUMS_FILE, checkpoint_folders, size_of
+from mm_utils.checkpointing.files import CONFIG_FILE, checkpoint_folders, size_of
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
 
@@ -24,13 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that start and end wait for the Hub; the end, also as long as 1 MB/s takes
 _START_TIMEOUT, _TIMEOUT = 30.0, 600.0
-# Files that resume a run and are not a part of a model.
-_RESUME_STATE = (
-    *("optimizer*", "scheduler*", "scaler*", "random_states*", "ema.safetensors", "adapters.safetensors"),
-    *("trainer_state.json", "run.json"),
-)
 _NO_MODEL = (
-    *("checkpoint-*/*", ".*", "*/.*", "*.tmp", "*__pycache__*", *_RESUME_STATE),
+    *("checkpoint-*/*", ".*", "*/.*", "*.tmp", "*__pycache__*"),
     # About this machine and its paths; the card has the settings, the command and the versions.
     *(CONFIG_FILE, "environment.json", "skipped_images.jsonl", "nonfinite_steps.jsonl"),
 )
@@ -46,9 +40,8 @@ class HubArguments:
     )
     hub_strategy: str = arg(
         "end",
-        "end: push once, at the end; every_save: the model at every save; checkpoint: and the newest checkpoint as "
-        "last-checkpoint.",
-        choices=["end", "every_save", "checkpoint"],
+        "end: push once, at the end; checkpoint: also the newest checkpoint at every save, as last-checkpoint.",
+        choices=["end", "checkpoint"],
         decides="report",
     )
 
@@ -79,7 +72,7 @@ def _failure(push: Future[None], timeout: float) -> str:
 
 
 class HubPusher(RunCallback):
-    """Push at saves and at the end as `--hub_strategy` says, in the background, on the main process.
+    """Push at the end and, as `--hub_strategy` says, in the background at saves, on the main process.
 
     `repository` has its namespace once the repository is created.
     """
@@ -104,12 +97,12 @@ class HubPusher(RunCallback):
         self.repository = self.args.hub_model_id or repository_name(self.output_dir)
         disable_progress_bars()
 
-    def push(self, *uploads: Mapping[str, Any]) -> Future[None]:
-        """Create the repository, and push folders by arguments of `HfApi.upload_folder`, after what is in progress."""
+    def push(self, **upload: Any) -> Future[None]:
+        """Create the repository, and push a folder by arguments of `HfApi.upload_folder`, after what is in progress."""
 
         def work() -> None:
             self.repository = self.api.create_repo(self.repository, exist_ok=True).repo_id
-            for upload in uploads:
+            if upload:
                 self.api.upload_folder(repo_id=self.repository, **upload)
 
         return self.api.run_as_future(work)
@@ -122,12 +115,8 @@ class HubPusher(RunCallback):
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Push the checkpoint in the background, unless the push before it is still in progress."""
-        checkpoint: Path = kwargs["checkpoint"]
-        is_free = self.pushing is None or self.pushing.done()
-        if state.is_world_process_zero and self.args.hub_strategy != "end" and is_free:
-            self.settle()
-            model = {"commit_message": checkpoint.name, "ignore_patterns": [*_RESUME_STATE, SUMS_FILE]}
-            self._push(checkpoint, {"folder_path": checkpoint, **model})
+        if state.is_world_process_zero and (self.pushing is None or self.pushing.done()):
+            self._push(kwargs["checkpoint"])
 
     def on_finish(self, run: Any) -> None:
         """Set the card's repository, whose namespace is known by now."""
@@ -142,16 +131,12 @@ class HubPusher(RunCallback):
 
     def push_model(self) -> bool:
         """Push the last checkpoint, and the output folder as the final model; return whether the model is on the Hub."""
-        self.settle()
         for checkpoint in checkpoint_folders(self.output_dir)[-1:]:
             self._push(checkpoint)
         self.settle()
-        upload = {
-            "folder_path": self.output_dir,
-            "commit_message": "End of training",
-            "ignore_patterns": list(_NO_MODEL),
-        }
-        error = _failure(self.push(upload), _TIMEOUT + size_of(self.output_dir) / 1e6)
+        ignored = list(_NO_MODEL)
+        push = self.push(folder_path=self.output_dir, commit_message="End of training", ignore_patterns=ignored)
+        error = _failure(push, _TIMEOUT + size_of(self.output_dir) / 1e6)
         if error:
             words = ["hf", "upload", self.repository, str(self.output_dir), "."]
             words += [word for name in _NO_MODEL for word in ("--exclude", name)]
@@ -159,13 +144,14 @@ class HubPusher(RunCallback):
             logger.warning(text, self.repository, error, self.output_dir, shlex.join(words))
         return not error
 
-    def _push(self, checkpoint: Path, *uploads: Mapping[str, Any]) -> None:
-        """Push, and with `--hub_strategy checkpoint` all of the checkpoint in the place of the one before, to resume."""
-        state = {"path_in_repo": "last-checkpoint", "commit_message": f"{checkpoint.name}, to resume"}
+    def _push(self, checkpoint: Path) -> None:
+        """With `--hub_strategy checkpoint`, push a checkpoint in the place of the one before, to resume."""
+        self.settle()
         if self.args.hub_strategy == "checkpoint":
-            uploads = (*uploads, {"folder_path": checkpoint, **state, "delete_patterns": "*"})
-        if uploads:
-            self.pushing, self.pushed = self.push(*uploads), checkpoint.name
+            place = {"path_in_repo": "last-checkpoint", "delete_patterns": "*"}
+            message = f"{checkpoint.name}, to resume"
+            self.pushing = self.push(folder_path=checkpoint, commit_message=message, **place)
+            self.pushed = checkpoint.name
 
     def settle(self) -> None:
         """Wait for the push of a checkpoint, and name one that failed."""

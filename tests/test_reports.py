@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
-from mm_utils.reports.model_card import CardInfo, retrieval_results, write_model_card
+from mm_utils.reports.model_card import CardInfo, encoders, search_code, write_model_card
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
 
@@ -17,42 +17,31 @@ TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
 def card(**changes: object) -> CardInfo:
     values: dict[str, object] = {
         "name": "tiny-retriever",
-        "model": "me/tiny-retriever",
-        "vision_model": "google/vit-base-patch16-224",
-        "text_model": "bert-base-uncased",
-        "num_parameters": 198_000_000,
+        "about": encoders(["google/vit", "bert-base-uncased"], [False, True], "image"),
+        "usage": search_code("me/tiny-retriever", "image", True, "VisionTextDualEncoderModel"),
+        "medium": "image",
         "dataset_name": "me/pairs",
         "dataset_rows": {"train": 29000, "validation": 1000},
         "dataset_fingerprint": "0f3a9c",
         "command": "accelerate launch scripts/pretrain.py --config recipes/tiny.yaml",
         "table": (["recall among the first", "1"], [["text to image, encoders alone", "0.432"]]),
+        "table_note": "Measured.",
         "metrics": {"eval_text_to_image_recall@1": 0.43215, "eval_image_spread": 0.7},
         "hyperparameters": {"learning_rate": 1e-3, "max_steps": 100},
-        "hardware": "1 x CPU",
-        "precision": "bf16",
-        "num_processes": 2,
-        "dual_encoder": "VisionTextDualEncoderModel",
+        "environment": {"hardware": "1 x CPU", "precision": "bf16", "processes": 2},
+        "tags": ("image-text-retrieval",),
+        "pipeline_tag": "feature-extraction",
+        "datasets": ["me/pairs"],
+        "base_models": ["me/base"],
     }
     return CardInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
-DATA = {"train_file": "/my/photos/captions.jsonl"}
-FIGURES = {"text_to_image_recall@1": 0.43217, "image_to_text_recall@5": 0.5, "rerank_image_to_text_recall@10": 0.75}
-FIGURES = {f"eval_{name}": value for name, value in FIGURES.items()}
-
-
 def test_card_says_how_the_model_was_made_how_to_load_it_and_what_was_measured(tmp_path: Path) -> None:
-    results = retrieval_results(FIGURES, DATA, {"images": 164, "captions": 166}, "image")
-    path = write_model_card(tmp_path, card(results=results, datasets=["me/pairs"], base_models=["me/base"]))
+    path = write_model_card(tmp_path, card())
     data, text = ModelCard.load(path).data, path.read_text(encoding="utf-8")
     assert (data.library_name, data.pipeline_tag) == ("transformers", "feature-extraction")
-    assert (data.model_name, data.datasets, data.base_model) == ("tiny-retriever", ["me/pairs"], ["me/base"])
-    assert data.metrics == ["recall@1", "recall@5", "recall@10"]
-    assert data.eval_results == results
-    first = results[0]
-    assert (first.task_type, first.metric_type, first.metric_value) == ("image-text-retrieval", "recall@1", 0.4322)
-    assert (first.dataset_name, first.dataset_args) == ("photos/captions.jsonl", {"images": 164, "captions": 166})
-    assert "re-ranked" in results[-1].metric_name
+    assert (data.datasets, data.base_model) == (["me/pairs"], ["me/base"])
     for part in (
         'folder = "me/tiny-retriever"\n',
         "AutoModel.from_pretrained(folder, trust_remote_code=True)",
@@ -64,7 +53,7 @@ def test_card_says_how_the_model_was_made_how_to_load_it_and_what_was_measured(t
         "accelerate launch scripts/pretrain.py --config recipes/tiny.yaml",
         "| `learning_rate` | `0.001` |",
         "| precision | bf16 |",
-        "198.0 million parameters",
+        "An image encoder (google/vit) and a frozen text encoder (bert-base-uncased)",
         "## Limitations",
     ):
         assert part in text
@@ -81,13 +70,12 @@ def test_card_says_how_the_model_was_made_how_to_load_it_and_what_was_measured(t
     ],
 )
 def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path: Path) -> None:
-    results = retrieval_results(FIGURES, DATA, {f"{medium}s": 7}, medium)
-    path = write_model_card(tmp_path, card(medium=medium, dual_encoder="", results=results))
+    about, usage = encoders(["a", "b"], [False, False], medium), search_code("m", medium, False, "")
+    path = write_model_card(
+        tmp_path, card(medium=medium, about=about, usage=usage, tags=(f"{column}-text-retrieval",))
+    )
     loaded, text = ModelCard.load(path).data, path.read_text(encoding="utf-8")
-    tags = [f"{column}-text-retrieval", "dual-encoder", "contrastive-learning"]
-    assert loaded.tags == [*tags, *([column] if medium != "image" else []), "custom_code"]
-    result = loaded.eval_results[0]
-    assert (result.task_type, result.metric_name) == (tags[0], f"recall@1, text to {medium}, encoders alone")
+    assert loaded.tags == [f"{column}-text-retrieval", *([column] if medium != "image" else []), "custom_code"]
     code = text.partition("```python\n")[2].partition("```")[0]
     compile(code, "card", "exec")
     assert call in code
@@ -97,28 +85,20 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
 
 def test_card_shows_any_text_literally(tmp_path: Path) -> None:
     hostile = 'a | b\n---\n# <script> [x](javascript:y) `code` """ ``` {{ }} $x$ * _ ! \\ \x1b[31m \u202e'
-    texts = [
-        "name",
-        "model",
-        "vision_model",
-        "text_model",
-        "dataset_name",
-        "dataset_fingerprint",
-        "hardware",
-        "precision",
-        "summary",
-    ]
-    given: dict[str, object] = dict.fromkeys(texts, hostile)
+    texts = ["name", "dataset_name", "dataset_fingerprint"]
+    given: dict[str, object] = dict.fromkeys(texts, hostile) | {"environment": {"hardware": hostile}}
+    given |= {
+        "about": encoders([hostile, hostile], [False, False], "image"),
+        "usage": search_code(hostile, "image", True, ""),
+    }
     given |= {"dataset_rows": {hostile: 3}, "metrics": {hostile: 0.5}, "base_models": [hostile]}
     hyperparameters = {"caption": hostile, hostile: 1, "empty": "", "none": None}
-    results = retrieval_results(FIGURES, {"dataset_name": hostile}, {}, "image")
     table = ([hostile, hostile], [[hostile, hostile]])
-    made = card(command=f"run {hostile}", hyperparameters=hyperparameters, results=results, table=table, **given)
+    made = card(command=f"run {hostile}", hyperparameters=hyperparameters, table=table, **given)
     path = write_model_card(tmp_path, made)
     text = path.read_text(encoding="utf-8")
     assert not {"\x1b", "\u202e"} & set(text)
     assert ModelCard.load(path).data.library_name == "transformers"
-    assert ModelCard.load(path).data.eval_results[0].dataset_name.startswith("a | b --- # <script> [x](javascript:y)")
     title = next(line for line in text.splitlines() if line.startswith("# "))
     assert title.startswith(r"# a \| b --- \# &lt;script&gt; \[x\](javascript:y) \`code\`")
     tables = [line for line in text.splitlines() if line.startswith("|")]
@@ -137,15 +117,14 @@ def test_card_holds_no_secret_and_no_folder_of_the_machine_but_in_the_code_that_
     place = "/mnt/jane doe/secret plans/model"
     values = {"hub_token": "words with Plain5", "note": TOKEN, "tokenizer_name": "bert", "files": [place]}
     planted = card(
-        **dict.fromkeys(["vision_model", "text_model"], place),
+        about=encoders([place, place], [False, False], "image"),
         name=f"model {TOKEN} of {place}",
         command=f"run.py --hub_token Plain1 '--password=two Plain2' https://me:Plain3@example.org '{place}'",
         dataset_name=f"https://me:Plain4@example.org/{TOKEN}/0123456789abcdef of {place}",
         hyperparameters=values,
         table_note=f"see {place}",
         base_models=[place],
-        results=retrieval_results(FIGURES, {"dataset_name": f"{TOKEN} {place}"}, {}, "image"),
-        model=place,
+        usage=search_code(place, "image", True, ""),
     )
     text = write_model_card(tmp_path, planted).read_text(encoding="utf-8")
     assert [secret for secret in ("Plain", "0123456789abcdef", TOKEN[3:]) if secret in text] == []

@@ -3,13 +3,11 @@
 import json
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.checkpointing.files import seal_model
-from mm_utils.data.media import COLUMNS
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.gained import gained
@@ -17,7 +15,7 @@ from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classe
 from mm_utils.finetuning.labels import LabelArguments, LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.plots import plot_training
-from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, eval_results, write_model_card
+from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, encoders, millions, quoted, write_model_card
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.finish import SOURCES, chosen_on_validation, closing_lines, run_card
 
@@ -62,44 +60,35 @@ def classification_card(
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
     run, metrics = context.run, context.metrics
-    inputs, start = model.config.classifier_inputs, str(run.settings["model_name_or_path"])
-    medium = model.config.medium
-    task_of_hub = "image-classification" if inputs == "image" else "visual-question-answering"
-    if medium != "image":
-        task_of_hub = task_of_hub.replace("visual", COLUMNS[medium]).replace("image", COLUMNS[medium])
-    rows, results = [], []
+    start, medium = str(run.settings["model_name_or_path"]), model.config.medium
+    rows = []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
-            figures = ((measure, metrics[prefix + measure], measure) for measure in ("accuracy", "macro_f1"))
-            results += eval_results(run.settings, split, {"rows": len(task.splits[split])}, task_of_hub, figures)
             accuracy, low, high, f1, majority = (
                 f"{metrics[prefix + name]:.3f}"
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
             )
             rows.append([split, accuracy, f"{low} to {high}", f1, majority])
+    names = [model.vision_model.config.model_type, model.text_model.config.model_type]
+    size = millions(sum(weight.numel() for weight in model.parameters()))
+    what = f"It classifies into {len(task.classes)} classes by {classifier_input(model)}."
     return run_card(
-        run,
-        model,
-        metrics,
-        argv,
+        *(run, metrics, argv),
+        about=f"{what} {encoders(names, (False, False), medium)}: {size} parameters in all.",
+        usage=usage(run.model, medium, model.config.classifier_inputs),
+        medium=medium,
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
         table_note=chosen_on_validation(context),
-        vision_model=model.vision_model.config.model_type,
-        text_model=model.text_model.config.model_type,
-        results=results,
         dataset_rows={name: len(split) for name, split in task.splits.items()},
         dataset_fingerprint=context.data.fingerprint,
-        base_models=[start] if not Path(start).exists() else [],
-        pipeline_tag=None,  # no pipeline reads such inputs with this class
         tags=("classification", "dual-encoder"),
-        medium=medium,
-        summary=f"It classifies into {len(task.classes)} classes by {classifier_input(model)}.",
-        usage=partial(usage, inputs),
+        pipeline_tag=None,  # no pipeline reads such inputs with this class
+        base_models=[start] if not Path(start).exists() else [],
     )
 
 
-def usage(inputs: str, name: str, medium: str) -> str:
-    """Return code that classifies and runs as pasted, in any folder; `name` is the model's, quoted."""
+def usage(name: str, medium: str, inputs: str) -> str:
+    """Return code that classifies and runs as pasted, in any folder."""
     media, files, _ = EXAMPLES[medium]
     texts = "" if inputs == "image" else f', ["a text"] * len({media})'
     return f"""\
@@ -107,7 +96,7 @@ from pathlib import Path
 
 from transformers import AutoModelForSequenceClassification
 
-model = AutoModelForSequenceClassification.from_pretrained({name}, trust_remote_code=True)
+model = AutoModelForSequenceClassification.from_pretrained({quoted(name)}, trust_remote_code=True)
 
 # Take your own {media}{", and a text for each" if texts else ""}.
 {media} = sorted(Path("{media}").glob("{files}"))

@@ -15,10 +15,10 @@ from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.media import kind_of
+from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
-from mm_utils.data.rows.source import DataArguments
+from mm_utils.data.rows.source import DataArguments, is_embedded
 from mm_utils.evaluation.embeddings import Embeddings, right_items
 from mm_utils.evaluation.gained import chance, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
@@ -30,19 +30,20 @@ from mm_utils.objectives.build import ObjectiveArguments
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
     DIRECTIONS,
-    EMBEDDED,
     MEASURED,
     CardInfo,
-    is_on_hub,
+    an,
+    encoders,
     listed,
+    millions,
     model_title,
-    retrieval_results,
+    search_code,
     write_model_card,
 )
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.restarts import device_name
 from mm_utils.run.start import Run
-from mm_utils.text import printable
+from mm_utils.text import markdown_text, printable
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +58,14 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
     whole, medium = run.settings.get("model_name_or_path"), data.medium
     bases = [whole or run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
     towers = (model.vision_model, model.text_model)
-    vision, text = (
+    names = [
         model_title(base) if base else f"{tower.config.model_type}, from scratch"
         for base, tower in zip(bases, towers, strict=True)
-    )
+    ]
+    frozen = [not is_trained(tower) for tower in towers]
     images = len(data.splits["validation"]) if split is None else len(split.image_key_M)
-    counts = {f"{medium}s": images, **({} if split is None else {"captions": len(split.caption_key_T)})}
     shown, stock = _with_head(context.metrics, model), run.output_dir / "dual_encoder"
+    has_fusion = model.fusion is not None and bool(stored_weights(model))
     counted, queries = independent_queries(split, images, medium)
     note = [
         f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
@@ -71,21 +73,30 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
         chosen_on_validation(context, model),
         describe_weights(model),
     ]
+    size, trained = (
+        millions(sum(weight.numel() for weight in model.parameters() if weight.requires_grad or every))
+        for every in (True, False)
+    )
+    size = f"{size} parameters in all{f', of which {trained} were trained' if any(frozen) else ''}"
+    terms = [name.rpartition(".")[2].replace("_", " ") for name in context.given[ObjectiveArguments].weights]
+    losses = f"the {markdown_text(listed(terms))} loss{'es' * (len(terms) > 1)}"
+    head = ", and a cross-attention fusion head that re-ranks the best candidates" if has_fusion else ""
+    made = f"{'joined' if all(frozen) else 'trained together'} with {losses}{head}"
+    about = (
+        f"{encoders(names, frozen, medium)}, {made}: {size}. It finds {medium}s for a text and texts for {an(medium)}."
+    )
+    dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(
-        *(run, model, context.metrics, argv),
+        *(run, context.metrics, argv),
+        about=about,
+        usage=search_code(run.model, medium, has_fusion, dual_encoder),
         medium=medium,
         table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium)),
         table_note=" ".join(filter(None, note)),
-        frozen=tuple(not is_trained(tower) for tower in towers),
-        num_trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-        terms=[name.rpartition(".")[2].replace("_", " ") for name in context.given[ObjectiveArguments].weights],
-        results=retrieval_results(shown, run.settings, counts, medium),
-        vision_model=vision,
-        text_model=text,
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
-        has_fusion=model.fusion is not None and bool(stored_weights(model)),
-        dual_encoder=AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else "",
+        tags=(f"{COLUMNS[medium]}-text-retrieval", "dual-encoder", "contrastive-learning"),
+        pipeline_tag="feature-extraction",
         base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
 
@@ -150,25 +161,23 @@ def _with_interval(recall: float, queries: int) -> str:
     return f"{recall:.3f} ({low:.2f} to {high:.2f})"
 
 
-def run_card(
-    run: Run, model: FusionDualEncoderModel, metrics: dict[str, float], argv: Sequence[str] | None, **values: Any
-) -> CardInfo:
+def run_card(run: Run, metrics: dict[str, float], argv: Sequence[str] | None, **values: Any) -> CardInfo:
     """Return a card with what the cards of all runs have, and `values`."""
-    trained_on = run.settings.get("dataset_name")
+    trained_on, accelerator = run.settings.get("dataset_name"), run.accelerator
     return CardInfo(
         name=run.output_dir.resolve().name,
-        model=run.repository or str(run.output_dir.resolve()),
-        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), EMBEDDED),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
         command=launch_command(run.name, sys.argv[1:] if argv is None else argv),
         metrics=metrics,
-        datasets=[trained_on] if trained_on and is_on_hub(trained_on) else [],
+        datasets=[trained_on] if trained_on and not (is_embedded(trained_on) or Path(trained_on).exists()) else [],
         hyperparameters={
             name: value for name, value in run.settings.items() if value not in (None, run.defaults.get(name))
         },
-        hardware=device_name(run.accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
-        precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
-        num_processes=run.accelerator.num_processes,
+        environment={
+            "hardware": device_name(accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
+            "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+            "processes": accelerator.num_processes,
+        },
         **values,
     )
 

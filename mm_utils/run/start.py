@@ -64,6 +64,11 @@ class Run:
     defaults: dict[str, Any] = field(default_factory=dict)
     fits_batch: bool = True
 
+    @property
+    def model(self) -> str:
+        """What `from_pretrained` takes: the repository on the Hub, or the absolute path of the folder."""
+        return self.repository or str(self.output_dir.resolve())
+
     def settled(self, data: TrainingData, has_baseline: bool = False) -> "Run":
         """Return this run with the arguments that depend on the data, and on whether its first weights are a model."""
         return replace(self, args=self.args.settled(data.order.sizes, data.num_rows, has_baseline))

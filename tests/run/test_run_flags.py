@@ -60,7 +60,7 @@ RULES = [
     ("", "trust_remote_code=true", "--text_model_name_or_path a"),
     ("--eval_steps 0", "metric_for_best_model=loss", "--eval_steps 2"),
     ("--train_file web-{0..1}.tar", "image_root=. allow_outside_root=true", "--train_file pairs.csv"),
-    ("", "hub_model_id=a/b hub_strategy=every_save", "--push_to_hub"),
+    ("", "hub_model_id=a/b hub_strategy=checkpoint", "--push_to_hub"),
     (f"{TOWERS} --freeze_vision --cache_features", "min_crop_area=0.5 horizontal_flip=true", TOWERS),
 ]
 UNREAD = r"^--{} is .*, and it would have no effect\. Drop it\.$"
@@ -112,7 +112,7 @@ def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, wo
 OTHERS = {
     "dataset_name": "sounds", "train_file": "x.jsonl", "validation_file": "x.jsonl", "test_file": "x.jsonl",
     "image_root": ".", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
-    "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8", "hub_strategy": "every_save",
+    "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8", "hub_strategy": "checkpoint",
     "report_to": "none", "dataloader_num_workers": "1", "hub_model_id": "a/b", "vision_device": "cpu",
 }  # fmt: skip
 UNTRIED = {

@@ -104,9 +104,7 @@ def test_everything_is_left_behind(finished: Finished) -> None:
     card, text = ModelCard.load(folder / "README.md").data, (folder / "README.md").read_text()
     assert "| precision | fp32 |" in text
     assert f"python scripts/{'finetune' if is_task else 'pretrain'}.py" in text
-    measured = {each.metric_type for each in card.eval_results}
-    assert measured == ({"accuracy", "macro_f1"} if is_task else {"recall@1", "recall@5", "recall@10"})
-    assert {each.metric_value for each in card.eval_results} <= {round(value, 4) for value in metrics.values()}
+    assert any(tag == "classification" if is_task else tag.endswith("-text-retrieval") for tag in card.tags)
     if finished.start in ("scratch", "classes"):
         assert "The validation split also chose the checkpoint" in text
     if is_task:

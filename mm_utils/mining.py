@@ -9,14 +9,12 @@ Shape letters: M images, T captions, K candidates of an image, N rows.
 import json
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -123,10 +121,12 @@ def write_mined(
     counts = [len(texts) for texts in mined.negatives]
     said: dict[str, Any] = {"images": len(counts), "negatives": sum(counts), "images_without": counts.count(0)}
     said |= {"left_out": mined.left_out, "settings": settings}
-    tables = {
-        split: _with_column(rows, mined.negatives if split == "train" else [[]] * len(rows))
-        for split, rows in pairs.items()
-    }
+    tables = {}
+    for split, rows in pairs.items():
+        rows = rows.remove_columns({NEGATIVES} & {*rows.column_names})
+        negatives = mined.negatives if split == "train" else [[]] * len(rows)
+        column = datasets.List(datasets.Value("string"))
+        tables[split] = rows.add_column(NEGATIVES, negatives, feature=column).with_format("arrow").iter(1000)
     with atomic_folder(folder, "--output_dir") as work:
         write_splits(tables, work)
         report = json.loads(Path(source, "report.json").read_text(encoding="utf-8"))
@@ -136,12 +136,3 @@ def write_mined(
     logger.info(
         "%s: %s negatives for %s images; left out %s", folder, f"{sum(counts):,}", f"{len(counts):,}", mined.left_out
     )
-
-
-def _with_column(rows: datasets.Dataset, negatives: list[list[str]]) -> Iterator[pa.Table]:
-    begin = 0
-    for table in rows.with_format("arrow").iter(1000):
-        found = pa.array(negatives[begin : begin + len(table)], pa.list_(pa.string()))
-        kept = table.drop([NEGATIVES]) if NEGATIVES in table.column_names else table
-        yield kept.append_column(NEGATIVES, found)
-        begin += len(table)

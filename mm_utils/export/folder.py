@@ -41,37 +41,11 @@ IMMICH_NAMES = {
 _IMMICH_FOLDERS = {"vision_model": "visual", "text_model": "textual"}
 _IMMICH_LENGTH = 77  # tokens that Immich pads every text to, as open_clip does
 USAGE = {
-    "plain": """`without_torch.py` embeds images and texts with numpy, onnxruntime, tokenizers and Pillow alone:
-
-```bash
-pip install numpy onnxruntime pillow tokenizers
-python without_torch.py "a red door" photos/*.jpg
-```
-""",
-    "transformers.js": """```js
-import { AutoProcessor, AutoTokenizer, CLIPTextModelWithProjection, CLIPVisionModelWithProjection, RawImage } from "@huggingface/transformers";
-
-const name = "FOLDER";  // below env.localModelPath, or on the Hub
-const tokenizer = await AutoTokenizer.from_pretrained(name);
-const processor = await AutoProcessor.from_pretrained(name);
-const texts = await CLIPTextModelWithProjection.from_pretrained(name, { dtype: "DTYPE" });
-const images = await CLIPVisionModelWithProjection.from_pretrained(name, { dtype: "DTYPE" });
-const { text_embeds } = await texts(tokenizer(["a red door"], { padding: PADDING, truncation: true }));
-const { image_embeds } = await images(await processor(await RawImage.read("photo.jpg")));
-```
-
-Embeddings have unit length. `without_torch.py` does the same in Python, without torch.
-""",
+    "plain": """`python without_torch.py "a red door" photos/*.jpg` ranks images with numpy, onnxruntime, tokenizers and Pillow alone.""",
+    "transformers.js": "Its CLIP classes load this folder with `dtype` DTYPE and texts padded by PADDING: docs/export.md of the project has the lines.",
     "immich": """Put this folder into the model cache of Immich's machine-learning service under the name of a model that it knows, with
-embeddings of WIDTH numbers:
-
-```bash
-docker cp . immich_machine_learning:/cache/clip/NAME
-```
-
-Then choose `NAME` under Machine Learning, Smart Search, and run the job Smart Search for all images. With
-`MACHINE_LEARNING_MODEL_REVISION` other than `main`, the folder is `/cache/clip/NAME/REVISION`.
-""",
+embeddings of WIDTH numbers: `docker cp . immich_machine_learning:/cache/clip/NAME`. Then choose `NAME` under Machine Learning, Smart Search, and
+run the job Smart Search for all images.""",
 }
 
 
@@ -161,17 +135,17 @@ def export(
     words = {
         "NAME": IMMICH_NAMES.get(known, ""),
         "WIDTH": str(known),
-        "DTYPE": "q8" if precision == "int8" else "fp32",
-        "PADDING": '"max_length"' if model.config.text_padding else "true",
+        "DTYPE": "`q8`" if precision == "int8" else "`fp32`",
+        "PADDING": '`"max_length"`' if model.config.text_padding else "`true`",
     }
     usage = re.sub("|".join(words), lambda word: words[word[0]], USAGE[layout])
     if kind != "image":
-        usage = f"The first input has the {kind}s as `preprocessor_config.json` makes them: docs/media.md of the project says how.\n"
+        usage = f"The first input has the {kind}s as `preprocessor_config.json` makes them: docs/media.md of the project says how."
     elif layout != "immich":
         (folder / "without_torch.py").write_text(alone(), encoding="utf-8")
     rows = [[path.name, f"{path.stat().st_size / 1e6:.1f} MB", f"{apart[part]:.0e}"] for part, path in paths.items()]
     title, table = markdown_text(Path(name).name), markdown_table(["graph", "size", "difference from torch"], rows)
-    text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {OPSET}.\n\n{usage}\n## Figures\n\n{table}\n"
+    text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {OPSET}.\n\n{usage}\n\n## Figures\n\n{table}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
     return apart
 

@@ -253,14 +253,25 @@ def quarter_hour(args: argparse.Namespace) -> None:
     bare = ["-m", "benchmarks.gpu", "--objectives", "contrastive", *words, "--pairs"]
     peers = f"-m benchmarks.training --synthetic 32 --batch_size {few} --rounds 2 --steps 4".split()
     peers += [*words, "--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
-    tests = ["-m", "pytest", "-q", "-n", "0", "--durations=5", "tests/gpu", "tests/model/test_compile.py"]
+    tests = [
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "4",
+        "--dist",
+        "worksteal",
+        "--durations=5",
+        "tests/gpu",
+        "tests/model/test_compile.py",
+    ]
     sections: dict[str, tuple[int, str, list[str]]] = {
         "real": (150, "bf16", real),
         "bare": (210, "bf16", [*bare, pairs]),
         "peers": (120, "bf16", peers),
         "tests": (110, "bf16", tests),
-        "fp16": (60, "fp16", [*bare, few, "--compiled", "true"]),
-        "loss": (30, "bf16", f"-m benchmarks.loss --pairs {32 * args.pairs[0]} --repeats 1".split()),
+        "fp16": (60, "fp16", [*bare, few, "--compiled", "false"]),
+        "loss": (30, "bf16", f"-m benchmarks.loss --pairs {32 * args.pairs[0]}".split()),
     }
     for name in args.sections or sections:
         limit, precision, command = sections[name]

@@ -139,13 +139,12 @@ def compete(
     rounds: int,
 ) -> list[tuple[str, Contestant, list[dict[str, Any]]]]:
     """Each by name with its answers: asked the `warm` questions alone, then all in turn, so that a slow machine hits all alike."""
-    field: list[Contestant] = []
+    field = [Contestant(make, (name, args)) for name in chosen]  # they load their libraries side by side
     answers: list[list[dict[str, Any]]] = [[] for _ in chosen]
     try:
-        for name in chosen:
-            field.append(Contestant(make, (name, args)))
+        for contestant in field:
             for first in warm:
-                field[-1].ask(first)
+                contestant.ask(first)
         for turn in range(rounds):
             for number in range(len(field)):
                 place = (turn + number) % len(field)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,12 +35,26 @@ def compile_layers(model: FusionDualEncoderModel) -> None:
     from torch import _dynamo, _inductor  # seconds, for runs that compile alone
 
     _dynamo.config.recompile_limit = 64  # layers of all kinds share one function of transformers
+    _dynamo.config.specialize_float = True  # scales and rates are constants; as variables they are traced twice
     settings: dict[str, Any] = {"deterministic": True} if "deterministic" in _inductor.list_options() else {}
     parts = ((model.vision_model, None), (model.text_model, True), (model.fusion, True))
     for part, dynamic in parts:
+        with suppress(ImportError, AttributeError):  # transformers does it in the first step, if it is recent
+            from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+            maybe_install_capturing_hooks(part)
         for layer in equal_layers(part) if part is not None else ():
+            _record_nothing_within(layer)
             # `forward`, not the module: hooks of transformers (hidden states) and FSDP2 stay outside.
             layer.forward = torch.compile(layer.forward, dynamic=dynamic, options=settings)
+
+
+def _record_nothing_within(layer: nn.Module) -> None:
+    """Remove transformers' recorders of attention, at which the compiler of torch 2.11 ends a graph."""
+    for module in layer.modules():
+        for number, hook in [*module._forward_hooks.items()]:
+            if module is not layer and hook.__module__ == "transformers.utils.output_capturing":
+                del module._forward_hooks[number]
 
 
 def equal_layers(module: nn.Module) -> Iterator[Any]:

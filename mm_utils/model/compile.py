@@ -1,8 +1,8 @@
 """Compile one layer of a kind and use it for all: the start takes seconds, where whole towers take a minute and more."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def compile_layers(model: FusionDualEncoderModel) -> None:
     """Compile what lies in lists of equal layers; what is around them runs as it is.
 
     Texts have other lengths in each step, so their number and length are variables of the compiled code. Kernels are not chosen
-    by the clock, so a resumed run has those of the run before.
+    by the clock. How they split a sum over tokens follows the first batch, so a resumed run is the whole one up to rounding.
     """
     from torch import _dynamo, _inductor  # seconds, for runs that compile alone
 
@@ -39,22 +39,21 @@ def compile_layers(model: FusionDualEncoderModel) -> None:
     settings: dict[str, Any] = {"deterministic": True} if "deterministic" in _inductor.list_options() else {}
     parts = ((model.vision_model, None), (model.text_model, True), (model.fusion, True))
     for part, dynamic in parts:
-        with suppress(ImportError, AttributeError):  # transformers does it in the first step, if it is recent
-            from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-            maybe_install_capturing_hooks(part)
         for layer in equal_layers(part) if part is not None else ():
-            _record_nothing_within(layer)
             # `forward`, not the module: hooks of transformers (hidden states) and FSDP2 stay outside.
-            layer.forward = torch.compile(layer.forward, dynamic=dynamic, options=settings)
+            layer.forward = partial(
+                _first_call, layer, torch.compile(layer.forward, dynamic=dynamic, options=settings)
+            )
 
 
-def _record_nothing_within(layer: nn.Module) -> None:
-    """Remove transformers' recorders of attention, at which the compiler of torch 2.11 ends a graph."""
-    for module in layer.modules():
-        for number, hook in [*module._forward_hooks.items()]:
-            if module is not layer and hook.__module__ == "transformers.utils.output_capturing":
-                del module._forward_hooks[number]
+def _first_call(layer: Any, compiled: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Remove transformers' recorders of attention, which are there by now: the compiler of torch 2.11 ends a graph at them."""
+    for part in layer.modules():
+        for number, hook in [*part._forward_hooks.items()]:
+            if part is not layer and hook.__module__ == "transformers.utils.output_capturing":
+                del part._forward_hooks[number]
+    layer.forward = compiled
+    return compiled(*args, **named)
 
 
 def equal_layers(module: nn.Module) -> Iterator[Any]:

@@ -92,9 +92,6 @@ class ModelArguments:
         "for 1,000 steps and more.",
         decides="speed",
     )
-    trust_remote_code: bool = arg(
-        False, "Run the Python code in the repository of a backbone. Read that code first.", decides="place"
-    )
 
     def __post_init__(self) -> None:
         own = "vision_model_name_or_path", "vision_config", "text_config", "vocab_size", "projection_dim", "projection"

@@ -112,7 +112,7 @@ def _model_of_text(args: ModelArguments) -> FusionDualEncoderModel | None:
     """Load the model whose text encoder `--text_model_name_or_path` names, if it is one of ours; None for a backbone."""
     name = args.text_model_name_or_path
     title = f"--text_model_name_or_path is {name}"
-    if not name or load_config(title, name, args.trust_remote_code).model_type != FusionDualEncoderConfig.model_type:
+    if not name or load_config(title, name).model_type != FusionDualEncoderConfig.model_type:
         return None
     model = load_model(name).float()
     if isinstance(model.text_projection, ClapProjectionLayer):
@@ -209,7 +209,7 @@ def _backbone(
     """Load or make a backbone; return it with its pooling."""
     name, pooling = getattr(args, f"{tower}_model_name_or_path"), "auto"
     if name:
-        made, pooling = load_tower(name, tower, args.trust_remote_code)
+        made, pooling = load_tower(name, tower)
     elif tower == "vision":
         size = {"image_size": args.image_size} if args.image_size else {}
         made = vision_tower(AutoConfig.for_model(**{**vision_preset(args, medium), **size}))

@@ -1,7 +1,7 @@
 """Load pretrained configurations and backbones, and check what was loaded.
 
 Reading a pickle (`pytorch_model.bin`) can run any code, and so can the Python files of a model repository. Only safetensors are
-read, and no Python code of others by default; `transformers` would ask on the terminal whether to run it.
+read, and no Python code of others; `transformers` would ask on the terminal whether to run it.
 """
 
 import logging
@@ -28,7 +28,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SOUND_PARTS = {"whisper": "encoder", "clap": "audio_model"}  # what a model has besides its sound tower is left out
 
 
-def load_tower(name: str, tower: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, str]:
+def load_tower(name: str, tower: str) -> tuple[PreTrainedModel, str]:
     """Load a backbone; return it with its pooling: `auto`, or `mean` if the checkpoint holds no weights of its pooler.
 
     `name` is a folder or a Hub id; of a two-tower checkpoint, the `vision` or the `text` tower is taken.
@@ -37,18 +37,18 @@ def load_tower(name: str, tower: str, trust_remote_code: bool = False) -> tuple[
         ValueError: if there is no such backbone, or it lacks weights.
     """
     flag = f"--{tower}_model_name_or_path is {name}"
-    config = load_config(flag, name, trust_remote_code)
+    config = load_config(flag, name)
     if tower == "vision" and config.model_type in _SOUND_PARTS:
         part = _SOUND_PARTS[config.model_type]
     else:
         config, part = getattr(config, f"{tower}_config", config), ""
-    if type(config) not in MODEL_MAPPING and not trust_remote_code:
+    if type(config) not in MODEL_MAPPING:
         raise ValueError(f"{flag}; AutoModel knows no {config.model_type}. Choose another backbone.")
     with explained(flag, name):
         model, info = AutoModel.from_pretrained(
             name,
             config=config,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=False,
             use_safetensors=True,
             dtype="float32",
             output_loading_info=True,
@@ -122,8 +122,8 @@ def explained(what: str, name: str) -> Iterator[None]:
     except Exception as error:  # odd values in a config.json raise AttributeError, KeyError, ImportError ...
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{what}; it needs Python code of its own, and no code of others is run unasked. Read that code, then give it as "
-                "--vision_model_name_or_path or --text_model_name_or_path with --trust_remote_code, or choose another model."
+                f"{what}; it needs Python code of its own, and no code of others is run. Choose a model whose class is in "
+                "transformers."
             ) from error
         pickles = [path.name for path in sorted(Path(name).glob("*")) if path.suffix in _PICKLES]
         if "safetensors" in str(error) and (pickles or not Path(name).is_dir()):
@@ -135,10 +135,10 @@ def explained(what: str, name: str) -> Iterator[None]:
         raise ValueError(f"{what}; it cannot be loaded: {one_line(error)}") from error
 
 
-def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+def load_config(what: str, name: str) -> PreTrainedConfig:
     """Load the configuration of a model, a folder or a Hub id; raise as `explained` does."""
     with explained(what, name):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if config.model_type.startswith("siglip2"):
         raise ValueError(
             f"{what}; it is a Siglip2 that reads any number of patches (NaFlex), and here images have one size. Choose one of a "
@@ -152,9 +152,9 @@ def load_config(what: str, name: str, trust_remote_code: bool = False) -> PreTra
             )
         config.audio_config.enable_fusion = False  # the path of sounds that are longer than a window
     attention = str(getattr(config, "_attn_implementation", None) or "")
-    if "/" in attention and not trust_remote_code:  # a repository of compiled code
+    if "/" in attention:  # a repository of compiled code
         raise ValueError(
-            f"{what}; its config.json asks for the attention of {attention}, and no code of others is run unasked. Take "
-            "attn_implementation out of it, or give --trust_remote_code."
+            f"{what}; its config.json asks for the attention of {attention}, and no code of others is run. Take "
+            "attn_implementation out of it."
         )
     return config

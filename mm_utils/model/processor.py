@@ -85,7 +85,7 @@ def _own_frames(args: ModelArguments) -> int | None:
     """Return how many frames a video backbone reads; None for others, which read any number."""
     name = args.model_name_or_path or args.vision_model_name_or_path
     if name:
-        config = load_config(f"the model is {name}", name, args.trust_remote_code)
+        config = load_config(f"the model is {name}", name)
         config = getattr(config, "vision_config", config)
     else:
         config = AutoConfig.for_model(**vision_preset(args, "clip"))
@@ -117,14 +117,16 @@ def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixi
 
 def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImageProcessor:
     if name := args.vision_model_name_or_path:
-        what, kind = f"--vision_model_name_or_path is {name}", {"trust_remote_code": args.trust_remote_code}
+        what = f"--vision_model_name_or_path is {name}"
         with explained(what, name):
             try:
-                own = AutoImageProcessor.from_pretrained(name, **kind)
+                own = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
             except (OSError, ValueError):
                 if medium != "clip":
                     raise
-                own = AutoVideoProcessor.from_pretrained(name, **kind)  # of some video backbones the only one
+                own = AutoVideoProcessor.from_pretrained(
+                    name, trust_remote_code=False
+                )  # of some video backbones the only one
         return _center_square_processor(own, args.image_size, what)
     size = args.image_size or vision_preset(args, medium).get("image_size")
     return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)
@@ -204,7 +206,7 @@ def _feature_extractor(args: ModelArguments, seconds: float | None) -> SequenceF
     name = args.vision_model_name_or_path
     if name:
         with explained(f"--vision_model_name_or_path is {name}", name):
-            found = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+            found = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
     else:
         size = vision_preset(args, "sound").get("image_size")
         if not isinstance(size, list):
@@ -236,7 +238,7 @@ def _tokenizer(args: ModelArguments, captions: Iterable[str]) -> PreTrainedToken
     if not source:
         return complete(cached_tokenizer(captions, args.vocab_size))
     with explained(f"--text_model_name_or_path is {source}", source):
-        return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=args.trust_remote_code))
+        return complete(AutoTokenizer.from_pretrained(source, trust_remote_code=False))
 
 
 # -- WordPiece ----------------------------------------------------------------------------------------------------------

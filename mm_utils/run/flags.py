@@ -41,8 +41,6 @@ def check_flags(given: Parsed) -> None:
         given.refuse("vision_config", "the vision backbone is a pretrained one")
     if text:
         given.refuse("text_config vocab_size", "the text backbone is a pretrained one")
-    if not (whole or vision or text):
-        given.refuse("trust_remote_code", "nothing of others is loaded")
     if given["fusion_layers"] == 0:
         given.refuse("rerank_top_k", "--fusion_layers is 0")
     # A trial turns evaluations off by flags behind the user's.

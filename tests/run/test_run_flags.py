@@ -57,7 +57,6 @@ RULES = [
     ("--objectives contrastive", "head_share=0.3", ""),
     ("", "image_column=a caption_column=a image_root=. allow_outside_root=true", "--train_file x"),
     ("--dataset_name sounds", "image_column=a caption_column=a", "--dataset_name x"),
-    ("", "trust_remote_code=true", "--text_model_name_or_path a"),
     ("--eval_steps 0", "metric_for_best_model=loss", "--eval_steps 2"),
     ("--train_file web-{0..1}.tar", "image_root=. allow_outside_root=true", "--train_file pairs.csv"),
     ("", "hub_model_id=a/b hub_strategy=checkpoint", "--push_to_hub"),

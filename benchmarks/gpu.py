@@ -249,10 +249,11 @@ def quarter_hour(args: argparse.Namespace) -> None:
     words = [*model, "--vocab_size", str(args.vocab_size)]
     few, pairs = str(args.pairs[0]), ",".join(map(str, args.pairs))
     real = f"scripts/pretrain.py --objectives contrastive --fusion_layers 0 --global_batch_size {few} --max_steps 100".split()
-    real += [*model, "--train_file", str(Path(args.quarter_hour).resolve()), "--output_dir", str(folder / "run")]
+    photographs = ["--train_file", str(Path(args.quarter_hour).resolve())]
+    real += [*model, *photographs, "--output_dir", str(folder / "run")]
     bare = ["-m", "benchmarks.gpu", "--objectives", "contrastive", *words, "--pairs"]
     peers = f"-m benchmarks.training --synthetic 32 --batch_size {few} --rounds 2 --steps 4".split()
-    peers += [*words, "--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
+    peers += [*words, *photographs, "--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
     tests = [
         "-m",
         "pytest",

@@ -21,7 +21,6 @@ from urllib.parse import parse_qsl
 
 from PIL import UnidentifiedImageError
 
-from mm_utils.data.media.pictures import animation
 from mm_utils.distributed import RunError
 from mm_utils.model.reading import UnreadableError
 from mm_utils.search.searcher import Filter, Searcher
@@ -121,8 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "similar":
             return self._hits(searcher, row)
         if what == "content":
-            content = searcher.stored(row, "content")
-            return ("audio/wav", content) if searcher.info.medium == "sound" else ("image/webp", animation(content))
+            return "audio/wav" if searcher.info.medium == "sound" else "video/x-msvideo", searcher.stored(
+                row, "content"
+            )
         if what == "image":
             return "image/jpeg", searcher.stored(row, "thumbnail")
         with self.server.decoding:

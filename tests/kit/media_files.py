@@ -13,7 +13,7 @@ from datasets import Dataset, Features
 from PIL import Image
 
 from mm_utils.data.media import FEATURES
-from mm_utils.data.media.riff import read_avi, write_avi, write_wav
+from mm_utils.data.media.riff import write_avi, write_wav
 from tests.kit.fault_images import save
 
 COLOURS = ("red", "lime", "blue", "white")
@@ -31,13 +31,6 @@ def clip(colours: Sequence[str] = COLOURS, size: tuple[int, int] = (32, 24), fps
     """Return an AVI with a frame of each colour."""
     frames = [save(Image.new("RGB", size, colour), "JPEG", quality=95) for colour in colours]
     return write_avi(frames, fps, size)
-
-
-def damaged(content: bytes, frames: int) -> bytes:
-    """Return a clip whose first `frames` frames cannot be decoded."""
-    for frame in list(map(bytes, read_avi(content)[0]))[:frames]:
-        content = content.replace(frame, frame[:2] + bytes(len(frame) - 2))
-    return content
 
 
 _TYPES = {

@@ -1,25 +1,22 @@
 """Pictures of media for people: an image, four frames of a clip, a sound's spectrogram."""
 
-import io
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from scipy.signal import spectrogram
 
-from mm_utils.data.images import open_image, shrink
+from mm_utils.data.images import open_image
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.model.reading import UnreadableError
 
-SIDE = 256  # pixels: width of a spectrogram, and shorter side of a frame that moves
+SIDE = 256  # pixels: width of a spectrogram
 _GAP = 2  # pixels between the frames of a clip
 _ROWS = 176  # pixels of a spectrogram
 _WINDOW = 0.032  # seconds of a Fourier transform
 _MOST_WINDOWS = 1024  # of a sound: those of an hour would be gigabytes
 _DECIBELS = 70.0  # below the loudest spot, where the darkest colour begins
-_MOST_FRAMES = 32  # of a clip that moves
 
 
 def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None = None) -> Image.Image:
@@ -35,37 +32,14 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
     if kind == "sound":
         return _spectrogram(value["bytes"])
     frames, _ = read_avi(value["bytes"])
-    shown = [_frame(frames[(2 * quarter + 1) * len(frames) // 8], min_side) for quarter in range(4)]
+    places = [(2 * quarter + 1) * len(frames) // 8 for quarter in range(4)]
+    shown = [open_image({"bytes": bytes(frames[place]), "path": None}, min_side) for place in places]
     width, height = shown[0].size
     found = Image.new("RGB", (2 * width + _GAP, 2 * height + _GAP), "white")
     for place, frame in enumerate(shown):
         row, column = divmod(place, 2)
         found.paste(frame, (column * (width + _GAP), row * (height + _GAP)))
     return found
-
-
-def animation(content: bytes) -> bytes:
-    """Return a clip as animated WebP for browsers, of at most 32 frames, spread evenly; damaged ones are left out.
-
-    Raises:
-        UnreadableError: if it cannot be read, or none of them can.
-    """
-    frames, fps = read_avi(content)
-    count = min(_MOST_FRAMES, len(frames))
-    shown = []
-    for place in range(count):
-        with suppress(UnreadableError):
-            shown.append(shrink(_frame(frames[place * len(frames) // count], SIDE), SIDE))
-    if not shown:
-        raise UnreadableError("none of its frames can be decoded")
-    buffer = io.BytesIO()
-    each = round(1000 * len(frames) / fps / count)  # milliseconds
-    shown[0].save(buffer, "WEBP", save_all=True, append_images=shown[1:], duration=each, loop=0, quality=70, method=2)
-    return buffer.getvalue()
-
-
-def _frame(content: memoryview, min_side: int | None = None) -> Image.Image:
-    return open_image({"bytes": bytes(content), "path": None}, min_side)
 
 
 def _spectrogram(content: bytes) -> Image.Image:

@@ -14,10 +14,8 @@ from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
 from mm_utils.data.rows.detect import detect
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.scenes import load_scenes
-from mm_utils.data.sets.events import load_clips
-from mm_utils.data.sets.tones import load_sounds
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +35,6 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool 
     title = ", ".join(source.title for source in sources) or "no source is given"
     if not sources:
         pairs = load_scenes()
-    elif is_embedded(args.dataset_name):
-        pairs = {"clips": load_clips, "sounds": load_sounds}[str(args.dataset_name)]()
     elif args.dataset_name is not None and is_prepared(args.dataset_name):
         pairs = open_prepared(args.dataset_name, title, allow_outside=args.allow_outside_root)
     else:

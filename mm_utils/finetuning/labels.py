@@ -28,7 +28,7 @@ from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
 from mm_utils.data.rows.media_folders import readable
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.scenes import colour_questions, load_scenes
 from mm_utils.data.training_data import TrainingData, make_data
 
@@ -112,8 +112,6 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
 
 def labelled_sources(args: DataArguments, labels: LabelArguments, medium: str) -> list[Source]:
     """Return the labelled sources that the flags name."""
-    if is_embedded(args.dataset_name):
-        raise ValueError(f"--dataset_name is {args.dataset_name}; its rows have no labels. Give a labelled set.")
     if args.dataset_name is not None and is_prepared(args.dataset_name):
         raise ValueError(
             f"--dataset_name is {args.dataset_name}; it is prepared, and has captions and no labels. Give what it was prepared from, "

@@ -18,7 +18,7 @@ from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
-from mm_utils.data.rows.source import DataArguments, is_embedded
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.embeddings import Embeddings, right_items
 from mm_utils.evaluation.gained import chance, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
@@ -169,7 +169,7 @@ def run_card(run: Run, metrics: dict[str, float], argv: Sequence[str] | None, **
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
         command=launch_command(run.name, sys.argv[1:] if argv is None else argv),
         metrics=metrics,
-        datasets=[trained_on] if trained_on and not (is_embedded(trained_on) or Path(trained_on).exists()) else [],
+        datasets=[trained_on] if trained_on and not Path(trained_on).exists() else [],
         hyperparameters={
             name: value for name, value in run.settings.items() if value not in (None, run.defaults.get(name))
         },

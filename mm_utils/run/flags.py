@@ -7,7 +7,7 @@ from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.rows.source import DataArguments, is_embedded
+from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.model.adapt import LoraArguments
@@ -56,8 +56,8 @@ def _check_pairs(given: Parsed) -> None:
     args, name, file = given[ObjectiveArguments], given["dataset_name"], given["train_file"]
     if not any(term_class(term).pairs_per_image for term in args.weights):
         given.refuse("head_share", "no term of --objectives is for the fusion head")
-    if is_embedded(name) or not (name or file):
-        known = "the data are an embedded set, whose columns are known"
+    if not (name or file):
+        known = "the data are the embedded scenes, whose columns are known"
         given.refuse("image_column caption_column image_root allow_outside_root", known)
     elif name and is_prepared(name):
         given.refuse("image_column caption_column image_root", "the data are a prepared set, whose columns are known")

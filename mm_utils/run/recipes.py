@@ -13,7 +13,7 @@ from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import Record
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source, is_embedded
+from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
@@ -37,7 +37,7 @@ def recipe_for(given: Parsed) -> str | None:
         ValueError: if the data, or a model that the recipe names, are neither on this machine nor to be had.
     """
     data = given[DataArguments]
-    if given.is_given(*STARTS) or not (sources := sources_of(data)) or is_embedded(data.dataset_name):
+    if given.is_given(*STARTS) or not (sources := sources_of(data)):
         return None
     if problem := missing(sources[0].path):
         raise ValueError(f"{sources[0].title}; {problem}")

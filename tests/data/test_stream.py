@@ -266,11 +266,10 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, "--streaming is set; the embedded set has no shards"),
+        ({}, "--streaming is set; the embedded scenes have no shards"),
         ({"train_file": "no/such-*.tar"}, r"shard no/such-\*.tar cannot be opened .* Check its address"),
         ({"train_file": "pairs.jsonl"}, "pairs.jsonl cannot be streamed, only .parquet"),
         ({"dataset_name": "no/such"}, "--dataset_name is no/such; it could not be loaded"),
-        ({"dataset_name": "sounds"}, "--streaming is set; sounds has no shards"),
     ],
 )
 def test_a_source_that_cannot_be_streamed_is_refused_in_one_line(flags: dict[str, Any], message: str) -> None:

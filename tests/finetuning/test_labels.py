@@ -325,7 +325,6 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
     doors += [
         (task_of, "image", {"train_file": one_class}, "its labels are '1' alone, and a task has 2 classes"),
         (task_of, "image", {"train_file": one_class, "test_file": other}, "only some of train, test hold texts"),
-        (task_of, "sound", {"dataset_name": "sounds"}, "its rows have no labels. Give a labelled set"),
         *((labelled_of, "image", {"dataset_name": save(tmp_path / f"saved {n}", *case)}, message)
           for n, (*case, message) in enumerate(not_a_class)),
         (labelled_of, "image", {"classes": "no.txt"}, "--classes is no.txt; there is no such file"),

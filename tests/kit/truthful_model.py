@@ -89,11 +89,15 @@ class TruthfulModel:
         model.logits = 4 * torch.randn(images, len(model.owner), generator=torch.Generator().manual_seed(seed))
         return model
 
-    def encode_image(self, pixel_values: Tensor, with_keys_values: bool = True) -> tuple[Tensor, Any]:
+    def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         number = pixel_values[:, 0, 0, 0].round().long()
         self.seen += len(number)
-        keys_values = (number.float()[None, :, None, None, None].expand(2, -1, 1, 1, 1),)
-        return self.image[number], keys_values if with_keys_values else None
+        return number, (number,) if with_taps else ()
+
+    def project_image(self, number: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        return self.image[number], (
+            number.float()[None, :, None, None, None].expand(2, -1, 1, 1, 1),
+        ) if taps else None
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         assert (attention_mask[:, :3] == 1).all()

@@ -56,7 +56,6 @@ RULES = [
     ("--fusion_layers 0 --objectives contrastive", "rerank_top_k=3", ""),
     ("--objectives contrastive", "head_share=0.3", ""),
     ("", "image_column=a caption_column=a image_root=. allow_outside_root=true", "--train_file x"),
-    ("--dataset_name sounds", "image_column=a caption_column=a", "--dataset_name x"),
     ("--eval_steps 0", "metric_for_best_model=loss", "--eval_steps 2"),
     ("--train_file web-{0..1}.tar", "image_root=. allow_outside_root=true", "--train_file pairs.csv"),
     ("", "hub_model_id=a/b hub_strategy=checkpoint", "--push_to_hub"),
@@ -109,7 +108,7 @@ def test_scripts_that_do_not_train_refuse_what_they_leave_unread(script: Any, wo
 
 # -- a resume compares what is learnt -----------------------------------------------------------------------------------
 OTHERS = {
-    "dataset_name": "sounds", "train_file": "x.jsonl", "validation_file": "x.jsonl", "test_file": "x.jsonl",
+    "dataset_name": "a/set", "train_file": "x.jsonl", "validation_file": "x.jsonl", "test_file": "x.jsonl",
     "image_root": ".", "vision_config": "small", "text_config": "small", "objectives": "sigmoid",
     "lr_scheduler_type": "linear", "optim": "sgd", "batch_size_schedule": "0:4,2:8", "hub_strategy": "checkpoint",
     "report_to": "none", "dataloader_num_workers": "1", "hub_model_id": "a/b", "vision_device": "cpu",
@@ -234,7 +233,6 @@ IMAGES, SOUNDS, CLIPS = '{"image": "a.png"', '{"audio": "a.wav"', '{"video": "a.
         ("--model_name_or_path some/clip", SOUNDS, None),
         ("--vision_model_name_or_path some/vit", IMAGES, None),
         ("", None, None),
-        ("--dataset_name sounds", None, None),
     ],
 )
 def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, tmp_path, monkeypatch) -> None:

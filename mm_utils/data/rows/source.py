@@ -1,6 +1,5 @@
 """Flags and items that name sources of image-caption pairs."""
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ FORMATS = (
     *("jsonl", "json", "csv", "tsv", "parquet", "imagefolder", "datasets", "classes"),
     *("coco", "karpathy", "flickr", "sqlite", "webdataset"),
 )
-EMBEDDED_SETS = ("clips", "sounds")
-"""Data sets that are drawn, besides the scenes of a run without a source."""
 TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
 
@@ -30,8 +27,7 @@ class DataArguments:
 
     dataset_name: str | None = arg(
         None,
-        "A data set on the Hub; a folder of one, of tar shards, of images with captions, or made by save_to_disk or prepare_data; "
-        "clips or sounds: the embedded set of these, drawn at the first start.",
+        "A data set on the Hub; a folder of one, of tar shards, of images with captions, or made by save_to_disk or prepare_data.",
         decides="place",
         usual=True,
     )
@@ -172,8 +168,3 @@ class Source:
         """Return the wanted columns."""
         names, labels = (self.image_column, self.caption_column, self.id_column), (self.labelled, self.label_column)
         return Columns(*names, self.medium, self.caption_template, self.group_column, *labels)
-
-
-def is_embedded(dataset_name: str | os.PathLike[str] | None) -> bool:
-    """Return whether --dataset_name means an embedded set; a file or folder goes before."""
-    return dataset_name in EMBEDDED_SETS and not os.path.exists(str(dataset_name))

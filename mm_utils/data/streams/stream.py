@@ -38,7 +38,7 @@ from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out, split_of_path
 from mm_utils.data.rows.folders import Unread, own_files
-from mm_utils.data.rows.source import DataArguments, Source, is_embedded
+from mm_utils.data.rows.source import DataArguments, Source
 from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Slot
 from mm_utils.data.streams.shards import FEATURES, Row, Shard, ShardReader, check_columns, count_shards, expand
@@ -120,8 +120,8 @@ def _find_urls(data: DataArguments) -> tuple[str, dict[str, list[str]]]:
     name, title = data.dataset_name, f"--dataset_name is {data.dataset_name}"
     if data.train_file is not None:
         title, named = f"--train_file is {data.train_file}", {"train": expand(data.train_file)}
-    elif name is None or is_embedded(name):
-        raise ValueError(f"--streaming is set; {name or 'the embedded set'} has no shards. Name some by --train_file.")
+    elif name is None:
+        raise ValueError("--streaming is set; the embedded scenes have no shards. Name some by --train_file.")
     else:
         named = _urls_of_dataset(data, name, title)
     if data.validation_file is not None:

@@ -1,1 +1,0 @@
-"""The embedded sets besides the scenes: `--dataset_name clips` or `sounds`."""

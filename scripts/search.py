@@ -38,9 +38,7 @@ class SearchArguments:
     rerank_top_k: int = arg(
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
     )
-    read_captions: bool = arg(
-        True, "For a text, also count the captions that the index has: their words, and their embeddings."
-    )
+    read_captions: bool = arg(True, "For a text, also count the embeddings of the captions that the index has.")
     index_factory: str | None = arg(
         None,
         "Take the nearest 500 of a FAISS index in memory, and score these exactly: its factory, such as IVF256,Flat.",
@@ -73,11 +71,11 @@ from mm_utils.text import printable, shortened
 
 def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:
     """Return a head, and a line for each hit."""
-    has_words = any(hit.words for hit in hits)
-    lines = [f"rank   score{'   words' if has_words else ''}{'  re-ranked' if reranks else ''}  {medium}"]
+    reads = any(hit.by_captions is not None for hit in hits)
+    lines = [f"rank   score{'  captions' if reads else ''}{'  re-ranked' if reranks else ''}  {medium}"]
     for hit in hits:
-        again = f"{hit.words:>8.2f}" if has_words else ""
-        again += "" if not reranks else f"{'' if hit.reranked is None else f'{hit.reranked:.3f}':>11}"
+        scores = (hit.by_captions, 10 * reads), (hit.reranked, 11 * reranks)
+        again = "".join(f"{'' if score is None else f'{score:.3f}':>{width}}" for score, width in scores if width)
         words = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
         words += f"  +{len(hit.copies)} near copies" if hit.copies else ""
         lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{words}"))

@@ -278,7 +278,9 @@ def _retrieval_summary(context: RunContext) -> list[str]:
     if gain is not None:
         lines.append(f"  {gain[0].upper()}{gain[1:]}")
     lines += [f"  {described}" for described in [describe_weights(model)] if described]
-    query = printable(" ".join(data.splits["validation"][0]["captions"][0].split()[:_WORDS])).lstrip("-")
+    some = data.splits["validation"].select_columns(["captions"])[:20]["captions"]
+    shortest = min((text for captions in some for text in captions), key=len)  # it is shown whole
+    query = printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")
     commands = [evaluation_command(folder, run.settings, "test")] if "test" in data.splits else []
     if model.fusion is not None and not any(run.settings.get(name) for name in SOURCES):
         commands.append(launch_command("finetune", ["--model_name_or_path", str(folder)]))

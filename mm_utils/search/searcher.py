@@ -4,20 +4,21 @@ For a text, the fusion head reorders the first `rerank_top_k` images if `config.
 which training sets only where it helped on the validation split. The head reads the image, from its file, or from its thumbnail if the
 file has changed, is gone, or was never there; a clip or a sound from the index. Near copies of a hit are folded into it.
 
-Shape letters: N images of the index, E embedding width, K images that are re-ranked.
+Shape letters: N images of the index, n that are scored, E embedding width.
 """
 
 import copy
 import datetime
 import io
 import logging
+import math
 import os
 import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -37,7 +38,6 @@ from mm_utils.files import changed_ns
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, open_picture
-from mm_utils.search.captions import CaptionWords, fused
 from mm_utils.search.index import check_same_model, fingerprints, open_index
 from mm_utils.search.listing import stock_file
 from mm_utils.text import one_line, printable
@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 _CANDIDATES = 500  # of FAISS, which are scored exactly
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
-Hits = list[tuple[int, float]]
-"""Rows and cosines, best first."""
+_FEW = 30  # images with captions; mean and deviation of fewer say little
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Hit:
         row, id, path, captions: as the index has them.
         rank: its place in the answer, from 1.
         score: cosine of the query and the image.
-        words: BM25 of the query and the image's captions; 0 without a common word, or where captions are not read.
+        by_captions: cosine of the query and the image's captions; None without any, or where they are not read.
         reranked: cosine + what the fusion head adds, divided by the logit scale; None if the head has not seen it.
         copies: ids of images of lower rank that show the same picture.
     """
@@ -66,7 +65,7 @@ class Hit:
     row: int
     rank: int
     score: float
-    words: float
+    by_captions: float | None
     reranked: float | None
     id: str
     path: str
@@ -125,7 +124,7 @@ class Searcher:
         rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
         device: where the model runs; default: a GPU if there is one.
         index_factory: a string of FAISS's index factory. Its nearest images are scored exactly; a filter turns it off.
-        read_captions: whether for texts the captions' words and embeddings count beside those of the images.
+        read_captions: whether for texts the embeddings of the captions count beside those of the images.
 
     Raises:
         ValueError: if there is no index or no model.
@@ -147,14 +146,9 @@ class Searcher:
         self._lock, self._mask_N = threading.Lock(), np.ones(len(self._rows), dtype=bool)
         self._embeddings = self._vectors("embedding")
         self._faiss = faiss_index(index_factory, torch.cat(self._embeddings).float()) if index_factory else None
-        column = self._rows.data.column("caption_embedding")
-        self._has_captions_N = column.is_valid().to_numpy()
-        self._captions: CaptionWords | None = None
-        self._caption_embeddings: list[Tensor] = []
-        if read_captions and self._has_captions_N.any():
-            chunks = self._rows.data.column("captions").chunks
-            self._captions = CaptionWords(texts for chunk in chunks for texts in chunk.to_pylist())
-            self._caption_embeddings = self._vectors("caption_embedding")
+        self._has_captions_N = torch.tensor(self._rows.data.column("caption_embedding").is_valid().to_numpy())
+        self._caption_embeddings = self._vectors("caption_embedding")
+        self._reads_captions = read_captions and bool(self._has_captions_N.any())
         name = model or self.info.model
         processor: Any = load_processor_of(name)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -163,11 +157,10 @@ class Searcher:
         self._model.processor = processor
         fingerprint, texts = fingerprints(self._model, self._medium)
         check_same_model(self.info, fingerprint, name, folder)
-        if self._captions is not None and self.info.texts != texts:
-            self._caption_embeddings = []
+        if self._reads_captions and self.info.texts != texts:
+            self._reads_captions = False
             logger.warning(
-                "The captions in %s were embedded with another text side: their words alone count. Run scripts/embed.py "
-                "with this model.",
+                "The captions in %s were embedded with another text side, and are not read. Run scripts/embed.py with this model.",
                 folder,
             )
         self._model.to(self._device)
@@ -201,15 +194,12 @@ class Searcher:
         with self._lock, torch.no_grad():
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
-            captions = self._by_captions(text, query_1E[0])
-            hits, copies = self._best(query_1E[0], max(top_k, self.rerank_top_k), captions=captions)
-            head = self._head(hits[: self.rerank_top_k], states, mask, ids) if rerank and self.reranks and hits else {}
-        # Captions count among these, too: with words and without, R@1 on Flickr8k was 0.33 and 0.23.
-        order = np.argsort(
-            -fused(np.array(list(head.values())), *(by_N[list(head)] for by_N in captions)), stable=True
-        )
-        hits = [hits[at] for at in order.tolist()] + hits[len(head) :]
-        return self._hits(hits[:top_k], copies, head, captions[0])
+            scored = self._score(query_1E[0], max(top_k, self.rerank_top_k), self._reads_captions)
+            places, copies = self._folded(scored, max(top_k, self.rerank_top_k))
+            first = places[: self.rerank_top_k] if rerank and self.reranks else []
+            added = dict(zip(first, self._head(scored.rows[first], states, mask, ids) if first else [], strict=True))
+        first.sort(key=lambda at: -(scored.by_n[at] + scored.slope_n[at] * added[at]).item())
+        return self._hits(scored, [*first, *places[len(first) :]][:top_k], copies, added)
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
@@ -221,7 +211,8 @@ class Searcher:
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an image of the index, without itself; IndexError without such a row."""
-        return self._hits(*self._best(torch.tensor(self.stored(row, "embedding")), top_k, row))
+        scored = self._score(torch.tensor(self.stored(row, "embedding")), top_k)
+        return self._hits(scored, *self._folded(scored, top_k, row))
 
     def copies(self) -> list[list[dict[str, Any]]]:
         """Return groups of images that show the same picture: row, id and path."""
@@ -246,7 +237,8 @@ class Searcher:
     def _search(self, example: Tensor, top_k: int) -> list[Hit]:
         with self._lock, torch.no_grad():
             query_1E = self._model.encode_image(self._input([example]), with_keys_values=False)[0]
-            return self._hits(*self._best(query_1E[0], top_k))
+            scored = self._score(query_1E[0], top_k)
+            return self._hits(scored, *self._folded(scored, top_k))
 
     def _input(self, examples: Sequence[Tensor]) -> Tensor:
         return self._medium.features(torch.stack(list(examples)).to(self._device))
@@ -258,52 +250,45 @@ class Searcher:
             chunks = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in self._rows.data.column(name).chunks]
             return [torch.from_numpy(chunk.reshape(-1, self.info.width)) for chunk in chunks]
 
-    def _by_captions(self, text: str, query_E: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return the BM25 score of each image's captions, 0 without a common word, and their cosine, -inf without captions."""
-        words_N = np.zeros(len(self)) if self._captions is None else self._captions.scores(text)
-        cosine_N = np.full(len(self), -np.inf, np.float32)
-        if self._caption_embeddings:
-            cosine_N[self._has_captions_N] = self._cosines(self._caption_embeddings, query_E).numpy()
-        return words_N, cosine_N
-
     def _cosines(self, blocks: list[Tensor], query_E: Tensor) -> Tensor:
         """Return the products of stored unit vectors and a query; a block of the file stays in a core's cache."""
         query_E = normalize(query_E.float().cpu(), dim=0)
         return torch.cat([block.float() @ query_E for block in blocks])
 
-    def _best(
-        self,
-        query_E: Tensor,
-        count: int,
-        without: int = -1,
-        captions: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> tuple[Hits, dict[int, list[int]]]:
-        """Return the best images for a query, best first, without a row; and the rows of their copies by row."""
-        rows = np.flatnonzero(self._mask_N)
-        if self._faiss is not None and len(rows) == len(self):
+    def _score(self, query_E: Tensor, count: int, reads_captions: bool = False) -> "_Scored":
+        """Return the scores of all rows that the filter lets through; with FAISS, of the nearest ones."""
+        rows = np.arange(len(self))
+        if self._faiss is not None and self._mask_N.all():
             _, rows = self._faiss.search(query_E.float().cpu()[None].numpy(), max(_CANDIDATES, 4 * count))
             rows = np.unique(rows[rows >= 0])
             stored = self._rows.select_columns(["embedding"]).with_format("torch")[rows.tolist()]["embedding"]
-            by_N = score_N = self._cosines([stored], query_E)
+            cosine_n = self._cosines([stored], query_E)
         else:
-            by_N = score_N = self._cosines(self._embeddings, query_E)[rows]
-        if captions is not None and (self._caption_embeddings or captions[0].any()):
-            by_N = torch.from_numpy(fused(score_N.numpy(), *(each_N[rows] for each_N in captions)))
+            cosine_n = self._cosines(self._embeddings, query_E)
+        captions_N, by_n, slope_n = torch.full((len(self),), -torch.inf), cosine_n, torch.ones(len(rows))
+        if reads_captions:
+            captions_N[self._has_captions_N] = self._cosines(self._caption_embeddings, query_E)
+            by_n, slope_n = fused(cosine_n, captions_N[rows])
+        kept = self._mask_N[rows]
+        return _Scored(rows[kept], cosine_n[kept], captions_N[rows[kept]], by_n[kept], slope_n[kept])
+
+    def _folded(self, scored: "_Scored", count: int, without: int = -1) -> tuple[list[int], dict[int, list[int]]]:
+        """Return the places of the best images, best first, without a row; and the rows of their copies by place."""
         wide = 2 * count + 1
         while True:
-            found = best(rows, score_N, wide, by_N)
-            hits = [hit for hit in found if hit[0] != without]
-            pairs = near_pairs(self._prints([row for row, _ in hits])) if hits else np.empty((0, 2), int)
+            found = best(scored.by_n, wide)
+            places = [at for at in found if scored.rows[at] != without]
+            pairs = near_pairs(self._prints(scored.rows[places].tolist())) if places else np.empty((0, 2), int)
             # A copy goes to the first hit that it is near to; so longer answers begin as shorter ones do.
             copy_of: dict[int, int] = {}
             for first, second in pairs.tolist():
                 if first not in copy_of:
                     copy_of.setdefault(second, first)
-            folded = [hit for at, hit in enumerate(hits) if at not in copy_of]
+            folded = [place for at, place in enumerate(places) if at not in copy_of]
             if len(folded) >= count or len(found) < wide:
                 copies: dict[int, list[int]] = {}
                 for second, first in copy_of.items():
-                    copies.setdefault(hits[first][0], []).append(hits[second][0])
+                    copies.setdefault(places[first], []).append(int(scored.rows[places[second]]))
                 return folded[:count], copies
             wide *= 2
 
@@ -311,14 +296,12 @@ class Searcher:
         prints = self._rows.select_columns(["print"])[rows]["print"]
         return np.frombuffer(b"".join(prints), FINGERPRINT)
 
-    def _head(self, hits: Hits, states: Tensor, mask: Tensor, ids: Tensor) -> dict[int, float]:
-        """Return the scores of images after re-ranking, by row."""
-        _, taps = self._model.vision_features(self._input([self._example(row) for row, _ in hits]))
+    def _head(self, rows: np.ndarray, states: Tensor, mask: Tensor, ids: Tensor) -> list[float]:
+        """Return what the fusion head adds to the cosines of images."""
+        _, taps = self._model.vision_features(self._input([self._example(row) for row in rows.tolist()]))
         assert self._model.fusion is not None
-        keys_values = self._model.fusion.encode_vision(taps)
-        added_K = self._model.head_scores(keys_values, states, mask, ids).tolist()
-        scale = self._model.logit_scale.float().exp().item()
-        return {row: cosine + added / scale for (row, cosine), added in zip(hits, added_K, strict=True)}
+        added = self._model.head_scores(self._model.fusion.encode_vision(taps), states, mask, ids)
+        return (added / self._model.logit_scale.float().exp()).tolist()
 
     def _example(self, row: int) -> Tensor:
         """Return what evaluations take of an index's clip, sound or image."""
@@ -344,26 +327,58 @@ class Searcher:
 
     def _hits(
         self,
-        hits: Hits,
+        scored: "_Scored",
+        places: list[int],
         copies: dict[int, list[int]],
-        head: dict[int, float] | None = None,
-        words_N: np.ndarray | None = None,
+        added: dict[int, float] | None = None,
     ) -> list[Hit]:
-        head, found = head or {}, []
-        for rank, (row, score) in enumerate(hits, 1):
-            names = [self._texts[each]["id"] for each in copies.get(row, ())]
-            words = 0.0 if words_N is None else float(words_N[row])
-            found.append(Hit(row, rank, score, words, head.get(row), **self._texts[row], copies=names))
+        found, added = [], added or {}
+        for rank, at in enumerate(places, 1):
+            row, score, captions = int(scored.rows[at]), scored.cosine_n[at].item(), scored.captions_n[at].item()
+            names = [self._texts[each]["id"] for each in copies.get(at, ())]
+            reranked = score + added[at] if at in added else None
+            by_captions = captions if captions > -math.inf else None
+            found.append(Hit(row, rank, score, by_captions, reranked, **self._texts[row], copies=names))
         return found
 
 
-def best(rows: np.ndarray, score_N: Tensor, count: int, by_N: Tensor) -> Hits:
-    """Return rows and scores of the highest `by_N`, best first; of equal ones, the first comes first."""
-    if 0 < count < len(by_N):
-        kept = (by_N >= by_N.topk(count).values[-1]).nonzero().flatten()
-        rows, score_N, by_N = rows[kept.numpy()], score_N[kept], by_N[kept]
-    order = by_N.sort(descending=True, stable=True).indices[:count]
-    return list(zip(rows[order.numpy()].tolist(), score_N[order].tolist(), strict=True))
+class _Scored(NamedTuple):
+    """Rows of the index and their scores `[n]`."""
+
+    rows: np.ndarray
+    cosine_n: Tensor
+    captions_n: Tensor  # -inf without captions
+    by_n: Tensor  # by which they are ordered
+    slope_n: Tensor  # of `by_n` over `cosine_n`
+
+
+def fused(cosine_n: Tensor, captions_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by what images are ordered for a text, and how much of it a unit of their cosine is.
+
+    That is the standardised cosine of the image and twice that of its captions (-inf without), their sum standardised again, so
+    that images with captions and without compare. On Flickr8k's validation split, with one of five captions stored and 4,000 queries, R@1
+    is 0.536 ± 0.022, of captions alone 0.505, of images alone 0.181, and 0.414 by a sum of ranks. With captions of every other image
+    stored it is 0.345, and 0.230 by a sum of ranks, which finds no image without captions.
+    """
+    by_n, slope_n = _standardised(cosine_n)
+    has_n = captions_n > -torch.inf
+    if has_n.sum() >= min(_FEW, len(has_n)):
+        by_n[has_n], slope = _standardised(by_n[has_n] + 2 * _standardised(captions_n[has_n])[0])
+        slope_n[has_n] *= slope
+    return by_n, slope_n
+
+
+def _standardised(score_n: Tensor) -> tuple[Tensor, Tensor]:
+    slope = 1 / score_n.std(correction=0).clamp(min=1e-6)
+    return (score_n - score_n.mean()) * slope, slope.expand(len(score_n)).clone()
+
+
+def best(by_n: Tensor, count: int) -> list[int]:
+    """Return the places of the highest scores, best first; of equal ones, the first comes first."""
+    kept = torch.arange(len(by_n))
+    if 0 < count < len(by_n):
+        kept = (by_n >= by_n.topk(count).values[-1]).nonzero().flatten()
+    return kept[by_n[kept].sort(descending=True, stable=True).indices[:count]].tolist()
 
 
 def faiss_index(text: str, embeddings: Tensor) -> Any:

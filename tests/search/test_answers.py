@@ -20,10 +20,9 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.distributed import RunError
 from mm_utils.model.build import load_model
 from mm_utils.model.reading import UnreadableError
-from mm_utils.search.captions import CaptionWords
 from mm_utils.search.index import open_index
 from mm_utils.search.listing import Listing, folder_listing, pair_listing
-from mm_utils.search.searcher import Filter, Hit, Searcher, best
+from mm_utils.search.searcher import Filter, Searcher, best
 from mm_utils.search.updating import update_index
 from scripts import embed, eval_retrieval, search
 from tests.kit.media_files import clip, media_rows, tone
@@ -130,59 +129,42 @@ def captioned(reranking_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder / "index"
 
 
-def test_the_words_of_captions_count_by_bm25() -> None:
-    texts = [" ".join(each).lower().replace(",", "").replace("!", "").replace(".", "").split() for each in CAPTIONS]
-    mean = np.mean([len(words) for words in texts if words])
+@pytest.mark.parametrize("read", [True, False])
+def test_captions_count_twice_beside_the_images(captioned: Path, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In standard scores over the whole index, whatever part is searched; the head adds to the cosine of the image."""
+    monkeypatch.setattr("mm_utils.search.searcher._FEW", 4)
+    found = Searcher(captioned, rerank_top_k=5, device="cpu", read_captions=read)
+    model, rows = load_model(found.info.model).eval(), open_index(captioned)[1]
+    text = model.encode(texts=["a dog runs"])[0].numpy()
+    image = np.array(rows["embedding"], np.float32) @ text
+    means = {row: model.encode(texts=each).mean(0).numpy() for row, each in enumerate(CAPTIONS) if each}
+    captions = {row: mean / np.linalg.norm(mean) @ text for row, mean in means.items()}
 
-    def plain_bm25(query: set[str], words: list[str]) -> float:
-        score = 0.0
-        for word in query & set(words):
-            have, times = sum(word in each for each in texts), words.count(word)
-            weight = np.log(1 + (len(texts) - have + 0.5) / (have + 0.5))
-            score += weight * times * 2.2 / (times + 1.2 * (0.25 + 0.75 * len(words) / mean))
-        return score
+    def standard(scores: Any) -> Any:
+        return (np.array(scores) - np.mean(scores)) / np.std(scores)
 
-    scores = CaptionWords(CAPTIONS).scores("Dog dog: RUNS, a unicorn")
-    assert scores.tolist() == pytest.approx([plain_bm25({"dog", "runs", "a"}, words) for words in texts])
-    assert not CaptionWords([[], []]).scores("dog").any()
+    score, slope, has = standard(image), np.full(24, 1 / image.std()), list(captions)
+    if read:
+        both = score[has] + 2 * standard(list(captions.values()))
+        score[has], slope[has] = standard(both), slope[has] / both.std()
+    for part in (Filter(), Filter("0")):
+        there = [row for row in np.argsort(-score) if rows[int(row)]["id"].startswith(part.folder)]
+        before = found.within(part).search_text("a dog runs", 24, rerank=False)
+        assert [hit.row for hit in before] == there
+        assert found.within(part).search_text("a dog runs", 7, rerank=False) == before[:7]
+        assert {hit.row: hit.score for hit in before} == pytest.approx({row: image[row] for row in there}, abs=1e-5)
+        near = {hit.row: hit.by_captions for hit in before if hit.by_captions is not None}
+        assert near == pytest.approx({row: captions[row] for row in there if row in captions and read}, abs=2e-3)
+        after = found.within(part).search_text("a dog runs", 24)
+        assert [hit.row for hit in after[5:]] == there[5:]
+        moved = {hit.row: score[hit.row] + slope[hit.row] * (hit.reranked - hit.score) for hit in after[:5]}
+        assert list(moved) == sorted(there[:5], key=moved.get, reverse=True)
 
 
-def test_captions_and_embeddings_are_fused_by_their_ranks_before_the_head(captioned: Path) -> None:
-    """Equal scores share the best rank; what has no captions, or no word of the query, gets nothing for it; a part without changes nothing."""
-    reading, plain = (
-        Searcher(captioned, rerank_top_k=5, device="cpu", read_captions=reads) for reads in (True, False)
-    )
-    model, rows = load_model(reading.info.model).eval(), open_index(captioned)[1]
-    for query, part in (("a dog runs", Filter()), ("a cat", Filter("0")), ("Hund", Filter()), ("unicorn", Filter())):
-        text_E = model.encode(texts=[query])[0]
-        means = {row: model.encode(texts=each).mean(0) for row, each in enumerate(CAPTIONS) if each}
-        cosines = {row: (mean / mean.norm() @ text_E).item() for row, mean in means.items()}
-        stored = dict(enumerate(rows["caption_embedding"]))
-        near = {row: (torch.tensor(stored[row], dtype=torch.float16).float() @ text_E).item() for row in means}
-        assert near == pytest.approx(cosines, abs=2e-3)
-        before = plain.within(part).search_text(query, 24, rerank=False)
-        words = dict(enumerate(reading._captions.scores(query).tolist()))
-
-        def plain_rrf(hit: Hit, before: list[Hit] = before, words: dict = words, near: dict = near) -> float:
-            score = 1 / (60 + hit.rank)
-            if words[hit.row]:
-                score += 1 / (61 + sum(words[other.row] > words[hit.row] for other in before))
-            if hit.row in near:
-                score += 2 / (61 + sum(near.get(other.row, -9) > near[hit.row] for other in before))
-            return score
-
-        after = reading.within(part).search_text(query, 24, rerank=False)
-        assert [hit.row for hit in after] == [hit.row for hit in sorted(before, key=plain_rrf, reverse=True)]
-        assert [hit.row for hit in after] != [hit.row for hit in before]
-        assert {hit.row: (hit.score, hit.words) for hit in after} == {
-            hit.row: (hit.score, words[hit.row]) for hit in before
-        }
-        assert reading.within(part).search_text(query, 7, rerank=False) == after[:7]
-        reranked = reading.within(part).search_text(query, 24)
-        assert {hit.row for hit in reranked if hit.reranked is not None} == {hit.row for hit in after[:5]}
-        assert [hit.row for hit in reranked[5:]] == [hit.row for hit in after[5:]]
-    part = Filter("1")  # without captions
-    assert reading.within(part).search_text("dog", 24) == plain.within(part).search_text("dog", 24)
+def test_captions_of_few_images_are_not_read_beside_many(captioned: Path) -> None:
+    reading, plain = (Searcher(captioned, device="cpu", read_captions=reads) for reads in (True, False))
+    hits = [[hit.row for hit in each.search_text("a dog runs", 24, rerank=False)] for each in (reading, plain)]
+    assert hits[0] == hits[1]
 
 
 def test_faiss_finds_what_is_scored_exactly(
@@ -209,9 +191,9 @@ def test_faiss_finds_what_is_scored_exactly(
 
 
 def test_equal_scores_keep_the_order_of_the_index() -> None:
-    scores, rows = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5]), np.arange(5)
+    scores = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5])
     for k in (1, 2, 3, 4, 5, 50):
-        assert [row for row, _ in best(rows, scores, k, scores)] == [1, 3, 0, 2, 4][:k]
+        assert best(scores, k) == [1, 3, 0, 2, 4][:k]
 
 
 # -- a part of an index, copies, and the script ------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def test_a_text_is_asked_by_keys_alone_and_re_ranking_is_told(visit: Visit, page
     expect(visit.tab.locator("#hits img").first).not_to_have_js_property("naturalWidth", 0)
     expect(visit.tab.get_by_role("searchbox")).to_have_value("a green square")
     assert visit.tab.title() == "a green square – Search images"
-    said = f"1: similarity {hits[0].score:.3f}, re-ranked {hits[0].reranked:.3f}"
+    scores = (("similarity", hits[0].score), ("captions", hits[0].by_captions), ("re-ranked", hits[0].reranked))
+    said = "1: " + ", ".join(f"{name} {score:.3f}" for name, score in scores)
     expect(visit.tab.locator(".scores").first).to_have_text(said)
     visit.tab.get_by_role("button", name="More").click()
     visit.finds("40 of 40 images, best first.", [hit.row for hit in hits])

@@ -31,7 +31,6 @@ from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
 from mm_utils.finetuning.labels import LabelArguments, open_task
 from mm_utils.finetuning.objective import ClassificationObjective
-from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach, flags_of_callbacks
@@ -45,16 +44,8 @@ from mm_utils.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 FLAGS = (
-    *(
-        EvaluatedDataArguments,
-        LabelArguments,
-        LoaderArguments,
-        ClassifierArguments,
-        LoraArguments,
-        OptimizerArguments,
-        FinetuningArguments,
-    ),
-    RunArguments,
+    *(EvaluatedDataArguments, LabelArguments, LoaderArguments, ClassifierArguments),
+    *(OptimizerArguments, FinetuningArguments, RunArguments),
 )
 
 
@@ -81,7 +72,7 @@ def main(
 
     # 3. Model, objective, optimizer.
     resume_from = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
-    model = build_classifier(classifier_args, given[LoraArguments], task.classes, has_texts=task.has_texts)
+    model = build_classifier(classifier_args, task.classes, has_texts=task.has_texts)
     objective = ClassificationObjective(model, torch.tensor(rows["label"][:]), run.args.seed)
     optimizer_args = given[OptimizerArguments]
     optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)

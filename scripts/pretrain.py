@@ -82,7 +82,7 @@ def main(
 
     # 3. Model and objective.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    model = build_model(model_args, data.processor.tokenizer, given[flags.LoraArguments], data.medium)
+    model = build_model(model_args, data.processor.tokenizer, data.medium)
     check_positions(model, data.max_seq_length)
     rows = data.splits.get("train")
     objective = build_objective(model, objective_args, args.seed, rows, data.processor.tokenizer)

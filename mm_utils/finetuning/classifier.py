@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from mm_utils.arguments import arg, required
-from mm_utils.model.adapt import LoraArguments, freeze_unused
+from mm_utils.model.adapt import freeze_unused
+from mm_utils.model.arguments import TowerArguments
 from mm_utils.model.build import load_model, make_trainable
 from mm_utils.model.modeling_fusion_dual_encoder import (
     CLASSIFIER_INPUTS,
@@ -19,7 +20,7 @@ from mm_utils.model.row_noise import RowDropout
 
 
 @dataclass
-class ClassifierArguments:
+class ClassifierArguments(TowerArguments):
     """The model to start from, and the input of its classifier."""
 
     model_name_or_path: str = required(
@@ -33,13 +34,9 @@ class ClassifierArguments:
         usual=True,
     )
     classifier_dropout: float = arg(0.1, "Dropout before the last layer of the classifier.")
-    freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
-    freeze_text: bool = arg(False, "Do not train the text backbone.", usual=True)
-    gradient_checkpointing: bool = arg(
-        False, "Recompute activations in the backward pass: less memory, a third slower.", decides="speed"
-    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.classifier_inputs not in (None, *CLASSIFIER_INPUTS):
             choices = ", ".join(CLASSIFIER_INPUTS)
             raise ValueError(f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {choices}.")
@@ -48,7 +45,7 @@ class ClassifierArguments:
 
 
 def build_classifier(
-    args: ClassifierArguments, lora_args: LoraArguments, classes: Sequence[str], *, has_texts: bool
+    args: ClassifierArguments, classes: Sequence[str], *, has_texts: bool
 ) -> FusionDualEncoderForClassification:
     """Load a model and add a classifier for `classes`, ready to be trained.
 
@@ -68,7 +65,7 @@ def build_classifier(
     def scalar(images: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return model.classify(images, ids, torch.ones_like(ids)).sum()
 
-    make_trainable(model, args, lora_args, partial(freeze_unused, model, model.parameters(), scalar))
+    make_trainable(model, args, partial(freeze_unused, model, model.parameters(), scalar))
     return model
 
 

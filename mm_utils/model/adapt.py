@@ -8,7 +8,6 @@ resumes: the weights under them are those that the run started from.
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from mm_utils.arguments import arg
 from mm_utils.distributed import load_full_weights
 from mm_utils.model.fusion import on_gpu
 from mm_utils.model.join import probe_input
@@ -146,40 +144,26 @@ def _repeats_in_training(tower: PreTrainedModel, name: str) -> bool:
 # -- low-rank adapters --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class LoraArguments:
-    """Low-rank adapters and the towers that get them."""
-
-    lora_rank: int = arg(
-        0,
-        "Train adapters of this rank in the attention of the towers that are not frozen, and nothing else in these; 0 = no adapters.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.lora_rank < 0:
-            raise ValueError(f"--lora_rank is {self.lora_rank}; give a rank from 1 on, or 0 for no adapters.")
-
-
-def add_adapters(model: FusionDualEncoderModel, args: LoraArguments) -> None:
+def add_adapters(model: FusionDualEncoderModel, rank: int) -> None:
     """Freeze the towers that are trained; add adapters to attention's linear layers. ValueError if there is nothing to adapt."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError(
-            f"--lora_rank is {args.lora_rank}; adapters need peft, which is not installed. Run pip install peft."
+            f"--lora_rank is {rank}; adapters need peft, which is not installed. Run pip install peft."
         ) from error
     both = {"vision": image_backbone(model.vision_model), "text": model.text_model}
     towers = {name: both[name] for name in both if is_trained(both[name])}
     if not towers:
-        raise ValueError(f"--lora_rank is {args.lora_rank}; both towers are frozen. Freeze less, or give no rank.")
+        raise ValueError(f"--lora_rank is {rank}; both towers are frozen. Freeze less, or give no rank.")
     for name, tower in towers.items():
         layers = attention_layers(tower)
         if not layers:
             raise ValueError(
-                f"--lora_rank is {args.lora_rank}; a {tower.config.model_type} has no attention to adapt. Add --freeze_{name}."
+                f"--lora_rank is {rank}; a {tower.config.model_type} has no attention to adapt. Add --freeze_{name}."
             )
         tower.requires_grad_(False)
-        config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_rank, target_modules=layers)
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=layers)
         inject_adapter_in_model(config, tower)
 
 

@@ -30,8 +30,29 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@dataclass(kw_only=True)
+class TowerArguments:
+    """What is trained of the two towers."""
+
+    freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
+    freeze_text: bool = arg(
+        False, "Do not train the text backbone, nor the projection of a run's text encoder.", usual=True
+    )
+    lora_rank: int = arg(
+        0,
+        "Train adapters of this rank in the attention of the towers that are not frozen, and nothing else in these; 0 = no adapters.",
+    )
+    gradient_checkpointing: bool = arg(
+        False, "Recompute activations in the backward pass: less memory, a third slower.", decides="speed"
+    )
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ValueError(f"--lora_rank is {self.lora_rank}; give a rank from 1 on, or 0 for no adapters.")
+
+
 @dataclass
-class ModelArguments:
+class ModelArguments(TowerArguments):
     """The two towers and the fusion head.
 
     A saved model wins over pretrained backbones, and these win over presets.
@@ -79,13 +100,6 @@ class ModelArguments:
         "frozen backbones and some thousand images. Stock transformers classes have only linear ones.",
     )
     fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True)
-    freeze_vision: bool = arg(False, "Do not train the vision backbone.", usual=True)
-    freeze_text: bool = arg(
-        False, "Do not train the text backbone, nor the projection of a run's text encoder.", usual=True
-    )
-    gradient_checkpointing: bool = arg(
-        False, "Recompute activations in the backward pass: less memory, a third slower.", decides="speed"
-    )
     torch_compile: bool | None = arg(
         None,
         "Compile the layers of towers and fusion head with torch.compile: seconds at the start, then faster steps; default: on a GPU, "
@@ -94,6 +108,7 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         own = "vision_model_name_or_path", "vision_config", "text_config", "vocab_size", "projection_dim", "projection"
         for name in own if self.model_name_or_path else ():
             if getattr(self, name) != getattr(ModelArguments, name):

@@ -13,14 +13,13 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedToken
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
 from mm_utils.model.adapt import (
-    LoraArguments,
     add_adapters,
     freeze_unused,
     multiply_patches,
     switch_off_dropout,
     use_channels_last,
 )
-from mm_utils.model.arguments import TEXT_PRESETS, ModelArguments, check_reads, preset, vision_preset
+from mm_utils.model.arguments import TEXT_PRESETS, ModelArguments, TowerArguments, check_reads, preset, vision_preset
 from mm_utils.model.encoding import use_known_padding
 from mm_utils.model.image_size import resize
 from mm_utils.model.join import join_backbones, probe
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 def build_model(
     args: ModelArguments,
     tokenizer: PreTrainedTokenizerBase,
-    lora_args: LoraArguments | None = None,
     medium: str = "image",
 ) -> FusionDualEncoderModel:
     """Build or load the arguments' model, in float32, with adapters, ready to be trained.
@@ -58,25 +56,25 @@ def build_model(
     if tokenizer is not None:
         words: Any = model.text_model.get_input_embeddings()
         check_words("The text encoder reads other words", tokenizer, words.num_embeddings)
-    if lora_args is not None and lora_args.lora_rank:
+    if args.lora_rank:
         for tower in () if args.model_name_or_path else ("vision", "text"):
             if not getattr(args, f"{tower}_model_name_or_path") and not getattr(args, f"freeze_{tower}"):
                 raise ValueError(
-                    f"--lora_rank is {lora_args.lora_rank}; the {tower} backbone starts from scratch, and adapters need "
+                    f"--lora_rank is {args.lora_rank}; the {tower} backbone starts from scratch, and adapters need "
                     f"trained weights. Give --{tower}_model_name_or_path."
                 )
-    make_trainable(model, args, lora_args, partial(freeze_unreached, model))
+    make_trainable(model, args, partial(freeze_unreached, model))
     return model
 
 
-def make_trainable(model: Any, args: Any, lora_args: LoraArguments | None, freeze: Callable[[], int]) -> None:
+def make_trainable(model: Any, args: TowerArguments, freeze: Callable[[], int]) -> None:
     """Freeze what flags and outputs leave out, add adapters, and let the towers compute as is fastest."""
     switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
         if frozen:
             model.freeze(tower)
-    if lora_args is not None and lora_args.lora_rank:
-        add_adapters(model, lora_args)
+    if args.lora_rank:
+        add_adapters(model, args.lora_rank)
     freeze()
     use_channels_last(model.vision_model)
     multiply_patches(model.vision_model)

@@ -37,7 +37,7 @@ from transformers import (
 )
 from transformers.image_utils import is_pil_image
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
-from transformers.models.clap.modeling_clap import ClapAudioModel, ClapProjectionLayer
+from transformers.models.clap.modeling_clap import ClapProjectionLayer
 from transformers.utils import ModelOutput
 
 from .fusion import CaptionAdapter, FusionHead, KeysValues, LevelAdapter, RegionHead, TokenHead, as_map, target_mask
@@ -236,7 +236,7 @@ def image_backbone(tower: Any) -> Any:
 
 def vision_tower(config: Any) -> Any:
     """Make the media tower of a config: of Whisper the encoder."""
-    made = ClapAudioModel(config) if config.model_type == "clap_audio_model" else _made(config)
+    made = _made(config)
     return made.get_encoder() if config.model_type == "whisper" else made
 
 

@@ -10,7 +10,6 @@ from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
-from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import check_model, has_no_head
 from mm_utils.objectives.build import ObjectiveArguments, term_class
@@ -19,7 +18,7 @@ from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
 
 PRETRAINING = (
-    *(DataArguments, LoaderArguments, ModelArguments, LoraArguments, ObjectiveArguments),
+    *(DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments),
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments, StreamingArguments),
 )
 

@@ -24,7 +24,7 @@ from mm_utils.checkpointing.state import (
 )
 from mm_utils.distributed import full_tensor
 from mm_utils.model import adapt
-from mm_utils.model.adapt import LoraArguments, add_adapters, load_weights
+from mm_utils.model.adapt import add_adapters, load_weights
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
 from tests.kit.objectives import sharded, tiny_objective
@@ -39,7 +39,7 @@ def parts(shard: bool = False, lora_rank: int = 0, **named: str) -> Parts:
     objective = tiny_objective(KIND)
     if lora_rank:
         objective.model.freeze("vision")
-        add_adapters(objective.model, LoraArguments(lora_rank=lora_rank))
+        add_adapters(objective.model, lora_rank)
     if shard:
         objective = sharded(objective)
     args: Any = OptimizerArguments(**named)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from mm_utils import distributed
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.finetuning.objective import ClassificationObjective
-from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout
 from tests.kit.objectives import step_in_parts, tiny_model
@@ -33,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def build(folder: str, inputs: str | None = None, *, texts: bool = True, **flags: Any) -> Any:
     torch.manual_seed(1)
     args = ClassifierArguments(folder, classifier_inputs=inputs, **{"classifier_dropout": 0.0, **flags})
-    return build_classifier(args, LoraArguments(), CLASSES, has_texts=texts)
+    return build_classifier(args, CLASSES, has_texts=texts)
 
 
 def whole_batch() -> dict[str, Any]:

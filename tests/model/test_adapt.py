@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config
 
 from mm_utils.model.adapt import (
-    LoraArguments,
     add_adapters,
     attention_layers,
     load_weights,
@@ -50,7 +49,7 @@ def test_adapters_of_the_towers_that_are_not_frozen_are_trained_and_start_withou
     model = tiny()
     before = outputs(model)
     model.freeze("vision")
-    add_adapters(model, LoraArguments(lora_rank=2))
+    add_adapters(model, 2)
     torch.testing.assert_close(outputs(model), before)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name for name in trained if name.startswith(("text_model.", "vision_model."))} == {
@@ -63,7 +62,7 @@ def test_adapters_of_the_towers_that_are_not_frozen_are_trained_and_start_withou
 def test_a_checkpoint_holds_the_merged_model_and_its_adapters(tmp_path: Path) -> None:
     model, again = tiny(), tiny()
     for each in (model, again):
-        add_adapters(each, LoraArguments(lora_rank=2))
+        add_adapters(each, 2)
     stirred(model).save_pretrained(tmp_path, state_dict=merged(model.state_dict()))
     save_adapters(model.state_dict(), tmp_path)
     plain = FusionDualEncoderModel.from_pretrained(tmp_path).eval()

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoProcessor, VisionTextDualEncoderModel, pipeline
 
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
-from mm_utils.model.adapt import LoraArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -40,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         part.save_pretrained(place)
         processor.save_pretrained(place)
     tuned = ClassifierArguments(str(path), classifier_inputs="image")
-    build_classifier(tuned, LoraArguments(), ["no", "yes"], has_texts=False).save_pretrained(path / "fine_tuned")
+    build_classifier(tuned, ["no", "yes"], has_texts=False).save_pretrained(path / "fine_tuned")
     processor.save_pretrained(path / "fine_tuned")
     return path
 

@@ -23,13 +23,13 @@ REASONS = {
     # paths, archives
     "image_missing": "There is no such file. Check the path, and set --image_root to the folder where paths begin.",
     "not_a_file": "The path is not a regular file. Point it at one.",
-    "outside_root": "The path leaves the data folder. Set --image_root to a folder above the files, or "
+    "outside_root": "The path leaves the data folder. Copy the files into it, set --image_root to a folder above them, or "
     "--allow_outside_root.",
     "path_too_long": "The path is longer than file systems allow. Shorten it; files written as base64 text are decoded beforehand.",
     "bad_path": "The path cannot be opened. Write a plain relative path, or bytes and path in Parquet.",
     "permission_denied": "The file may not be read. Change its permissions.",
     "read_error": "The file could not be read, even after retries. Check the disk or the network mount.",
-    "url_not_allowed": "The row has a web address. Download it first; img2dataset writes tar shards, which are read here.",
+    "url_not_allowed": "It is a web address. Download it first; img2dataset writes tar shards, which are read here.",
     "unsafe_member": "The archive member is a link, a device, a pickle or a path that leads out. Repack the archive.",
     "truncated_archive": "The archive ends too early, or is compressed. Copy it again, or decompress it.",
     "incomplete_sample": "The files of a sample follow each other in a shard and have one name up to the first dot: NAME.jpg, "

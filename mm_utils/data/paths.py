@@ -117,7 +117,7 @@ class Jail:
                 self._check_place(path, name, follow=True)
                 mode = os.stat(path).st_mode
         except OSError as error:
-            hint = self._similar_name(path, name) if isinstance(error, FileNotFoundError) else ""
+            hint = self._similar_name(name) if isinstance(error, FileNotFoundError) else ""
             raise file_fault(error, path, hint) from error
         if not stat.S_ISREG(mode):
             raise Fault("not_a_file", f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}")
@@ -133,20 +133,16 @@ class Jail:
             leads = "is" if name == real else f"leads to {real},"
             raise Fault("outside_root", f"{name} {leads} outside {self.root}")
 
-    def _similar_name(self, path: str, written: str) -> str:
+    def _similar_name(self, written: str) -> str:
         """Return a hint at a file whose name differs only in case, Unicode form, or the slashes of Windows."""
-        slashed = written.replace("\\", "/")
-        if slashed != written and os.path.exists(os.path.join(self.root, slashed)):
-            return f"; there is {slashed}, and a path has slashes"
-        folder, name = os.path.split(path)
+        folder, name = os.path.split(os.path.normpath(os.path.join(self.root, written.replace("\\", "/"))))
         self._hints += 1
-        if self._hints > _MOST_HINTS:
+        if self._hints > _MOST_HINTS or not os.path.isdir(folder):
             return ""
-        twin = next((each for each in _listed(folder) if _folded(each) == _folded(name)), None)
-        if twin is None:
-            return ""
-        nfc, other = (unicodedata.normalize("NFC", each) for each in (twin, name))
-        return f"; there is {twin}, which differs in {'case' if nfc != other else 'Unicode form (NFC, NFD)'}"
+        with os.scandir(folder) as entries:
+            names = (entry.name for entry in itertools.islice(entries, _LONGEST_LISTING))
+            twin = next((each for each in names if _folded(each) == _folded(name)), None)
+        return "" if twin is None else f"; there is {twin}, which differs in case, Unicode form (NFC, NFD) or slashes"
 
 
 def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, title: str) -> None:
@@ -186,14 +182,6 @@ def _check_name(name: str) -> None:
     longest = max(map(len, encoded.split(os.fsencode(os.sep))))
     if longest > LONGEST_NAME:
         raise Fault("path_too_long", f"{name[:80]}... has a name of {longest} bytes; {LONGEST_NAME} is the most")
-
-
-def _listed(folder: str) -> list[str]:
-    """Return the first names in a folder; none if there is none."""
-    if not os.path.isdir(folder):
-        return []
-    with os.scandir(folder) as entries:
-        return [entry.name for entry in itertools.islice(entries, _LONGEST_LISTING)]
 
 
 def _folded(name: str) -> str:

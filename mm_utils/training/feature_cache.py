@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from mm_utils import distributed
 from mm_utils.arguments import Parsed, arg
 from mm_utils.data.batches.column_cache import SKIPPED, add_weights, column_digest, image_digest, to_arrow
-from mm_utils.data.batches.order import EvaluationBatches
+from mm_utils.data.batches.order import Draw, evaluation_batches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.encoding import length_groups
@@ -100,7 +100,7 @@ def cache_features(
         )
     for split in splits:
         found = rows = data.splits[split]
-        batches, trains = EvaluationBatches(len(rows), data.eval_batch_size), split == "train"
+        batches, trains = evaluation_batches(len(rows), data.eval_batch_size), split == "train"
         store = partial(stored_features, model=model, batches=batches, accelerator=accelerator)
         if "vision" in towers:
             with_taps = objective.reads_taps or (not trains and bool(model.voices))
@@ -131,7 +131,7 @@ def stored_features(
     blocks: Iterator[Block],
     *,
     model: Any,
-    batches: EvaluationBatches,
+    batches: Sequence[list[Draw]],
     accelerator: Accelerator,
     flag: str = "--cache_features",
 ) -> datasets.Dataset:
@@ -191,7 +191,7 @@ def _image_features(
     model: Any,
     data: TrainingData,
     rows: datasets.Dataset,
-    batches: EvaluationBatches,
+    batches: Sequence[list[Draw]],
     with_taps: bool,
     accelerator: Accelerator,
 ) -> Iterator[Block]:
@@ -220,7 +220,7 @@ def _text_features(
     model: Any,
     data: TrainingData,
     rows: datasets.Dataset,
-    batches: EvaluationBatches,
+    batches: Sequence[list[Draw]],
     with_states: bool,
     accelerator: Accelerator,
 ) -> Iterator[Block]:

@@ -1,6 +1,6 @@
 """Embed all training media and captions with a teacher once, into the store of frozen towers' features."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mm_utils.arguments import Parsed
 from mm_utils.data.batches.column_cache import column_digest, image_digest
-from mm_utils.data.batches.order import EvaluationBatches
+from mm_utils.data.batches.order import Draw, evaluation_batches
 from mm_utils.data.batches.tokens import fingerprint, tokenizer_digest
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
@@ -70,7 +70,7 @@ class Teacher(nn.Module):
 
 @torch.no_grad()
 def _embeddings(
-    teacher: Teacher, rows: datasets.Dataset, batches: EvaluationBatches, accelerator: Accelerator
+    teacher: Teacher, rows: datasets.Dataset, batches: Sequence[list[Draw]], accelerator: Accelerator
 ) -> Iterator[Block]:
     with ThreadPoolExecutor() as pool, accelerator.autocast():
         for draws in batches:
@@ -114,7 +114,7 @@ class CacheTeacher(RunCallback):
                 f"{FLAG} is {self.name}; it embeds {kind}s, and the data are {data.medium}s. Give another."
             )
         rows, accelerator = data.splits["train"], run.run.accelerator
-        batches = EvaluationBatches(len(rows), data.eval_batch_size)
+        batches = evaluation_batches(len(rows), data.eval_batch_size)
         depends_on = image_digest(rows), column_digest(rows, "captions"), fingerprint(rows)
         blocks = _embeddings(teacher, rows, batches, accelerator)
         embeddings = stored_features(

@@ -13,10 +13,10 @@ from mm_utils.data.batches.order import (
     ATTEMPTS,
     BatchSizes,
     Draw,
-    EvaluationBatches,
     GlobalOrder,
     RankBatches,
     choose_captions,
+    evaluation_batches,
     replacement_rows,
 )
 
@@ -76,7 +76,7 @@ def test_evaluation_covers_every_row_once(num_rows: int, batch_size: int, world:
     for rank in range(world):
         with pytest.MonkeyPatch.context() as patch:
             on_rank(patch, rank, world)
-            batches = EvaluationBatches(num_rows, batch_size)
+            batches = evaluation_batches(num_rows, batch_size)
             shares.append(list(batches))
             assert len(batches) == len(shares[-1]) == len(shares[0])
     assert [draw for share in shares for batch in share for draw in batch] == [(row, 0) for row in range(num_rows)]

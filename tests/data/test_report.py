@@ -114,13 +114,6 @@ def test_hostile_captions_ids_and_names_stay_text(tmp_path: Path) -> None:
     } == {0, 7}
 
 
-def test_damaged_images_are_named(tmp_path: Path) -> None:
-    red = np.full((30, 40, 3), (220, 10, 10), np.uint8).tobytes()
-    pairs = DatasetDict(train=split("train", 60), test=split("bad", 2, image={"bytes": red[:-1], "path": "raw:40x30"}))
-    text = report(tmp_path, pairs)
-    assert "- 2 images of those below cannot be decoded: test: bad-0, test: bad-1" in text
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_corpus(tmp_path_factory.mktemp("raw"))

@@ -173,13 +173,14 @@ def test_paths_begin_at_a_root_and_near_misses_are_named(folder: Path) -> None:
     inside = write(folder / "lists" / "q.jsonl", lines({"image": "a.jpg", "caption": "a"}))
     assert read(inside, image_root=str(folder))[0][0].image == FileImage(str(folder / "a.jpg"))
     assert read(inside, PathArguments(image_root=str(folder)))[0][0].id == "a.jpg"
-    files(folder, "sub/a.png")
-    [bad] = read(listed(folder, {"image": "sub\\a.png", "caption": "a"}))[1]
-    assert "there is sub/a.png, and a path has slashes" in bad.fault.detail
-    for written, stored in (("Caf\u00e9.png", "Cafe\u0301.png"), ("photo.PNG", "photo.png")):
+    for written, stored in (
+        ("Caf\u00e9.png", "Cafe\u0301.png"),
+        ("photo.PNG", "photo.png"),
+        ("sub\\a.png", "sub/a.png"),
+    ):
         files(folder, stored)
         [bad] = read(listed(folder, {"image": written, "caption": "a"}))[1]
-        assert re.search("there is .*which differs in (case|Unicode form)", bad.fault.detail)
+        assert re.search("there is .*which differs in case, Unicode form", bad.fault.detail)
 
 
 def test_parquet_cells_are_read_in_any_order_and_empty_ones_are_faults(folder: Path) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mm_utils.data import media
+from mm_utils.data.batches import order
 from mm_utils.data.batches.dataset import Collator
-from mm_utils.data.batches.order import EvaluationBatches
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 
 CPU = torch.device("cpu")
@@ -151,4 +151,4 @@ def evaluation_batches(
         for number, example in enumerate(examples)
     ]
     collate = Collator(0, media.Image(2))
-    return [collate([rows[row] for row, _ in draws]) for draws in EvaluationBatches(len(rows), batch_size)]
+    return [collate([rows[row] for row, _ in draws]) for draws in order.evaluation_batches(len(rows), batch_size)]

@@ -16,7 +16,7 @@ from mm_utils.arguments import arg
 from mm_utils.data.batches.column_cache import OF_TEACHER, column_digest, empty_features, image_digest
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch, Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
-from mm_utils.data.batches.order import EvaluationBatches, GlobalOrder, RankBatches
+from mm_utils.data.batches.order import Draw, GlobalOrder, RankBatches, evaluation_batches
 from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium, kind_of, read_by
@@ -177,7 +177,7 @@ class Loaders:
         readers = [reader for reader in self._readers(rows) if reader.in_evaluation]
         pairs = Pairs(rows, EvaluationTransform(self.medium, readers))
         collate = Collator(self.pad_token_id, self.medium, cached=empty_features(rows), readers=readers)
-        return self._loader(pairs, EvaluationBatches(len(rows), batch_size), collate)
+        return self._loader(pairs, evaluation_batches(len(rows), batch_size), collate)
 
     def _readers(self, rows: datasets.Dataset) -> list[ColumnReader]:
         return [reader for reader in self.readers if reader.columns <= set(rows.column_names)]
@@ -195,7 +195,7 @@ class Loaders:
                 f"the data are {found}s, and the model is for {self.medium.kind}s. Give data or model of the same kind."
             )
 
-    def _loader(self, pairs: Pairs, batches: RankBatches | EvaluationBatches, collate: Collator) -> DeviceLoader:
+    def _loader(self, pairs: Pairs, batches: RankBatches | list[list[Draw]], collate: Collator) -> DeviceLoader:
         workers, pins = min(self.arguments.num_workers, len(batches)), self.device.type == "cuda"
         return self.on_device(
             worker_loader(pairs, workers, batch_sampler=batches, collate_fn=collate, pin_memory=pins)

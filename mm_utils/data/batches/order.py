@@ -179,18 +179,9 @@ class RankBatches(Sampler[list[Draw]]):
         return self.stop - self.start
 
 
-class EvaluationBatches(Sampler[list[Draw]]):
-    """This rank's share of all rows, in order; all ranks have equally many batches."""
-
-    def __init__(self, num_rows: int, batch_size: int):
-        mine = distributed.share(num_rows, distributed.rank(), distributed.world_size())
-        parts = -(-num_rows // (batch_size * distributed.world_size()))
-        self.batches = [
-            [(mine.start + place, 0) for place in distributed.share(len(mine), part, parts)] for part in range(parts)
-        ]
-
-    def __iter__(self) -> Iterator[list[Draw]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+def evaluation_batches(num_rows: int, batch_size: int) -> list[list[Draw]]:
+    """Return this rank's share of all rows, in order; all ranks have equally many batches."""
+    mine = distributed.share(num_rows, distributed.rank(), distributed.world_size())
+    parts = -(-num_rows // (batch_size * distributed.world_size()))
+    shares = (distributed.share(len(mine), part, parts) for part in range(parts))
+    return [[(mine.start + place, 0) for place in share] for share in shares]

@@ -27,8 +27,7 @@ from mm_utils.data.prepare.arguments import PrepareArguments
 from mm_utils.data.prepare.dedup_and_split import LEAKS, Reconciled
 from mm_utils.data.prepare.ingest import Ingested
 from mm_utils.data.rows.columns import too_few
-from mm_utils.model.reading import UnreadableError
-from mm_utils.plots import LIGHT, MUTED, draw_text, save_figure, wrap
+from mm_utils.plots import MUTED, draw_text, save_figure, wrap
 from mm_utils.text import byte_size, markdown_table, markdown_text, publishable, redact, without_secrets
 
 CARD = "README.md"
@@ -128,12 +127,9 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any]) -> N
     kind, rng = summary["medium"], np.random.default_rng(0)
     share = math.ceil(_SHOWN_PAIRS / max(1, len(pairs)))
     chosen = {name: sorted(rng.permutation(len(rows))[:share].tolist()) for name, rows in pairs.items()}
-    tiles = [_tile(pairs[name], row, name) for name, rows in chosen.items() for row in rows]
-    if tiles:
-        draw_contact_sheet(tiles, folder / "pairs.jpg")
-    warnings = _look_first(summary)
-    if damaged := [title for image, title, _ in tiles if image is None]:
-        warnings.insert(0, f"{_plural(len(damaged), kind)} of those below cannot be decoded: {', '.join(damaged)}")
+    draw_contact_sheet(
+        [_tile(pairs[name], row, name) for name in chosen for row in chosen[name]], folder / "pairs.jpg"
+    )
     rows = sum(source["rows"] for source in summary["sources"])
     set_aside = sum(reason["count"] for reason in summary["quarantined"].values())
     copies, dropped = _leaks(summary["leakage"])
@@ -144,10 +140,6 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any]) -> N
         f"Merged: {_plural(summary['duplicates']['merged_rows'], 'row')} of equal {kind}s.",
         f"Copies across splits: {_plural(copies, kind)}; dropped: {_plural(dropped, 'row')}.",
     ]
-    examples = {
-        name: "; ".join(", ".join(filter(None, one.values())) for one in reason["examples"])
-        for name, reason in summary["quarantined"].items()
-    }
     tables = {
         "What it holds": [
             {"split": name, f"{kind}s": part["images"], "captions": part["captions"], "size": byte_size(part["bytes"])}
@@ -159,7 +151,7 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any]) -> N
                 "reason": name,
                 "count": reason["count"],
                 "what it means": reason["explanation"],
-                "for example": examples[name],
+                "for example": "; ".join(", ".join(filter(None, one.values())) for one in reason["examples"]),
             }
             for name, reason in summary["quarantined"].items()
         ],
@@ -173,9 +165,9 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any]) -> N
         "# Report of the data set",
         " ".join(opening),
         "## Look at this first",
-        "\n".join(f"- {markdown_text(warning)}" for warning in warnings)
+        "\n".join(f"- {markdown_text(warning)}" for warning in _look_first(summary))
         or "Nothing stands out. Do look at the pairs below.",
-        *(["![random pairs](pairs.jpg)"] if tiles else []),
+        "![random pairs](pairs.jpg)",
         *(part for title, rows in tables.items() if rows for part in (f"## {title}", _table(rows))),
     ]
     (folder / "report.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
@@ -225,8 +217,8 @@ def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def draw_contact_sheet(tiles: Sequence[tuple[Image.Image | None, str, str]], out_path: Path) -> None:
-    """Draw pictures, None for a grey field, with their titles and texts, six in a row, as a JPEG."""
+def draw_contact_sheet(tiles: Sequence[tuple[Image.Image, str, str]], out_path: Path) -> None:
+    """Draw pictures with their titles and texts, six in a row, as a JPEG."""
     side, below = 1.5, 0.94  # inches
     columns = min(6, len(tiles))
     rows = math.ceil(len(tiles) / columns)
@@ -236,9 +228,7 @@ def draw_contact_sheet(tiles: Sequence[tuple[Image.Image | None, str, str]], out
     for ax in axes.flat:
         ax.set_axis_off()
     for ax, (image, title, text) in zip(axes.flat, tiles, strict=False):
-        field = Image.new("RGB", (180, 180), LIGHT)
-        if image is not None:
-            field = ImageOps.pad(image.convert("RGB"), field.size, color="#f8fafc")
+        field = ImageOps.pad(image.convert("RGB"), (180, 180), color="#f8fafc")
         ax.imshow(np.asarray(field), extent=(0, side, 0, side))
         ax.set(xlim=(0, side), ylim=(-below, side))
         if len(title) > 28:  # one line, with its end
@@ -249,15 +239,10 @@ def draw_contact_sheet(tiles: Sequence[tuple[Image.Image | None, str, str]], out
     save_figure(figure, out_path, pil_kwargs={"quality": 75, "optimize": True})
 
 
-def _tile(split: Dataset, row: int, name: str) -> tuple[Image.Image | None, str, str]:
+def _tile(split: Dataset, row: int, name: str) -> tuple[Image.Image, str, str]:
     """Return a row's picture, its split and id, and its first caption."""
-    kind = kind_of(split.features)
     pair = split.with_format(None)[row]
-    try:
-        image = picture(pair["image"] or {}, kind)
-    except UnreadableError:
-        image = None
-    return image, f"{name}: {pair['id']}", next(filter(None, pair["captions"]), "")
+    return picture(pair["image"], kind_of(split.features)), f"{name}: {pair['id']}", pair["captions"][0]
 
 
 def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: dict[str, Any]) -> None:

@@ -29,12 +29,6 @@ from mm_utils.data.rows.records import image_path
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
-REMEDIES = REASONS | {
-    "url_not_allowed": "Download the file into the folder, and name it there.",
-    "outside_root": "Copy the files into the folder, or set --allow_outside_root.",
-}
-"""What to do about a fault of `check_saved` or `open_builder`."""
-
 
 def load_splits(name: str, title: str, allow_outside: bool = False, config: str | None = None) -> DatasetDict:
     """Load all splits of a folder of `save_to_disk` or of a data set of the Hub; ValueError, begun by `title`, if it fails."""
@@ -66,7 +60,7 @@ def blamed_on(title: str) -> Iterator[None]:
     try:
         yield
     except Fault as fault:
-        raise ValueError(f"{title}; {fault.detail}. {REMEDIES[fault.reason]}") from fault
+        raise ValueError(f"{title}; {fault.detail}. {REASONS[fault.reason]}") from fault
     except _DAMAGE as error:
         raise ValueError(
             f"{title}; it could not be loaded ({one_line(error.__cause__ or error)}). Check its spelling, its "

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature

@@ -3,12 +3,8 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from mm_utils.arguments import arg, required
-from mm_utils.model.adapt import freeze_unused
 from mm_utils.model.arguments import TowerArguments
 from mm_utils.model.build import load_model, make_trainable
 from mm_utils.model.modeling_fusion_dual_encoder import (
@@ -62,10 +58,7 @@ def build_classifier(
     model.load_state_dict(base.state_dict(), strict=False)
     RowDropout.replace(model.classifier)  # so that its masks are the same on any number of processes
 
-    def scalar(images: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return model.classify(images, ids, torch.ones_like(ids)).sum()
-
-    make_trainable(model, args, partial(freeze_unused, model, model.parameters(), scalar))
+    make_trainable(model, args)
     return model
 
 

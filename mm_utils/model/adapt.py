@@ -7,7 +7,7 @@ resumes: the weights under them are those that the run started from.
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,18 @@ FILE = "adapters.safetensors"
 _ADAPTER, _BASE = ".lora_", ".base_layer."
 
 
-def freeze_unused(
-    model: FusionDualEncoderModel, parameters: Iterable[nn.Parameter], output: Callable[[Tensor, Tensor], Tensor]
-) -> int:
-    """Freeze those `parameters` that an output does not depend on; return their total size.
+def freeze_unused(model: Any) -> int:
+    """Freeze the parameters that no output of the model depends on; return their total size.
 
-    These are mask tokens, unused poolers and the like. DDP would wait for their gradients and fail. `output` returns a scalar for
-    a batch of images and of token ids.
+    These are mask tokens, unused poolers and the like. DDP would wait for their gradients and fail. The objectives decide later
+    which of the heads are trained.
     """
     was_training = model.training
     model.eval()
     images, token_ids = torch.randn(2, *input_shape(model.vision_model)), torch.ones(2, 4, dtype=torch.long)
-    scalar = output(images, token_ids)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    output = model(input_ids=token_ids, pixel_values=images, return_loss=True)
+    scalar = sum(output[name].sum() for name in ("loss", "logits", "match_logits") if output.get(name) is not None)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(scalar, trained, allow_unused=True) if trained else []
     unused = [parameter for parameter, gradient in zip(trained, gradients, strict=True) if gradient is None]
     for parameter in unused:

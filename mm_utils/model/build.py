@@ -2,12 +2,9 @@
 
 import logging
 import shlex
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
@@ -63,11 +60,11 @@ def build_model(
                     f"--lora_rank is {args.lora_rank}; the {tower} backbone starts from scratch, and adapters need "
                     f"trained weights. Give --{tower}_model_name_or_path."
                 )
-    make_trainable(model, args, partial(freeze_unreached, model))
+    make_trainable(model, args)
     return model
 
 
-def make_trainable(model: Any, args: TowerArguments, freeze: Callable[[], int]) -> None:
+def make_trainable(model: Any, args: TowerArguments) -> None:
     """Freeze what flags and outputs leave out, add adapters, and let the towers compute as is fastest."""
     switch_off_dropout(model)
     for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
@@ -75,7 +72,7 @@ def make_trainable(model: Any, args: TowerArguments, freeze: Callable[[], int]) 
             model.freeze(tower)
     if args.lora_rank:
         add_adapters(model, args.lora_rank)
-    freeze()
+    freeze_unused(model)
     use_channels_last(model.vision_model)
     multiply_patches(model.vision_model)
     use_known_padding()
@@ -185,20 +182,6 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
         probe(model.vision_model, "vision")
         probe(model.text_model, "text")
         return model
-
-
-def freeze_unreached(model: FusionDualEncoderModel) -> int:
-    """Freeze parameters of the towers that no output depends on; return their total size.
-
-    Whether the heads and the bias are trained depends on the objectives.
-    """
-    towers = (parameter for tower in (model.vision_model, model.text_model) for parameter in tower.parameters())
-
-    def output(images: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        found = model(input_ids=token_ids, pixel_values=images, return_loss=True)
-        return found.loss if found.match_logits is None else found.loss + found.match_logits.sum()
-
-    return freeze_unused(model, towers, output)
 
 
 def _backbone(

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils.model.fusion import MOST_SPECIAL_TOKENS
-from mm_utils.model.modeling_fusion_dual_encoder import image_backbone, input_name, input_shape
-from mm_utils.text import one_line
+from mm_utils.model.join import probe
+from mm_utils.model.modeling_fusion_dual_encoder import image_backbone, input_shape
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,7 @@ def resize(tower: Any, size: int) -> Any:
     if tower is not backbone:
         tower.backbone, tower.config = made, made.config
         made = tower
-    made.eval()
-    try:
-        with torch.no_grad():
-            made(**{input_name(made): torch.zeros(1, *input_shape(made)[:-2], size, size)})
-    except Exception as error:  # of any kind: a grid that windows do not divide, a size that a class fixes
-        raise ValueError(f"{what}, which cannot read it: {one_line(error)}. Choose another size.") from error
+    probe(made, "vision")
     logger.info("The image tower (%s) reads %d pixels a side in place of %d", made.config.model_type, size, own_size)
     return made.train(tower.training)
 
@@ -75,7 +70,7 @@ def _interpolated(made: Any, name: str, table: Tensor | None, wanted: Tensor | N
     counts = table.shape[-2], wanted.shape[-2]
     sides = [each // patch for each in sizes] if isinstance(patch, int) else [math.isqrt(count) for count in counts]
     special, others = (count - side**2 for count, side in zip(counts, sides, strict=True))
-    if special != others or not 0 <= special <= MOST_SPECIAL_TOKENS:
+    if special != others or not 0 <= special <= MOST_SPECIAL_TOKENS or not sides[1]:
         return None
     rows = table.float().reshape(-1, table.shape[-1])
     grid = rows[special:].reshape(1, sides[0], sides[0], -1).permute(0, 3, 1, 2)

@@ -19,6 +19,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     input_shape,
     pool_output,
 )
+from mm_utils.text import one_line
 
 MOST_TAPS = 3  # default number of hidden states per tower that the fusion head reads
 
@@ -97,11 +98,9 @@ def probe(backbone: Any, tower: str) -> ModelOutput:
         first, second, among = (
             backbone.eval()(**given, output_hidden_states=True, return_dict=True) for given in (inputs, inputs, batch)
         )
-    except RuntimeError as error:
+    except Exception as error:  # of any kind: a grid that windows do not divide, a size that a class fixes
         sizes = ", ".join(f"{field} of {list(value.shape)}" for field, value in inputs.items())
-        raise ValueError(
-            f"{name} cannot run on {sizes}: {str(error).splitlines()[0]}. Give it another size."
-        ) from error
+        raise ValueError(f"{name} cannot run on {sizes}: {one_line(error)}. Give it another size.") from error
     backbone.train(was_training)
     if first.get("last_hidden_state") is None or first.get("hidden_states") is None:
         raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, BertConfig, BertM
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.media.medium import image_geometry
-from mm_utils.model.adapt import switch_off_dropout
+from mm_utils.model.adapt import freeze_unused, switch_off_dropout
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.build import build_model, freeze_unreached, load_model
+from mm_utils.model.build import build_model, load_model
 from mm_utils.model.encoding import encode_in_groups
 from mm_utils.model.image_size import resize
 from mm_utils.model.join import join_backbones
@@ -184,7 +184,7 @@ def test_the_stock_class_computes_the_same_or_there_is_a_reason(family: str, mad
 def test_every_trained_parameter_gets_a_gradient(objective: str, family: str, made: Made) -> None:
     model, batch = made(family)
     switch_off_dropout(model)
-    freeze_unreached(model)
+    freeze_unused(model)
     trained = build_objective(model, ObjectiveArguments(objective), 0)
     assert (model.logit_bias is not None) == (objective == "sigmoid")
     places = torch.arange(4)

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModel, BertConfig, Dinov2Config
 from mm_utils.model.adapt import (
     add_adapters,
     attention_layers,
+    freeze_unused,
     load_weights,
     merged,
     save_adapters,
     switch_off_dropout,
 )
-from mm_utils.model.build import freeze_unreached
 from mm_utils.model.encoding import PASS_TOKENS
 from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -86,7 +86,7 @@ def test_parameters_without_a_gradient_are_frozen_and_no_others() -> None:
         return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     before = trained()
-    number = freeze_unreached(model)
+    number = freeze_unused(model)
     pooler = {f"text_model.pooler.dense.{name}" for name in ("weight", "bias")}
     assert before - trained() == {"vision_model.embeddings.mask_token", *pooler}
     assert number == sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)

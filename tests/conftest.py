@@ -46,7 +46,7 @@ def _end_with_the_tests() -> None:
 
 os.register_at_fork(after_in_child=_end_with_the_tests)
 
-LONGEST = ("test_signature.py", "test_feature_cache.py", "test_graphs.py", "test_pretrain.py", "test_checkpoints.py")
+LONGEST = ["processes", "signature", "export", "runs", "models", "terms", "stages"]
 
 
 @pytest.hookimpl(trylast=True)
@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.markexpr and not any("::" in arg for arg in config.args):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    names = [f"test_{name}.py" for name in LONGEST]
+    items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,7 @@ from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings, Texts
 from mm_utils.mining import REASONS, Mined, MiningArguments, choose
-from scripts import mine_negatives, prepare_data, pretrain
+from scripts import mine_negatives, prepare_data
 from tests.kit.fault_images import draw
 from tests.kit.reading import intact_rows
 
@@ -87,9 +87,8 @@ def test_negatives_are_those_of_plain_loops(seed: int, monkeypatch: pytest.Monke
 # -- the script ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_script_adds_a_column_that_may_be_mined_again(tiny_flags: list[str], tmp_path: Path, caplog) -> None:
+def test_the_script_adds_a_column_that_may_be_mined_again(pretrained: str, tmp_path: Path, caplog) -> None:
     """Thirty images, of which the last two look alike, in three splits: no negative is true, or of another split."""
-    pretrain.main([*tiny_flags, "--output_dir", str(tmp_path / "run")])
     rows = []
     for number in range(30):
         draw(min(number, 28), (110, 90)).save(tmp_path / f"{number}.jpg", quality=95 - 20 * (number == 29))
@@ -101,7 +100,7 @@ def test_the_script_adds_a_column_that_may_be_mined_again(tiny_flags: list[str],
     prepare_data.main(["--sources", str(tmp_path / "pairs.jsonl"), "--output_dir", str(tmp_path / "data"), *words])
 
     def mine(data: str, output: str) -> datasets.DatasetDict:
-        names = ["--model_name_or_path", str(tmp_path / "run"), "--dataset_name", str(tmp_path / data)]
+        names = ["--model_name_or_path", pretrained, "--dataset_name", str(tmp_path / data)]
         rest = ["--dataloader_num_workers", "0", "--relative_margin", "0", "--num_candidates", "12"]
         mine_negatives.main([*names, "--output_dir", str(tmp_path / output), *rest])
         return datasets.load_from_disk(str(tmp_path / output))
@@ -124,4 +123,4 @@ def test_the_script_adds_a_column_that_may_be_mined_again(tiny_flags: list[str],
     with pytest.raises(ValueError, match="it exists"):
         mine("data", "again")
     with pytest.raises(ValueError, match="it was not prepared"):
-        mine("run", "new")
+        mine(pretrained, "new")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset, List, Value
+from safetensors.torch import load_file
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
@@ -27,7 +28,6 @@ from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
@@ -170,7 +170,7 @@ def earlier_run(root: Path, world: int, name: str, parts: int) -> Path:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return FusionDualEncoderModel.from_pretrained(folder).state_dict()
+    return load_file(folder / "model.safetensors")
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:

@@ -22,7 +22,6 @@ from mm_utils.search.listing import Listing, folder_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.server import PageServer
 from mm_utils.search.updating import Embedder, Outcome, update_index
-from scripts import pretrain
 
 EVIL_CAPTION = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 EVIL_NAME = "<img src=x onerror=document.title='hacked'>.png"
@@ -97,11 +96,9 @@ def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> Outco
 
 
 @pytest.fixture(scope="session")
-def model(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(pretrained: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model whose head was not found to help."""
-    folder = tmp_path_factory.mktemp("searched") / "run"
-    pretrain.main([*tiny_flags, "--output_dir", str(folder)])
-    return with_weights(folder, folder.parent / "plain", {"match": 0.0})
+    return with_weights(Path(pretrained), tmp_path_factory.mktemp("searched") / "plain", {"match": 0.0})
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ A page and a JSON API on this machine:
     python scripts/search.py --index_dir outputs/index --serve
 """
 
-import errno
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mm_utils.arguments import arg, parse_args, required
@@ -50,6 +50,8 @@ class SearchArguments:
 
     def __post_init__(self) -> None:
         self.query = (self.query or "").strip() or None  # a blank text asks for nothing
+        if self.image and not Path(self.image).is_file():
+            raise ValueError(f"--image is {self.image}; there is no such file. Check the path.")
         if self.top_k < 1 or self.rerank_top_k < 0:
             raise ValueError(
                 f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
@@ -145,13 +147,9 @@ def main(argv: list[str] | None = None) -> None:
         lines = [json.dumps(each if args.copies else vars(each)) for each in found]
     else:
         lines = table_of_copies(found) if args.copies else table_of_hits(found, searcher.reranks, medium)
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()
-    lost = getattr(sys.stdout, "lost", None)  # of `run_script`
-    if lost and lost.errno != errno.EPIPE:  # a reader that has gone, such as head, has what it wanted
-        raise ValueError(f"The hits cannot be written to the standard output: {lost.strerror}. Let it lead somewhere.")
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     run_script(main)

@@ -261,6 +261,8 @@ def test_what_cannot_be_searched_for_is_named(searcher: Searcher) -> None:
         searcher.search_text(" \n")
     with pytest.raises(ValueError, match="There are 0 of a text"):
         search.main(["--index_dir", "index", " "])
+    with pytest.raises(SystemExit):
+        search.main(["--index_dir", "index", "--image", "gone.jpg"])
 
 
 def test_near_copies_are_one_hit_and_are_listed(dated: Path, capsys: pytest.CaptureFixture[str]) -> None:

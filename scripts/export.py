@@ -1,11 +1,10 @@
-"""Export a trained model to ONNX, for programs without torch: both towers and, where it helps, the re-ranking head.
+"""Export the two towers of a trained model to ONNX, for programs without torch.
 
 Graphs in fp32, or with 8-bit weights, compared with torch:
     python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/onnx
     python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/int8 --precision int8
 
-For a web page (transformers.js), or for the photo library Immich:
-    python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/web --layout transformers.js
+For the photo library Immich:
     python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/immich --layout immich
 """
 
@@ -36,7 +35,7 @@ class ExportArguments:
     precision: str = arg("fp32", "Of the graphs' weights: fp32 or int8.")
     layout: str = arg(
         "plain",
-        "How files are named and laid: plain, transformers.js, immich, or open_clip (torch weights of a CLIP).",
+        "How files are named and laid: plain (also for transformers.js), immich, or open_clip (torch weights of a CLIP).",
     )
 
     def __post_init__(self) -> None:
@@ -72,15 +71,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return {}
     if kind != "image" and args.layout != "plain":
         raise ValueError(f"--layout is {args.layout}; it is for images, and this model reads {kind}s. Drop it.")
-    weights = {name: weight for name, weight in (model.config.rerank_weights or {}).items() if weight}
-    if model.fusion is None or args.layout == "immich":
-        weights = {}
+    if model.fusion is not None and any((model.config.rerank_weights or {}).values()):
+        logger.info(
+            "The fusion head stays behind: exported towers rank without it; scripts/search.py re-ranks with it."
+        )
     loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), model.device, processor)
     shape = None if kind == "image" else tuple(loaders.blank(1).shape[1:])
 
     # 3. Export, compare, and only then put the folder in its place.
     with atomic_folder(Path(output_dir), "--output_dir") as folder:
-        found = export(folder, model_name, model, processor, args.layout, args.precision, weights, shape)
+        found = export(folder, model_name, model, processor, args.layout, args.precision, shape)
 
     # 4. Report.
     apart = ", ".join(f"{part} {value:.0e}" for part, value in found.items())

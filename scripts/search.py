@@ -50,8 +50,6 @@ class SearchArguments:
 
     def __post_init__(self) -> None:
         self.query = (self.query or "").strip() or None  # a blank text asks for nothing
-        if self.image and not Path(self.image).is_file():
-            raise ValueError(f"--image is {self.image}; there is no such file. Check the path.")
         if self.top_k < 1 or self.rerank_top_k < 0:
             raise ValueError(
                 f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
@@ -106,6 +104,8 @@ def main(argv: list[str] | None = None) -> None:
             f"There are {len(given)} of a text, --image, --copies and --serve; give one, e.g. --index_dir {args.index_dir} "
             '"a red door".'
         )
+    if args.image and not Path(args.image).is_file():
+        raise ValueError(f"--image is {args.image}; there is no such file. Check the path.")
     within = Filter(args.folder, args.since, args.until)
 
     if args.serve:

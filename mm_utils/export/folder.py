@@ -1,8 +1,7 @@
 """Write an export's folder: graphs, settings that each reader looks for, the file without torch, a README.
 
-plain            vision_model.onnx, text_model.onnx, reranker_images.onnx, reranker.onnx, preprocessor_config.json,
-                 tokenizer.json and tokenizer_config.json
-transformers.js  the same graphs in onnx/, and a config.json by which its CLIP classes load them
+plain            vision_model.onnx and text_model.onnx in onnx/, preprocessor_config.json, tokenizer.json, tokenizer_config.json, and
+                 a config.json by which the CLIP classes of transformers.js load them
 immich           visual/model.onnx, textual/model.onnx and the settings of an open_clip model, as the machine-learning service
                  of Immich reads them. It knows models by name and their embeddings by width, so that embeddings get zeros up
                  to the next width that it knows, which changes no cosine, and the folder has to get that model's name.
@@ -13,7 +12,7 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,7 +27,7 @@ from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_table, markdown_text, publishable
 
-LAYOUTS = ("plain", "transformers.js", "immich", "open_clip")
+LAYOUTS = ("plain", "immich", "open_clip")
 PRECISIONS = {"fp32": "", "int8": "_quantized"}
 """What each precision adds to the names of files, as transformers.js expects it."""
 IMMICH_NAMES = {
@@ -41,8 +40,8 @@ IMMICH_NAMES = {
 _IMMICH_FOLDERS = {"vision_model": "visual", "text_model": "textual"}
 _IMMICH_LENGTH = 77  # tokens that Immich pads every text to, as open_clip does
 USAGE = {
-    "plain": """`python without_torch.py "a red door" photos/*.jpg` ranks images with numpy, onnxruntime, tokenizers and Pillow alone.""",
-    "transformers.js": "Its CLIP classes load this folder with `dtype` DTYPE and texts padded by PADDING: docs/export.md of the project has the lines.",
+    "plain": """`python without_torch.py "a red door" photos/*.jpg` ranks images with numpy, onnxruntime, tokenizers and Pillow alone. The CLIP classes of
+transformers.js load this folder with `dtype` DTYPE and texts padded by PADDING: docs/export.md of the project has the lines.""",
     "immich": """Put this folder into the model cache of Immich's machine-learning service under the name of a model that it knows, with
 embeddings of WIDTH numbers: `docker cp . immich_machine_learning:/cache/clip/NAME`. Then choose `NAME` under Machine Learning, Smart Search, and
 run the job Smart Search for all images.""",
@@ -60,7 +59,7 @@ def graph_path(layout: str, part: str, precision: str) -> Path:
     """Return where a graph lies in the folder."""
     if layout == "immich":
         return Path(_IMMICH_FOLDERS[part], "model.onnx")
-    return Path("onnx" if layout == "transformers.js" else "", f"{part}{PRECISIONS[precision]}.onnx")
+    return Path("onnx", f"{part}{PRECISIONS[precision]}.onnx")
 
 
 def immich_width(width: int) -> int:
@@ -84,7 +83,6 @@ def export(
     processor: ProcessorMixin,
     layout: str,
     precision: str,
-    weights: Mapping[str, float],
     shape: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Write graphs, settings, the file without torch and a README; return the differences from torch by part.
@@ -95,7 +93,6 @@ def export(
         model: in evaluation mode, on the CPU.
         processor: of the model.
         layout, precision: one of `LAYOUTS`, and of `PRECISIONS`.
-        weights: of the head's scores; empty for no head.
         shape: of a clip or a sound, see `graphs_of`.
 
     Raises:
@@ -104,7 +101,7 @@ def export(
     tokenizer, immich = processor.tokenizer, None
     if layout == "immich":
         immich = tokenizer.pad_token_id, ends_in_pad(tokenizer), immich_width(model.config.projection_dim)
-    graphs = graphs_of(model, dict(weights), shape, immich)
+    graphs = graphs_of(model, shape, immich)
     paths = {part: folder / graph_path(layout, part, precision) for part in graphs}
     with TemporaryDirectory(dir=folder) as work:
         traced = {part: Path(work, f"{part}.onnx") for part in graphs}
@@ -125,7 +122,6 @@ def export(
     bias = None if model.logit_bias is None else model.logit_bias.item()
     stated = {"model": publishable(name), "layout": layout, "precision": precision, "opset": OPSET}
     stated |= {
-        "rerank_weights": dict(weights),
         "projection_dim": width,
         "logit_scale": model.logit_scale.exp().item(),
         "logit_bias": bias,
@@ -181,7 +177,7 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
         return
     own = processor.feature_extractor if model.config.medium == "sound" else processor.image_processor
     own.save_pretrained(folder)
-    if layout == "transformers.js":
+    if model.config.medium == "image":
         sizes = {"projection_dim": model.config.projection_dim, "logit_scale_init_value": model.logit_scale.item()}
         _write(folder / "config.json", {"model_type": "clip", **sizes})
 

@@ -1,4 +1,4 @@
-"""Trace the towers and the fusion head of a model to ONNX, with torch's own exporter, and compare them with torch.
+"""Trace the towers of a model to ONNX, with torch's own exporter, and compare them with torch.
 
 Every graph takes any number of images or texts, and texts of any length; a text tower that reads padding (SigLIP's) takes texts
 of its one length.
@@ -21,12 +21,11 @@ from torch.export import Dim
 from torch.nn.functional import pad
 
 from mm_utils.distributed import RunError
-from mm_utils.model.fusion import target_mask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, input_name, input_shape
 from mm_utils.text import one_line
 
 OPSET = 18  # of ONNX's operators: the least that torch writes; onnxruntime reads it since 1.14 (February 2023)
-MOST_DIFFERENCE = 1e-5  # of an fp32 embedding; of the head's term, as a share of the largest where that is above 1
+MOST_DIFFERENCE = 1e-5  # of an fp32 embedding
 # The sizes of the traced inputs; none is 1, which the exporter would take for a constant.
 IMAGES, TEXTS, LENGTH = 3, 2, 7
 
@@ -35,7 +34,7 @@ class Graph(NamedTuple):
     """A part of a model and how it is traced."""
 
     module: nn.Module
-    inputs: dict[str, Any]  # tensors by name, or a list of tensors for the last one
+    inputs: dict[str, Tensor]
     axes: tuple[Any, ...]  # of each input that may vary, as `torch.export` wants them
     outputs: list[str]
 
@@ -90,71 +89,14 @@ class PaddedTextTower(_Part):
         return pad(self.model.encode_text(text.long(), mask, with_states=False)[0], (0, self.zeros))
 
 
-class ImageSide(_Part):
-    """`[K, 3, S, S]` -> the head's keys and values, one tensor per block with the images first."""
-
-    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
-        """Compute the image side of the head."""
-        _, keys_values = self.model.encode_image(pixel_values)
-        assert keys_values is not None
-        return tuple(block.transpose(0, 1) for block in keys_values)
-
-
-class Head(_Part):
-    """Ids and mask `[T, L]`, images' keys and values -> what is added to cosines, `[T, K]`.
-
-    Args:
-        model: the model.
-        weights: what each score of the head is multiplied by, as in `config.rerank_weights`.
-    """
-
-    def __init__(self, model: FusionDualEncoderModel, weights: dict[str, float]):
-        super().__init__(model)
-        self.weights = weights
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, keys_values: list[Tensor]) -> Tensor:
-        """Score all pairs of a text and an image; a text goes through its tower once."""
-        texts, images = input_ids.shape[0], keys_values[0].shape[0]
-        blocks = tuple(
-            block.transpose(0, 1)[:, None].expand(-1, texts, *[-1] * (block.dim() - 1)).flatten(1, 2)
-            for block in keys_values
-        )
-
-        def for_each_image(rows: Tensor) -> Tensor:
-            return rows[:, None].expand(-1, images, *rows.shape[1:]).flatten(0, 1)
-
-        mask, scores = for_each_image(attention_mask), []
-        if self.weights.get("match"):
-            states = for_each_image(self.model.encode_text(input_ids, attention_mask)[1])
-            scores.append(self.weights["match"] * self.model.match_pairs(blocks, states, mask))
-        if self.weights.get("caption"):
-            scores.append(self.weights["caption"] * self._caption_scores(blocks, for_each_image(input_ids), mask))
-        return torch.stack(scores).sum(0).unflatten(0, (texts, images))
-
-    def _caption_scores(self, keys_values: tuple[Tensor, ...], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return what `FusionDualEncoderModel.caption_scores` does, without choosing rows by a mask."""
-        model = self.model
-        assert model.token_head is not None
-        words = model.text_model.get_input_embeddings()
-        states = model.caption_states(keys_values, input_ids, attention_mask)[:, :-1]
-        log_probs = model.token_head(states, words.weight).log_softmax(-1)
-        of_next, known = log_probs.gather(-1, input_ids[:, 1:, None])[..., 0], model.token_head.known()
-        of_next = torch.where(known[input_ids[:, 1:]], of_next, -known.sum().log())
-        return (of_next * target_mask(attention_mask)[0][:, 1:]).sum(1)
-
-
 @torch.no_grad()
 def graphs_of(
-    model: FusionDualEncoderModel,
-    weights: dict[str, float],
-    shape: Sequence[int] | None = None,
-    immich: tuple[int, bool, int] | None = None,
+    model: FusionDualEncoderModel, shape: Sequence[int] | None = None, immich: tuple[int, bool, int] | None = None
 ) -> dict[str, Graph]:
-    """Return the graphs of the two towers, with the input and output names of CLIP in ONNX, and of the head.
+    """Return the graphs of the two towers, with the input and output names of CLIP in ONNX.
 
     Args:
         model: the model.
-        weights: of the head's scores; empty for no head.
         shape: of a clip or a sound, as its tower takes it; None for images. The input has the tower's own name for it.
         immich: pad_token_id, ends_in_pad and width of towers with an open_clip model's inputs; see `PaddedTextTower`.
     """
@@ -166,31 +108,13 @@ def graphs_of(
     many = {0: Dim("images")}
     some: dict[int, Any] = {0: Dim("texts")} if padding else {0: Dim("texts"), 1: Dim("length", min=2)}
     if immich:
-        text = PaddedTextTower(model, *immich)
-        return {
-            "vision_model": Graph(ImageTower(model, immich[-1]), {"image": images}, (many,), ["image_embeds"]),
-            "text_model": Graph(text, {"text": ids.int()}, (some,), ["text_embeds"]),
-        }
-    pixels = {input_name(model.vision_model): images}
-    texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    graphs = {
-        "vision_model": Graph(ImageTower(model), pixels, (many,), ["image_embeds"]),
-        "text_model": Graph(TextTower(model), texts, (some, some), ["text_embeds"]),
-    }
-    if weights:
-        blocks = list(ImageSide(model)(images))
-        names = [f"keys_values_{number}" for number in range(len(blocks))]
-        graphs["reranker_images"] = Graph(ImageSide(model), pixels, (many,), names)
-        axes = (some, some, [many] * len(blocks))
-        graphs["reranker"] = Graph(Head(model, weights), {**texts, "keys_values": blocks}, axes, ["added"])
-    return graphs
-
-
-def named_inputs(graph: Graph) -> dict[str, Tensor]:
-    """Return the inputs with a name for each tensor of a list."""
-    found = dict(graph.inputs)
-    blocks = found.pop("keys_values", [])
-    return found | {f"keys_values_{number}": block for number, block in enumerate(blocks)}
+        vision = Graph(ImageTower(model, immich[-1]), {"image": images}, (many,), ["image_embeds"])
+        text = Graph(PaddedTextTower(model, *immich), {"text": ids.int()}, (some,), ["text_embeds"])
+    else:
+        vision = Graph(ImageTower(model), {input_name(model.vision_model): images}, (many,), ["image_embeds"])
+        texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        text = Graph(TextTower(model), texts, (some, some), ["text_embeds"])
+    return {"vision_model": vision, "text_model": text}
 
 
 def trace(graph: Graph, path: Path) -> None:
@@ -206,7 +130,7 @@ def trace(graph: Graph, path: Path) -> None:
                 tuple(graph.inputs.values()),
                 dynamo=True,
                 dynamic_shapes=graph.axes,
-                input_names=list(named_inputs(graph)),
+                input_names=list(graph.inputs),
                 output_names=graph.outputs,
                 opset_version=OPSET,
                 verbose=False,
@@ -267,18 +191,13 @@ def differences(graphs: Mapping[str, Graph], paths: Mapping[str, Path]) -> dict[
     found, draw = {}, torch.Generator().manual_seed(0)
     for part, graph in graphs.items():
         inputs = {}
-        for name, value in named_inputs(graph).items():
+        for name, value in graph.inputs.items():
             more = value.repeat(2, *[1] * (value.dim() - 1))
             inputs[name] = torch.randn(more.shape, generator=draw) if value.is_floating_point() else more
         if "attention_mask" in inputs:
             inputs["attention_mask"][-1, LENGTH // 2 :] = 0
-        blocks = [inputs[name] for name in inputs if name.startswith("keys_values_")]
-        right = graph.module(*(blocks if name == "keys_values" else inputs[name] for name in graph.inputs))
+        right = graph.module(*inputs.values())
         session = onnxruntime.InferenceSession(paths[part], providers=["CPUExecutionProvider"])
-        given = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
-        pairs = zip(session.run(None, given), right if isinstance(right, tuple) else (right,), strict=True)
-        apart = [
-            ((torch.from_numpy(one) - other).abs().max() / max(1.0, other.abs().max())).item() for one, other in pairs
-        ]
-        found[part] = max(apart)
+        [embeds] = session.run(None, {each.name: inputs[each.name].numpy() for each in session.get_inputs()})
+        found[part] = (torch.from_numpy(embeds) - right).abs().max().item()
     return found

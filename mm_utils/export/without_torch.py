@@ -30,7 +30,7 @@ _Pictures = str | Path | Image.Image | Sequence[str | Path | Image.Image]
 class Towers:
     """A folder's exported graphs; items go one by one, on which int8 depends a little.
 
-    `folder` is one that `scripts/export.py` wrote, with the layout plain or transformers.js.
+    `folder` is one that `scripts/export.py` wrote, with the layout plain.
     """
 
     def __init__(self, folder: str | Path):
@@ -59,16 +59,6 @@ class Towers:
     def texts(self, texts: str | Sequence[str]) -> np.ndarray:
         """Return unit embeddings of texts, one or many, `[N, E]`."""
         return self._joined(self._run("text_model", **self._tokens(text))[0] for text in _many(texts))
-
-    def rank(self, text: str, images: _Pictures) -> np.ndarray:
-        """Return a text's score for each image, `[N]`: the cosine, plus an exported head's term over the logit scale."""
-        many = _many(images)
-        scores = self.images(many) @ self.texts(text)[0]
-        if not self.settings["rerank_weights"] or not many:
-            return scores
-        sides = [self._run("reranker_images", pixel_values=self._pixels(image)) for image in many]
-        blocks = {f"keys_values_{at}": np.concatenate(block) for at, block in enumerate(zip(*sides, strict=True))}
-        return scores + self._run("reranker", **self._tokens(text), **blocks)[0][0] / self.settings["logit_scale"]
 
     def _joined(self, rows: Any) -> np.ndarray:
         return np.concatenate([np.zeros((0, self.settings["projection_dim"]), np.float32), *rows])
@@ -113,7 +103,8 @@ def main() -> None:
     parser.add_argument("images", nargs="+")
     args = parser.parse_args()
     try:
-        scores = Towers(Path(__file__).parent).rank(args.text, args.images)
+        towers = Towers(Path(__file__).parent)
+        scores = towers.images(args.images) @ towers.texts(args.text)[0]
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for place in np.argsort(-scores, kind="stable"):

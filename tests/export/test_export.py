@@ -37,7 +37,6 @@ from tests.kit.models import save_model
 from tests.kit.stock_folders import TEXTS, noise, stock_logits, write_stock
 
 WORDS = ["a red circle, number 3", "one square in yellow", "green and blue", "number 2: one circle in red"]
-WEIGHTS = {"match": 0.7, "caption": 0.4}
 
 
 def save_tiny(folder: Path) -> Path:
@@ -56,10 +55,7 @@ def save_tiny(folder: Path) -> Path:
     processor = load_processor(args, WORDS * 20)
     torch.manual_seed(0)
     model = build_model(args, processor.tokenizer)
-    model.add_token_head(captions=True)
-    assert model.fusion is not None
-    torch.nn.init.normal_(model.fusion.match.weight)
-    model.config.rerank_weights = WEIGHTS
+    model.config.rerank_weights = {"match": 0.7}
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
@@ -87,7 +83,7 @@ def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return export_as(folder, tmp_path_factory.mktemp("exported") / "onnx", "fp32")
 
 
-PARTS = ("vision_model", "text_model", "reranker_images", "reranker")
+PARTS = ("vision_model", "text_model")
 
 
 @torch.no_grad()
@@ -100,31 +96,31 @@ def test_any_number_of_images_texts_and_tokens(
     mask = (torch.arange(length) < (torch.arange(texts) % length + 1)[:, None]).long()
 
     def run(part: str, **inputs: torch.Tensor) -> list[torch.Tensor]:
-        session = onnxruntime.InferenceSession(exported[0] / f"{part}.onnx")
+        session = onnxruntime.InferenceSession(exported[0] / f"onnx/{part}.onnx")
         given = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
         return [torch.from_numpy(found) for found in session.run(None, given)]
 
-    expected, keys_values = model.encode_image(pixels)
-    torch.testing.assert_close(run("vision_model", pixel_values=pixels)[0], expected, atol=1e-5, rtol=0)
-    embeds, states = model.encode_text(ids, mask)
     text = {"input_ids": ids, "attention_mask": mask}
-    torch.testing.assert_close(run("text_model", **text)[0], embeds, atol=1e-5, rtol=0)
-    assert keys_values is not None
-    blocks = {f"keys_values_{at}": side for at, side in enumerate(run("reranker_images", pixel_values=pixels))}
-    found = run("reranker", **text, **blocks)[0]
-    for row in range(texts):
-        added = model.head_scores(keys_values, states[row : row + 1], mask[row : row + 1], ids[row : row + 1])
-        torch.testing.assert_close(found[row], added, atol=1e-4, rtol=1e-5)
+    for part, inputs, expected in (
+        ("vision_model", {"pixel_values": pixels}, model.encode_image(pixels)[0]),
+        ("text_model", text, model.encode_text(ids, mask)[0]),
+    ):
+        torch.testing.assert_close(run(part, **inputs)[0], expected, atol=1e-5, rtol=0)
 
 
 def test_int8_is_smaller_and_near(
     folder: Path, exported: tuple[Path, dict], paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_folder, "trace", lambda graph, path: shutil.copy(exported[0] / path.name, path))
+    monkeypatch.setattr(
+        export_folder, "trace", lambda graph, path: shutil.copy(exported[0] / "onnx" / path.name, path)
+    )
     out, apart = export_as(folder, tmp_path / "int8", "int8")
     assert exported[1]["text_model"] < apart["text_model"] < 0.05  # on any processor
-    assert {path.name for path in out.glob("*.onnx")} == {f"{part}_quantized.onnx" for part in PARTS}
-    assert (out / "text_model_quantized.onnx").stat().st_size < (exported[0] / "text_model.onnx").stat().st_size
+    assert {path.name for path in out.glob("onnx/*")} == {f"{part}_quantized.onnx" for part in PARTS}
+    sizes = [
+        path.stat().st_size for path in (out / "onnx/text_model_quantized.onnx", exported[0] / "onnx/text_model.onnx")
+    ]
+    assert sizes[0] < sizes[1]
     assert len(run_there(out, tmp_path, "without_torch.py", "a circle", *paths[:2]).splitlines()) == 2
 
 
@@ -133,9 +129,9 @@ def test_what_is_written(exported: tuple[Path, dict], folder: Path, model: Fusio
     out, apart = exported
     assert apart.keys() == set(PARTS)
     assert max(apart.values()) < 1e-5
-    assert {path.name for path in out.glob("*.onnx")} == {f"{part}.onnx" for part in PARTS}
+    assert {path.name for path in out.glob("onnx/*")} == {f"{part}.onnx" for part in PARTS}
     stated = json.loads((out / "export.json").read_text())
-    assert (stated["opset"], stated["rerank_weights"], stated["differences"]) == (18, WEIGHTS, apart)
+    assert (stated["opset"], stated["differences"]) == (18, apart)
     assert stated["logit_scale"] == pytest.approx(model.logit_scale.exp().item())
     page = (out / "README.md").read_text()
     assert "python without_torch.py" in page
@@ -241,7 +237,7 @@ def immich_embeds(folder: Path, images: list[Image.Image], texts: list[str]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tiny", "clip", "siglip", "chinese_clip"])
 def test_layouts_of_every_kind_of_model(kind: str, folder: Path, tmp_path: Path, monkeypatch) -> None:
-    layout = "transformers.js" if kind in ("siglip", "chinese_clip") else "immich"
+    layout = "plain" if kind in ("siglip", "chinese_clip") else "immich"
     name = str(folder) if kind == "tiny" else write_stock(tmp_path / "stock", kind)
     out = tmp_path / "out"
     export.main(["--model_name_or_path", name, "--output_dir", str(out), "--layout", layout])
@@ -276,11 +272,11 @@ def test_widths_that_immich_knows() -> None:
 def test_media_are_exported_in_the_plain_layout_alone(medium: str, tmp_path: Path) -> None:
     flags = ["--model_name_or_path", str(save_model(tmp_path / "model", medium)), "--output_dir"]
     with pytest.raises(ValueError, match=f"it is for images, and this model reads {medium}s"):
-        export.main([*flags, str(tmp_path / "js"), "--layout", "transformers.js"])
+        export.main([*flags, str(tmp_path / "immich"), "--layout", "immich"])
     assert set(export.main([*flags, str(tmp_path / "onnx")])) >= {"vision_model", "text_model"}
     files = {path.name for path in (tmp_path / "onnx").iterdir()}
     assert "without_torch.py" not in files
-    assert {"vision_model.onnx", "text_model.onnx", "preprocessor_config.json", "README.md"} <= files
+    assert {"onnx", "preprocessor_config.json", "README.md"} <= files
 
 
 # -- open_clip ----------------------------------------------------------------------------------------------------------
@@ -371,9 +367,7 @@ for images in (paths[0], Image.open(paths[0]), (paths[0],)):
     assert (towers.images(images) == one).all()
 assert (towers.texts(texts[0]) == towers.texts(texts[:1])).all()
 assert towers.images([]).shape == towers.texts([]).shape == (0, 20)
-assert towers.rank(texts[0], []).shape == (0,)
-ranks = [towers.rank(text, paths).tolist() for text in texts]
-print(json.dumps([towers.images(paths).tolist(), towers.texts(texts).tolist(), ranks]))
+print(json.dumps([towers.images(paths).tolist(), towers.texts(texts).tolist()]))
 """
 SAID = ["a red circle, number 3", "one square", "number 2: one circle in red " * 3, *AWKWARD]
 
@@ -397,23 +391,14 @@ def run_there(folder: Path, place: Path, *words: str) -> str:
     return ran.stdout
 
 
-def test_images_texts_and_the_head_as_in_torch(
+def test_images_and_texts_as_in_torch(
     exported: tuple[Path, dict], model: FusionDualEncoderModel, paths: list[str], tmp_path: Path
 ) -> None:
-    images, texts, ranks = json.loads(run_there(exported[0], tmp_path, "-c", PROGRAM, json.dumps([paths, SAID])))
+    images, texts = json.loads(run_there(exported[0], tmp_path, "-c", PROGRAM, json.dumps([paths, SAID])))
     expected = model.encode(images=paths, texts=SAID)
     np.testing.assert_allclose(images, expected[0], atol=1e-2)  # Pillow's bicubic filter is not torch's to the bit
     np.testing.assert_allclose(texts, expected[1], atol=1e-5)
-    for text, scores in zip(SAID, ranks, strict=True):
-        np.testing.assert_allclose(scores, [score for _, score in sorted(model.rerank(text, paths))], 1e-3, 2e-2)
-    assert np.abs(np.array(ranks).T - (expected[0] @ expected[1].T).numpy()).max() > 0.01  # the head says something
-
-
-def test_the_command_prints_the_best_first(
-    exported: tuple[Path, dict], model: FusionDualEncoderModel, paths: list[str], tmp_path: Path
-) -> None:
     lines = run_there(exported[0], tmp_path, "without_torch.py", SAID[0], *paths).splitlines()
     scores = {line.split()[1]: float(line.split()[0]) for line in lines}
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
-    expected = {paths[place]: score for place, score in model.rerank(SAID[0], paths)}
-    assert scores == pytest.approx(expected, rel=1e-3, abs=2e-2)
+    assert scores == pytest.approx(dict(zip(paths, (expected[0] @ expected[1][0]).tolist(), strict=True)), abs=2e-2)

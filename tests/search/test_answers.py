@@ -261,7 +261,7 @@ def test_what_cannot_be_searched_for_is_named(searcher: Searcher) -> None:
         searcher.search_text(" \n")
     with pytest.raises(ValueError, match="There are 0 of a text"):
         search.main(["--index_dir", "index", " "])
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match=r"--image is gone\.jpg; there is no such file"):
         search.main(["--index_dir", "index", "--image", "gone.jpg"])
 
 

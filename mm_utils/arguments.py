@@ -124,18 +124,9 @@ class Parsed:
         none = dataclasses.MISSING
         return {name: None if field.default is none else field.default for name, field in self._fields.items()}
 
-    @property
-    def is_trial(self) -> bool:
-        """Whether these are a run's flags with those of its dry run behind them."""
-        return "dry_run" in self.named and not self["dry_run"]
-
     def is_given(self, *names: str) -> bool:
         """Return whether the command line or the file of ``--config`` has one of some flags."""
         return not (self.named | self.in_config).isdisjoint(names)
-
-    def differs(self, names: str) -> bool:
-        """Return whether one of some flags, separated by spaces, is not at its default; the script may lack some."""
-        return any(self[name] != self._fields[name].default for name in names.split() if name in self._fields)
 
     def default(self, **values: Any) -> None:
         """Change flags that are not given."""
@@ -146,7 +137,8 @@ class Parsed:
     def refuse(self, names: str, reason: str) -> None:
         """Refuse flags that would have no effect, and that ask for something: those above 0 and unlike their default.
 
-        One that only the file of ``--config`` has is logged, since the command line may have made it needless.
+        One that only the file of ``--config`` has is logged, since the command line may have made it needless. A dry run turns
+        flags off behind those of its run, which were looked at.
 
         Args:
             names: their names, separated by spaces; the script may lack some.
@@ -155,8 +147,9 @@ class Parsed:
         Raises:
             ValueError: if the command line has one of them.
         """
+        is_trial = "dry_run" in self.named and not self["dry_run"]
         for name in names.split():
-            if not self[name] or self[name] == self._fields[name].default:
+            if is_trial or not self[name] or self[name] == self._fields[name].default:
                 continue
             problem = f"--{name} is {self[name]}; {reason}, and it would have no effect"
             if name in self.named or self.config is None:

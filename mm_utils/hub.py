@@ -77,19 +77,18 @@ class HubPusher(RunCallback):
     `repository` has its namespace once the repository is created.
     """
 
-    arguments = HubArguments
-    flag = "push_to_hub"
-    reads = "hub_model_id hub_strategy"
-
     def __init__(self, args: HubArguments):
         self.args, self.pushed = args, ""
         self.pushing: Future[None] | None = None  # the checkpoint `pushed`
         self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
 
     @classmethod
-    def attach(cls, given: Parsed) -> "HubPusher":
+    def attach(cls, given: Parsed) -> "HubPusher | None":
         """Return the callback with --push_to_hub."""
-        return cls(given[HubArguments])
+        if given["push_to_hub"]:
+            return cls(given[HubArguments])
+        given.refuse("hub_model_id hub_strategy", "there is no --push_to_hub")
+        return None
 
     def on_start(self, run: Any) -> None:
         """Name the repository of the run's folder."""

@@ -31,21 +31,24 @@ from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
 from mm_utils.finetuning.labels import LabelArguments, open_task
 from mm_utils.finetuning.objective import ClassificationObjective
+from mm_utils.hub import HubArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
-from mm_utils.run.callbacks import RunContext, all_callbacks, attach, flags_of_callbacks
+from mm_utils.run.callbacks import RunContext, all_callbacks, attach
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.flags import check_flags
 from mm_utils.run.start import RunArguments, run_script, start_run
 from mm_utils.training.arguments import FinetuningArguments
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.starts import InterpolationArguments
+from mm_utils.training.trackers import TrackerArguments
 from mm_utils.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 FLAGS = (
-    *(EvaluatedDataArguments, LabelArguments, LoaderArguments, ClassifierArguments),
-    *(OptimizerArguments, FinetuningArguments, RunArguments),
+    *(EvaluatedDataArguments, LabelArguments, LoaderArguments, ClassifierArguments, OptimizerArguments),
+    *(FinetuningArguments, RunArguments, InterpolationArguments, HubArguments, TrackerArguments),
 )
 
 
@@ -54,10 +57,10 @@ def main(
 ) -> dict[str, float]:
     """Run the script and return its metrics; the arguments are those of scripts/pretrain.py's."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    given = parse_args(*FLAGS, *flags_of_callbacks("finetune"), argv=argv, doc=__doc__)
+    given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     classifier_args = given[ClassifierArguments]
     check_flags(given)
-    attached = attach("finetune", given, callbacks)
+    attached = attach(given, callbacks)
     if given["dry_run"]:
         return dry_run(main, "finetune", argv, given[FinetuningArguments], given.settings)
     run = start_run("finetune", given)

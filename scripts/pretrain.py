@@ -36,7 +36,7 @@ from mm_utils.model.compile import compile_if_repaid
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective
 from mm_utils.run import flags
-from mm_utils.run.callbacks import RunContext, all_callbacks, attach, flags_of_callbacks, has_baseline
+from mm_utils.run.callbacks import RunContext, all_callbacks, attach, has_baseline
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.finish import finish_run
 from mm_utils.run.recipes import announce, recipe_for
@@ -57,12 +57,11 @@ def main(
         evaluators: called with (model, loader, accelerator) at every evaluation; their metrics are logged.
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (*flags.PRETRAINING, *flags_of_callbacks("pretrain"))
-    given = parse_args(*groups, argv=argv, doc=__doc__)
+    given = parse_args(*flags.PRETRAINING, argv=argv, doc=__doc__)
     if recipe := recipe_for(given):  # pairs of one's own, and no start is named: not from scratch
-        given = parse_args(*groups, argv=argv, doc=__doc__, recipe=recipe)
+        given = parse_args(*flags.PRETRAINING, argv=argv, doc=__doc__, recipe=recipe)
     flags.check_flags(given)
-    attached = attach("pretrain", given, callbacks)
+    attached = attach(given, callbacks)
     model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
     if given["dry_run"]:
         return dry_run(main, "pretrain", argv, given[flags.TrainingArguments], given.settings)

@@ -8,9 +8,6 @@ from pathlib import Path
 
 from mm_utils.arguments import arg, launch_command, to_dict, to_words
 
-PRECISIONS = ("no", "fp16", "bf16")
-_NOT_TUNED = ("output_dir", "resume_from_checkpoint", "config", "dry_run")
-
 
 @dataclass
 class LaunchArguments:
@@ -21,7 +18,7 @@ class LaunchArguments:
         None, "GPUs of a worker; 0 trains on the CPU. (default: 1 where Ray has GPUs, else 0)"
     )
     cpus_per_worker: int = arg(1, "CPU cores that Ray reserves for a worker, and threads that it computes with.")
-    mixed_precision: str = arg("no", f"As of accelerate launch: {', '.join(PRECISIONS)}.")
+    mixed_precision: str = arg("no", "As of accelerate launch.", choices=["no", "fp16", "bf16"])
     max_failures: int = arg(
         3, "Restarts after workers or machines are lost; -1 = any number. A mistake in the flags is not tried again."
     )
@@ -42,8 +39,6 @@ class LaunchArguments:
             raise ValueError(
                 f"--tune is {self.tune}, and --num_workers is {self.num_workers}; trials need one number."
             )
-        if self.mixed_precision not in PRECISIONS:
-            raise ValueError(f"--mixed_precision is {self.mixed_precision}; choose from {', '.join(PRECISIONS)}.")
         parse_grid(self.tune)
 
     @property
@@ -61,6 +56,7 @@ class Command:
     argv: tuple[str, ...]
     folder: str  # in which relative paths begin
     launcher: str  # stands before the script in a command that starts it like this one; of a sweep, one trial of it
+    records: str  # the folder or address of Ray's records
 
     def value_of(self, flag: str) -> str | None:
         """Return the value of a flag, such as `output_dir`, among the arguments; the last one counts."""
@@ -89,7 +85,8 @@ def read_command(args: LaunchArguments, script: str | None, argv: Sequence[str])
             f"the script is {script}; there is no such file in {folder}. Write its path after the launcher's flags."
         )
     launcher = launch_command("launch_ray", to_words(LaunchArguments, to_dict(args), ["tune"]), "python")
-    command = Command(str(Path(script).resolve()), tuple(argv), str(folder), launcher)
+    records = args.storage_path if "://" in args.storage_path else str(folder / args.storage_path)
+    command = Command(str(Path(script).resolve()), tuple(argv), str(folder), launcher, records)
     flag = "index_dir" if Path(script).stem == "embed" else "output_dir"
     value = command.value_of(flag)
     if args.tune is not None and value is None:
@@ -113,8 +110,6 @@ def parse_grid(text: str | None) -> dict[str, list[str]]:
         name, _, listed = part.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         values = [value.strip() for value in listed.split(",")]
-        if name in _NOT_TUNED:
-            raise ValueError(f"--tune is {text}; {name} cannot be swept. Give it to the script, for all trials.")
         if not name.isidentifier() or name in grid or "" in values or len(set(map(_slug, values))) < len(values):
             raise ValueError(
                 f"--tune is {text}; '{part}' is not a new flag with different values. Write e.g. learning_rate=1e-4,3e-4."

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ except ImportError as error:
 
 RESIZE_SECONDS = 60.0  # between looks for more machines, in elastic training
 _ROOT = Path(__file__).resolve().parents[2]
-_STORE_BYTES = 100 << 20  # of Ray's own object store on this machine; next to nothing goes through it
 _PASSED_ON = re.compile("(ACCELERATE|FSDP|HF|NCCL|OMP|TORCH|WANDB)_")
 _SECRET = re.compile("KEY|PASS|SECRET|TOKEN")  # not passed on: Ray shows what is
 
@@ -42,8 +42,8 @@ def connect(args: LaunchArguments) -> Iterator[dict[str, float]]:
     address = args.address or os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {}
     if address is None:
-        cores = max(distributed.available_cores(), args.workers[1] * args.cpus_per_worker)
-        own = {"num_cpus": cores, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        own["num_cpus"] = max(distributed.available_cores(), args.workers[1] * args.cpus_per_worker)
+        own |= {"object_store_memory": 100 << 20, "include_dashboard": False}  # next to nothing goes through the store
     try:
         ray.init(address=address or "local", runtime_env={"env_vars": _variables(args)}, **own)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
@@ -70,11 +70,6 @@ def _variables(args: LaunchArguments) -> dict[str, str]:
     return {**passed, "PYTHONPATH": path, "ACCELERATE_MIXED_PRECISION": args.mixed_precision}
 
 
-def records(args: LaunchArguments, command: Command) -> str:
-    """Return the folder or address of Ray's records, also from within a sweep's trial."""
-    return args.storage_path if "://" in args.storage_path else str(Path(command.folder, args.storage_path))
-
-
 def fit(args: LaunchArguments, command: Command, resources: Mapping[str, float], name: str) -> dict[str, float]:
     """Train on Ray's workers, each with `resources`, and return the script's metrics; `name` is that of this launch alone.
 
@@ -88,8 +83,7 @@ def fit(args: LaunchArguments, command: Command, resources: Mapping[str, float],
     scaling: dict[str, Any] = {"num_workers": most}
     if least < most:
         scaling = {"num_workers": (least, most), "elastic_resize_monitor_interval_s": RESIZE_SECONDS}
-    task: dict[str, Any] = {"script": command.script, "argv": list(command.argv), "folder": command.folder}
-    task |= {"launch": f"ray:{name}", "launcher": command.launcher, "on_cpu": "GPU" not in resources}
+    task = {**asdict(command), "launch": f"ray:{name}", "on_cpu": "GPU" not in resources}
     trainer = TorchTrainer(
         work,
         train_loop_config=task,
@@ -97,7 +91,7 @@ def fit(args: LaunchArguments, command: Command, resources: Mapping[str, float],
         scaling_config=ScalingConfig(use_gpu="GPU" in resources, resources_per_worker=dict(resources), **scaling),
         run_config=RunConfig(
             name=name,
-            storage_path=records(args, command),
+            storage_path=command.records,
             failure_config=FailureConfig(max_failures=args.max_failures),
             callbacks=[EndWhenRefused()],
         ),

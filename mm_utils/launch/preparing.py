@@ -4,6 +4,7 @@ The launching process reads the sources and cuts them into the chunks of one mac
 drive that all machines share. Ray starts a lost actor again, and what it was doing.
 """
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -31,16 +32,13 @@ class RayPool(Executor):
     def __init__(self, workers: int, cores: float):
         made: Any = _Worker.options(num_cpus=cores)  # type: ignore[attr-defined]
         self._workers = [made.remote(os.getcwd()) for _ in range(workers)]
-        self._calls = 0
+        self._next = itertools.cycle(self._workers)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """Begin a call; see `concurrent.futures.Executor`."""
-        worker = self._workers[self._calls % len(self._workers)]
-        self._calls += 1
-        return worker.call.remote(function, *args).future()
+        return next(self._next).call.remote(function, *args).future()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the workers; what they are doing is lost."""
         for worker in self._workers:
             ray.kill(worker)
-        self._workers = []

@@ -17,8 +17,6 @@ from mm_utils.training.arguments import CONFIG_FILE, greater_is_better
 
 logger = logging.getLogger(__name__)
 
-TABLE_FILE = "sweep.csv"
-
 
 def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float], name: str) -> dict[str, float]:
     """Run all trials, as many at a time as fit; write their table, best first; return the metrics of the best.
@@ -29,15 +27,15 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
     import ray
     from ray import tune
 
-    from mm_utils.launch.cluster import fit, records
+    from mm_utils.launch.cluster import fit
 
     grid, top = parse_grid(args.tune), Path(command.folder, command.value_of("output_dir") or "")
 
     def run_trial(values: dict[str, str]) -> dict[str, Any]:
-        words = [word for flag, value in values.items() for word in (f"--{flag}", value)]
-        words += ["--output_dir", str(top / trial_name(values))]
-        trial = replace(command, argv=(*command.argv, *words))
-        return {"metrics": fit(args, trial, resources, f"{name}-{trial_name(values)}")}
+        folder = top / trial_name(values)
+        flags = {**values, "output_dir": str(folder)}
+        argv = (*command.argv, *(word for flag, value in flags.items() for word in (f"--{flag}", value)))
+        return {"metrics": fit(args, replace(command, argv=argv), resources, f"{name}-{folder.name}")}
 
     total, workers = ray.cluster_resources(), args.workers[1]
     together = max(1, min(int(total.get(kind, 0.0) // (workers * each)) for kind, each in resources.items()))
@@ -46,7 +44,7 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
         tune.with_resources(run_trial, {"CPU": 0, "memory": 1 << 20}),
         param_space={flag: tune.grid_search(values) for flag, values in grid.items()},
         tune_config=tune.TuneConfig(max_concurrent_trials=together),
-        run_config=tune.RunConfig(name=name, storage_path=records(args, command), verbose=0),
+        run_config=tune.RunConfig(name=name, storage_path=command.records, verbose=0),
     ).fit()
     rows = []
     for result in results:
@@ -55,7 +53,7 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
         rows.append({**result.config, **metrics, "folder": top / trial_name(result.config), "problem": problem})
     table, metric = ranked(pd.DataFrame(rows))
     top.mkdir(parents=True, exist_ok=True)
-    write_atomic(top / TABLE_FILE, as_csv(table))
+    write_atomic(top / "sweep.csv", table.to_csv(index=False))
     logger.info("%s", table[["folder", metric, "problem"]].to_string(index=False))
     if table["problem"].all():
         raise RunError(f"all {len(rows)} trials failed; the first: {rows[0]['problem']}")
@@ -76,9 +74,5 @@ def ranked(trials: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     reranked = f"eval_rerank_{name}"  # of encoders and head together
     metric = reranked if reranked in done and done[reranked].notna().all() else f"eval_{name}"
     trials = trials if metric in trials else trials.assign(**{metric: float("nan")})
-    return trials.sort_values(metric, ascending=not greater_is_better(name), kind="stable"), metric
-
-
-def as_csv(trials: pd.DataFrame) -> str:
-    """Return a CSV file of the trials in their order."""
-    return trials.map(no_formula).to_csv(index=False)
+    trials = trials.sort_values(metric, ascending=not greater_is_better(name), kind="stable")
+    return trials.map(no_formula), metric  # a spreadsheet may open it

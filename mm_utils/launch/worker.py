@@ -13,8 +13,6 @@ from mm_utils.distributed import PeerError, RunError
 from mm_utils.run.restarts import LAUNCHER_VARIABLE
 from mm_utils.text import redact
 
-_OF_ONE_PROCESS = ("export.py", "launch_ray.py", "search.py", "verify_checkpoints.py")
-
 
 def work(task: Mapping[str, Any]) -> dict[str, float]:
     """Run the script, and return its metrics; called by Ray on every worker.
@@ -29,17 +27,15 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
 
     try:
         prepare(task)
-        if (name := Path(task["script"]).name) in _OF_ONE_PROCESS:
-            raise ValueError(f"the script is {name}; several processes would write over each other. Use python.")
         metrics = load_main(task["script"])(list(task["argv"]))
         end_workers()
+        return metrics
     except PeerError:
         raise  # the other process may be started again
     except (RunError, ValueError, FloatingPointError) as error:  # those of `run_script`
         raise Refused(redact(str(error))) from error
     except SystemExit as error:
         raise Refused(f"the script ended with exit status {error.code}; its message is above.") from error
-    return metrics
 
 
 def prepare(task: Mapping[str, Any]) -> None:

@@ -27,10 +27,7 @@ from mm_utils.training.teacher import CacheTeacher
 from mm_utils.training.trackers import Tracking
 from mm_utils.training.warnings import CollapseWarning
 
-KINDS: tuple[type[RunCallback], ...] = (
-    *(CacheFeatures, CacheTeacher, ClosedFormStart, WiseFT, CollapseWarning),
-    *(HubPusher, Tracking),
-)
+KINDS = (CacheFeatures, CacheTeacher, ClosedFormStart, WiseFT, CollapseWarning, HubPusher, Tracking)
 """The callbacks that flags ask for, in the order in which they are started."""
 
 
@@ -85,12 +82,7 @@ class RunContext:
         self.passes.append((time.monotonic() - begin, rows, most))
 
 
-def flags_of_callbacks(script: str) -> list[type]:
-    """Return the dataclasses of the flags of the callbacks that are for a script."""
-    return [kind.arguments for kind in KINDS if script in kind.scripts and kind.arguments is not None]
-
-
-def attach(script: str, given: Parsed, others: Sequence[TrainerCallback] = ()) -> list[TrainerCallback]:
+def attach(given: Parsed, others: Sequence[TrainerCallback] = ()) -> list[TrainerCallback]:
     """Return the callbacks that the flags ask for, after they have checked theirs, those of `--callbacks`, and others.
 
     Raises:
@@ -98,12 +90,7 @@ def attach(script: str, given: Parsed, others: Sequence[TrainerCallback] = ()) -
     """
     names = [name.strip() for name in (given["callbacks"] or "").split(",") if name.strip()]
     own = [load_own(name, "--callbacks", TrainerCallback)() for name in names]
-    kinds = [kind for kind in KINDS if script in kind.scripts]
-    wanted = [kind for kind in kinds if kind.flag is None or given.differs(kind.flag)]
-    for kind in kinds:
-        if kind not in wanted and not given.is_trial:  # which turns flags off behind the user's
-            given.refuse(kind.reads, f"there is no --{kind.flag}")
-    attached = [found for kind in wanted if (found := kind.attach(given)) is not None]
+    attached = [found for kind in KINDS if (found := kind.attach(given)) is not None]
     return [*attached, *own, *others]
 
 

@@ -10,16 +10,21 @@ from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
+from mm_utils.hub import HubArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import check_model, has_no_head
 from mm_utils.objectives.build import ObjectiveArguments, term_class
 from mm_utils.run.start import RunArguments
 from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.feature_cache import FeatureCacheArguments
 from mm_utils.training.optim import OptimizerArguments
+from mm_utils.training.starts import InterpolationArguments
+from mm_utils.training.trackers import TrackerArguments
 
 PRETRAINING = (
     *(DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments),
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments, StreamingArguments),
+    *(FeatureCacheArguments, InterpolationArguments, HubArguments, TrackerArguments),
 )
 
 
@@ -42,8 +47,7 @@ def check_flags(given: Parsed) -> None:
         given.refuse("text_config vocab_size", "the text backbone is a pretrained one")
     if given["fusion_layers"] == 0:
         given.refuse("rerank_top_k", "--fusion_layers is 0")
-    # A trial turns evaluations off by flags behind the user's.
-    if given["eval_steps"] == 0 and not given["wise_ft"] and not given.is_trial:
+    if given["eval_steps"] == 0 and not given["wise_ft"]:
         given.refuse("metric_for_best_model", "--eval_steps is 0, so that no evaluation chooses")
     if given["objectives"] is not None:
         return _check_pairs(given)

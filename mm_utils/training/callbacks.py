@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -74,20 +74,11 @@ class CallbackRunner:
 
 
 class RunCallback(TrainerCallback):
-    """A callback that also takes part in a run outside of its training loop.
-
-    Ours are listed in `mm_utils.run.callbacks`; a user names them by `--callbacks` or to `main`. Any other callback may have
-    these methods too.
-    """
-
-    scripts: ClassVar[tuple[str, ...]] = ("pretrain", "finetune")  # that it is for
-    flag: ClassVar[str | None] = None  # flags, with spaces: one unlike its default asks for it; None: `attach` decides
-    reads: ClassVar[str] = ""  # further flags that are not read without it, with spaces
-    arguments: ClassVar[type | None] = None  # the dataclass of its flags
+    """A callback that also takes part in a run outside of its training loop; any other callback may have these methods too."""
 
     @classmethod
     def attach(cls, given: Parsed) -> "RunCallback | None":
-        """Return the callback of a run; None if its flags do not ask for one.
+        """Return the callback of a run; None if its flags do not ask for one, or the script lacks them.
 
         Raises:
             ValueError: if the flags contradict each other.

@@ -57,13 +57,11 @@ class FeatureCacheArguments:
 class CacheFeatures(RunCallback):
     """Run frozen towers once over the training data, and train from their stored output."""
 
-    scripts = ("pretrain",)
-    flag = "cache_features"
-    arguments = FeatureCacheArguments
-
     @classmethod
-    def attach(cls, given: Parsed) -> "CacheFeatures":
-        """Return the callback, unless the data are a stream."""
+    def attach(cls, given: Parsed) -> "CacheFeatures | None":
+        """Return the callback with --cache_features, unless the data are a stream."""
+        if not given["cache_features"]:
+            return None
         if given["streaming"]:
             raise ValueError("--cache_features is set; a stream may be larger than the disk. Drop it, or --streaming.")
         if given["freeze_vision"]:

@@ -52,9 +52,6 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 class ClosedFormStart(RunCallback):
     """Start new projections between two pretrained towers from closed form, before the first step."""
 
-    scripts = ("pretrain",)
-    flag = "text_model_name_or_path"
-
     def __init__(self, vision_name: str | None):
         self.vision_name = vision_name
 
@@ -213,12 +210,11 @@ class InterpolationArguments:
 class WiseFT(RunCallback):
     """Keep the weights of the start, and save the best between them and those of the end."""
 
-    flag = "wise_ft"
-    arguments = InterpolationArguments
-
     @classmethod
-    def attach(cls, given: Parsed) -> "WiseFT":
-        """Return the callback, where a run starts from a model."""
+    def attach(cls, given: Parsed) -> "WiseFT | None":
+        """Return the callback with --wise_ft, where a run starts from a model."""
+        if not given["wise_ft"]:
+            return None
         joins = given["vision_model_name_or_path"] and given["text_model_name_or_path"]
         if not (given["model_name_or_path"] or (joins and not given["streaming"])):
             raise ValueError(

@@ -87,16 +87,14 @@ def _embeddings(
 class CacheTeacher(RunCallback):
     """Embed the training data with the teacher of `distillation`, or open what is stored; a resumed run must have the same."""
 
-    scripts = ("pretrain",)
-    flag = FLAG.removeprefix("--")
-
     def __init__(self, name: str):
         self.name = name
 
     @classmethod
-    def attach(cls, given: Parsed) -> "CacheTeacher":
+    def attach(cls, given: Parsed) -> "CacheTeacher | None":
         """Return the callback of a teacher that exists."""
-        name = given[cls.flag]
+        if (name := given[FLAG.removeprefix("--")]) is None:
+            return None
         if not name.startswith("st:"):
             check_model(name, FLAG)  # complains before the data are loaded
         return cls(name)

@@ -1,7 +1,6 @@
 """Send the log to accelerate's trackers (tensorboard, wandb, ...); one that fails does not end the run."""
 
 import logging
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed, arg
-from mm_utils.text import one_line, redact, without_secrets
+from mm_utils.text import one_line, without_secrets
 from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
@@ -45,16 +44,14 @@ class TrackerArguments:
 class Tracking(RunCallback):
     """The trackers of one run, on the main process. What they do not take is in `metrics.jsonl`."""
 
-    arguments = TrackerArguments
-    flag = "report_to"
-
     def __init__(self, names: Sequence[str]):
         self.names, self.trackers, self.failed = names, list[GeneralTracker](), set[str]()
 
     @classmethod
-    def attach(cls, given: Parsed) -> "Tracking":
-        """Return the callback."""
-        return cls(given[TrackerArguments].names)
+    def attach(cls, given: Parsed) -> "Tracking | None":
+        """Return the callback with --report_to."""
+        names = given[TrackerArguments].names
+        return cls(names) if names else None
 
     def on_start(self, run: Any) -> None:
         """Start the trackers."""
@@ -71,11 +68,7 @@ class Tracking(RunCallback):
             self.trackers.append(tracker)
             tracker.store_init_configuration(config)
 
-        try:
-            words = shlex.split(redact(shlex.join(sys.argv)))
-        except ValueError:  # a quote has lost its partner
-            words = sys.argv[:1]
-        with mock.patch.object(sys, "argv", words):  # some trackers publish it
+        with mock.patch.object(sys, "argv", sys.argv[:1]):  # some trackers publish it
             for name in self.names:
                 self._try(name, start, name)
 

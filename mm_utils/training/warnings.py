@@ -36,15 +36,13 @@ def chance_loss(pairs: int, sigmoid: bool) -> float:
 class CollapseWarning(RunCallback):
     """Read the log, and warn once for each cause: a contrastive loss that stays at chance after warm-up, and a zero gradient."""
 
-    scripts = ("pretrain",)
-
     def __init__(self, optimizer_args: OptimizerArguments):
         self.optimizer_args = optimizer_args
 
     @classmethod
-    def attach(cls, given: Parsed) -> "CollapseWarning":
-        """Return the callback of any run."""
-        return cls(given[OptimizerArguments])
+    def attach(cls, given: Parsed) -> "CollapseWarning | None":
+        """Return the callback of any pre-training."""
+        return None if given["objectives"] is None else cls(given[OptimizerArguments])
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forget an earlier run; read a resumed one's log, and log again what still holds."""

@@ -16,15 +16,12 @@ from safetensors.torch import load_file
 from mm_utils.arguments import parse_args, read_flat_yaml
 from mm_utils.distributed import RunError
 from mm_utils.run import flags, recipes
-from mm_utils.run.callbacks import attach, flags_of_callbacks
+from mm_utils.run.callbacks import attach
 from mm_utils.run.script import explained, run_script
 from scripts import embed, finetune, pretrain, search
 from tests.kit.stock_folders import write_stock
 
-KINDS = {
-    script: [*own, *flags_of_callbacks(script)]
-    for script, own in (("pretrain", flags.PRETRAINING), ("finetune", finetune.FLAGS))
-}
+KINDS = {"pretrain": flags.PRETRAINING, "finetune": finetune.FLAGS}
 
 
 def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
@@ -67,7 +64,7 @@ UNREAD = r"^--{} is .*, and it would have no effect\. Drop it\.$"
 def check(words: list[str]) -> None:
     given = parse_args(*KINDS["pretrain"], argv=words)
     flags.check_flags(given)
-    attach("pretrain", given)
+    attach(given)
 
 
 @pytest.mark.parametrize(("unread", "settings", "read"), RULES)
@@ -242,7 +239,7 @@ def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, 
             (tmp_path / name).touch()
         (tmp_path / "rows.jsonl").write_text(f'{row}, "caption": "a dog"}}\n' * 3, encoding="utf-8")
         words = f"{words} --train_file {tmp_path / 'rows.jsonl'}"
-    given = parse_args(*flags_of_callbacks("pretrain"), *flags.PRETRAINING, argv=words.split())
+    given = parse_args(*flags.PRETRAINING, argv=words.split())
     found = recipes.recipe_for(given)
     assert found == (recipe and str(ROOT / f"recipes/{recipe}.yaml"))
 

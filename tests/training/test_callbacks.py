@@ -143,10 +143,9 @@ def test_rows_arrive_in_groups_and_no_secret(
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--train_file", url])
     track(seed=1, lr_values=[1, 2], nothing=None, api_key="S3cr3tValue")
     rows = [("log", step, {"train/loss": 0.5, "eval/mean_recall": 0.25}) for step in (1, 2, 3)]
-    hidden = ("start", "--train_file", "https://***@example.org/pairs.jsonl")
     for kind, folder in ((FakeTracker, {}), (OtherTracker, {"folder": str(tmp_path)})):
         config = kind.calls.pop(2)[1]
-        assert kind.calls == [("init", "pretrain", folder), hidden, *rows, ("finish",)]
+        assert kind.calls == [("init", "pretrain", folder), ("start",), *rows, ("finish",)]
         assert {**config, "api_key": ""} == {"seed": 1, "lr_values": "[1, 2]", "api_key": ""}
         assert "S3cr3tValue" not in repr(config)
     assert sys.argv[-1] == url

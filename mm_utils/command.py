@@ -1,4 +1,4 @@
-"""The command `tandem`: every script by a short name, from any folder."""
+"""The command `tandem`: every script by a short name, from any folder, in one process."""
 
 import difflib
 import os
@@ -19,8 +19,6 @@ COMMANDS = {
     "verify": ("verify_checkpoints", "read every byte of a run's checkpoints"),
     "ray": ("launch_ray", "run a script on a Ray cluster"),
 }
-LAUNCHED = ("pretrain", "finetune", "mine", "eval", "zero-shot", "embed")
-"""Commands that `accelerate launch` starts where `accelerate config` has written a file, on all processes that it sets up."""
 
 
 def scripts_folder() -> Path:
@@ -41,10 +39,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f" Did you mean {close[0]}?" if close else ""
         sys.exit(f"tandem: there is no command {name}.{meant} Run tandem --help for the list.")
-    script = str(scripts_folder() / f"{COMMANDS[name][0]}.py")
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
-    is_set_up = any((home / f"accelerate/default_config.{kind}").is_file() for kind in ("yaml", "json"))
-    launches = name in LAUNCHED and is_set_up and not {"-h", "--help", "--help-all"} & set(words)
-    launcher = ["-m", "accelerate.commands.launch"] if launches else []
-    os.execv(sys.executable, [sys.executable, *launcher, script, *words])
+    os.execv(sys.executable, [sys.executable, str(scripts_folder() / f"{COMMANDS[name][0]}.py"), *words])

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 
     # 5. Report.
-    if accelerator.is_main_process and evaluator.split is not None:
+    if accelerator.is_main_process:
         shown = {f"eval_{name}": value for name, value in metrics.items()}
         lines = recall_lines(shown, evaluator.split, loaders.medium.kind, f"the {split} split")
         report_metrics(accelerator, lines, metrics | half_widths(evaluator.directions), args.output_dir, split)

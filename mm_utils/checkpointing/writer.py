@@ -35,14 +35,14 @@ class CheckpointWriter:
     A checkpoint that cannot be written costs the checkpoint and not the run, until `MOST_FAILURES` in succession failed.
 
     Args:
-        limit: how many checkpoints to keep, None for all.
+        limit: how many checkpoints to keep, besides the best ones.
 
     Attributes:
         failures: failed checkpoints in succession.
         problem: the message of the last failure.
     """
 
-    def __init__(self, output_dir: Path, limit: int | None):
+    def __init__(self, output_dir: Path, limit: int):
         self.output_dir, self.limit = output_dir, limit
         self.failures, self.problem = 0, ""
         self._thread: threading.Thread | None = None
@@ -106,14 +106,12 @@ class CheckpointWriter:
 # -- room -----------------------------------------------------------------------------------------------------------------
 
 
-def remove_old_checkpoints(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
+def remove_old_checkpoints(output_dir: Path, limit: int, keep: Collection[int]) -> None:
     """Keep the newest `limit` checkpoints and the steps of `keep`; remove the others.
 
     Call it after a checkpoint was written, so that the new one is among the newest. A folder that cannot be removed stays,
     with a warning.
     """
-    if limit is None:
-        return
     for path in [path for path in checkpoint_folders(output_dir)[: -max(1, limit)] if step_of(path) not in keep]:
         try:  # no half of it is ever seen under its name
             path = path.rename(path.parent / f".{path.name}.removed")

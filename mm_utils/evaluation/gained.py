@@ -70,8 +70,8 @@ def chance(split: Embeddings, direction: str) -> list[float]:
 
 def recall_gained(
     evaluator: RetrievalEvaluator, log: Path, medium: str, *, is_paired: bool, from_scratch: bool
-) -> str | None:
-    """Return in a sentence what training gained by mean recall; None without an evaluation.
+) -> str:
+    """Return in a sentence what training gained by mean recall.
 
     Args:
         evaluator: that of the validation split, whose last evaluation was of the saved model.
@@ -79,8 +79,6 @@ def recall_gained(
             difference of each query.
     """
     split, ranks = evaluator.split, evaluator.directions
-    if split is None or not ranks:
-        return None
     groups = {name: each.queries.group for name, each in ranks.items()}
     after = {name: each.cosine_Q if each.reranked_Q is None else each.reranked_Q for name, each in ranks.items()}
     by_head = (

@@ -77,6 +77,7 @@ class RetrievalEvaluator:
         fits: fit the weights of re-ranking on this split, cross-fitted, and write them into the model's config.
     """
 
+    split: Embeddings  # of the last evaluation
     reads_features = True  # it reads batches with the output of frozen towers in place of the media
 
     def __init__(
@@ -87,7 +88,6 @@ class RetrievalEvaluator:
     ):
         self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
         self.fits = fits
-        self.split: Embeddings | None = None  # of the last evaluation
         self.directions: dict[str, DirectionRanks] = {}  # its ranks
         self.first: dict[str, Tensor] = {}  # the ranks of the first evaluation, by the two encoders
 

@@ -156,9 +156,8 @@ def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str,
     evaluations = (max(1, steps // args.eval_steps) if args.eval_steps > 0 else 1) + context.evaluates_start
     if args.keeps_best:  # each may be the best so far, and is measured once more if it is not the last
         saved, evaluations = max(saved, evaluations), evaluations + (evaluations > 1)
-    kept = saved
-    if args.save_total_limit is not None:  # an old one goes after a new one is complete, and the best of a stage stays
-        kept = min(saved, args.save_total_limit + 1 + 2 * args.keeps_best)
+    # An old one goes after a new one is complete, and the best of a stage stays.
+    kept = min(saved, args.save_total_limit + 1 + 2 * args.keeps_best)
     checkpoint = find_checkpoint("latest", folder)
     growth = data.total_rows["validation"] / len(data.splits["validation"])
     training = args.batch_sizes.before(steps) / rate

@@ -52,7 +52,7 @@ _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
 
 
-def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence[str] | None) -> CardInfo:
+def retrieval_card(context: RunContext, split: Embeddings, argv: Sequence[str] | None) -> CardInfo:
     """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
     run, model, data = context.run, context.model, context.data
     whole, medium = run.settings.get("model_name_or_path"), data.medium
@@ -63,10 +63,10 @@ def retrieval_card(context: RunContext, split: Embeddings | None, argv: Sequence
         for base, tower in zip(bases, towers, strict=True)
     ]
     frozen = [not is_trained(tower) for tower in towers]
-    images = len(data.splits["validation"]) if split is None else len(split.image_key_M)
+    images = len(split.image_key_M)
     shown, stock = _with_head(context.metrics, model), run.output_dir / "dual_encoder"
     has_fusion = model.fusion is not None and bool(stored_weights(model))
-    counted, queries = independent_queries(split, images, medium)
+    counted, queries = independent_queries(split, medium)
     note = [
         f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
         too_few(images, medium),
@@ -122,9 +122,7 @@ def chosen_on_validation(context: RunContext, model: FusionDualEncoderModel | No
     return " ".join(filter(None, [context.choice, also]))
 
 
-def _retrieval_rows(
-    metrics: Mapping[str, float], split: Embeddings | None, queries: int, medium: str
-) -> list[list[str]]:
+def _retrieval_rows(metrics: Mapping[str, float], split: Embeddings, queries: int, medium: str) -> list[list[str]]:
     """Return both directions' recalls: encoders, re-ranked, the head's gain, by chance."""
     rows: list[list[str]] = []
     for direction, title in DIRECTIONS.items():
@@ -139,14 +137,13 @@ def _retrieval_rows(
         gains = [after - before for before, after in zip(*found.values(), strict=False)]
         if gains:
             rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
-        if split is not None:
-            rows.append([f"{shown}, by chance", *(f"{value:.3f}" for value in chance(split, direction))])
+        rows.append([f"{shown}, by chance", *(f"{value:.3f}" for value in chance(split, direction))])
     return rows
 
 
-def independent_queries(split: Embeddings | None, images: int, medium: str) -> tuple[str, int]:
+def independent_queries(split: Embeddings, medium: str) -> tuple[str, int]:
     """Return what the intervals of recalls count as a query, in words, and how many; 0 if there are too few for intervals."""
-    groups = images if split is None else len(split.group_M.unique())
+    images, groups = len(split.group_M), len(split.group_M.unique())
     if groups < min(images, FEW_GROUPS):
         return f"equal captions leave {groups} independent groups of {medium}s, too few for intervals", 0
     counted = medium if groups == images else f"group of {medium}s with equal captions"
@@ -192,22 +189,20 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
 
     def write() -> None:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
-        if evaluator.split is not None:
-            draw_examples(context.data.splits["validation"], evaluator, folder / "retrieval.png")
+        draw_examples(context.data.splits["validation"], evaluator, folder / "retrieval.png")
         write_model_card(folder, retrieval_card(context, evaluator.split, argv))
         seal_model(folder)
 
     distributed.on_first(write)
     context.call("on_publish")
     if run.accelerator.is_main_process:
-        logger.info("%s", "\n".join(_retrieval_summary(context)))
+        logger.info("%s", "\n".join(_retrieval_summary(context, evaluator)))
     run.accelerator.end_training()
 
 
 def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_path: Path) -> None:
     """Draw what captions spread over the split that was evaluated last find, re-ranked if the head re-ranks."""
     split, ranks = evaluator.split, evaluator.directions["text_to_image"]
-    assert split is not None
     (texts, images), examples = split.directions["text_to_image"], []
     count, kind = len(split.text_TE), kind_of(rows.features)
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
@@ -247,7 +242,7 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str, name: str) -> list[str]:
     """Return the lines of a screen with recalls on `name`, such as "the test split", their intervals, and chance."""
     images = len(split.image_key_M)
-    counted, queries = independent_queries(split, images, medium)
+    counted, queries = independent_queries(split, medium)
     rows = _retrieval_rows(metrics, split, queries, medium)
     width = max((len(name) for name, *_ in rows), default=0) + 2
     lines = [
@@ -259,33 +254,20 @@ def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str, n
     return ["", title, *lines, f"  {counted[0].upper()}{counted[1:]}.", *([f"  {few}"] if few else [])]
 
 
-def _retrieval_summary(context: RunContext) -> list[str]:
-    run, model, data, metrics = context.run, context.model, context.data, context.metrics
-    folder, medium, evaluator = run.output_dir, data.medium, context.retrieval
-    assert evaluator is not None
-    lines: list[str] = []
-    if evaluator.split is not None:
-        held_out = "the validation split, which were not trained on"
-        lines += recall_lines(_with_head(metrics, model), evaluator.split, medium, held_out)
+def _retrieval_summary(context: RunContext, evaluator: RetrievalEvaluator) -> list[str]:
+    run, model, medium = context.run, context.model, context.data.medium
+    held_out = "the validation split, which were not trained on"
     whole, *starts = (run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
     gain = recall_gained(
-        evaluator,
-        folder / "metrics.jsonl",
-        medium,
+        *(evaluator, run.output_dir / "metrics.jsonl", medium),
         is_paired=context.evaluates_start and context.resume_from is None,
         from_scratch=not (whole or all(starts)),
     )
-    if gain is not None:
-        lines.append(f"  {gain[0].upper()}{gain[1:]}")
-    lines += [f"  {described}" for described in [describe_weights(model)] if described]
-    some = data.splits["validation"].select_columns(["captions"])[:20]["captions"]
-    shortest = min((text for captions in some for text in captions), key=len)  # it is shown whole
-    query = printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")
-    commands = [evaluation_command(folder, run.settings, "test")] if "test" in data.splits else []
-    if model.fusion is not None and not any(run.settings.get(name) for name in SOURCES):
-        commands.append(launch_command("finetune", ["--model_name_or_path", str(folder)]))
-    commands += search_commands(folder, run.settings, query)
-    return [*lines, *closing_lines(context, [each for each in commands if each], model)]
+    return [
+        *recall_lines(_with_head(context.metrics, model), evaluator.split, medium, held_out),
+        *(f"  {said[0].upper()}{said[1:]}" for said in (gain, describe_weights(model)) if said),
+        *closing_lines(context, next_commands(context), model),
+    ]
 
 
 def closing_lines(
@@ -303,29 +285,28 @@ def closing_lines(
     return [*lines, *(["", "Next:"] if commands else []), *(f"  {command}" for command in commands)]
 
 
-def search_commands(folder: Path, settings: Mapping[str, Any], query: str) -> list[str]:
-    """Return what embeds and searches the images of the run's data, unless they were streamed."""
+def next_commands(context: RunContext) -> list[str]:
+    """Return what measures, fine-tunes, embeds and searches; nothing after a stream, which training alone reads."""
+    data, folder, settings = context.data, context.run.output_dir, context.run.settings
     if settings.get("streaming"):
         return []
-    index = _beside(folder, "index")
-    data = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
-    words = ["--model_name_or_path", str(folder), *data, "--index_dir", index]
+    commands = [evaluation_command(folder, settings, "test")] if "test" in data.splits else []
+    if context.model.fusion is not None and not any(settings.get(name) for name in SOURCES):
+        commands.append(launch_command("finetune", ["--model_name_or_path", str(folder)]))
+    index = f"{folder.resolve() if folder.name in ('', '..') else folder}-index"
+    rows = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
+    some = data.splits["validation"].select_columns(["captions"])[:20]["captions"]
+    shortest = min((text for captions in some for text in captions), key=len)  # it is shown whole
+    query = printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")
+    words = ["--model_name_or_path", str(folder), *rows, "--index_dir", index]
     found = ["--index_dir", index, "--query", query]
-    return [launch_command("embed", words), launch_command("search", found, "python")]
+    return [*commands, launch_command("embed", words), launch_command("search", found, "python")]
 
 
-def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str | None:
-    """Return what measures retrieval on a split of a run's data; None of a stream, which training alone reads."""
-    if settings.get("streaming"):
-        return None
+def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str:
+    """Return what measures retrieval on a split of a run's data."""
     words = ["--model_name_or_path", str(folder), *to_words(DataArguments, settings, ["max_train_samples"])]
     if settings["max_seq_length"] != LoaderArguments.max_seq_length:
         words += ["--max_seq_length", str(settings["max_seq_length"])]
     words += to_words(EvaluationArguments, settings, ["rerank_top_k"])
     return launch_command("eval_retrieval", [*words, "--split", split])
-
-
-def _beside(folder: Path, word: str) -> str:
-    """Return the path of a folder beside this one, such as `outputs/mine-again`."""
-    folder = folder if folder.name not in ("", "..") else folder.resolve()
-    return f"{folder}-{word}"

@@ -89,7 +89,7 @@ class TrainingArguments:
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)
     # No flags:
-    save_total_limit: ClassVar[int | None] = 2  # checkpoints, in addition to the best ones
+    save_total_limit: ClassVar[int] = 2  # checkpoints, in addition to the best ones
     script = "pretrain"  # whose command resumes a run that a notebook has started
 
     def __post_init__(self) -> None:

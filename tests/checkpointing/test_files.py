@@ -153,9 +153,9 @@ def test_the_sums_of_a_model_name_its_files(tmp_path: Path) -> None:
 # -- removing -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
-    [(None, [], [1, 2, 9, 10]), (1, [], [10]), (2, [], [9, 10]), (1, [1], [1, 10]), (5, [], [1, 2, 9, 10])],
+    [(1, [], [10]), (2, [], [9, 10]), (1, [1], [1, 10]), (5, [], [1, 2, 9, 10])],
 )
-def test_the_newest_and_the_best_stay(limit: int | None, keep: list[int], left: list[int], tmp_path: Path) -> None:
+def test_the_newest_and_the_best_stay(limit: int, keep: list[int], left: list[int], tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 9, 10)
     remove_old_checkpoints(tmp_path, limit, keep)
     assert steps_in(tmp_path) == left

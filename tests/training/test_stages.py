@@ -30,7 +30,7 @@ def run_of(folder: Path, recalls: Recalls, reranks: bool = True, **more: Any) ->
         for step, (own, head) in recalls.items()
     }
     given: dict[str, Any] = {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "mean_recall"}
-    arguments = given | {"save_total_limit": None} | more.pop("arguments", {})
+    arguments = given | {"save_total_limit": 99} | more.pop("arguments", {})
     weights = {"match": 0.5} if reranks else {}
     more = {"new_head": True, "head_share": 0.5, "rerank_weights": weights} | more
     return TinyRun(folder, figures=figures, arguments=arguments, **more)

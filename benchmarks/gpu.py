@@ -254,7 +254,7 @@ def quarter_hour(args: argparse.Namespace) -> None:
     bare = ["-m", "benchmarks.gpu", "--objectives", "contrastive", *words, "--pairs"]
     peers = f"-m benchmarks.training --synthetic 32 --batch_size {few} --rounds 2 --steps 4".split()
     peers += [*words, *photographs, "--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
-    tests = [*"-m pytest -q -n 4 --dist worksteal --durations=5".split(), "tests/gpu", "tests/model/test_compile.py"]
+    tests = ["-m", "pytest", "-q", "-n", "4", "--dist", "worksteal", "tests/gpu", "tests/model/test_compile.py"]
     sections: dict[str, tuple[int, str, list[str]]] = {
         "real": (150, "bf16", real),
         "bare": (210, "bf16", [*bare, pairs]),

@@ -11,10 +11,8 @@ open_clip        open_clip_config.json, open_clip_model.safetensors and the toke
 import inspect
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -22,14 +20,12 @@ from transformers import ProcessorMixin
 
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.distributed import RunError
-from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_of, trace, write_int8
+from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_of, trace
 from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_table, markdown_text, publishable
 
 LAYOUTS = ("plain", "immich", "open_clip")
-PRECISIONS = {"fp32": "", "int8": "_quantized"}
-"""What each precision adds to the names of files, as transformers.js expects it."""
 IMMICH_NAMES = {
     512: "ViT-B-32__openai",
     640: "RN50x4__openai",
@@ -37,11 +33,10 @@ IMMICH_NAMES = {
     1024: "RN50__openai",
     1152: "ViT-SO400M-14-SigLIP-384__webli",
 }
-_IMMICH_FOLDERS = {"vision_model": "visual", "text_model": "textual"}
 _IMMICH_LENGTH = 77  # tokens that Immich pads every text to, as open_clip does
 USAGE = {
     "plain": """`python without_torch.py "a red door" photos/*.jpg` ranks images with numpy, onnxruntime, tokenizers and Pillow alone. The CLIP classes of
-transformers.js load this folder with `dtype` DTYPE and texts padded by PADDING: docs/export.md of the project has the lines.""",
+transformers.js load this folder with `dtype` `fp32` and texts padded by PADDING: docs/export.md of the project has the lines.""",
     "immich": """Put this folder into the model cache of Immich's machine-learning service under the name of a model that it knows, with
 embeddings of WIDTH numbers: `docker cp . immich_machine_learning:/cache/clip/NAME`. Then choose `NAME` under Machine Learning, Smart Search, and
 run the job Smart Search for all images.""",
@@ -53,13 +48,6 @@ def check_output(output_dir: str) -> None:
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output_dir is {output_dir}; it is not empty. Give a new folder, or remove this one.")
-
-
-def graph_path(layout: str, part: str, precision: str) -> Path:
-    """Return where a graph lies in the folder."""
-    if layout == "immich":
-        return Path(_IMMICH_FOLDERS[part], "model.onnx")
-    return Path("onnx", f"{part}{PRECISIONS[precision]}.onnx")
 
 
 def immich_width(width: int) -> int:
@@ -82,7 +70,6 @@ def export(
     model: FusionDualEncoderModel,
     processor: ProcessorMixin,
     layout: str,
-    precision: str,
     shape: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Write graphs, settings, the file without torch and a README; return the differences from torch by part.
@@ -92,35 +79,33 @@ def export(
         name: of the model.
         model: in evaluation mode, on the CPU.
         processor: of the model.
-        layout, precision: one of `LAYOUTS`, and of `PRECISIONS`.
+        layout: one of `LAYOUTS`, but open_clip.
         shape: of a clip or a sound, see `graphs_of`.
 
     Raises:
-        RunError: if torch cannot export a part, or fp32 differs from torch by more than `MOST_DIFFERENCE`.
+        RunError: if torch cannot export a part, or a graph differs from torch by more than `MOST_DIFFERENCE`.
     """
     tokenizer, immich = processor.tokenizer, None
     if layout == "immich":
         immich = tokenizer.pad_token_id, ends_in_pad(tokenizer), immich_width(model.config.projection_dim)
     graphs = graphs_of(model, shape, immich)
-    paths = {part: folder / graph_path(layout, part, precision) for part in graphs}
-    with TemporaryDirectory(dir=folder) as work:
-        traced = {part: Path(work, f"{part}.onnx") for part in graphs}
-        for part, graph in tqdm(graphs.items(), desc="Tracing", unit=" graphs"):
-            trace(graph, traced[part])
-        for part, difference in differences(graphs, traced).items():
-            if not difference <= MOST_DIFFERENCE:
-                raise RunError(
-                    f"The exported {part} differs from torch by {difference:.1e}; at most {MOST_DIFFERENCE:.0e} is right. Nothing "
-                    "was written. Try other versions of torch and onnxruntime."
-                )
-        for part, path in paths.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copy if precision == "fp32" else write_int8)(traced[part], path)
+    paths = {part: folder / "onnx" / f"{part}.onnx" for part in graphs}
+    if layout == "immich":
+        paths = {part: folder / name / "model.onnx" for part, name in zip(graphs, ("visual", "textual"), strict=True)}
+    for part, graph in tqdm(graphs.items(), desc="Tracing", unit=" graphs"):
+        paths[part].parent.mkdir(exist_ok=True)
+        trace(graph, paths[part])
     apart = differences(graphs, paths)
+    for part, difference in apart.items():
+        if not difference <= MOST_DIFFERENCE:
+            raise RunError(
+                f"The exported {part} differs from torch by {difference:.1e}; at most {MOST_DIFFERENCE:.0e} is right. Nothing "
+                "was written. Try other versions of torch and onnxruntime."
+            )
     write_settings(folder, layout, model, processor)
     kind, width = model.config.medium, model.config.projection_dim
     bias = None if model.logit_bias is None else model.logit_bias.item()
-    stated = {"model": publishable(name), "layout": layout, "precision": precision, "opset": OPSET}
+    stated = {"model": publishable(name), "layout": layout, "opset": OPSET}
     stated |= {
         "projection_dim": width,
         "logit_scale": model.logit_scale.exp().item(),
@@ -131,7 +116,6 @@ def export(
     words = {
         "NAME": IMMICH_NAMES.get(known, ""),
         "WIDTH": str(known),
-        "DTYPE": "`q8`" if precision == "int8" else "`fp32`",
         "PADDING": '`"max_length"`' if model.config.text_padding else "`true`",
     }
     usage = re.sub("|".join(words), lambda word: words[word[0]], USAGE[layout])

@@ -218,14 +218,12 @@ def media_of(backbone: Any) -> tuple[str, ...]:
     return ("clip",) if len(shape) == 4 else ("image", "clip")
 
 
-def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
-    """Check that a flag's value is a whole model, in a folder or on the Hub; None is right.
+def check_model(name: str, flag: str = "--model_name_or_path") -> Any:
+    """Return the configuration of the whole model that a flag names, a folder or a Hub id.
 
     Raises:
-        ValueError: if it is not, with what to give instead.
+        ValueError: if it is not one, with what to give instead.
     """
-    if name is None:
-        return
     title, path = f"{flag} is {name}", Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         saved = sorted(path.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name))
@@ -236,7 +234,7 @@ def check_model(name: str | None, flag: str = "--model_name_or_path") -> None:
     if problem:
         problem = problem.removesuffix(" Check the path.")
         raise ValueError(f"{title}; {problem} Give the folder of a run, or a Hub id such as owner/name.")
-    _config_of_whole(title, name)
+    return _config_of_whole(title, name)
 
 
 def _config_of_whole(title: str, name: str) -> Any:
@@ -252,11 +250,6 @@ def _config_of_whole(title: str, name: str) -> Any:
         f"{title}; that is a {config.model_type}, and those that are taken as a whole are {', '.join(DUAL_ENCODERS)} and runs of "
         f"scripts/pretrain.py. To train one from it, give scripts/pretrain.py {flags}."
     )
-
-
-def has_no_head(name: str) -> bool:
-    """Return whether a whole model is an earlier run's that was trained without a fusion head."""
-    return getattr(load_config(f"--model_name_or_path is {name}", name), "fusion_layers", None) == 0
 
 
 def check_positions(model: FusionDualEncoderModel, max_seq_length: int) -> None:

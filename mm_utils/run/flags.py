@@ -12,7 +12,7 @@ from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
 from mm_utils.hub import HubArguments
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.build import check_model, has_no_head
+from mm_utils.model.build import check_model
 from mm_utils.objectives.build import ObjectiveArguments, term_class
 from mm_utils.run.start import RunArguments
 from mm_utils.training.arguments import TrainingArguments
@@ -36,8 +36,8 @@ def check_flags(given: Parsed) -> None:
     """
     whole, vision, text = (given[f"{name}model_name_or_path"] for name in ("", "vision_", "text_"))
     if whole is not None:
-        check_model(whole)
-        if given["objectives"] is not None and not (vision or text) and has_no_head(whole):
+        fusion_layers = getattr(check_model(whole), "fusion_layers", None)
+        if given["objectives"] is not None and not (vision or text) and fusion_layers == 0:
             given.default(objectives="contrastive:1", fusion_layers=0)
     if given.config and given["resume_from_checkpoint"]:
         _check_place(Path(given.config), given["output_dir"])

@@ -41,7 +41,6 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         for check in ("missing", "_unreachable"):  # the tests have no network, and not the data
             patch.setattr(f"mm_utils.run.recipes.{check}", lambda _: "")
-        patch.setattr(flags, "has_no_head", lambda _: False)
         for place in (module, flags, teacher):
             if hasattr(place, "check_model"):
                 patch.setattr(place, "check_model", lambda *_: None)

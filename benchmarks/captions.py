@@ -20,8 +20,7 @@ from mm_utils.data.media.medium import read_by
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.metrics import mean_interval
-from mm_utils.model.build import load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import open_model
 from mm_utils.search.listing import Listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import Embedder, update_index
@@ -48,8 +47,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     listing = Listing(ids, datasets.Dataset.from_dict({"image": rows["image"][:], "captions": stored}, features))
     ranks = dict[str, list[int]](images=[], captions=[], fused=[])
     with TemporaryDirectory() as work:
-        model = load_model(args.model_name_or_path, fusion_layers=0).eval()
-        embedder = Embedder(model, read_by(load_processor_of(args.model_name_or_path)), 64, 0)
+        model, processor = open_model(args.model_name_or_path)
+        embedder = Embedder(model, read_by(processor), 64, 0)
         update_index(Path(work, "index"), args.model_name_or_path, listing, embedder, Accelerator(cpu=True))
         searcher = Searcher(Path(work, "index"))
         for row, text in queries:

@@ -16,8 +16,7 @@ from mm_utils.arguments import arg, launch_command, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import EvaluatedDataArguments
-from mm_utils.model.build import check_model, load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import open_model
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.search.index import SKIPPED
 from mm_utils.search.listing import folder_listing, pair_listing
@@ -62,14 +61,16 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     else:
         given.refuse("with_clips", "--images is not given")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
-    check_model(model_name)
     accelerator = make_accelerator()
-    loaders = make_loaders(workers, accelerator.device, load_processor_of(model_name))
+
+    # 2. Model.
+    model, processor = open_model(model_name)
+    loaders = make_loaders(workers, accelerator.device, processor)
     medium = loaders.medium
     if medium.kind != "image":
         given.refuse("with_clips", f"the model embeds {medium.kind}s")
 
-    # 2. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
+    # 3. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
     if args.images:
         kind = data_args.allow_outside_root, medium.kind
         listing = distributed.on_first(lambda: folder_listing(str(args.images), *kind, args.with_clips))
@@ -81,11 +82,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         listing = pair_listing({name: rows for name, rows in pairs.items() if args.split in (None, name)})
         loaders.check_medium(listing.rows)
 
-    # 3. Model.
-    model = load_model(model_name, fusion_layers=0).eval().to(accelerator.device)
-    embedder = Embedder(model, medium, EVALUATION_BATCH, workers.num_workers)
-
     # 4. Embed what is new.
+    embedder = Embedder(model.to(accelerator.device), medium, EVALUATION_BATCH, workers.num_workers)
     done = update_index(folder, model_name, listing, embedder, accelerator)
 
     # 5. Report.

@@ -27,8 +27,7 @@ from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.metrics import half_widths
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
-from mm_utils.model.build import check_model, load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import open_model
 from mm_utils.objectives.grounding.evaluation import of_split
 from mm_utils.run.finish import recall_lines
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
@@ -52,13 +51,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     given = parse_args(*groups, argv=argv, doc=__doc__)
     args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
     data_args, loader_args = given[EvaluatedDataArguments], given[ReadingArguments]
-    check_model(args.model_name_or_path)
-    if args.output_dir:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     accelerator = make_accelerator()
 
-    # 2. Data: the main process fills the cache first, the others read it.
-    processor = load_processor_of(args.model_name_or_path)
+    # 2. Model.
+    model, processor = open_model(args.model_name_or_path)
+    if args.output_dir:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    if model.fusion is None:
+        given.refuse("rerank_top_k", "the model has no fusion head")
+
+    # 3. Data: the main process fills the cache first, the others read it.
     with distributed.first_then_others():
         split, rows = load_split(data_args, args.split)
         moments = of_split(rows)
@@ -69,17 +71,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     captions = sum(map(len, rows["captions"]))
     logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium.kind, f"{captions:,}")
 
-    # 3. Model.
-    model = load_model(args.model_name_or_path, fusion_layers=0).eval()
-    if model.fusion is None:
-        given.refuse("rerank_top_k", "the model has no fusion head")
-    model = accelerator.prepare(model)
-
     # 4. Evaluate.
     probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
     evaluator = RetrievalEvaluator(eval_args, probes)
     loader = loaders.evaluation(rows, EVALUATION_BATCH)
-    model = accelerator.unwrap_model(model)
+    model = accelerator.unwrap_model(accelerator.prepare(model))
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 
     # 5. Report.

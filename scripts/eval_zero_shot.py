@@ -27,8 +27,7 @@ from mm_utils.finetuning.zero_shot import (
     accuracy_lines,
     load_labelled,
 )
-from mm_utils.model.build import check_model, load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import open_model
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)
@@ -51,26 +50,24 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     zero_shot_args, loader_args = given[ZeroShotArguments], given[ReadingArguments]
     given.refuse("max_train_samples", "nothing is trained")
     given.refuse("caption_column", "classes of media are measured")
-    check_model(args.model_name_or_path)
-    if args.output_dir:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     accelerator = make_accelerator()
 
-    # 2. Data: the main process fills the cache first, the others read it.
-    processor = load_processor_of(args.model_name_or_path)
+    # 2. Model.
+    model, processor = open_model(args.model_name_or_path)
+    if args.output_dir:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+
+    # 3. Data: the main process fills the cache first, the others read it.
     with distributed.first_then_others():
         images = load_labelled(data_args, zero_shot_args, kind_of_processor(processor))
     loaders = make_loaders(loader_args, accelerator.device, processor)
     counts = f"{len(images.rows):,}", loaders.medium.kind, f"{len(images.classes):,}"
     logger.info("%s: %s %ss, %s classes", images.split, *counts)
 
-    # 3. Model.
-    model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())
-
     # 4. Evaluate.
     evaluator = ZeroShotEvaluator(images, processor.tokenizer, loader_args.max_seq_length, zero_shot_args)
     loader = loaders.evaluation(images.rows, EVALUATION_BATCH)
-    metrics = evaluator(accelerator.unwrap_model(model), loader, accelerator)
+    metrics = evaluator(accelerator.unwrap_model(accelerator.prepare(model)), loader, accelerator)
 
     # 5. Report.
     report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir, images.split)

@@ -18,8 +18,7 @@ from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
 from mm_utils.export.folder import LAYOUTS, check_output, export
 from mm_utils.export.open_clip import write_open_clip
 from mm_utils.files import atomic_folder
-from mm_utils.model.build import check_model, load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import open_model
 from mm_utils.run.script import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -49,16 +48,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     packages = ("onnx", "onnxruntime", "onnxscript") if args.layout != "open_clip" else ()
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ValueError(f"The export needs {', '.join(missing)}. Install with: pip install {' '.join(packages)}")
-    check_model(model_name)
     check_output(output_dir)
     set_up_logging()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("Several processes were launched; one exports. Start it without a launcher.")
 
     # 2. Model.
-    processor = load_processor_of(model_name)
-    model = load_model(model_name, fusion_layers=0).float().eval()
-    kind = model.config.medium
+    model, processor = open_model(model_name)
+    kind = model.float().config.medium
     if args.layout == "open_clip":
         with atomic_folder(Path(output_dir), "--output_dir") as folder:
             write_open_clip(folder, model, processor)

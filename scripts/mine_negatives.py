@@ -22,8 +22,7 @@ from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.embeddings import embed_split
 from mm_utils.mining import MiningArguments, choose, same_pictures, write_mined
-from mm_utils.model.build import check_model, load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import open_model
 from mm_utils.run.start import make_accelerator, run_script
 
 logger = logging.getLogger(__name__)
@@ -51,23 +50,21 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         )
     if Path(args.output_dir).exists():
         raise ValueError(f"--output_dir is {args.output_dir}; it exists. Give a new folder.")
-    check_model(args.model_name_or_path)
     accelerator = make_accelerator()
 
-    # 2. Data: what training would hold out of train for validation is held out here, too.
-    processor = load_processor_of(args.model_name_or_path)
+    # 2. Model.
+    model, processor = open_model(args.model_name_or_path)
+
+    # 3. Data: what training would hold out of train for validation is held out here, too.
     with distributed.first_then_others():
         pairs = load_pairs(DataArguments(dataset_name=args.dataset_name))
         rows = tokenize_captions(pairs["train"], processor.tokenizer, args.max_seq_length)
     loader_args = LoaderArguments(args.max_seq_length, dataloader_num_workers=args.dataloader_num_workers)
     loaders = make_loaders(loader_args, accelerator.device, processor)
 
-    # 3. Model.
-    model = accelerator.prepare(load_model(args.model_name_or_path, fusion_layers=0).eval())
-
     # 4. Mine.
     loader = loaders.evaluation(rows, EVALUATION_BATCH)
-    split = embed_split(accelerator.unwrap_model(model), loader, accelerator)
+    split = embed_split(accelerator.unwrap_model(accelerator.prepare(model)), loader, accelerator)
     mined = choose(split, rows, same_pictures(rows, accelerator), mining)
 
     # 5. Write the data set, and the report.

@@ -30,6 +30,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.pretrained import check_words, explained, load_config, load_tower
+from mm_utils.model.processor import load_processor_of
 from mm_utils.model.short_attention import use_short_attention
 from mm_utils.model.stock import load_stock
 from mm_utils.places import missing
@@ -235,6 +236,14 @@ def check_model(name: str, flag: str = "--model_name_or_path") -> Any:
         problem = problem.removesuffix(" Check the path.")
         raise ValueError(f"{title}; {problem} Give the folder of a run, or a Hub id such as owner/name.")
     return _config_of_whole(title, name)
+
+
+def open_model(name: str) -> tuple[FusionDualEncoderModel, Any]:
+    """Return the whole model of `--model_name_or_path` as it is, in evaluation mode, and its processor; raise as `check_model`."""
+    check_model(name)
+    model = load_model(name, fusion_layers=0).eval()  # a stock one gets no head
+    model.processor = load_processor_of(name)
+    return model, model.processor
 
 
 def _config_of_whole(title: str, name: str) -> Any:

@@ -35,8 +35,7 @@ from mm_utils.data.paths import read_file
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, groups, near_pairs
 from mm_utils.distributed import RunError
 from mm_utils.files import changed_ns
-from mm_utils.model.build import load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import open_model
 from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, open_picture
 from mm_utils.search.index import check_same_model, fingerprints, open_index
 from mm_utils.search.listing import stock_file
@@ -150,11 +149,9 @@ class Searcher:
         self._caption_embeddings = self._vectors("caption_embedding")
         self._reads_captions = read_captions and bool(self._has_captions_N.any())
         name = model or self.info.model
-        processor: Any = load_processor_of(name)
+        self._model, processor = open_model(name)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._medium: Any = read_by(processor)
-        self._model = load_model(name, fusion_layers=0).eval()
-        self._model.processor = processor
         fingerprint, texts = fingerprints(self._model, self._medium)
         check_same_model(self.info, fingerprint, name, folder)
         if self._reads_captions and self.info.texts != texts:

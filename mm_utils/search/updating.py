@@ -30,7 +30,6 @@ from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.files import folder_lock
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.processor import load_processor_of
 from mm_utils.search.index import (
     KEY,
     IndexInfo,
@@ -52,7 +51,7 @@ _ROWS = {"image": 1000, "clip": 50, "sound": 50}  # that are in memory while the
 
 
 class Embedder(NamedTuple):
-    """A model in evaluation mode on its device, how its media are read, media per forward pass, and decoding processes."""
+    """A model with its processor, in evaluation mode on its device, how its media are read, media per forward pass, and decoding processes."""
 
     model: FusionDualEncoderModel
     medium: Medium
@@ -79,7 +78,6 @@ def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder,
         ValueError: if the folder holds something else.
     """
     plans: list[_Plan] = []  # on the main process
-    embedder.model.processor = embedder.model.processor or load_processor_of(model)
     with ExitStack() as locked:
 
         def begin() -> tuple[IndexInfo, list[int]]:

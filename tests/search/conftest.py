@@ -16,8 +16,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from mm_utils.data.media.medium import read_by
-from mm_utils.model.build import load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import open_model
 from mm_utils.search.listing import Listing, folder_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.server import PageServer
@@ -87,7 +86,8 @@ def write_photos(folder: Path, numbers: range, seed: int = 0) -> None:
 
 
 def make_embedder(model: Path, batch_size: int = 8) -> Embedder:
-    return Embedder(load_model(str(model)).eval(), read_by(load_processor_of(str(model))), batch_size, 0)
+    opened, processor = open_model(str(model))
+    return Embedder(opened, read_by(processor), batch_size, 0)
 
 
 def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> Outcome:

@@ -28,7 +28,7 @@ from mm_utils.search.searcher import Filter, Searcher
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 20 << 20  # of a file in a request
-MOST_HITS = 1000  # of an answer, over all its pages
+MOST_HITS = 1000  # of an answer
 MOST_LETTERS = 1000  # of a text
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")  # names by which this machine is asked
 _ROW = re.compile(r"/(similar|image|large|content)/(\d{1,11})", re.ASCII)
@@ -129,29 +129,29 @@ class _Handler(BaseHTTPRequestHandler):
             return "image/jpeg", searcher.large(row)
 
     def _hits(self, searcher: Searcher, query: str | int | bytes) -> tuple[str, bytes]:
-        """Return a page of the hits of a text, a row or a file."""
-        offset, count = self._number("offset", 0, 0, MOST_HITS), self._number("k", 24, 1, 100)
+        """Return the hits of a text, a row or a file."""
+        count = self.asked.get("k", "24")
+        if not (count.isascii() and count.isdecimal() and len(count) < 5 and 1 <= int(count) <= MOST_HITS):
+            raise _Refused(400, f"k is not a number from 1 to {MOST_HITS}.")
         part = {name: self.asked.get(name, "").strip() for name in ("folder", "since", "until")}
         try:
             searcher = searcher.within(Filter(**part))
         except ValueError as error:
             raise _Refused(400, str(error).removeprefix("--")) from error
-        end = offset + count
         if isinstance(query, str):
-            hits = searcher.search_text(query, end + 1)
+            hits = searcher.search_text(query, int(count))
         elif isinstance(query, int):
-            hits = searcher.similar(query, end + 1)
+            hits = searcher.similar(query, int(count))
         else:
             try:
                 with self.server.decoding:
-                    hits = searcher.search_file(query, end + 1)
+                    hits = searcher.search_file(query, int(count))
             except UnreadableError as error:
                 reason = re.sub("^(embedded image|the file): ", "", str(error))
                 if isinstance(error.__cause__, UnidentifiedImageError):
                     reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
                 raise _Refused(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
-        shown, more = [asdict(hit) for hit in hits[offset:end]], end < min(len(hits), MOST_HITS)
-        answer = {"total": searcher.searched, "more": more, "hits": shown}
+        answer = {"total": searcher.searched, "hits": [asdict(hit) for hit in hits]}
         return "application/json", json.dumps(answer).encode()
 
     def _body(self) -> bytes:
@@ -161,12 +161,6 @@ class _Handler(BaseHTTPRequestHandler):
         if len(length) > 12 or int(length) > MOST_BYTES:
             raise _Refused(413, f"The file has more than {MOST_BYTES >> 20} MB. Shrink it.")
         return self.rfile.read(int(length))
-
-    def _number(self, name: str, default: int, least: int, most: int) -> int:
-        value = self.asked.get(name, str(default))
-        if not (value.isascii() and value.isdecimal() and len(value) < 10 and least <= int(value) <= most):
-            raise _Refused(400, f"{name} is not a number from {least} to {most}.")
-        return int(value)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a mistake, and end the connection, as the rest of the request may not have been read."""

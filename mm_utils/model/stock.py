@@ -108,7 +108,7 @@ def to_dual_encoder(model: FusionDualEncoderModel) -> PreTrainedModel:
         raise ValueError("the stock class has CLAP's own text tower, and this model another")
     configs = {"vision_config": model.vision_model.config.to_dict(), "text_config": model.text_model.config.to_dict()}
     if kind == DUAL_ENCODERS[0]:
-        _fit_dual_encoder(model, weights, **configs)
+        _fit_dual_encoder(model, weights, configs)
     if kind != "siglip":
         configs["projection_dim"] = model.config.projection_dim
         configs["logit_scale_init_value"] = model.config.logit_scale_init_value
@@ -124,21 +124,16 @@ def to_dual_encoder(model: FusionDualEncoderModel) -> PreTrainedModel:
     return stock.train(model.training)
 
 
-def _fit_dual_encoder(
-    model: FusionDualEncoderModel,
-    weights: dict[str, Tensor],
-    vision_config: dict[str, Any],
-    text_config: dict[str, Any],
-) -> None:
+def _fit_dual_encoder(model: FusionDualEncoderModel, weights: dict[str, Tensor], configs: dict[str, Any]) -> None:
     vision = probe(model.vision_model, "vision")
     if model.config.vision_pooling != "pooler" or vision["pooler_output"].dim() != 2:
         raise ValueError("the stock class takes one pooled vector per image from the vision tower, and here is none")
-    vision_config["hidden_size"] = model.config.vision_pooled_width
+    configs["vision_config"]["hidden_size"] = model.config.vision_pooled_width
     if model.config.text_pooling != "pooler":
         if model.config.text_pooling != "mean" or not has_bert_pooler(model.text_model):
             raise ValueError("the stock class pools texts by a pooler, and this text tower has none")
         weights |= _mean_as_layer(model)
-        text_config["num_hidden_layers"] += 1
+        configs["text_config"]["num_hidden_layers"] += 1
 
 
 @torch.no_grad()

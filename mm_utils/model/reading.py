@@ -29,7 +29,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, features
+from PIL import ExifTags, Image, ImageOps, features
 
 try:
     import simplejpeg
@@ -52,16 +52,6 @@ _STRIP = 8  # ratio of sides
 _LARGE = 8_000_000  # pixels; resizing more in one step would take twelve bytes a pixel
 _SECONDS = 30  # to wait for an address
 CHARACTERS_PER_TOKEN = 32  # that are read of a text, so that none takes long
-_Turn = Image.Transpose
-_TURNS = {
-    2: _Turn.FLIP_LEFT_RIGHT,
-    3: _Turn.ROTATE_180,
-    4: _Turn.FLIP_TOP_BOTTOM,
-    5: _Turn.TRANSPOSE,
-    6: _Turn.ROTATE_270,
-    7: _Turn.TRANSVERSE,
-    8: _Turn.ROTATE_90,
-}
 
 
 class UnreadableError(ValueError):
@@ -157,12 +147,13 @@ def decode(
     if array is None:
         header.load()
     image = _flatten(header if array is None else Image.fromarray(array), notes)
-    if orientation in _TURNS:
+    if orientation > 1:
         notes.append("exif_rotated")
     if header.format == "TIFF":  # Pillow has turned it already
         width, height = image.size
-    elif orientation in _TURNS:
-        image = image.transpose(_TURNS[orientation])
+    elif orientation > 1:
+        image.getexif()[ExifTags.Base.Orientation] = orientation
+        image = ImageOps.exif_transpose(image)
         width, height = (height, width) if orientation >= 5 else (width, height)
     image.info = {}  # else `save` writes comments and profiles out again
     return image, (width, height), tuple(notes)
@@ -514,7 +505,7 @@ def _upright(frame: Any, shape: Any, turns: int) -> Image.Image:
         raise UnreadableError(f"a frame: {decoder_message(error)}", "medium_unreadable") from error
     if shape and shape != 1 and 0.25 <= shape <= 4:
         image = image.resize((max(1, round(image.width * float(shape))), image.height), Image.Resampling.BICUBIC)
-    return image.transpose((_Turn.ROTATE_90, _Turn.ROTATE_180, _Turn.ROTATE_270)[turns - 1]) if turns else image
+    return image.rotate(90 * turns, expand=True) if turns else image
 
 
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:

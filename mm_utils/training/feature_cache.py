@@ -104,7 +104,7 @@ def cache_features(
             with_taps = objective.reads_taps or (not trains and bool(model.voices))
             head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if with_taps else None
             images = fingerprint(rows), image_digest(rows)
-            depends_on = (*data.loaders.input_key, config.vision_pooling, head, *images)
+            depends_on = (data.loaders.medium.key, config.vision_pooling, head, *images)
             blocks = _image_features(model, data, rows, batches, with_taps, accelerator)
             features = store("vision", model.vision_model, depends_on, blocks)
             if len(skipped := features.data.column(SKIPPED).drop_null()):

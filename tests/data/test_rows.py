@@ -285,6 +285,9 @@ def test_a_function_of_ones_own_reads_a_source(folder: Path, monkeypatch: pytest
     good, bad = read(file, format="diary.read_diary")
     assert [(record.id, record.captions) for record in good] == [("a.jpg", ["a house"]), ("b.jpg", ["a street"])]
     assert reasons(bad) == [("line 2", "malformed_row"), ("line 3", "image_missing")]
+    assert read(file, format="diary.read_diary", caption_template="{image}: {caption}")[0][0].captions == [
+        "a.jpg: a house"
+    ]
     for name, message in (
         ("diary.odd", "it yields int. Yield a row's place"),
         ("diary.no", "format has diary.no; module 'diary' has no attribute"),

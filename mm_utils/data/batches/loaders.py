@@ -133,12 +133,6 @@ class Loaders:
     medium: Medium
     readers: Sequence[ColumnReader] = ()
 
-    @property
-    def input_key(self) -> tuple[Any, ...]:
-        """What the towers' input depends on besides the media, for the keys of caches."""
-        side, colours, *rest = self.medium.key.values()
-        return side, *colours, *rest
-
     def content(self, rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return by name what decides a training row besides ids and captions."""
         found = {

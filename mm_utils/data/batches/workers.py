@@ -32,11 +32,11 @@ def _begin_worker(_: int) -> None:
     """Use one thread, and outlive a signal that a scheduler sends to every process of a run, which finishes its step meanwhile."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # the second one ends it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """End this worker when its parent is killed: torch ends it too, but waits for ever until somebody reads its last batch."""
+def end_with_parent() -> None:
+    """End this process when its parent is killed: torch ends a worker too, but waits for ever until somebody reads its last batch."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import threading
-import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +31,7 @@ import pyarrow.compute as pc
 import torch
 from tqdm.auto import tqdm
 
+from mm_utils.data.batches.workers import end_with_parent
 from mm_utils.data.faults import REASONS, UNREAD, Fault, first_repeated, is_hopeless, storable
 from mm_utils.data.images import encode, shrink
 from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
@@ -111,21 +111,14 @@ def local_pool(workers: int) -> Executor:
     if workers == 1:  # a fork beside threads may hang
         return ThreadPoolExecutor(1)
     context = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(workers, context, _set_up_worker, (os.getpid(),))
+    return ProcessPoolExecutor(workers, context, _set_up_worker)
 
 
-def _set_up_worker(parent: int) -> None:
-    """Prepare a process of the pool."""
+def _set_up_worker() -> None:
+    """Prepare a process of the pool, which ends when its parent is killed: it would hold the parent's locks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent was killed: it would hold the parent's locks."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 @dataclass(frozen=True)

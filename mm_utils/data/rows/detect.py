@@ -57,7 +57,7 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     files = metadata_files(Path(source.path)) if source.format == "imagefolder" else []
     if source.labelled and source.format == "imagefolder" and not files:
         source = replace(source, format="classes")
-    has_columns, template = source.format in _OF_COLUMNS or bool(files), source.caption_template
+    is_own, template = source.format not in FORMATS, source.caption_template
     if template is not None and (not source.columns.parts or source.caption_column):
         raise ValueError(
             f"{source.title}, caption_template={template}; it takes the place of caption_column. Name columns in braces: "
@@ -67,15 +67,14 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     wanted = [f"{name}={value}" for name, value in asked.items() if value is not None]
     if source.labelled and source.format not in ("classes", "webdataset"):
         wanted.append("a label")
-    if wanted and not has_columns:
+    if wanted and not (is_own or files or source.format in _OF_COLUMNS):
         raise ValueError(
             f"{source.title}, {wanted[0]}; the format {source.format} has no columns. Write a table (JSONL, CSV or Parquet) of "
             "the files, or leave it out."
         )
     if source.format in ("imagefolder", "classes") and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
-    is_named = source.format in ("datasets", "webdataset") or source.format not in FORMATS
-    if not is_named and not os.path.exists(source.path):
+    if not is_own and source.format not in ("datasets", "webdataset") and not os.path.exists(source.path):
         raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
     read = _READERS.get(source.format, _read_own)
     rows = read_metadata(source, safety, files) if files else read(source, safety)

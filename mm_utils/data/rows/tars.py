@@ -27,7 +27,7 @@ from mm_utils.data.rows.columns import (
 from mm_utils.data.rows.folders import Unread, own_files
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.text_files import checked_object, lines_of, parse_json
+from mm_utils.data.rows.text_files import Rows, checked_object, lines_of, parse_json
 from mm_utils.model.reading import MOST_BYTES
 
 _TEXTS = ("txt", "caption", "json", "cls")
@@ -35,12 +35,8 @@ _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt", "joblib")
 _LONGEST_TEXT = 1 << 20  # bytes
 _LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
 _LOOKED_AT = 100  # samples that tell the kind of the media
-MEDIUM, KEY, _CAPTIONS, _LABEL = (
-    "__medium__",
-    "__key__",
-    "__captions__",
-    "__label__",
-)  # columns beside those of the .json
+# Columns beside those of the .json
+MEDIUM, KEY, _CAPTIONS, _LABEL = "__medium__", "__key__", "__captions__", "__label__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +107,14 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     for path in paths:
         name = os.path.relpath(path, folder)
         split = split_of_path(name, by_words=True) if is_folder else None
-        samples, stem = read_shard(path, MEDIA[medium].holders), os.path.splitext(name)[0]
-        rows = (
-            (
-                f"member {sample.key}" if sample.key else "",
-                row_of_sample(sample, source, medium, f"{stem}/{sample.key}"),
-            )
-            for sample in samples
-        )
+        rows = _rows(read_shard(path, MEDIA[medium].holders), source, medium, os.path.splitext(name)[0])
         yield from builder.records(sample_columns(source, medium), rows, name, split)
+
+
+def _rows(samples: Iterable[Sample], source: Source, medium: str, stem: str) -> Rows:
+    for sample in samples:
+        place = f"member {sample.key}" if sample.key else ""
+        yield place, row_of_sample(sample, source, medium, f"{stem}/{sample.key}")
 
 
 def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:

@@ -87,16 +87,23 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     done = update_index(folder, model_name, listing, embedder, accelerator)
 
     # 5. Report.
+    counts = {name: f"{count:,}" for name, count in done.items()}
     logger.info(
         "%s: %s %ss; %s embedded, %s unchanged, %s removed, %s left out%s",
-        folder, f"{done.images:,}", medium.kind,
-        *(f"{count:,}" for count in (done.embedded, done.kept, done.removed, done.skipped)),
-        f", see {folder / SKIPPED}" if done.skipped else "",
-    )  # fmt: skip
-    if done.images:
-        logger.info("Search it: %s", launch_command("search", ["--index_dir", str(folder), "--serve"], "python"))
+        *(
+            folder,
+            counts["images"],
+            medium.kind,
+            counts["embedded"],
+            counts["kept"],
+            counts["removed"],
+            counts["skipped"],
+        ),
+        f", see {folder / SKIPPED}" if done["skipped"] else "",
+    )
+    logger.info("Search it: %s", launch_command("search", ["--index_dir", str(folder), "--serve"], "python"))
     accelerator.end_training()
-    return vars(done)
+    return done
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ if __name__ == "__main__":
     parse_args(SearchArguments, doc=__doc__, rest="query")  # so are flags
 
 from mm_utils.run.script import run_script, set_up_logging
-from mm_utils.search.searcher import Filter, Hit, Searcher
+from mm_utils.search.searcher import Hit, Searcher
 from mm_utils.search.server import serve
 from mm_utils.text import printable, shortened
 
@@ -106,7 +106,6 @@ def main(argv: list[str] | None = None) -> None:
         )
     if args.image and not Path(args.image).is_file():
         raise ValueError(f"--image is {args.image}; there is no such file. Check the path.")
-    within = Filter(args.folder, args.since, args.until)
 
     if args.serve:
         parsed.refuse("top_k json folder since until", "the page and its API have their own")
@@ -130,10 +129,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.serve:
         serve(searcher, args.port)
         return
-    searcher = searcher.within(within)
+    searcher = searcher.within(args.folder, args.since, args.until)
     medium = searcher.info.medium
     if not searcher.searched:
-        raise ValueError(f"{within} lets no {medium} of {args.index_dir} through. Widen it.")
+        raise ValueError(f"--folder, --since and --until let no {medium} of {args.index_dir} through. Widen them.")
     found: Any
     if args.copies:
         found = searcher.copies()

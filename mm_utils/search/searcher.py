@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
@@ -70,46 +69,6 @@ class Hit:
     path: str
     captions: list[str]
     copies: list[str]
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Which rows of an index are searched.
-
-    Attributes:
-        folder: those whose id lies below it, such as `2024/italy`; an id is the path in the folder that was embedded.
-        since, until: those whose file was last changed from then to then, both included, in local time: a day
-            (2024-05-31), a month (2024-05) or a year. A row without a file has no date.
-    """
-
-    folder: str = ""
-    since: str = ""
-    until: str = ""
-
-    def __str__(self) -> str:
-        return " ".join(f"--{name} {value}" for name, value in vars(self).items() if value)
-
-    def mask(self, rows: datasets.Dataset) -> np.ndarray:
-        """Return which rows fit, bool `[N]`; raise ValueError for a folder that there is not, or a date of another form."""
-        ids = rows.data.column("id")
-        fits = pc.starts_with(ids, f"{self.folder.strip('/')}/".lstrip("/")).to_numpy()
-        if not fits.any():
-            folders = sorted({name.rpartition("/")[0] for name in ids.to_pylist()} - {""})
-            shown = f"folders such as {', '.join(map(printable, folders[:5]))}" if folders else "no folders"
-            raise ValueError(f"--folder is {self.folder}; the index has {shown}. Give one that it has, or none.")
-        if not (self.since or self.until):
-            return fits
-        for name, text in (("since", self.since), ("until", self.until)):
-            try:
-                datetime.date.fromisoformat(f"{text or '2024'}-01-01"[: max(10, len(text))])
-            except ValueError as error:
-                raise ValueError(
-                    f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year."
-                ) from error
-        changed = rows.data.column("mtime_ns").to_numpy()
-        days = [str(datetime.date.fromtimestamp(each // 10**9)) if each else "" for each in changed.tolist()]
-        since, until = self.since, self.until or "9999"
-        return fits & [bool(day) and since <= day and day[: len(until)] <= until for day in days]
 
 
 class Searcher:
@@ -168,10 +127,35 @@ class Searcher:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def within(self, part: Filter) -> "Searcher":
-        """Return a searcher that finds the rows of a filter alone, `searched` of them; rows keep their numbers."""
-        new = copy.copy(self)
-        new._mask_N = part.mask(self._rows)
+    def within(self, folder: str = "", since: str = "", until: str = "") -> "Searcher":
+        """Return a searcher that finds some rows alone, `searched` of them; rows keep their numbers.
+
+        Args:
+            folder: those whose id lies below it, such as `2024/italy`; an id is the path in the folder that was embedded.
+            since, until: those whose file was last changed from then to then, both included, in local time: a day
+                (2024-05-31), a month (2024-05) or a year. A row without a file has no date.
+
+        Raises:
+            ValueError: for a folder that there is not, or a date of another form.
+        """
+        ids, new = self._rows.data.column("id"), copy.copy(self)
+        fits = pc.starts_with(ids, f"{folder.strip('/')}/".lstrip("/")).to_numpy()
+        if not fits.any():
+            folders = sorted({name.rpartition("/")[0] for name in ids.to_pylist()} - {""})
+            shown = f"folders such as {', '.join(map(printable, folders[:5]))}" if folders else "no folders"
+            raise ValueError(f"--folder is {folder}; the index has {shown}. Give one that it has, or none.")
+        for name, text in (("since", since), ("until", until)):
+            try:
+                datetime.date.fromisoformat(f"{text or '2024'}-01-01"[: max(10, len(text))])
+            except ValueError as error:
+                raise ValueError(
+                    f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year."
+                ) from error
+        if since or until:
+            changed, until = self._rows.data.column("mtime_ns").to_pylist(), until or "9999"
+            days = [str(datetime.date.fromtimestamp(each // 10**9)) if each else "" for each in changed]
+            fits = fits & [bool(day) and since <= day and day[: len(until)] <= until for day in days]
+        new._mask_N = fits
         return new
 
     @property

@@ -23,7 +23,7 @@ from PIL import UnidentifiedImageError
 
 from mm_utils.distributed import RunError
 from mm_utils.model.reading import UnreadableError
-from mm_utils.search.searcher import Filter, Searcher
+from mm_utils.search.searcher import Searcher
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(400, f"k is not a number from 1 to {MOST_HITS}.")
         part = {name: self.asked.get(name, "").strip() for name in ("folder", "since", "until")}
         try:
-            searcher = searcher.within(Filter(**part))
+            searcher = searcher.within(**part)
         except ValueError as error:
             raise _Refused(400, str(error).removeprefix("--")) from error
         if isinstance(query, str):

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,19 +59,13 @@ class Embedder(NamedTuple):
     workers: int
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a run did: images embedded, kept, removed, skipped, and those of the index."""
-
-    embedded: int
-    kept: int
-    removed: int
-    skipped: int
-    images: int
-
-
-def update_index(folder: Path, model: str, listing: Listing, embedder: Embedder, accelerator: Accelerator) -> Outcome:
+def update_index(
+    folder: Path, model: str, listing: Listing, embedder: Embedder, accelerator: Accelerator
+) -> dict[str, int]:
     """Bring an index up to date with a listing; called on all ranks.
+
+    Returns:
+        The images that were embedded, kept, removed and skipped, and those of the index (`images`).
 
     Raises:
         RunError: if the index was made with another model, another run writes to it, or no image can be read.
@@ -127,7 +121,7 @@ class _Plan:
         counts = tuple(f"{count:,}" for count in (len(self.todo), len(self.rows) - len(self.todo), self.removed))
         logger.info("%d %ss: %s to embed, %s unchanged; %s removed", len(self.rows), info.medium, *counts)
 
-    def finish(self, skipped: list[Skip]) -> Outcome:
+    def finish(self, skipped: list[Skip]) -> dict[str, int]:
         """Write the index anew from what was known and what the parts hold now."""
         new = [table for name, table in read_parts(self.folder, self.info).items() if name not in self.parts]
         known = pa.concat_tables([self.old, *self.parts.values(), *new])
@@ -143,8 +137,8 @@ class _Plan:
             raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
         is_old = self.info.rows and chosen == list(enumerate(self.old["path"].to_pylist()))
         write_index(self.folder, self.info, None if is_old else self._blocks(known, chosen), lines)
-        kept = len(self.rows) - len(self.todo)
-        return Outcome(len(self.todo) - len(skipped), kept, self.removed, len(lines), len(chosen))
+        counts = {"embedded": len(self.todo) - len(skipped), "kept": len(self.rows) - len(self.todo)}
+        return counts | {"removed": self.removed, "skipped": len(lines), "images": len(chosen)}
 
     def _blocks(self, known: pa.Table, chosen: list[tuple[int, str]]) -> Iterator[pa.Table]:
         """Yield the chosen rows with their present paths, as a folder may have moved."""

@@ -20,7 +20,7 @@ from mm_utils.model.build import open_model
 from mm_utils.search.listing import Listing, folder_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.server import PageServer
-from mm_utils.search.updating import Embedder, Outcome, update_index
+from mm_utils.search.updating import Embedder, update_index
 
 EVIL_CAPTION = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 EVIL_NAME = "<img src=x onerror=document.title='hacked'>.png"
@@ -90,7 +90,7 @@ def make_embedder(model: Path, batch_size: int = 8) -> Embedder:
     return Embedder(opened, read_by(processor), batch_size, 0)
 
 
-def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> Outcome:
+def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> dict[str, int]:
     listing = folder_listing(str(photos))
     return update_index(index, str(model), listing, make_embedder(model, batch_size), Accelerator(cpu=True))
 

@@ -59,20 +59,20 @@ def test_an_index_is_a_data_set_of_unit_vectors(index: Path, photos: Path) -> No
 def test_only_added_and_changed_files_are_embedded(model: Path, tmp_path: Path) -> None:
     photos, index = tmp_path / "photos", tmp_path / "index"
     write_photos(photos, range(100))
-    assert update(index, model, photos).embedded == 100
+    assert update(index, model, photos)["embedded"] == 100
     write_photos(photos, range(100, 110))
     write_photos(photos, range(5), seed=1)
     for number in (50, 51, 52):
         (photos / f"{number % 2}/{number:03d}.png").unlink()
     done = update(index, model, photos)
-    assert (done.embedded, done.kept, done.removed, done.images) == (15, 92, 3, 107)
+    assert (done["embedded"], done["kept"], done["removed"], done["images"]) == (15, 92, 3, 107)
     update(tmp_path / "fresh", model, photos)
     assert_same(index, tmp_path / "fresh")
     [rows] = index.glob("rows-*.arrow")
-    assert update(index, model, photos).embedded == 0
+    assert update(index, model, photos)["embedded"] == 0
     assert list(index.glob("rows-*.arrow")) == [rows], "nothing changed, so nothing is written"
     photos.rename(tmp_path / "moved")
-    assert update(index, model, tmp_path / "moved").embedded == 0
+    assert update(index, model, tmp_path / "moved")["embedded"] == 0
     assert contents(index)["0/054.png"]["path"] == str(tmp_path / "moved/0/054.png")
 
 
@@ -86,7 +86,7 @@ def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) ->
     for name in ("notes.txt", "a.NEF", ".c.nef"):
         (photos / name).write_text("no image")
     done = update(index, model, photos)
-    assert (done.embedded, done.skipped, done.images) == (3, 3, 3)
+    assert (done["embedded"], done["skipped"], done["images"]) == (3, 3, 3)
     lines = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
     assert {line["id"]: line["reason"] for line in lines} == {
         "0/000.png": "image_truncated",
@@ -95,7 +95,7 @@ def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) ->
     }
     (photos / "0/000.png").write_bytes(whole)
     done = update(index, model, photos)
-    assert (done.embedded, done.kept, done.images) == (1, 3, 4)
+    assert (done["embedded"], done["kept"], done["images"]) == (1, 3, 4)
 
 
 def killed_everywhere(model: Path, folder: Path) -> tuple[int, int]:
@@ -223,7 +223,7 @@ def test_the_old_rows_stay_where_the_disk_is_full(index: Path, model: Path, phot
             with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
                 update(tmp_path / "index", model, tmp_path / "photos")
         assert len(contents(tmp_path / "index")) == 30
-    assert update(tmp_path / "index", model, tmp_path / "photos").images == 32
+    assert update(tmp_path / "index", model, tmp_path / "photos")["images"] == 32
 
 
 def test_parts_that_are_damaged_or_of_another_model_are_not_read(model: Path, tmp_path: Path, caplog) -> None:
@@ -236,7 +236,7 @@ def test_parts_that_are_damaged_or_of_another_model_are_not_read(model: Path, tm
         (place / "a.arrow").write_bytes(_rows(tmp_path / "whole").read_bytes()[:left])
     with pytest.raises(ValueError, match=r"Run scripts/embed\.py to its end"):
         open_index(tmp_path / "index")
-    assert update(tmp_path / "index", model, tmp_path / "photos").embedded == 6
+    assert update(tmp_path / "index", model, tmp_path / "photos")["embedded"] == 6
     assert "is damaged" in caplog.text
     assert_same(tmp_path / "index", tmp_path / "whole")
     assert not list((tmp_path / "index").glob("parts-*"))
@@ -285,10 +285,10 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
         return Listing([f"test/{number}" for number in range(count)], rows)
 
     args, tools = (tmp_path / "index", str(model)), (make_embedder(model), Accelerator(cpu=True))
-    assert update_index(*args, listing(5, 0, "x"), *tools).embedded == 5
-    assert update_index(*args, listing(6, 1, "x"), *tools).embedded == 2
-    assert update_index(*args, listing(6, 1, "a red y"), *tools).embedded == 6
-    assert update_index(*args, listing(6, 1, "a red y"), *tools).embedded == 0
+    assert update_index(*args, listing(5, 0, "x"), *tools)["embedded"] == 5
+    assert update_index(*args, listing(6, 1, "x"), *tools)["embedded"] == 2
+    assert update_index(*args, listing(6, 1, "a red y"), *tools)["embedded"] == 6
+    assert update_index(*args, listing(6, 1, "a red y"), *tools)["embedded"] == 0
     rows = contents(tmp_path / "index").values()
     assert {tuple(row["captions"]) for row in rows} == {("a red y",)}
     expected = tools[0].model.encode(texts=["a red y"])[0].tolist()
@@ -299,7 +299,7 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
     assert {hit.by_captions for hit in hits} == {None}
     assert "embedded with another text side" in caplog.text
     done = update_index(args[0], str(tmp_path / "other"), listing(6, 1, "a red y"), other, tools[1])
-    assert (done.embedded, done.kept) == (6, 0)
+    assert (done["embedded"], done["kept"]) == (6, 0)
     expected = other.model.encode(texts=["a red y"])[0].tolist()
     rows = contents(tmp_path / "index").values()
     assert all(row["caption_embedding"] == pytest.approx(expected, abs=2e-3) for row in rows)
@@ -317,9 +317,9 @@ def test_a_folder_of_sounds(tmp_path: Path) -> None:
         listing = folder_listing(str(folder), medium="sound")
         return update_index(index, str(model), listing, make_embedder(model, 4), Accelerator(cpu=True))
 
-    assert (run().embedded, run().kept) == (3, 3)
+    assert (run()["embedded"], run()["kept"]) == (3, 3)
     (folder / "0.wav").write_bytes(tone(5000))
-    assert run().embedded == 1
+    assert run()["embedded"] == 1
     assert list(contents(index)) == [f"{at}.wav" for at in range(3)]
     skipped = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
     assert [(line["id"], line["reason"][:7]) for line in skipped] == [("broken.wav", "medium_")]

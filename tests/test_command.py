@@ -12,7 +12,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 from mm_utils import command
 from mm_utils.places import missing, use_cache_without_network
-from tests.kit.commands import ROOT
+from tests.kit.processes import ROOT
 
 
 def test_every_script_has_a_command() -> None:

@@ -4,7 +4,7 @@ import ast
 import sys
 from graphlib import TopologicalSorter
 
-from tests.kit.commands import ROOT
+from tests.kit.processes import ROOT
 
 TRAVELLING = ("mm_utils.model.modeling_fusion_dual_encoder", "mm_utils.model.fusion", "mm_utils.model.reading")
 

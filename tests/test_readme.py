@@ -25,8 +25,8 @@ from mm_utils.training.arguments import FinetuningArguments
 from scripts import embed, export, prepare_data, pretrain
 from tests.kit.commands import Command, parse
 from tests.kit.corpora import COLOURS, draw
+from tests.kit.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -26,10 +26,9 @@ from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
 from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Action, Fault, Raise, Sleep, freeze, kill, start, terminate
-from tests.kit.processes import PATIENCE, free_port, kill_family, on_loopback, wait_until
+from tests.kit.processes import PATIENCE, ROOT, free_port, kill_family, on_loopback, wait_until
 from tests.kit.tiny_run import STEPS, Signalled, TinyRun, alone, digest, exact_run, exiting, losses, slow, train
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5  # where the number of processes differs
 STRUCK = 5  # the step that something happens in, if nothing else is said
 LOST, WAITS = (

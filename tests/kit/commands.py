@@ -2,15 +2,12 @@
 
 import argparse
 import importlib
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from mm_utils.run import flags
 from mm_utils.training import teacher
-
-ROOT = Path(__file__).parents[2]
 
 
 class Command(NamedTuple):

@@ -22,7 +22,7 @@ from mm_utils.launch.sweep import ranked
 from mm_utils.launch.worker import prepare
 from mm_utils.run import restarts
 from tests.kit import commands
-from tests.kit.processes import kill_family, on_loopback, wait_until
+from tests.kit.processes import ROOT, kill_family, on_loopback, wait_until
 
 
 def test_a_command_line() -> None:
@@ -133,7 +133,7 @@ def test_trials_that_all_failed_have_a_table() -> None:
 
 
 # -- Kubernetes --------------------------------------------------------------------------------------------------------
-LAUNCHERS = Path(__file__).parents[2] / "launchers"
+LAUNCHERS = ROOT / "launchers"
 DOCUMENTS = [
     document for path in LAUNCHERS.glob("*.yaml") for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
 ]

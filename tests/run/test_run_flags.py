@@ -19,6 +19,7 @@ from mm_utils.run import flags, recipes
 from mm_utils.run.callbacks import attach
 from mm_utils.run.script import explained, run_script
 from scripts import embed, finetune, pretrain, search
+from tests.kit.processes import ROOT
 from tests.kit.stock_folders import write_stock
 
 KINDS = {"pretrain": flags.PRETRAINING, "finetune": finetune.FLAGS}
@@ -215,7 +216,6 @@ def test_a_script_ends_with_one_line_a_traceback_or_nothing(
 
 
 # -- what a run starts from --------------------------------------------------------------------------------------------
-ROOT = Path(__file__).parents[2]
 IMAGES, SOUNDS, CLIPS = '{"image": "a.png"', '{"audio": "a.wav"', '{"video": "a.mp4"'
 
 

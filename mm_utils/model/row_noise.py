@@ -3,23 +3,11 @@
 They depend neither on the number of processes nor on how a batch is cut, and a resumed run repeats them.
 """
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices.
-
-    accelerate's `set_seed` looks for packages, too, which takes 2 % of a small step.
-    """
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def pair_keys(ids_n2: Tensor) -> Tensor:

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mm_utils import distributed
-from mm_utils.model.row_noise import seed_all
 from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.reliability.skipped import NonfiniteSteps
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
@@ -108,7 +107,7 @@ class TrainStep:
         def restart() -> None:
             self.optimizer.zero_grad()
             place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
-            seed_all(place % 2**32)
+            set_seed(place % 2**32)
 
         report, self.micro_batch_size = backward_that_fits(
             self.accelerator, self.objective, batch, step, self.micro_batch_size, restart

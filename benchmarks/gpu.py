@@ -258,7 +258,7 @@ def quarter_hour(args: argparse.Namespace) -> None:
     sections: dict[str, tuple[int, str, list[str]]] = {
         "real": (150, "bf16", real),
         "bare": (210, "bf16", [*bare, pairs]),
-        "peers": (120, "bf16", peers),
+        "peers": (150, "bf16", peers),
         "tests": (110, "bf16", tests),
         "fp16": (60, "fp16", [*bare, few, "--compiled", "false"]),
         "loss": (30, "bf16", f"-m benchmarks.loss --pairs {32 * args.pairs[0]}".split()),

@@ -1,4 +1,4 @@
-"""Raw rows, from the bytes of an image to a cached set: what is checked, stored, done once and reported; `tests.contracts.test_bad_rows` has each broken file."""
+"""Raw rows, from an image's bytes to a cached set and its report; `tests.contracts.test_bad_rows` has each broken file."""
 
 import hashlib
 import io

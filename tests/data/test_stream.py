@@ -1,4 +1,4 @@
-"""Streams from end to end, for any number of readers and after a restart; shards on disk and on a server: counted, read from any row on, damaged or not."""
+"""Streams from end to end, for any number of readers and after a restart; and their shards, damaged or not."""
 
 import errno
 import json

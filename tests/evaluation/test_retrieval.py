@@ -1,4 +1,4 @@
-"""The `evaluate` metric, probes, what training gained; re-ranking: memory, priors, likely weights, folds apart; figures: tests/contracts/test_metrics.py."""
+"""The `evaluate` metric, probes, what training gained, and re-ranking; figures: tests/contracts/test_metrics.py."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Stand in for the Hub, by repositories in memory in place of the two calls that create one and upload a folder; and for a tracker."""
+"""Stand-ins: a Hub whose repositories are in memory, and a tracker that records its calls."""
 
 import sys
 import threading

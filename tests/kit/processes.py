@@ -1,4 +1,4 @@
-"""Child processes of a test, runs of scripts in processes of their own and what these leave, and processes that find each other as ranks do."""
+"""Child processes of a test, what runs of scripts leave, and processes that find each other as ranks do."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""The launchers without Ray: the command line of Ray's, what its worker does with a script, the table of a sweep; the files for Kubernetes and Slurm."""
+"""Launching: the command line and workers of Ray's launcher, the table of a sweep, and the files for Kubernetes and Slurm."""
 
 import csv
 import json
@@ -183,7 +183,7 @@ def test_the_workers_of_ray_are_the_gpus_of_its_machines(monkeypatch: pytest.Mon
     commands.parse(commands.Command(spec["entrypoint"], "scripts.pretrain", words[script + 1 :]), monkeypatch)
 
 
-# -- Slurm: `srun`, `scancel` and `scontrol` are stand-ins for one job, whose machines are processes here --------------------------------------------------------------------------------------------------------------
+# -- Slurm, whose `srun`, `scancel` and `scontrol` are stand-ins for one job on processes here ------------------------
 JOB = os.getpid()  # the job's number, of which the port is made
 STAND_INS = {
     # One process per machine; the status is the highest one, as srun's.

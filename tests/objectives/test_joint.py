@@ -1,4 +1,4 @@
-"""Each term against its definition, written out, and batches in parts; `tests/contracts/test_terms.py` divides, pads and orders them."""
+"""Each term against its definition, and batches in parts; `tests/contracts/test_terms.py` divides, pads and orders them."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every command and every line of code that a run prints or writes runs as pasted, and its figures and pictures are those measured."""
+"""Every command and every line of code that a run prints or writes runs as pasted; its figures and pictures are those measured."""
 
 import importlib
 import logging

@@ -1,4 +1,4 @@
-"""A trained model on labelled tasks, and the scripts that evaluate, in process; test_runs.py has what such a run leaves and resumes."""
+"""A trained model is evaluated and fine-tuned, in process; test_runs.py has what such a run leaves and resumes."""
 
 import json
 import re

@@ -172,7 +172,7 @@ def test_what_is_corrected_and_prepared_again_is_trained_on(tmp_path: Path) -> N
     assert len(set(read)) == len(regions)
 
 
-# -- real captioned photographs, where the environment variable TANDEM_REAL_DATA names their folder ----------------------------------------------------------------------------------------
+# -- real captioned photographs, in the folder that TANDEM_REAL_DATA names --------------------------------------------
 DATA = Path(os.environ.get("TANDEM_REAL_DATA", "no such folder"))
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="TANDEM_REAL_DATA is not set")
 

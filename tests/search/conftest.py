@@ -1,4 +1,4 @@
-"""A model of a few steps, folders of pictures, an index of them, and a served one with requests that no browser would send."""
+"""A model of a few steps, folders of pictures, an index of them, and requests that no browser would send to its server."""
 
 import http.client
 import json

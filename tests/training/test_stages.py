@@ -1,4 +1,4 @@
-"""A run is first its encoders' stage and then its head's: what judges each and what is saved; which steps move the weights, and what is due when."""
+"""The stages of a run, what judges and what is saved of each; which steps move the weights, and what is due when."""
 
 import copy
 import json

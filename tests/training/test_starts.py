@@ -1,4 +1,4 @@
-"""Runs that start from a closed form, or that are interpolated with their start; the closed form beside a plain reference, and classes known by name."""
+"""Starts in closed form, beside a plain reference, from names of classes, and weights between a run's start and its end."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints: folders complete or absent, found, damaged, removed; what they hold comes back by name, whole, to any number of processes, sharded or not."""
+"""Checkpoints: folders are complete or absent, and what they hold comes back, to any number of processes, sharded or not."""
 
 import json
 import logging

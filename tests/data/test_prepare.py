@@ -95,7 +95,7 @@ def test_an_image_is_shrunk_once_and_a_small_one_is_not_compressed_again(tmp_pat
     data = save(draw(0, (200, 150)), "JPEG", quality=95)
     [row], _ = stored(tmp_path, record(data))
     assert (row["width"], row["height"]) == (85, 64) == Image.open(io.BytesIO(row["image"]["bytes"])).size
-    assert (row["original_width"], row["original_height"], row["original_bytes"]) == (200, 150, len(data))
+    assert (row["original_width"], row["original_height"]) == (200, 150)
     assert row["image_hash"] == hashlib.sha256(data).hexdigest()
     assert row["stored_hash"] == stored_hash(row["image"]["bytes"])
     assert pixels_apart(open_image(row["image"]), draw(0, (85, 64))) < 6

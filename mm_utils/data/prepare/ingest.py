@@ -65,8 +65,6 @@ PART_SCHEMA = pa.schema(
         "image_hash": pa.string(),
         "file_hash": pa.string(),  # of clips and sounds: parts of one file have it in common
         "stored_hash": pa.string(),
-        "stored_bytes": pa.int64(),
-        "original_bytes": pa.int64(),
         "original_width": pa.int32(),
         "original_height": pa.int32(),
         "fingerprint": pa.binary(),
@@ -76,7 +74,7 @@ PART_SCHEMA = pa.schema(
 )
 _OWN = ("id", "medium", "source", "where", "split", "group", "answers")  # columns that records have
 FIRST_CHUNK = 64  # rows
-_VERSION = 10  # part of every key; raise it with every change of the rows that are written
+_VERSION = 11  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
 _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end
@@ -442,8 +440,6 @@ class Worker:
             "height": size[1],
             "image_hash": hashlib.sha256(data).hexdigest(),
             "stored_hash": stored_hash(data if stored is None else stored),
-            "stored_bytes": len(stored or b""),
-            "original_bytes": len(data),
             "original_width": checked.width,
             "original_height": checked.height,
             "fingerprint": fingerprint(checked.image),

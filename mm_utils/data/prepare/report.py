@@ -45,8 +45,7 @@ def summarize(
     args: PrepareArguments, settings: dict[str, Any], ingested: Ingested, found: Reconciled, pairs: DatasetDict
 ) -> dict[str, Any]:
     """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage, as they may be published."""
-    kept = found.facts.take(np.concatenate(list(found.rows.values())))
-    of_source = Counter(kept["source"].to_pylist())
+    of_source = Counter(found.facts["source"].take(np.concatenate(list(found.rows.values()))).to_pylist())
     splits, captions = measure(pairs)
     if all(source.format == "classes" for source in ingested.sources.values()):
         captions["shared"] = []  # as their templates are meant to be
@@ -72,12 +71,7 @@ def summarize(
         "duplicates": found.duplicates,
         "leakage": found.leakage,
         "captions": captions,
-        "storage": {
-            "store": "originals" if args.keep_originals else args.store,
-            "short_side": args.short_side,
-            "original_bytes_per_pair": pc.mean(kept["original_bytes"]).as_py(),
-            "stored_bytes_per_pair": pc.mean(kept["stored_bytes"]).as_py(),
-        },
+        "storage": {"store": "originals" if args.keep_originals else args.store, "short_side": args.short_side},
     }
     return without_secrets(summary, publishable)
 

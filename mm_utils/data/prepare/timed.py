@@ -69,8 +69,6 @@ def store_medium(
         "image_hash": of_part,
         "file_hash": file_hash,
         "stored_hash": hashlib.blake2b(stored, digest_size=16).hexdigest(),
-        "stored_bytes": len(stored),
-        "original_bytes": len(content),
         "fingerprint": bytes(FINGERPRINT.itemsize),  # as of a flat image, which resembles none
     }
 

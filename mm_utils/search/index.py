@@ -185,7 +185,8 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
             new = folder / f"rows-{uuid.uuid4().hex[:8]}.arrow"
             with pa.OSFile(str(new), "wb") as file, pa.ipc.new_stream(file, info.columns) as writer:
                 for table in tables:
-                    writer.write_table(table.select(info.columns.names).cast(info.columns))
+                    table = table.select(info.columns.names).cast(info.columns)
+                    writer.write_table(table.combine_chunks())  # chosen rows are chunks of one row each
             written = pa.ipc.open_stream(pa.memory_map(str(new))).read_all()
             info = replace(info, rows=new.name, crc32=_checksum(written))
         write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in skipped))

@@ -213,7 +213,7 @@ class Searcher:
         """Return a column of a row, such as its `thumbnail` or `content`; raise IndexError if there is none."""
         if not 0 <= row < len(self) or column not in self._rows.column_names:
             raise IndexError(f"there is no {column} of row {row}; the index has {len(self)} {self.info.medium}s")
-        return self._rows.select_columns([column])[row][column]
+        return self._rows.data.column(column)[row].as_py()
 
     def _search(self, example: Tensor, top_k: int) -> list[Hit]:
         with self._lock, torch.no_grad():
@@ -274,8 +274,8 @@ class Searcher:
             wide *= 2
 
     def _prints(self, rows: list[int]) -> np.ndarray:
-        prints = self._rows.select_columns(["print"])[rows]["print"]
-        return np.frombuffer(b"".join(prints), FINGERPRINT)
+        column = self._rows.data.column("print")
+        return np.frombuffer(b"".join(column[row].as_py() for row in rows), FINGERPRINT)
 
     def _head(self, rows: np.ndarray, states: Tensor, mask: Tensor, ids: Tensor) -> list[float]:
         """Return what the fusion head adds to the cosines of images."""

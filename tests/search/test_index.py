@@ -54,6 +54,7 @@ def test_an_index_is_a_data_set_of_unit_vectors(index: Path, photos: Path) -> No
     assert np.linalg.norm(np.array(rows["embedding"], np.float32), axis=1) == pytest.approx(1, abs=2e-3)
     assert all(thumbnail.startswith(b"\xff\xd8\xff") for thumbnail in rows["thumbnail"])
     assert not list(index.glob("parts-*"))
+    assert len(rows.data.column("embedding").chunks) == 1, "searches read few blocks"
 
 
 def test_only_added_and_changed_files_are_embedded(model: Path, tmp_path: Path) -> None:

@@ -54,14 +54,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def processes_here() -> int:
-    """Return how many processes were launched together on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def cores_per_process() -> int:
     """Return this process's share of the machine's cores."""
-    return available_cores() // processes_here()
+    return available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def share(count: int, part: int, parts: int) -> range:

@@ -35,17 +35,13 @@ def retry(
     action: Callable[[], _Result],
     passing: Callable[[Exception], bool],
     pauses: Iterable[float],
-    deadline: float = math.inf,
 ) -> _Result:
-    """Call `action` until it succeeds or raises an error that does not pass, with pauses in seconds between.
-
-    No attempt begins after `deadline`, a time by `time.monotonic`.
-    """
+    """Call `action` until it succeeds or raises an error that does not pass, with pauses in seconds between."""
     for pause in pauses:
         try:
             return action()
         except Exception as error:
-            if not passing(error) or time.monotonic() + pause > deadline:
+            if not passing(error):
                 raise
         time.sleep(pause)
     return action()

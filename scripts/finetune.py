@@ -37,10 +37,9 @@ from mm_utils.model.processor import load_processor_of
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.flags import check_flags
-from mm_utils.run.start import RunArguments, run_script, start_run
+from mm_utils.run.start import run_script, start_run
 from mm_utils.training.arguments import FinetuningArguments
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
-from mm_utils.training.starts import InterpolationArguments
 from mm_utils.training.trackers import TrackerArguments
 from mm_utils.training.trainer import Trainer
 
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 FLAGS = (
     *(EvaluatedDataArguments, LabelArguments, LoaderArguments, ClassifierArguments, OptimizerArguments),
-    *(FinetuningArguments, RunArguments, InterpolationArguments, HubArguments, TrackerArguments),
+    *(FinetuningArguments, HubArguments, TrackerArguments),
 )
 
 

@@ -36,7 +36,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 logger = logging.getLogger(__name__)
 
 Evaluate = Callable[[FusionDualEncoderModel, Iterable, Accelerator], dict[str, float]]
-VOICES = ("match", "caption")
 CACHE_GB = 8.0  # per process, for the head's keys and values of images; images that do not fit are encoded twice
 
 

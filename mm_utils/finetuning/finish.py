@@ -5,19 +5,16 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
-from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.gained import gained
 from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classes
 from mm_utils.finetuning.labels import LabelArguments, LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
-from mm_utils.plots import plot_training
-from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, encoders, millions, quoted, write_model_card
+from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, encoders, millions, quoted
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.finish import SOURCES, chosen_on_validation, closing_lines, run_card
+from mm_utils.run.finish import SOURCES, chosen_on_validation, closing_lines, finish, run_card
 
 logger = logging.getLogger(__name__)
 
@@ -35,24 +32,20 @@ def finish_finetuning(
     evaluator: ClassificationEvaluator,
     argv: Sequence[str] | None,
 ) -> None:
-    """Draw `training.png`, write `classes.csv` of the last split that was measured, results and card, publish the folder.
+    """Finish a fine-tuning: also write `classes.csv` of the last split that was measured, and `results.json`.
 
     `argv` are the arguments that `main` was called with, None for those of the command line.
     """
-    run, folder = context.run, context.run.output_dir
 
-    def write() -> None:
-        plot_training(folder / "metrics.jsonl", folder / "training.png")
+    def write(folder: Path) -> None:
         report_classes(evaluator.guesses, task.classes, folder)
         (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
-        write_model_card(folder, classification_card(context, model, task, argv))
-        seal_model(folder)
 
-    distributed.on_first(write)
-    context.call("on_publish")
-    if run.accelerator.is_main_process:
-        logger.info("%s", "\n".join(_summary(context, model, task)))
-    run.accelerator.end_training()
+    finish(
+        *(context, write),
+        card=lambda: classification_card(context, model, task, argv),
+        summary=lambda: _summary(context, model, task),
+    )
 
 
 def classification_card(

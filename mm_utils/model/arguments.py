@@ -99,6 +99,11 @@ class ModelArguments(TowerArguments):
         "From a backbone's output to the embedding: linear; or mlp, linear and beside it a small network with much dropout, for "
         "frozen backbones and some thousand images. Stock transformers classes have only linear ones.",
     )
+    cache_features: bool = arg(
+        False,
+        "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
+        "then seen as their centre square, without crops.",
+    )
     fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True)
     torch_compile: bool | None = arg(
         None,

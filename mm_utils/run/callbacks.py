@@ -39,7 +39,7 @@ class RunContext:
 
     Attributes:
         evaluators: called in turn with (model, loader, accelerator); their metrics become those of an evaluation.
-        has_baseline, evaluates_start: whether the weights before the first step are a model already, and are evaluated.
+        has_baseline: whether the weights before the first step are a model already.
         retrieval: in pre-training, the evaluator of the validation split, which is among `evaluators`.
         metrics, choice: after training, those of the saved model; which weights are saved, and what chose them.
         published: lines of the summary: where callbacks have published the output folder.
@@ -54,7 +54,6 @@ class RunContext:
     evaluators: list[Evaluate]
     resume_from: Path | None = None
     has_baseline: bool = False
-    evaluates_start: bool = False
     retrieval: RetrievalEvaluator | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     choice: str = ""
@@ -62,8 +61,10 @@ class RunContext:
     passes: list[tuple[float, int, int]] = field(default_factory=list)
     callbacks: Sequence[TrainerCallback] = ()
 
-    def __post_init__(self) -> None:
-        self.evaluates_start = self.has_baseline
+    @property
+    def evaluates_start(self) -> bool:
+        """Whether the weights before the first step are evaluated; interpolation measures them at the end."""
+        return self.has_baseline and not self.given["wise_ft"]
 
     def call(self, event: str) -> None:
         """Call a method of the callbacks, on all ranks: those of `RunCallback`, which any other callback may have, too."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,23 +180,39 @@ def run_card(run: Run, metrics: dict[str, float], argv: Sequence[str] | None, **
 
 
 def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
-    """Draw `training.png` and `retrieval.png`, write the card, let callbacks publish the folder, log a summary.
+    """Finish a pre-training: also draw `retrieval.png`.
 
     `argv` are the arguments that `main` was called with, None for those of the command line.
     """
-    run, folder, evaluator = context.run, context.run.output_dir, context.retrieval
+    evaluator, rows = context.retrieval, context.data.splits["validation"]
     assert evaluator is not None
+    finish(
+        context,
+        lambda folder: draw_examples(rows, evaluator, folder / "retrieval.png"),
+        lambda: retrieval_card(context, evaluator.split, argv),
+        lambda: _retrieval_summary(context, evaluator),
+    )
 
-    def write() -> None:
+
+def finish(
+    context: RunContext,
+    write: Callable[[Path], None],
+    card: Callable[[], CardInfo],
+    summary: Callable[[], list[str]],
+) -> None:
+    """Draw `training.png`, let `write` write into the folder, write the card, let callbacks publish the folder, log a summary."""
+    run, folder = context.run, context.run.output_dir
+
+    def write_all() -> None:
         plot_training(folder / "metrics.jsonl", folder / "training.png")
-        draw_examples(context.data.splits["validation"], evaluator, folder / "retrieval.png")
-        write_model_card(folder, retrieval_card(context, evaluator.split, argv))
+        write(folder)
+        write_model_card(folder, card())
         seal_model(folder)
 
-    distributed.on_first(write)
+    distributed.on_first(write_all)
     context.call("on_publish")
     if run.accelerator.is_main_process:
-        logger.info("%s", "\n".join(_retrieval_summary(context, evaluator)))
+        logger.info("%s", "\n".join(summary()))
     run.accelerator.end_training()
 
 

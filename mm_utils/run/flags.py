@@ -14,17 +14,14 @@ from mm_utils.hub import HubArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import check_model
 from mm_utils.objectives.build import ObjectiveArguments, term_class
-from mm_utils.run.start import RunArguments
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.feature_cache import FeatureCacheArguments
 from mm_utils.training.optim import OptimizerArguments
-from mm_utils.training.starts import InterpolationArguments
 from mm_utils.training.trackers import TrackerArguments
 
 PRETRAINING = (
     *(DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments),
-    *(OptimizerArguments, TrainingArguments, EvaluationArguments, RunArguments, StreamingArguments),
-    *(FeatureCacheArguments, InterpolationArguments, HubArguments, TrackerArguments),
+    *(OptimizerArguments, TrainingArguments, EvaluationArguments, StreamingArguments),
+    *(HubArguments, TrackerArguments),
 )
 
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import set_seed
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed, arg, to_dict
+from mm_utils.arguments import Parsed, to_dict
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
@@ -29,22 +29,6 @@ from mm_utils.run.script import set_up_logging as set_up_logging
 from mm_utils.training.arguments import CONFIG_FILE, TrainingArguments
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class RunArguments:
-    """A trial before the run, and callbacks of your own."""
-
-    dry_run: bool = arg(
-        False,
-        "Try the run on a few pairs, log what it will take in time, memory and disk, and leave nothing.",
-        decides="report",
-        usual=True,
-    )
-    callbacks: str | None = arg(
-        None,
-        "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/objectives.md#what-you-can-attach.",
-    )
 
 
 @dataclass

@@ -84,10 +84,24 @@ class TrainingArguments:
         "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
         decides="speed",
     )
+    wise_ft: bool = arg(
+        False,
+        "Measure weights between the start (alpha 0) and the end (alpha 1) on the validation split, and save the best.",
+    )
     vision_device: str | None = arg(
         None, "The device of the image encoder, e.g. cuda:1, in a run of one process.", decides="speed"
     )
     seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)
+    dry_run: bool = arg(
+        False,
+        "Try the run on a few pairs, log what it will take in time, memory and disk, and leave nothing.",
+        decides="report",
+        usual=True,
+    )
+    callbacks: str | None = arg(
+        None,
+        "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/objectives.md#what-you-can-attach.",
+    )
     # No flags:
     save_total_limit: ClassVar[int] = 2  # checkpoints, in addition to the best ones
     script = "pretrain"  # whose command resumes a run that a notebook has started

@@ -12,7 +12,6 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed, arg
+from mm_utils.arguments import Parsed
 from mm_utils.data.batches.column_cache import SKIPPED, add_weights, column_digest, image_digest, to_arrow
 from mm_utils.data.batches.order import Draw, evaluation_batches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
@@ -41,17 +40,6 @@ logger = logging.getLogger(__name__)
 
 Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
 """Some rows: the arguments of `to_arrow` for every column of features, and further columns."""
-
-
-@dataclass
-class FeatureCacheArguments:
-    """Feature cache of frozen towers."""
-
-    cache_features: bool = arg(
-        False,
-        "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
-        "then seen as their centre square, without crops.",
-    )
 
 
 class CacheFeatures(RunCallback):

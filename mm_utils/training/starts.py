@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed, arg
+from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
@@ -197,16 +197,6 @@ def write_projections(model: FusionDualEncoderModel, found: ClosedForm) -> None:
         model.logit_scale.fill_(math.log(found.scale))
 
 
-@dataclass
-class InterpolationArguments:
-    """Interpolation between the weights before and after training."""
-
-    wise_ft: bool = arg(
-        False,
-        "Measure weights between the start (alpha 0) and the end (alpha 1) on the validation split, and save the best.",
-    )
-
-
 class WiseFT(RunCallback):
     """Keep the weights of the start, and save the best between them and those of the end."""
 
@@ -226,7 +216,6 @@ class WiseFT(RunCallback):
     def on_start(self, run: Any) -> None:
         """Copy the weights; they are measured as alpha 0 at the end."""
         self.start = weights_of_start(run.model, run.objective.added)
-        run.evaluates_start = False
 
     def on_finish(self, run: Any) -> None:
         """Measure weights between those of the start and the end; save the best, and `wise_ft.json`.

@@ -31,7 +31,7 @@ from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.files import find_checkpoint, step_of
 from mm_utils.run import script
 from mm_utils.run.restarts import RestartRecord
-from mm_utils.run.start import RunArguments, run_script, set_up_logging, start_run
+from mm_utils.run.start import run_script, set_up_logging, start_run
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.trainer import Trainer
 from tests.kit.processes import forks, free_port
@@ -161,7 +161,7 @@ def main() -> None:
     folder, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     args = TrainingArguments(output_dir=str(folder))
-    start_run("tiny", Parsed([args, RunArguments()]))
+    start_run("tiny", Parsed([args]))
     begun = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     faults = [Fault(Sleep(0.1), "end", 0, None, times=STEPS)]  # for checkpoints to be complete a step later
     if begun < kills:

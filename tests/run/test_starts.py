@@ -26,7 +26,7 @@ from mm_utils.run import output_folder, restarts
 from mm_utils.run import start as starting
 from mm_utils.run.flags import PRETRAINING
 from mm_utils.run.rendezvous import rendezvous
-from mm_utils.run.start import RunArguments, start_run
+from mm_utils.run.start import start_run
 from mm_utils.training.arguments import TrainingArguments
 from tests.kit.processes import PATIENCE, let_accelerate_find_ranks, run_on_ranks
 
@@ -87,7 +87,7 @@ def message_of(check: Any, *args: Any) -> str | None:
 def start(folder: Path | None, **values: Any) -> TrainingArguments:
     """Start a run; return its training arguments."""
     args = TrainingArguments(output_dir=None if folder is None else str(folder), **values)
-    return start_run("pretrain", Parsed([args, RunArguments()])).args
+    return start_run("pretrain", Parsed([args])).args
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:

@@ -77,7 +77,6 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {
         "run.finish": ("plot_training", "draw_examples"),
         "data.prepare.report": ("draw_contact_sheet",),
-        "finetuning.finish": ("plot_training",),
     }
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():

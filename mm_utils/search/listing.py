@@ -1,5 +1,6 @@
 """List the media that an index should hold, of a folder or of pairs; and read them in data workers."""
 
+import io
 import logging
 import math
 import os
@@ -15,7 +16,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from mm_utils.data.faults import REASONS, Fault, storable, unreadable_as_fault
-from mm_utils.data.images import encode, open_image, pixels, raw_size, shrink
+from mm_utils.data.images import open_image, pixels, raw_size, shrink
 from mm_utils.data.media import FEATURES
 from mm_utils.data.media.medium import Medium, Sound
 from mm_utils.data.media.pictures import picture
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 Skip = dict[str, str]
 _FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.List(datasets.Value("string"))})
 THUMBNAIL = 256  # pixels of the shorter side, or the model's image size if that is more
-_QUALITY = 85  # of the JPEG of a thumbnail: about 25 kB
 _FRAMES = 8  # of a clip among images
 _SECONDS = 60.0  # of it that are looked at
 
@@ -139,6 +139,13 @@ def _stamp(image: Mapping[str, Any]) -> dict[str, Any]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+def jpeg(image: Image.Image) -> bytes:
+    """Return a JPEG to look at; of a thumbnail of 256 pixels, about 25 kB."""
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=85)
+    return stream.getvalue()
+
+
 def moments_of(content: bytes) -> list[Image.Image]:
     """Return eight moments, evenly spread over the first minute of a clip."""
     first_minute = range(int(_SECONDS * CLIP_FPS))
@@ -208,4 +215,4 @@ class Reader(Dataset):
         small = shrink(shown, side)
         # Sounds and clips of their own models resemble nothing, as flat images do.
         near = bytes(FINGERPRINT.itemsize) if self.medium.lasts else fingerprint(small)
-        return {"square": square, "thumbnail": encode(small, "jpeg", _QUALITY), "print": near, **file}
+        return {"square": square, "thumbnail": jpeg(small), "print": near, **file}

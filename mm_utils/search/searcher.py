@@ -9,7 +9,6 @@ Shape letters: N images of the index, n that are scored, E embedding width.
 
 import copy
 import datetime
-import io
 import logging
 import math
 import os
@@ -37,7 +36,7 @@ from mm_utils.files import changed_ns
 from mm_utils.model.build import open_model
 from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, open_picture
 from mm_utils.search.index import check_same_model, fingerprints, open_index
-from mm_utils.search.listing import stock_file
+from mm_utils.search.listing import jpeg, stock_file
 from mm_utils.text import one_line, printable
 
 logger = logging.getLogger(__name__)
@@ -204,10 +203,9 @@ class Searcher:
 
     def large(self, row: int) -> bytes:
         """Return a JPEG of an image of the index, of its file if that is unchanged; raise IndexError without such a row."""
-        image, stream = self._image(row, _LARGE), io.BytesIO()
+        image = self._image(row, _LARGE)
         image.thumbnail((_LARGE, _LARGE))
-        image.save(stream, "JPEG", quality=88)
-        return stream.getvalue()
+        return jpeg(image)
 
     def stored(self, row: int, column: str) -> Any:
         """Return a column of a row, such as its `thumbnail` or `content`; raise IndexError if there is none."""

@@ -164,16 +164,10 @@ def test_a_head_that_was_never_trained_is_not_interpolated() -> None:
     assert weights_of_start(new, again).keys() == weights_of_start(new).keys()
 
 
-@pytest.fixture(scope="module")
-def begun(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("start") / "out"
-    pretrain.main([*tiny_flags, "--learning_rate", "3e-3", "--output_dir", str(folder)])
-    return folder
-
-
 def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
-    begun: Path, tiny_flags: list[str], tmp_path: Path
+    scratch_run: tuple[Path, dict[str, float]], tiny_flags: list[str], tmp_path: Path
 ) -> None:
+    begun, before = scratch_run
     model = ["--model_name_or_path", str(begun), "--learning_rate", "1e-2", "--save_steps", "2"]
     run = [*tiny_flags[:2], *tiny_flags[4:], *model]
     pretrain.main([*run, "--eval_steps", "0", "--output_dir", str(tmp_path / "plain")])
@@ -185,7 +179,7 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
         torch.testing.assert_close(found[name], value, msg=name)
     assert [row["alpha"] for row in report["measured"]] == [0, 0.25, 0.5, 0.75, 1]
     recalls = [row["mean_recall"] for row in report["measured"]]
-    assert recalls[0] == logged_rows(begun)[-1]["eval_mean_recall"]
+    assert recalls[0] == before["eval_mean_recall"]
     assert recalls[-1] == logged_rows(tmp_path / "plain")[-1]["eval_mean_recall"]
     assert metrics["eval_mean_recall"] == recalls[int(4 * report["saved_alpha"])] == max(recalls)
     stock = VisionTextDualEncoderModel.from_pretrained(tmp_path / "wise/dual_encoder").state_dict()

@@ -1,11 +1,9 @@
 """Push a run's model to the Hugging Face Hub; a push that fails is a warning."""
 
 import logging
-import os
 import re
 import shlex
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.arguments import Parsed, arg
+from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.files import CONFIG_FILE, checkpoint_folders, size_of
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
@@ -28,30 +26,6 @@ _NO_MODEL = (
     # About this machine and its paths; the card has the settings, the command and the versions.
     *(CONFIG_FILE, "environment.json", "skipped_images.jsonl", "nonfinite_steps.jsonl"),
 )
-
-
-@dataclass
-class HubArguments:
-    """Flags for pushing. The token comes from `hf auth login` or HF_TOKEN and is never a flag."""
-
-    push_to_hub: bool = arg(False, "Push the model to the Hugging Face Hub.", decides="report", usual=True)
-    hub_model_id: str | None = arg(
-        None, "Repository: 'name' or 'namespace/name'; by default output_dir's name.", decides="place"
-    )
-    hub_strategy: str = arg(
-        "end",
-        "end: push once, at the end; checkpoint: also the newest checkpoint at every save, as last-checkpoint.",
-        choices=["end", "checkpoint"],
-        decides="report",
-    )
-
-    def __post_init__(self) -> None:
-        try:
-            if self.hub_model_id is not None:
-                validate_repo_id(self.hub_model_id)
-        except HFValidationError as error:
-            problem = f"--hub_model_id is {self.hub_model_id!r}; {one_line(error)}"
-            raise ValueError(f"{problem} Give 'name' or 'namespace/name'.") from error
 
 
 def repository_name(output_dir: Path) -> str:
@@ -72,28 +46,34 @@ def _failure(push: Future[None], timeout: float) -> str:
 
 
 class HubPusher(RunCallback):
-    """Push at the end and, as `--hub_strategy` says, in the background at saves, on the main process.
+    """Push at the end and, with the strategy `checkpoint`, in the background at saves, on the main process.
 
-    `repository` has its namespace once the repository is created.
+    The token comes from `hf auth login` or HF_TOKEN and is never a flag. `repository` has its namespace once it is created.
     """
 
-    def __init__(self, args: HubArguments):
-        self.args, self.pushed = args, ""
+    def __init__(self, repository: str | None, strategy: str):
+        self.given, self.strategy, self.pushed = repository, strategy, ""
         self.pushing: Future[None] | None = None  # the checkpoint `pushed`
-        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
+        self.api = HfApi()
 
     @classmethod
     def attach(cls, given: Parsed) -> "HubPusher | None":
         """Return the callback with --push_to_hub."""
-        if given["push_to_hub"]:
-            return cls(given[HubArguments])
-        given.refuse("hub_model_id hub_strategy", "there is no --push_to_hub")
-        return None
+        if not given["push_to_hub"]:
+            given.refuse("hub_model_id hub_strategy", "there is no --push_to_hub")
+            return None
+        name = given["hub_model_id"]
+        try:
+            validate_repo_id(name or "a")
+        except HFValidationError as error:
+            problem = f"--hub_model_id is {name!r}; {one_line(error)}"
+            raise ValueError(f"{problem} Give 'name' or 'namespace/name'.") from error
+        return cls(name, given["hub_strategy"])
 
     def on_start(self, run: Any) -> None:
         """Name the repository of the run's folder."""
         self.output_dir = run.run.output_dir.absolute()
-        self.repository = self.args.hub_model_id or repository_name(self.output_dir)
+        self.repository = self.given or repository_name(self.output_dir)
         disable_progress_bars()
 
     def push(self, **upload: Any) -> Future[None]:
@@ -146,7 +126,7 @@ class HubPusher(RunCallback):
     def _push(self, checkpoint: Path) -> None:
         """With `--hub_strategy checkpoint`, push a checkpoint in the place of the one before, to resume."""
         self.settle()
-        if self.args.hub_strategy == "checkpoint":
+        if self.strategy == "checkpoint":
             place = {"path_in_repo": "last-checkpoint", "delete_patterns": "*"}
             message = f"{checkpoint.name}, to resume"
             self.pushing = self.push(folder_path=checkpoint, commit_message=message, **place)

@@ -31,7 +31,6 @@ from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
 from mm_utils.finetuning.labels import LabelArguments, open_task
 from mm_utils.finetuning.objective import ClassificationObjective
-from mm_utils.hub import HubArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach
@@ -40,14 +39,13 @@ from mm_utils.run.flags import check_flags
 from mm_utils.run.start import run_script, start_run
 from mm_utils.training.arguments import FinetuningArguments
 from mm_utils.training.optim import OptimizerArguments, build_optimizer
-from mm_utils.training.trackers import TrackerArguments
 from mm_utils.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 FLAGS = (
-    *(EvaluatedDataArguments, LabelArguments, LoaderArguments, ClassifierArguments, OptimizerArguments),
-    *(FinetuningArguments, HubArguments, TrackerArguments),
+    *(EvaluatedDataArguments, LabelArguments, LoaderArguments, ClassifierArguments),
+    *(OptimizerArguments, FinetuningArguments),
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.cli.hf import app
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.hub import HubArguments, HubPusher, repository_name
+from mm_utils.hub import HubPusher, repository_name
 from scripts import pretrain
 from tests.kit.hub import TOKEN, Hub
 
@@ -37,8 +37,8 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "my run"
 
 
-def pusher(run_dir: Path, **arguments: str | bool) -> HubPusher:
-    hub = HubPusher(HubArguments(push_to_hub=True, **arguments))  # type: ignore[arg-type]
+def pusher(run_dir: Path, strategy: str = "end") -> HubPusher:
+    hub = HubPusher(None, strategy)
     hub.on_start(SimpleNamespace(run=SimpleNamespace(output_dir=run_dir)))
     return hub
 
@@ -59,10 +59,10 @@ def test_a_push_uploads_exact_bytes_and_nothing_unfinished(server: Hub, run_dir:
 
 
 def test_a_checkpoint_is_pushed_while_training_goes_on(server: Hub, run_dir: Path) -> None:
-    save(pusher(run_dir, hub_strategy="checkpoint"), is_main=False)
+    save(pusher(run_dir, "checkpoint"), is_main=False)
     save(pusher(run_dir))  # at the end alone
     assert server.calls == []
-    hub = pusher(run_dir, hub_strategy="checkpoint")
+    hub = pusher(run_dir, "checkpoint")
     server.may_answer.clear()
     save(hub)
     assert server.commits == [], "training must not wait for the upload"

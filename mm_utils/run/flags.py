@@ -10,18 +10,15 @@ from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamingArguments
 from mm_utils.evaluation.retrieval import EvaluationArguments
-from mm_utils.hub import HubArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import check_model
 from mm_utils.objectives.build import ObjectiveArguments, term_class
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
-from mm_utils.training.trackers import TrackerArguments
 
 PRETRAINING = (
     *(DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments),
     *(OptimizerArguments, TrainingArguments, EvaluationArguments, StreamingArguments),
-    *(HubArguments, TrackerArguments),
 )
 
 

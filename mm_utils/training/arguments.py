@@ -102,6 +102,22 @@ class TrainingArguments:
         None,
         "Callbacks of your own, module.Class[,module.Class], made without arguments: docs/objectives.md#what-you-can-attach.",
     )
+    report_to: str | None = arg(
+        None,
+        "Trackers that accelerate knows and that are installed, e.g. tensorboard or tensorboard,wandb; 'none' for none.",
+        decides="report",
+        usual=True,
+    )
+    push_to_hub: bool = arg(False, "Push the model to the Hugging Face Hub.", decides="report", usual=True)
+    hub_model_id: str | None = arg(
+        None, "Repository: 'name' or 'namespace/name'; by default output_dir's name.", decides="place"
+    )
+    hub_strategy: str = arg(
+        "end",
+        "end: push once, at the end; checkpoint: also the newest checkpoint at every save, as last-checkpoint.",
+        choices=["end", "checkpoint"],
+        decides="report",
+    )
     # No flags:
     save_total_limit: ClassVar[int] = 2  # checkpoints, in addition to the best ones
     script = "pretrain"  # whose command resumes a run that a notebook has started

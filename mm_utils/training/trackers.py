@@ -3,42 +3,17 @@
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.arguments import Parsed, arg
+from mm_utils.arguments import Parsed
 from mm_utils.text import one_line, without_secrets
 from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class TrackerArguments:
-    """Experiment trackers."""
-
-    report_to: str | None = arg(
-        None,
-        "Trackers that accelerate knows and that are installed, e.g. tensorboard or tensorboard,wandb; 'none' for none.",
-        decides="report",
-        usual=True,
-    )
-
-    def __post_init__(self) -> None:
-        installed = [tracker.value for tracker in get_available_trackers()]
-        if set(self.names) - set(installed):
-            raise ValueError(
-                f"--report_to is {self.report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
-            )
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trackers."""
-        return [name for word in (self.report_to or "").split(",") if (name := word.strip()) not in ("", "none")]
 
 
 class Tracking(RunCallback):
@@ -50,7 +25,13 @@ class Tracking(RunCallback):
     @classmethod
     def attach(cls, given: Parsed) -> "Tracking | None":
         """Return the callback with --report_to."""
-        names = given[TrackerArguments].names
+        words = map(str.strip, (given["report_to"] or "").split(","))
+        names = [word for word in words if word not in ("", "none")]
+        installed = [tracker.value for tracker in get_available_trackers()]
+        if not set(names) <= set(installed):
+            raise ValueError(
+                f"--report_to is {given['report_to']}; installed are {', '.join(installed) or 'none'}. Install it with pip."
+            )
         return cls(names) if names else None
 
     def on_start(self, run: Any) -> None:

@@ -20,7 +20,7 @@ from mm_utils.objectives.losses import gather_batch, info_nce
 from mm_utils.training import trackers
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.optim import OptimizerArguments
-from mm_utils.training.trackers import TrackerArguments, Tracking
+from mm_utils.training.trackers import Tracking
 from mm_utils.training.warnings import CollapseWarning, chance_loss
 from tests.kit.hub import FakeTracker
 
@@ -125,7 +125,7 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: installed)
 
     def run(**settings: Any) -> None:
-        tracking, main = Tracking(TrackerArguments("wandb,tensorboard").names), SimpleNamespace(is_main_process=True)
+        tracking, main = Tracking(["wandb", "tensorboard"]), SimpleNamespace(is_main_process=True)
         given = SimpleNamespace(accelerator=main, name="pretrain", settings=settings, output_dir=tmp_path)
         tracking.on_start(SimpleNamespace(run=given))
         for step in range(1, 4):

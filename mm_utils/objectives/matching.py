@@ -18,9 +18,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
 from mm_utils.objectives.losses import GlobalBatch, full_precision, same_pair, slices, tile_rows
 from mm_utils.objectives.negatives import Negatives
-from mm_utils.objectives.terms import Batch, Encoded, Report, RowPlan, RowTerm, to_device
-
-MATCH_PRIOR_ENTROPY = 0.6365  # one positive to two negatives: a matching loss that stays here has learnt nothing
+from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm, to_device
 
 
 class Pairs(NamedTuple):
@@ -116,10 +114,6 @@ class Matching(RowTerm):
         logits_P = torch.cat(logits).float()
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
         return (weight_P * losses_P).sum(), (weight_P * ((logits_P > 0) == is_match_P)).sum()
-
-    def metrics(self, loss: Tensor, accuracy: Tensor) -> Report:
-        """Log also how far the loss is below the entropy of the share of matches."""
-        return {**super().metrics(loss, accuracy), "matching_lift": MATCH_PRIOR_ENTROPY - loss}
 
     def draw(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return a wrong text of each own image, a wrong image of each text; -1: none; `[n]`."""

@@ -281,7 +281,7 @@ def brightening(count: int, fps: float = 4.0) -> dict[str, Any]:
 @given(st.integers(1, 24), st.integers(1, 12), st.integers(0, 99))
 def test_frames_lie_on_the_clips_clock(count: int, frames: int, seed: int) -> None:
     for rng in (None, random.Random(seed)):
-        shown, size, _ = Clip(16, frames=frames).read(brightening(count), rng)
+        shown, (size, _) = Clip(16, frames=frames).read(brightening(count), rng)
         assert (shown.shape, shown.dtype, size) == ((frames, 3, 16, 16), torch.uint8, (count / 4, 1.0))
         numbers = (shown.float().mean((1, 2, 3)) / 10).round().tolist()
         assert numbers == sorted(numbers)
@@ -360,7 +360,7 @@ def test_every_door_hears_the_same_sound(tmp_path: Path) -> None:
 def test_a_sound_begins_where_its_window_says(count: int, seed: int, share: float) -> None:
     """In training it may leave the sound by a share of it, and silence is there."""
     for rng in (None, random.Random(seed)):
-        shown, size, window = sounds(2.0, min_share=share).read(counting(count), rng)
+        shown, (size, window) = sounds(2.0, min_share=share).read(counting(count), rng)
         assert (shown.dtype, size) == (torch.float32, (count / RATE, 1.0))
         assert window.right - window.left == pytest.approx(2000 / count)
         first = round(window.left * count)
@@ -375,7 +375,7 @@ def test_a_sound_begins_where_its_window_says(count: int, seed: int, share: floa
 
 def test_sounds_are_resampled_onto_the_towers_clock() -> None:
     high = (8000 * np.sin(2 * np.pi * 50 * np.arange(6000) / 2000)).astype(np.int16)
-    shown, size, window = sounds(2.0).read({"bytes": write_wav(high, 2000), "path": None}, None)
+    shown, (size, window) = sounds(2.0).read({"bytes": write_wav(high, 2000), "path": None}, None)
     assert (size, shown.shape) == ((3.0, 1.0), (2000,))
     expected = 8000 * np.sin(2 * np.pi * 50 * (round(window.left * 3 * RATE) + np.arange(2000)) / RATE)
     assert np.abs(shown.numpy()[50:-50] * 32768 - expected[50:-50]).max() < 200

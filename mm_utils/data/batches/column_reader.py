@@ -1,25 +1,13 @@
 """What a term of the loss reads of rows besides media and captions, on its way into examples and batches."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import datasets
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.media.medium import Window
-
-
-class Shown(NamedTuple):
-    """What an example shows of its medium.
-
-    Attributes:
-        size: width and height of the stored image in pixels; (seconds, 1) of a clip or a sound.
-        window: the part of it that is shown; a window of time may go on after the medium's end.
-    """
-
-    size: tuple[float, float]
-    window: Window
+from mm_utils.data.media.medium import Shown
 
 
 class ColumnReader:

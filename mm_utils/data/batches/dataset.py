@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 
 from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors
-from mm_utils.data.batches.column_reader import ColumnReader, Shown
+from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import pad_captions
 from mm_utils.data.media.medium import Medium
@@ -77,8 +77,7 @@ class EvaluationTransform:
         count, shown = len(row["input_ids"]), None
         example = {"input_ids": row["input_ids"], "caption_keys": row["caption_keys"]}
         if SKIPPED not in row:
-            example["pixel_values"], size, window = self.medium.read(row["image"])
-            shown = Shown(size, window)
+            example["pixel_values"], shown = self.medium.read(row["image"])
         for reader in self.readers:
             example |= reader.example(row, shown, None)
         return {**example, **feature_tensors(row, range(count))}
@@ -121,10 +120,9 @@ class TrainingTransform(EvaluationTransform):
         shown = None
         if SKIPPED not in row:
             rng = random.Random(f"{self.seed} {row['epoch']} {row['id']}")
-            example["pixel_values"], size, window = self.medium.read(row["image"], rng)
+            example["pixel_values"], shown = self.medium.read(row["image"], rng)
             if self.horizontal_flip and rng.random() < 0.5 and not has_sides(row):
                 example["pixel_values"] = example["pixel_values"].flip(-1)  # images with boxes are not mirrored
-            shown = Shown(size, window)
         for reader in self.readers:
             example |= reader.example(row, shown, self.seed)
         return {**example, **feature_tensors(row, [row["caption"]])}

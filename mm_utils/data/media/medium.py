@@ -51,7 +51,13 @@ class Window(NamedTuple):
     bottom: float
 
 
-Shown = tuple[Tensor, tuple[float, float], Window]
+class Shown(NamedTuple):
+    """What an example shows of its medium."""
+
+    size: tuple[
+        float, float
+    ]  # (width, height) in pixels or (seconds, 1) of the stored medium, that boxes and moments are stated in
+    window: Window  # the part that is shown; its right end is beyond 1 where a sound is shorter than its window
 
 
 class Medium(ABC):
@@ -81,15 +87,10 @@ class Medium(ABC):
     key: dict[str, Any]
 
     @abstractmethod
-    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
-        """Return an example of a stored medium; `rng` draws the window and the crop of training, which else are in the middle.
+    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> tuple[Tensor, Shown]:
+        """Return an example of a stored medium, `shape`, and what it shows; raise UnreadableError if it cannot be decoded.
 
-        Returns:
-            The example, `shape`; the size of the medium, (width, height) or (seconds, 1), that boxes and moments are stated in; and
-            the part of it that is shown, whose right end is beyond 1 where a sound is shorter than its window.
-
-        Raises:
-            UnreadableError: if it cannot be decoded.
+        `rng` draws the window and the crop of training, which else are in the middle.
         """
 
     def features(self, shown: Tensor) -> Tensor:
@@ -146,11 +147,11 @@ class Image(Medium):
         return int(self.image_size * self.min_crop_area**-0.5) + 1
 
     @override
-    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
+    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> tuple[Tensor, Shown]:
         side = self.image_size if rng is None or self.min_crop_area == 1 else self._largest_read
         pixels, size = read_pixels(value, side)
         shown, window = squares([pixels], self.image_size, self.min_crop_area, rng)
-        return shown[0], size, window
+        return shown[0], Shown(size, window)
 
 
 @dataclass
@@ -177,7 +178,7 @@ class Clip(Image):
         self.key["medium"] = ["clip", self.frames, self.image_size]
 
     @override
-    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
+    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> tuple[Tensor, Shown]:
         stored, fps = read_avi(value["bytes"] or b"")
         within = 0.5 if rng is None else rng.random()  # of the time that each frame stands for
         places = [int((at + within) * len(stored) / self.frames) for at in range(self.frames)]
@@ -186,7 +187,7 @@ class Clip(Image):
         if len({pixels.shape for pixels in decoded.values()}) > 1:
             raise UnreadableError("its frames differ in size")
         shown, _ = squares([decoded[at] for at in places], self.image_size, self.min_crop_area, rng)
-        return shown, (len(stored) / fps, 1.0), Window(0.0, 0.0, 1.0, 1.0)
+        return shown, Shown((len(stored) / fps, 1.0), Window(0.0, 0.0, 1.0, 1.0))
 
 
 @dataclass
@@ -222,7 +223,7 @@ class Sound(Medium):
         self.key = {"image_size": 0, "image mean and std": [[], []], "medium": own}  # the first two as in earlier runs
 
     @override
-    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> Shown:
+    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> tuple[Tensor, Shown]:
         from scipy.signal import resample_poly
 
         samples, rate = read_wav(value["bytes"] or b"")
@@ -243,7 +244,7 @@ class Sound(Medium):
         part = np.pad(part, (max(0, -first) * self.rate // rate, 0))[:size]
         shown = sound_input(self.extractor, part, size)
         window = Window(first / len(samples), 0.0, (first + count) / len(samples), 1.0)
-        return torch.from_numpy(shown), (length, 1.0), window
+        return torch.from_numpy(shown), Shown((length, 1.0), window)
 
 
 MEDIA: dict[str, type[Medium]] = {each.kind: each for each in (Image, Clip, Sound)}

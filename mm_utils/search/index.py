@@ -1,25 +1,9 @@
 """The folder of an index: embeddings of media, and what is needed to show them.
 
-It is one Arrow file, `rows-*.arrow`, which `datasets.Dataset.from_file` opens:
-
-=====================  =====================================================================================================
-column                 meaning
-=====================  =====================================================================================================
-``id``                 the image's path in its folder, or its split and id
-``path``               absolute path of the file; "" if the bytes were stored in a data set
-``captions``           known captions, perhaps none
-``mtime_ns``           time of the file's last change in nanoseconds; 0 for stored bytes
-``stamp``              bytes of the file; for stored bytes their BLAKE2b-128, hexadecimal
-``embedding``          unit vector of the image tower, float16 `[E]`
-``caption_embedding``  unit vector of the mean of the text tower's embeddings of the captions, float16 `[E]`; null without captions
-``print``              200 bytes by which near copies are found (`mm_utils.data.prepare.perceptual_hash`)
-``thumbnail``          a JPEG of the image, decoded and encoded anew; of a clip, frames of it; of a sound, its spectrogram
-``content``            of clips and sounds alone: the stored file, AVI or WAV, which the page plays and the head reads
-=====================  =====================================================================================================
-
-Beside it lie `index.json` (`IndexInfo`), which names that file and has its checksum, `skipped.jsonl` (images that could not be read,
-with reasons), and during a run a folder `parts-*`: what has been
-embedded so far with this model. An update writes a new Arrow file, and its end is that `index.json` is replaced.
+It is one Arrow file, `rows-*.arrow`, with the columns of `IndexInfo.columns`, which `datasets.Dataset.from_file` opens. Beside it lie
+`index.json` (`IndexInfo`), which names that file and has its checksum, `skipped.jsonl` (images that could not be read, with reasons), and
+during a run a folder `parts-*`: what has been embedded so far with this model. An update writes a new Arrow file, and its end is that
+`index.json` is replaced.
 """
 
 import hashlib
@@ -79,13 +63,21 @@ class IndexInfo:
     @property
     def columns(self) -> pa.Schema:
         """The columns of the index."""
-        texts = {name: pa.string() for name in ("id", "path", "stamp")}
-        listed = {"captions": pa.list_(pa.string()), "mtime_ns": pa.int64()}
-        vectors = dict.fromkeys(("embedding", "caption_embedding"), pa.list_(pa.float16(), self.width))
-        shown = {"print": pa.binary(), "thumbnail": pa.binary()}
-        return pa.schema(
-            texts | listed | vectors | shown | ({} if self.medium == "image" else {"content": pa.binary()})
-        )
+        vector = pa.list_(pa.float16(), self.width)
+        columns = {
+            "id": pa.string(),  # the image's path in its folder, or its split and id
+            "path": pa.string(),  # absolute path of the file; "" if the bytes were stored in a data set
+            "stamp": pa.string(),  # bytes of the file; for stored bytes their BLAKE2b-128, hexadecimal
+            "captions": pa.list_(pa.string()),
+            "mtime_ns": pa.int64(),  # the file's last change; 0 for stored bytes
+            "embedding": vector,  # unit vector of the image tower
+            "caption_embedding": vector,  # unit vector of the mean of the captions' embeddings; null without captions
+            "print": pa.binary(),  # 200 bytes by which near copies are found: `mm_utils.data.prepare.perceptual_hash`
+            "thumbnail": pa.binary(),  # a JPEG of the image, of a clip's frames, or of a sound's spectrogram
+        }
+        if self.medium != "image":
+            columns["content"] = pa.binary()  # the stored file, AVI or WAV, which the page plays and the head reads
+        return pa.schema(columns)
 
 
 def fingerprints(model: FusionDualEncoderModel, medium: Medium) -> tuple[str, str]:

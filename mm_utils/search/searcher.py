@@ -118,7 +118,7 @@ class Searcher:
                 "The captions in %s were embedded with another text side, and are not read. Run scripts/embed.py with this model.",
                 folder,
             )
-        self._model.to(self._device)
+        self._model.to(self._device)  # type: ignore[arg-type]
         weights = self._model.config.rerank_weights or {}
         helps = self._model.fusion is not None and any(weights.values())
         self.rerank_top_k = rerank_top_k if helps else 0

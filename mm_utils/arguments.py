@@ -23,6 +23,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from mm_utils.command import scripts_folder
+from mm_utils.places import missing
 from mm_utils.text import one_line, printable, redact
 
 T = TypeVar("T")
@@ -368,7 +369,7 @@ def read_flat_yaml(path: str) -> dict[str, Entry]:
     """
     flat = "give flat 'flag: value' lines"
     if not Path(path).is_file():
-        raise ValueError(f"--config is {path}; there is no such file")
+        raise ValueError(f"--config is {path}; {missing(path, is_local=True) or 'that is no file.'}")
     if Path(path).stat().st_size > _MAX_YAML_BYTES:
         raise ValueError(f"--config is {path}; it has more than {_MAX_YAML_BYTES:,} bytes; {flat}")
     entries: dict[str, Entry] = {}

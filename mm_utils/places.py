@@ -13,17 +13,17 @@ _NOT_A_PATH = re.compile(r".*://|(pipe|data|st):|.*[*?\[{]")  # addresses, and p
 _OF_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".tar", ".zip", ".db", ".sqlite")
 
 
-def missing(name: str) -> str:
+def missing(name: str, is_local: bool = False) -> str:
     """Return the fault of a name that leads nowhere, for a message; empty if it may be right.
 
-    It may be a path or a Hub id: a name without a slash, or owner/name where there is no folder owner.
+    It may be a path or, unless `is_local`, a Hub id: a name without a slash, or owner/name where there is no folder owner.
     """
     path = Path(name).expanduser()
-    if not name or os.path.lexists(path) or _NOT_A_PATH.match(name):
+    if not name or os.path.lexists(path) or (_NOT_A_PATH.match(name) and not is_local):
         return ""
     owner, *rest = name.split("/")
     is_id = not rest or (len(rest) == 1 and rest[0] != "" and not os.path.isdir(owner))
-    if is_id and name[0] not in "./~" and not name.lower().endswith(_OF_DATA):
+    if is_id and not is_local and name[0] not in "./~" and not name.lower().endswith(_OF_DATA):
         return ""
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)

@@ -15,7 +15,6 @@ A page and a JSON API on this machine:
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mm_utils.arguments import arg, parse_args, required
@@ -63,6 +62,7 @@ class SearchArguments:
 if __name__ == "__main__":
     parse_args(SearchArguments, doc=__doc__, rest="query")  # so are flags
 
+from mm_utils.places import missing
 from mm_utils.run.script import run_script, set_up_logging
 from mm_utils.search.searcher import Hit, Searcher
 from mm_utils.search.server import serve
@@ -104,8 +104,8 @@ def main(argv: list[str] | None = None) -> None:
             f"There are {len(given)} of a text, --image, --copies and --serve; give one, e.g. --index_dir {args.index_dir} "
             '"a red door".'
         )
-    if args.image and not Path(args.image).is_file():
-        raise ValueError(f"--image is {args.image}; there is no such file. Check the path.")
+    if problem := missing(args.image or "", is_local=True):
+        raise ValueError(f"--image is {args.image}; {problem}")
 
     if args.serve:
         parsed.refuse("top_k json folder since until", "the page and its API have their own")

@@ -16,6 +16,7 @@ from mm_utils.data.rows.columns import SPLITS, hold_out
 from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.data.scenes import load_scenes
+from mm_utils.places import missing
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +93,8 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
     for split, file in given.items():
         title = f"--{split}_file is {file}"
         if not Path(file).is_file() and not file.lower().endswith(".tar"):
-            what = (
-                "that is a folder. Give it as --dataset_name"
-                if Path(file).is_dir()
-                else "there is no such file. Check the path"
-            )
-            raise ValueError(f"{title}; {what}.")
+            what = missing(file, is_local=True) or "that is a folder. Give it as --dataset_name."
+            raise ValueError(f"{title}; {what}")
         name = file if len(set(given.values())) == len(given) else f"{file} for {split}"
         own_splits = list(given) == ["train"]  # only then rows may say their split
         split_of_all = None if own_splits else split

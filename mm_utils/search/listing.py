@@ -37,6 +37,7 @@ from mm_utils.model.reading import (
     read_frames,
     read_sound,
 )
+from mm_utils.places import missing
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ def folder_listing(
         ValueError: if there is no such folder, or no such medium in it.
     """
     if not Path(folder).is_dir():
-        raise ValueError(f"--images is {folder}; there is no such folder. Give a folder of {medium}s.")
+        what = missing(folder, is_local=True) or f"that is no folder. Give a folder of {medium}s."
+        raise ValueError(f"--images is {folder}; {what}")
     suffixes = (*SUFFIXES[medium], *(SUFFIXES["clip"] if with_clips else ()))
     jail, names, unread = Jail(folder, allow_outside), list[str](), Unread()
     skipped: list[Skip] = []

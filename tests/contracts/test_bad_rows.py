@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: th
     *(("a.jsonl", text, "", "holds no rows. Give a file") for text in (b"", b"\n \n\n")),
     *(("a.csv", text, "", "holds no rows. Give a file") for text in (b"", b"image,caption\n")),
     ("a.json", b'[{"image": "0.png",\n"cap', "", "a.json, line 2 is not valid JSON"),
-    ("a.jsonl", None, "", "there is no such file or folder. Check the path"),
+    ("a.jsonl", None, "", "there is no such file. "),
     ("{000..002}.tar", None, "", "000.tar. Check the path and the range"),
     ("a.xlsx", LINES, "", "its format is not known by '.xlsx'. Known are .jsonl"),
     ("a.jsonl", LINES, ",caption_column=captoin", "Did you mean 'caption'? The columns are"),

@@ -28,6 +28,7 @@ from mm_utils.data.rows.tables import (
 )
 from mm_utils.data.rows.tars import read_webdataset
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, Rows
+from mm_utils.places import missing
 
 _OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")
 _HEAD = 1 << 16  # characters of a file that are looked at
@@ -74,8 +75,12 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
         )
     if source.format in ("imagefolder", "classes") and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
-    if not is_own and source.format not in ("datasets", "webdataset") and not os.path.exists(source.path):
-        raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
+    if (
+        not is_own
+        and source.format not in ("datasets", "webdataset")
+        and (gone := missing(source.path, is_local=True))
+    ):
+        raise ValueError(f"{source.title}; {gone}")
     read = _READERS.get(source.format, _read_own)
     rows = read_metadata(source, safety, files) if files else read(source, safety)
     only = source.only  # a bad row may be of any split
@@ -106,7 +111,7 @@ def detect(source: Source) -> str:
         return _of_file(path, source)
     if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", source.path) and not path.suffix:
         return "datasets"
-    raise ValueError(f"{source.title}; there is no such file or folder. Check the path.")
+    raise ValueError(f"{source.title}; {missing(source.path, is_local=True) or 'it is neither a file nor a folder.'}")
 
 
 def metadata_files(folder: Path) -> list[Path]:

@@ -238,7 +238,7 @@ def check_model(name: str, flag: str = "--model_name_or_path") -> Any:
     return _config_of_whole(title, name)
 
 
-def open_model(name: str) -> tuple[FusionDualEncoderModel, Any]:
+def open_model(name: str) -> tuple[Any, Any]:
     """Return the whole model of `--model_name_or_path` as it is, in evaluation mode, and its processor; raise as `check_model`."""
     check_model(name)
     model = load_model(name, fusion_layers=0).eval()  # a stock one gets no head

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Data: the main process fills the cache first, the others read it.
     with distributed.first_then_others():
-        split, rows = load_split(data_args, args.split)
+        split, rows = args.split, load_split(data_args, args.split)
         moments = of_split(rows)
         others = [] if moments is None else [moments]
         readers, length = [reader for each in others for reader in each.readers], loader_args.max_seq_length

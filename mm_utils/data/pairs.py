@@ -43,22 +43,20 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool 
         pairs = load_or_prepare(sources, paths)
     if need_train and "train" not in pairs:
         raise ValueError(f"{title}; there is no train split, only {', '.join(pairs)}. Give pairs to train on.")
-    parts = dict(pairs)
-    if (
-        (need_train if holds_out is None else holds_out) and "train" in parts and "validation" not in parts
-    ):  # no image is touched
+    parts, holds_out = dict(pairs), need_train if holds_out is None else holds_out
+    if holds_out and "train" in parts and "validation" not in parts:  # no image is touched
         ids = pairs["train"].with_format("arrow")[:]["id"].to_pylist()
         parts["train"], parts["validation"] = hold_out(pairs["train"], ids)
         logger.info("%s: no validation split; %s images are held out for it", title, f"{len(parts['validation']):,}")
     return first_rows({split: parts[split] for split in SPLITS if split in parts}, args, title, need_train)
 
 
-def load_split(args: DataArguments, split: str) -> tuple[str, Dataset]:
+def load_split(args: DataArguments, split: str) -> Dataset:
     """Load a split for evaluation; rows held out of train are the validation split here, too."""
     pairs = load_pairs(args, need_train=split == "train", holds_out=split != "test")
     if split not in pairs:
         raise ValueError(f"--split is {split}; the data has {', '.join(pairs)}.")
-    return split, pairs[split]
+    return pairs[split]
 
 
 def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, need_train: bool = True) -> DatasetDict:
@@ -96,7 +94,6 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
             what = missing(file, is_local=True) or "that is a folder. Give it as --dataset_name."
             raise ValueError(f"{title}; {what}")
         name = file if len(set(given.values())) == len(given) else f"{file} for {split}"
-        own_splits = list(given) == ["train"]  # only then rows may say their split
-        split_of_all = None if own_splits else split
+        split_of_all = None if list(given) == ["train"] else split  # only then rows may say their split
         sources.append(Source(file, name=name, split=split_of_all, title=title, **args.columns, **labelled))
     return sources

@@ -29,8 +29,6 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from mm_utils.stored import stamp
-
 Columns = dict[str, list]
 FEATURES = ("vision_pooled", "vision_taps_", "text_pooled", "text_states", "teacher_")  # beginnings of columns
 OF_TEACHER = "teacher_"
@@ -96,16 +94,14 @@ def empty_features(rows: datasets.Dataset) -> dict[str, Tensor]:
 
 
 def image_digest(rows: datasets.Dataset) -> str:
-    """Hash the images: content ids of checked rows; of embedded sets, whose files are small, the bytes."""
+    """Hash the images: content ids of checked rows; of the embedded scenes, which are small, the bytes."""
     if "content_id" in rows.column_names:
         return column_digest(rows, "content_id")
     digest = hashlib.blake2b(digest_size=16)
     # Not by `arrow_batches`, which would bring all images of picked rows into memory.
     for batch in rows.select_columns(["image"]).with_format("arrow").iter(100):
-        for content, path in zip(
-            *(pc.struct_field(batch["image"], name).to_pylist() for name in ("bytes", "path")), strict=True
-        ):
-            digest.update(hashlib.sha256(content).digest() if content else stamp(path or "").encode())
+        for content in pc.struct_field(batch["image"], "bytes").to_pylist():
+            digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Points = tuple[list[int], list[float]]
 
 INK, MUTED, LIGHT = "#1f2937", "#6b7280", "#e5e7eb"
-BLUE, ORANGE, GREEN, PURPLE, PINK, CYAN = COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
+COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 
 # Title of each panel of the training curves, and the names of its values.
 _PANELS = {
@@ -60,11 +60,6 @@ def save_figure(figure: Figure, out_path: Path, **kwargs: Any) -> None:
     with warnings.catch_warnings(), optional_file(out_path):
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(out_path, **kwargs)
-
-
-def set_title(ax: Axes, text: str) -> None:
-    """Write a panel's title above its left edge."""
-    ax.set_title(text, loc="left", fontsize=10, fontweight="bold", color=INK)
 
 
 def wrap(text: str, width: int, lines: int) -> str:
@@ -113,7 +108,7 @@ def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
             axis.set_major_locator(MaxNLocator(5))
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         _draw_lines(ax, {name: series[name] for name in shown[title]})
-        set_title(ax, title)
+        ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
         ax.set_xlabel("step", fontsize=8, color=MUTED)
     save_figure(figure, out_path)
     return panels

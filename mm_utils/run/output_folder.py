@@ -17,7 +17,7 @@ import yaml
 from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders
 from mm_utils.distributed import RunError
 from mm_utils.files import write_atomic
-from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch, resume_name
+from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch
 from mm_utils.text import without_secrets
 from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, TrainingArguments
 
@@ -52,9 +52,11 @@ def claim_folder(
         if folder is None and args.resume_from_checkpoint == "latest":
             raise RunError("--resume_from_checkpoint is latest; of which run, --output_dir says. Give it.")
         folder = folder or _new_folder(name)
-        is_restart = bool(earlier_starts(folder, launch))
-        resume_from = resume_name(args.resume_from_checkpoint, folder, launch if is_restart else [])
-        goes_on = is_restart or bool(resume_from)
+        before, resume_from = earlier_starts(folder, launch), args.resume_from_checkpoint
+        has_trained = any("resumed_from" in start for start in before) and bool(checkpoint_folders(folder))
+        if before and (resume_from is None or has_trained):
+            resume_from = "latest"  # of what this restarted run has saved
+        goes_on = bool(before or resume_from)
         problem = misplaced(folder, config) or occupied(folder, goes_on)
         if not problem:
             folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.arguments import in_notebook
-from mm_utils.checkpointing.files import checkpoint_folders
 from mm_utils.files import write_atomic
 from mm_utils.reports.model_card import library_versions
 from mm_utils.text import redact
@@ -64,15 +63,6 @@ def earlier_starts(folder: Path, launch: Sequence[str] | None = None) -> list[di
 def folder_of_launch(name: str, launch: Sequence[str]) -> Path | None:
     """Return the `outputs/<name>-N` that an earlier start of this launch created."""
     return next((path for path in Path("outputs").glob(f"{name}-*") if earlier_starts(path, launch)), None)
-
-
-def resume_name(given: str | None, folder: Path, launch: Sequence[str]) -> str | None:
-    """Return the checkpoint to resume from: `given`, or of a restart by one of the launchers, its earlier starts' newest."""
-    before = earlier_starts(folder, launch)
-    if not before:
-        return given
-    resumed = any("resumed_from" in start for start in before)
-    return "latest" if given is None or (resumed and checkpoint_folders(folder)) else given
 
 
 def record_start(folder: Path, description: dict[str, Any], launch: Sequence[str]) -> None:

@@ -88,12 +88,11 @@ def test_a_worker_is_where_the_command_was_given_and_restarts_of_a_launch_are_on
     assert os.environ["ACCELERATE_USE_CPU"] == "true"
     launch = restarts.launcher_names()
     assert launch == ["ray:first"]
-    assert restarts.resume_name(None, tmp_path, launch) is None
     restarts.record_start(tmp_path, {}, launch)
     assert json.loads((tmp_path / "environment.json").read_text())[0]["launch"] == ["ray:first"]
-    assert restarts.resume_name(None, tmp_path, launch) == "latest"
+    assert restarts.earlier_starts(tmp_path, launch)
     prepare(task(tmp_path, "ray:second"))
-    assert restarts.resume_name(None, tmp_path, restarts.launcher_names()) is None
+    assert not restarts.earlier_starts(tmp_path, restarts.launcher_names())
     with pytest.raises(ValueError, match=r"gone; a machine of Ray cannot enter it: No such file"):
         prepare(task(tmp_path / "gone", "ray:third"))
 

@@ -188,18 +188,23 @@ def test_a_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_checkpoint_that_a_restart_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = launched(monkeypatch, "a")
-    assert restarts.resume_name(None, tmp_path, launch) is None
-    assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "there/checkpoint-4"
+    launch, there = launched(monkeypatch, "a"), "there/checkpoint-4"
+
+    def resumed(given: str | None) -> str | None:
+        args = TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint=given)
+        return output_folder.claim_folder("pretrain", args, {}, launch)[1]
+
+    assert (resumed(None), resumed(there)) == (None, there)
     restarts.record_start(tmp_path, {}, launch)
-    assert restarts.resume_name(None, tmp_path, launch) == "latest"
+    assert resumed(None) == "latest"
     (tmp_path / "checkpoint-9").mkdir()  # of another run, as this one has not begun to train
-    assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "there/checkpoint-4"
+    assert resumed(there) == there
     begin_training(tmp_path, 4)
-    assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "latest"
+    assert resumed(there) == "latest"
     (tmp_path / "checkpoint-9").rmdir()
-    assert restarts.resume_name("there/checkpoint-4", tmp_path, launch) == "there/checkpoint-4"
-    assert restarts.resume_name(None, tmp_path, launched(monkeypatch, "b")) is None
+    assert resumed(there) == there
+    launch = launched(monkeypatch, "b")
+    assert resumed(None) is None
 
 
 # -- one run at a time -------------------------------------------------------------------------------------------------

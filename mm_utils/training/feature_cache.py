@@ -91,8 +91,7 @@ def cache_features(
         if "vision" in towers:
             with_taps = objective.reads_taps or (not trains and bool(model.voices))
             head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if with_taps else None
-            images = fingerprint(rows), image_digest(rows)
-            depends_on = (data.loaders.medium.key, config.vision_pooling, head, *images)
+            depends_on = data.loaders.medium.key, config.vision_pooling, head, fingerprint(rows), image_digest(rows)
             blocks = _image_features(model, data, rows, batches, with_taps, accelerator)
             features = store("vision", model.vision_model, depends_on, blocks)
             if len(skipped := features.data.column(SKIPPED).drop_null()):
@@ -102,9 +101,9 @@ def cache_features(
         if "text" in towers:
             with_states = objective.reads_pairs and trains
             head = config.fusion_text_taps if with_states else None
-            depends_on = (config.text_pooling, head, column_digest(rows, "input_ids"))
+            words = config.text_pooling, head, column_digest(rows, "input_ids")
             blocks = _text_features(model, data, rows, batches, with_states, accelerator)
-            features = store("text", model.text_model, depends_on, blocks)
+            features = store("text", model.text_model, words, blocks)
             found = datasets.concatenate_datasets([found, features], axis=1)
         data.features[split] = found
     vars(data).pop("eval_loader", None)  # it may have been made of the rows before

@@ -13,8 +13,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from mm_utils import distributed
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
@@ -71,9 +69,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 5. Report.
     report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir, images.split)
-    if (folder := args.output_dir) and evaluator.predictions is not None:
-        guesses = torch.stack([evaluator.predictions.label, evaluator.predictions.guess], 1).cpu()
-        distributed.on_first(lambda: report_classes(guesses, images.classes, folder))
+    if folder := args.output_dir:
+        distributed.on_first(lambda: report_classes(evaluator.guesses, images.classes, folder))
     accelerator.end_training()
     return metrics
 

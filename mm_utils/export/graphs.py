@@ -10,8 +10,7 @@ Shape letters: K images, T texts, L tokens, E embedding width.
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,8 +122,10 @@ def trace(graph: Graph, path: Path) -> None:
     Raises:
         RunError: if torch cannot export it, with torch's reason.
     """
+    logging.disable(logging.WARNING)  # packages say much of their own insides
     try:
-        with _quiet(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 graph.module.eval(),
                 tuple(graph.inputs.values()),
@@ -149,16 +150,6 @@ def trace(graph: Graph, path: Path) -> None:
             f"{path.name} cannot be made; torch's exporter stops: {one_line(cause)}. Try another version of torch, or export a "
             "model with other backbones."
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back what packages say of their own insides."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
     finally:
         logging.disable(logging.NOTSET)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -88,17 +88,8 @@ class LabelledImages:
     split: str
 
 
-class Predictions(NamedTuple):
-    """Results of the rows that could be decoded, in row order, on all ranks: int64 `[M]`."""
-
-    row: Tensor  # its place in the data set
-    label: Tensor  # its class
-    rank: Tensor  # rank of its class among all, from 1
-    guess: Tensor  # its class if that is first, else the wrong class of the highest score
-
-
 class ZeroShotEvaluator:
-    """Measure the accuracy of the nearest class; all ranks get the same metrics, and the `predictions`."""
+    """Measure the accuracy of the nearest class; all ranks get the same metrics."""
 
     def __init__(
         self, images: LabelledImages, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, args: ZeroShotArguments
@@ -112,7 +103,7 @@ class ZeroShotEvaluator:
         self.images, self.templates = images, len(templates)
         texts = [template.replace("{}", name) for name in images.classes for template in templates]
         self.tokens = pad_captions(encode_captions(tokenizer, texts, max_seq_length), tokenizer.pad_token_id)
-        self.predictions: Predictions | None = None
+        self.guesses = torch.empty(0, 2, dtype=torch.long)  # class and predicted class of every row that could be read
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
@@ -125,8 +116,9 @@ class ZeroShotEvaluator:
             label_b = label_M[batch["rows"]]
             return [label_b, *rank_and_guess(image_bE.float() @ embeds_CE.T, label_b)]
 
-        self.predictions = Predictions(*gather_rows(loader, accelerator, classify, 4))
-        return accuracy_metrics(self.predictions, len(self.images.classes))
+        _, label_M, rank_M, guess_M = gather_rows(loader, accelerator, classify, 4).cpu()
+        self.guesses = torch.stack([label_M, guess_M], 1)
+        return accuracy_metrics(label_M, rank_M, len(self.images.classes))
 
     def _embed_classes(self, model: FusionDualEncoderModel, accelerator: Accelerator) -> Tensor:
         """Embed all texts, on each rank; return the unit embeddings of the classes `[C, E]`."""
@@ -151,20 +143,20 @@ def unknown_names(tokenizer: PreTrainedTokenizerBase, names: Sequence[str], max_
 
 
 def rank_and_guess(score_bC: Tensor, label_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rank of each row's class, and its guess, as in `Predictions`."""
+    """Return the rank of each row's class among all, from 1, and its class if that is first, else the best wrong one."""
     is_right_bC = one_hot(label_b, score_bC.shape[1]).bool()
     rank_b = best_rank(score_bC, is_right_bC)
     rival_b = score_bC.masked_fill(is_right_bC, -torch.inf).argmax(1)
     return rank_b, torch.where(rank_b > 1, rival_b, label_b)
 
 
-def accuracy_metrics(found: Predictions, classes: int) -> dict[str, float]:
+def accuracy_metrics(label_M: Tensor, rank_M: Tensor, classes: int) -> dict[str, float]:
     """Return accuracy at 1 with its interval, its mean over classes; with 6 classes also at 5; by chance, and of the largest class."""
-    right_M, images_C = found.rank == 1, found.label.bincount(minlength=classes)
-    by_class_C = found.label[right_M].bincount(minlength=classes)[images_C > 0] / images_C[images_C > 0].double()
+    right_M, images_C = rank_M == 1, label_M.bincount(minlength=classes)
+    by_class_C = label_M[right_M].bincount(minlength=classes)[images_C > 0] / images_C[images_C > 0].double()
     metrics = share_with_interval("accuracy@1", right_M) | {"macro_accuracy@1": by_class_C.mean().item()}
     if classes > 5:
-        metrics["accuracy@5"] = (found.rank <= 5).double().mean().item()
+        metrics["accuracy@5"] = (rank_M <= 5).double().mean().item()
     return {**metrics, "chance@1": 1 / classes, "majority@1": (images_C.max() / images_C.sum()).item()}
 
 

@@ -187,12 +187,8 @@ def by_names(case: Case) -> tuple[Figures, Figures]:
         found = evaluator(model, model.batches, ACCELERATOR)
     label, hits = model.label[case.readable], torch.eye(len(CLASSES))[model.label[case.readable]].bool()
     ranks = [row.index(True) + 1 for row in lists_by_sorting(model.cosine[case.readable], hits)]
-    assert evaluator.predictions is not None
-    assert [evaluator.predictions.row.tolist(), evaluator.predictions.rank.tolist()] == [case.readable, ranks]
-    guess = evaluator.predictions.guess
-    assert [one == label for one, label in zip(guess.tolist(), label.tolist(), strict=True)] == [
-        one == 1 for one in ranks
-    ]
+    guess = evaluator.guesses[:, 1].tolist()
+    assert [one == right for one, right in zip(guess, label.tolist(), strict=True)] == [rank == 1 for rank in ranks]
     first = torch.tensor(ranks) == 1
     low, high = wilson_interval(int(first.sum()), len(ranks))
     return found, {

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasets import Dataset
 
@@ -77,24 +77,22 @@ class Columns:
         return re.findall(r"{([^{}]*)}", self.template or "")
 
 
-class Known(NamedTuple):
-    """What a table says of its columns besides their names.
+def find_columns(
+    names: Sequence[str],
+    title: str,
+    wanted: Columns,
+    spare_image: str | None = None,
+    typed: Mapping[str, str] = MappingProxyType({}),
+    first: Mapping[str, Any] = MappingProxyType({}),
+    labels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Columns:
+    """Find the columns of a table, by `wanted` or else by their usual names in any case; `title` begins error messages.
 
-    Attributes:
+    Args:
         spare_image: the image column if no usual name is found.
         typed: the kinds of columns whose type says it.
         first: values of the first rows, which tell the kind of files in columns such as `path`.
         labels: the names of the classes of columns whose type has them.
-    """
-
-    spare_image: str | None = None
-    typed: Mapping[str, str] = MappingProxyType({})
-    first: Mapping[str, Any] = MappingProxyType({})
-    labels: Mapping[str, Sequence[str]] = MappingProxyType({})
-
-
-def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known = Known()) -> Columns:  # noqa: B008
-    """Find the columns of a table, by `wanted` or else by their usual names in any case; `title` begins error messages.
 
     Raises:
         ValueError: if a wanted or needed column is missing, two share a name, or columns are for media of several kinds.
@@ -104,14 +102,15 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
     for part in wanted.parts:
         find_column("caption_template", names, title, part, ())
     group = find_column("group_column", names, title, wanted.group, ())
-    medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, known)
+    medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed, first)
     label, others = wanted.label, list(names)
     if wanted.labelled:
-        if label is None and len(known.labels) == 1:
-            [label] = known.labels
-        label = find_column("label_column", list(known.labels) or names, title, label, LABEL_NAMES)
+        if label is None and len(labels) == 1:
+            [label] = labels
+        label = find_column("label_column", list(labels) or names, title, label, LABEL_NAMES)
         others = [name for name in names if name != label]
-    image = find_column("image_column", others, title, wanted.image, names_of(medium)) or known.spare_image
+    media = USUAL_NAMES["image"] if medium == "image" else [*MEDIUM_NAMES[medium], *_ANY_FILE]
+    image = find_column("image_column", others, title, wanted.image, media) or spare_image
     others = [name for name in others if name != image] if wanted.labelled else others
     template = wanted.parts[0] if wanted.parts else wanted.caption
     usual = TEXT_NAMES if wanted.labelled else USUAL_NAMES["caption"]
@@ -125,13 +124,13 @@ def find_columns(names: Sequence[str], title: str, wanted: Columns, known: Known
         advice = f"Set --{missing}_column, or write it behind the path: ,{missing}_column=NAME."
         shown = medium if missing == "image" else missing
         raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
-    if (kind := known.typed.get(str(image), medium)) != medium:
+    if (kind := typed.get(str(image), medium)) != medium:
         raise ValueError(
             f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
         )
     key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
     key = None if wanted.labelled or key == image else key
-    classes = tuple(known.labels.get(str(label), ()))
+    classes = tuple(labels.get(str(label), ()))
     return Columns(image, caption, key, medium, wanted.template, group, wanted.labelled, label, classes)
 
 
@@ -146,26 +145,23 @@ def kind_of_value(value: Any) -> str | None:
     return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
 
 
-def names_of(medium: str) -> list[str]:
-    """Return the usual names of the column of a medium."""
-    return USUAL_NAMES["image"] if medium == "image" else [*MEDIUM_NAMES[medium], *_ANY_FILE]
-
-
-def _find_medium(names: Sequence[str], title: str, wanted: Columns, known: Known) -> str:
+def _find_medium(
+    names: Sequence[str], title: str, wanted: Columns, typed: Mapping[str, str], first: Mapping[str, Any]
+) -> str:
     """Return the kind of the medium that a table holds; images where nothing tells it."""
     own = {name: kind for kind, usual in MEDIUM_NAMES.items() for name in usual if name not in _ANY_FILE}
     if wanted.image is not None:
-        kind = known.typed.get(wanted.image) or own.get(wanted.image.lower())
-        return kind or kind_of_value(known.first.get(wanted.image)) or "image"
+        kind = typed.get(wanted.image) or own.get(wanted.image.lower())
+        return kind or kind_of_value(first.get(wanted.image)) or "image"
     found = {own[name.lower()]: name for name in reversed(names) if name.lower() in own}
-    found = {kind: name for name, kind in known.typed.items()} | found
+    found = {kind: name for name, kind in typed.items()} | found
     if len(found) > 1:
         columns = " and ".join(found.values())
         raise ValueError(
             f"{title}; the columns {columns} may all be the medium. Name one by --image_column. {set_medium(found)}"
         )
     files = next((name for name in names if name.lower() in _ANY_FILE), None)
-    told = next(iter(found), None) or kind_of_value(known.first.get(str(files)))
+    told = next(iter(found), None) or kind_of_value(first.get(str(files)))
     spelt = set(map(_plain, names))
     return told or next((kind for kind in ("clip", "sound") if spelt & set(map(_plain, MEDIUM_NAMES[kind]))), "image")
 

@@ -22,7 +22,6 @@ from mm_utils.data.rows.columns import (
     SPLIT_NAMES,
     SUFFIXES,
     Columns,
-    Known,
     find_columns,
     is_null,
     split_of_path,
@@ -108,7 +107,7 @@ def table_of(rows: Rows, source: Source, file: str | Path) -> Table:
         raise ValueError(f"{file}, {place} is {values.detail}. {REASONS[values.reason]}")
     names = dict.fromkeys(name for row in read for name in row if name is not None)
     first = {name: value for row in reversed(read) for name, value in row.items() if not is_null(value)}
-    columns = find_columns(list(names), source.title, source.columns, Known(first=first))
+    columns = find_columns(list(names), source.title, source.columns, first=first)
     return columns, itertools.chain(head, rows)
 
 
@@ -143,7 +142,7 @@ def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Column
     features = Features.from_arrow_schema(pa.schema(known, metadata=schema.metadata))
     typed = {name: _KINDS[type(feature)] for name, feature in features.items() if type(feature) in _KINDS}
     labels = {name: feature.names for name, feature in features.items() if isinstance(feature, ClassLabel)}
-    return find_columns(schema.names, title, wanted, Known(spare, typed, labels=labels))
+    return find_columns(schema.names, title, wanted, spare, typed, labels=labels)
 
 
 def _is_image(kind: pa.DataType) -> bool:

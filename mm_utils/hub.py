@@ -106,7 +106,7 @@ class HubPusher(RunCallback):
         run.run.accelerator.wait_for_everyone()
         run.run.accelerator.end_training()
         if run.run.accelerator.is_main_process and self.push_model():
-            run.published.append(f"pushed to {self.repository}")
+            logger.info("Pushed to %s", self.repository)
 
     def push_model(self) -> bool:
         """Push the last checkpoint, and the output folder as the final model; return whether the model is on the Hub."""

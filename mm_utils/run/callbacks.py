@@ -42,7 +42,6 @@ class RunContext:
         has_baseline: whether the weights before the first step are a model already.
         retrieval: in pre-training, the evaluator of the validation split, which is among `evaluators`.
         metrics, choice: after training, those of the saved model; which weights are saved, and what chose them.
-        published: lines of the summary: where callbacks have published the output folder.
         passes: passes over training rows at the start: seconds, rows, and the most rows that a whole run takes.
     """
 
@@ -57,7 +56,6 @@ class RunContext:
     retrieval: RetrievalEvaluator | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     choice: str = ""
-    published: list[str] = field(default_factory=list)
     passes: list[tuple[float, int, int]] = field(default_factory=list)
     callbacks: Sequence[TrainerCallback] = ()
 

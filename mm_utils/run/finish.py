@@ -112,10 +112,11 @@ def chosen_on_validation(context: RunContext, model: FusionDualEncoderModel | No
 
     `model` is one of retrieval, whose re-ranking may have been fitted; None for a classifier.
     """
+    alpha = context.metrics.get("eval_wise_ft_alpha")
     chosen = [
         *(["the checkpoint"] if context.run.args.keeps_best else []),
         *(["the weights of re-ranking"] if model and model.fusion is not None and model.config.rerank_weights else []),
-        *(["alpha"] if "eval_wise_ft_alpha" in context.metrics else []),
+        *([f"alpha {alpha:g} between the start and the end"] if alpha is not None else []),
     ]
     too_high = "so its figures are slightly too high; those of a test split are not."
     also = f"The validation split also chose {listed(chosen)}, {too_high}" if chosen else ""
@@ -290,15 +291,13 @@ def closing_lines(
     context: RunContext, commands: Sequence[str], model: FusionDualEncoderModel | None = None
 ) -> list[str]:
     """Return the last lines of a summary: what validation has chosen, where everything is, and what to try next."""
-    folder, alpha = context.run.output_dir, context.metrics.get("eval_wise_ft_alpha")
-    lines = [] if alpha is None else [f"  saved with alpha {alpha:g} between the start and the end"]
-    lines += [f"  {sentence}" for sentence in [chosen_on_validation(context, model)] if sentence]
-    lines += [
+    return [
+        *(f"  {sentence}" for sentence in [chosen_on_validation(context, model)] if sentence),
         "",
-        f"Everything is in {folder}; its README.md has the figures, and code to use the model.",
-        *context.published,
+        f"Everything is in {context.run.output_dir}; its README.md has the figures, and code to use the model.",
+        *(["", "Next:"] if commands else []),
+        *(f"  {command}" for command in commands),
     ]
-    return [*lines, *(["", "Next:"] if commands else []), *(f"  {command}" for command in commands)]
 
 
 def next_commands(context: RunContext) -> list[str]:

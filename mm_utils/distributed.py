@@ -110,14 +110,14 @@ def gather(rows: Tensor, sizes: list[int]) -> Tensor:
 
 
 def gather_ragged(rows: Tensor, sizes: list[int], longest: int = 0) -> Tensor:
-    """Gather `[n, L]` rows whose L differs between ranks; shorter rows are padded with 0.
+    """Gather `[n, ..., L]` rows whose L differs between ranks; shorter rows are padded with 0.
 
     If no rank's L exceeds `longest`, give it: hosts need not wait to know.
     """
     if len(sizes) == 1:
         return rows.detach()
-    longest = longest or max(gather_sizes(rows.shape[1], rows.device))
-    return gather(torch.nn.functional.pad(rows, (0, longest - rows.shape[1])), sizes)
+    longest = longest or max(gather_sizes(rows.shape[-1], rows.device))
+    return gather(torch.nn.functional.pad(rows, (0, longest - rows.shape[-1])), sizes)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

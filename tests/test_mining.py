@@ -12,7 +12,7 @@ from mm_utils.data.batches.tokens import caption_key, image_key
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation import embeddings
-from mm_utils.evaluation.embeddings import Embeddings, Texts
+from mm_utils.evaluation.embeddings import Embeddings
 from mm_utils.mining import REASONS, Mined, MiningArguments, choose
 from scripts import mine_negatives, prepare_data
 from tests.kit.fault_images import draw
@@ -41,8 +41,8 @@ def drawn_split(seed: int = 0) -> tuple[Embeddings, datasets.Dataset]:
     owner = torch.arange(len(order)).repeat_interleave(torch.tensor(counts[order]))
     text_TE = torch.nn.functional.normalize(text_TE + 0.7 * image_ME[owner], dim=1)
     image_ME = torch.nn.functional.normalize(image_ME, dim=1)
-    none = torch.zeros(len(owner), 1, dtype=torch.long)
-    return Embeddings(image_ME, text_TE, keys, keys[owner], torch.tensor(order), Texts(none, none)), rows
+    none = torch.zeros(len(owner), 2, 1, dtype=torch.long)
+    return Embeddings(image_ME, text_TE, keys, keys[owner], torch.tensor(order), none), rows
 
 
 def by_loops(split: Embeddings, rows: datasets.Dataset, group: list[int], args: MiningArguments) -> Mined:

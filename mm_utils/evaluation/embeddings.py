@@ -30,37 +30,17 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most
 
 
-@dataclass
-class Texts:
-    """Token ids and attention mask of texts, both `[T, L]`."""
+def take_texts(text_T2L: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return token ids and attention mask of the texts at `places`, padded to the longest of them."""
+    taken = text_T2L[places]
+    input_ids, attention_mask = taken[..., : int(taken[:, 1].sum(1).max())].unbind(1)
+    return input_ids, attention_mask
 
-    input_ids: Tensor
-    attention_mask: Tensor
 
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    def take(self, places: Tensor) -> "Texts":
-        """Return the texts at `places`, padded to the longest of them."""
-        mask = self.attention_mask[places]
-        longest = int(mask.sum(1).max())
-        return Texts(self.input_ids[places, :longest], mask[:, :longest])
-
-    def to(self, device: torch.device) -> "Texts":
-        """Copy the texts to a device."""
-        return Texts(self.input_ids.to(device), self.attention_mask.to(device))
-
-    def gather(self, sizes: list[int]) -> "Texts":
-        """Gather the texts of all ranks; `sizes` says how many each rank has."""
-        columns = (self.input_ids, self.attention_mask)
-        return Texts(*(distributed.gather_ragged(rows, sizes) for rows in columns))
-
-    @classmethod
-    def cat(cls, parts: Sequence["Texts"]) -> "Texts":
-        """Concatenate texts, padded to the longest of all."""
-        width = max(part.input_ids.shape[1] for part in parts)
-        columns = ([part.input_ids for part in parts], [part.attention_mask for part in parts])
-        return cls(*(torch.cat([pad(rows, (0, width - rows.shape[1])) for rows in column]) for column in columns))
+def cat_texts(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate texts `[T, 2, L]`, padded to the longest of all."""
+    width = max(part.shape[2] for part in parts)
+    return torch.cat([pad(part, (0, width - part.shape[2])) for part in parts])
 
 
 class Keyed(NamedTuple):
@@ -110,7 +90,7 @@ class Embeddings:
     image_key_M: Tensor  # id of each image
     caption_key_T: Tensor  # id of each caption's image
     rows_M: Tensor  # row of each image in the data set
-    texts: Texts  # tokens of the captions
+    text_T2L: Tensor  # token ids and attention mask of each caption
     owned: range = range(0)  # the images that this rank encoded
     skipped: list[str] = field(default_factory=list)  # errors of images that this rank could not decode
     keys_values: KeysValues | None = None  # of this rank's first images, one tensor per layer of the fusion head
@@ -179,8 +159,7 @@ def embed_split(
     width, device = model.config.projection_dim, accelerator.device
     images, texts = [torch.empty(0, width, device=device)], [torch.empty(0, width, device=device)]
     keys, caption_keys, text_keys, rows = ([torch.empty(0, dtype=torch.long, device=device)] for _ in range(4))
-    no_token = torch.empty(0, 1, dtype=torch.long, device=device)
-    tokens = [Texts(no_token, no_token)]
+    tokens = [torch.empty(0, 2, 1, dtype=torch.long, device=device)]
     skipped: list[str] = []
     cache, batches = _KeysValuesCache(cache_bytes), 0
     for batch in tqdm(loader, desc="Embedding", leave=False, disable=not accelerator.is_main_process, delay=2):
@@ -201,7 +180,7 @@ def embed_split(
         text_keys.append(batch["ids"][:, 1])
         keys.append(torch.empty_like(batch["rows"]).scatter_(0, batch["caption_image"], key_t))
         rows.append(batch["rows"])
-        tokens.append(Texts(batch["input_ids"], batch["attention_mask"]))
+        tokens.append(torch.stack([batch["input_ids"], batch["attention_mask"]], 1))
     sizes = distributed.gather_sizes(sum(map(len, images)), device)
     caption_sizes = distributed.gather_sizes(sum(map(len, texts)), device)
     if not sum(sizes):
@@ -217,7 +196,7 @@ def embed_split(
         distributed.gather(torch.cat(keys), sizes),
         key_T,
         distributed.gather(torch.cat(rows), sizes),
-        Texts.cat(tokens).gather(caption_sizes),
+        distributed.gather_ragged(cat_texts(tokens), caption_sizes),
         range(first, first + sizes[distributed.rank()]),
         skipped,
         cache.joined(batches_held),

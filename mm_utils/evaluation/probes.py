@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils import distributed
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.rows.columns import HOLDOUT_LEAST
-from mm_utils.evaluation.embeddings import Embeddings, Texts
+from mm_utils.evaluation.embeddings import Embeddings, take_texts
 from mm_utils.evaluation.metrics import share_with_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
@@ -31,14 +31,13 @@ BATCH = 128  # probes encoded at a time
 class Probes:
     """Tokenised probes; texts 2p and 2p + 1 are the true and the false caption of probe p."""
 
-    texts: Texts
+    text_T2L: Tensor  # token ids and attention mask
     image_P: Tensor  # the row of each probe's image in the data set; of those of a split, the image's place among its images
 
     @classmethod
     def none(cls) -> "Probes":
         """Return no probes."""
-        nothing = torch.empty(0, dtype=torch.long)
-        return cls(Texts(nothing[:, None], nothing[:, None]), nothing)
+        return cls(torch.empty(0, 2, 1, dtype=torch.long), torch.empty(0, dtype=torch.long))
 
     def of(self, split: Embeddings) -> "Probes":
         """Return the probes of images that were embedded, on their device."""
@@ -46,9 +45,7 @@ class Probes:
         row_P = self.image_P.to(row_M.device)
         place_P = torch.searchsorted(row_M, row_P).clamp(max=len(row_M) - 1)
         known_P = row_M[place_P] == row_P
-        texts, known_T = self.texts.to(row_M.device), known_P.repeat_interleave(2)
-        texts = Texts(texts.input_ids[known_T], texts.attention_mask[known_T])
-        return Probes(texts, order_M[place_P[known_P]])
+        return Probes(self.text_T2L.to(row_M.device)[known_P.repeat_interleave(2)], order_M[place_P[known_P]])
 
     def pairs(self, split: Embeddings) -> Tensor:
         """Return the pair numbers of each probe's true and false caption, `[P, 2]`, as `PairScores` counts.
@@ -56,8 +53,8 @@ class Probes:
         The texts are first the captions of the split, then those of the probes.
         """
         first = len(split.text_TE)
-        text_P2 = first + torch.arange(len(self.texts), device=self.image_P.device).view(-1, 2)
-        return self.image_P[:, None] * (first + len(self.texts)) + text_P2
+        text_P2 = first + torch.arange(len(self.text_T2L), device=self.image_P.device).view(-1, 2)
+        return self.image_P[:, None] * (first + len(self.text_T2L)) + text_P2
 
     def share(self, score_P2: Tensor, name: str) -> dict[str, float]:
         """Return the share of higher true captions, with interval."""
@@ -74,8 +71,8 @@ def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, m
     captions = [pair[side] for pair in pairs for side in ("true", "false")]
     ids = encode_captions(tokenizer, captions, max_seq_length)
     kept = [place for place in range(len(pairs)) if ids[2 * place] != ids[2 * place + 1]]
-    texts = Texts(*pad_captions([ids[2 * place + side] for place in kept for side in (0, 1)], tokenizer.pad_token_id))
-    return Probes(texts, torch.tensor(kept, dtype=torch.long))
+    padded = pad_captions([ids[2 * place + side] for place in kept for side in (0, 1)], tokenizer.pad_token_id)
+    return Probes(torch.stack(list(padded), 1), torch.tensor(kept, dtype=torch.long))
 
 
 @torch.no_grad()
@@ -88,8 +85,8 @@ def probe_cosines(
     mine, found = shares[distributed.rank()], [split.image_ME.new_empty(0, 2)]
     for low in range(0, max(map(len, shares)), BATCH):  # FSDP needs the same number of forwards on every rank
         place = torch.arange(mine.start + low, mine.start + low + BATCH, device=device).clamp(max=total - 1)
-        both = probes.texts.take(torch.stack([2 * place, 2 * place + 1], 1).flatten())
+        both = take_texts(probes.text_T2L, torch.stack([2 * place, 2 * place + 1], 1).flatten())
         with accelerator.autocast():
-            text_P2E = model.encode_text(both.input_ids, both.attention_mask)[0].float().unflatten(0, (-1, 2))
+            text_P2E = model.encode_text(*both)[0].float().unflatten(0, (-1, 2))
         found.append(torch.einsum("pte,pe->pt", text_P2E, split.image_ME[probes.image_P[place]]))
     return distributed.gather(torch.cat(found)[: len(mine)], list(map(len, shares)))

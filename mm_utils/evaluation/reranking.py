@@ -28,11 +28,11 @@ from mm_utils import distributed
 from mm_utils.evaluation.embeddings import (
     Embeddings,
     Keyed,
-    Texts,
     best_rank,
     cosine_ranks,
     image_shares,
     right_items,
+    take_texts,
     top_candidates,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -162,7 +162,7 @@ def rank_directions(
 def score_pairs(
     model: FusionDualEncoderModel,
     split: Embeddings,
-    texts: Texts,
+    text_T2L: Tensor,
     pairs: Tensor,
     loader: Iterable,
     accelerator: Accelerator,
@@ -177,9 +177,9 @@ def score_pairs(
     scored, scores = [pairs[:0]], [torch.empty(0, len(voices), device=pairs.device)]
     progress = tqdm(desc="Re-ranking", unit="pair", leave=False, disable=not accelerator.is_main_process, delay=2)
     for images, keys_values in image_shares(model, split, loader, accelerator):
-        image = pairs // len(texts)
+        image = pairs // len(text_T2L)
         mine = pairs[(image >= images.start) & (image < images.stop)]
-        mine = mine[(mine % len(texts)).argsort(stable=True)]
+        mine = mine[(mine % len(text_T2L)).argsort(stable=True)]
         # FSDP needs the same number of forwards on every rank; a rank without pairs left repeats its first one.
         most = max(distributed.gather_sizes(len(mine), mine.device))
         of_share = []
@@ -187,14 +187,12 @@ def score_pairs(
             block = mine[low : low + PAIRS] if low < len(mine) else mine[:1]
             if not len(block):  # a rank without images
                 continue
-            text, place = (block % len(texts)).unique(return_inverse=True)
-            read, local = texts.take(text), block // len(texts) - images.start
+            text, place = (block % len(text_T2L)).unique(return_inverse=True)
+            (input_ids, mask), local = take_texts(text_T2L, text), block // len(text_T2L) - images.start
             own = tuple(layer[:, local] for layer in keys_values)
             with accelerator.autocast():
-                _, states = model.encode_text(read.input_ids, read.attention_mask)
-                score_PV = model.voice_scores(
-                    voices, own, states[place], read.attention_mask[place], read.input_ids[place]
-                )
+                _, states = model.encode_text(input_ids, mask)
+                score_PV = model.voice_scores(voices, own, states[place], mask[place], input_ids[place])
             of_share.append(score_PV.float())
             progress.update(len(block))
         scored.append(mine)

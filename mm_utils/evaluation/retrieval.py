@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mm_utils.arguments import arg, load_own
 from mm_utils.distributed import full_tensor
-from mm_utils.evaluation.embeddings import Embeddings, Texts, embed_split
+from mm_utils.evaluation.embeddings import Embeddings, cat_texts, embed_split
 from mm_utils.evaluation.metrics import helps, mean_recall, retrieval_metrics, spread
 from mm_utils.evaluation.probes import Probes, probe_cosines
 from mm_utils.evaluation.reranking import (
@@ -113,7 +113,7 @@ class RetrievalEvaluator:
         if not reranks:
             self.directions = rank_directions(split)
             return retrieval_metrics(split, self.directions) | others
-        texts = Texts.cat([split.texts, probes.texts])
+        texts = cat_texts([split.text_T2L, probes.text_T2L])
         candidates, pair_P2 = find_candidates(split, self.args.rerank_top_k, len(texts), scale), probes.pairs(split)
         listed = {name: found.pair_QK for name, found in candidates.items() if found.pair_QK is not None}
         pairs = torch.cat([*(pair_QK.flatten() for pair_QK in listed.values()), pair_P2.flatten()])

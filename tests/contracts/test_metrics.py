@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mm_utils.evaluation import embeddings, reranking, retrieval
-from mm_utils.evaluation.embeddings import Embeddings, Texts, count_right
+from mm_utils.evaluation.embeddings import Embeddings, count_right
 from mm_utils.evaluation.metrics import retrieval_metrics, wilson_interval
 from mm_utils.evaluation.probes import Probes
 from mm_utils.evaluation.reranking import rank_directions
@@ -128,7 +128,7 @@ def order(case: Case) -> tuple[Figures, Figures]:
     first = [model.owner.index(image) for image in range(case.images)]
     pairs = [(first[image], first[(image + 1) % case.images]) for image in range(case.images)]
     ids = [[1, text, model.owner[text]] for pair in pairs for text in pair]
-    texts = Texts(torch.tensor(ids), torch.ones(len(ids), 3, dtype=torch.long))
+    texts = torch.stack([torch.tensor(ids), torch.ones(len(ids), 3, dtype=torch.long)], 1)
     measure = RetrievalEvaluator(EvaluationArguments(rerank_top_k=4), Probes(texts, torch.arange(case.images)))
     found = measure(model, model.batches(case.batch_size, case.unreadable), ACCELERATOR)
     cosine = model.logit_scale.exp() * model.image @ model.text.T

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from mm_utils.evaluation.embeddings import Embeddings, Texts, cosine_ranks
+from mm_utils.evaluation.embeddings import Embeddings, cosine_ranks
 from mm_utils.evaluation.metrics import (
     FEW_GROUPS,
     half_width,
@@ -92,7 +92,7 @@ def split_of_kinds(kinds: int, media: int, captions: int, generator: torch.Gener
     image_ME = centre[kind_M] + torch.randn(count, 16, generator=generator)
     text_TE = (centre.repeat_interleave(captions, 0) + torch.randn(kinds * captions, 16, generator=generator))[text_T]
     image_ME, text_TE = (normalize(rows, dim=1) for rows in (image_ME, text_TE))
-    texts = Texts(torch.zeros(len(owner_T), 1), torch.ones(len(owner_T), 1))
+    texts = torch.zeros(len(owner_T), 2, 1)
     keys = 3 * torch.arange(count)
     return Embeddings(image_ME, text_TE, keys, keys[owner_T], torch.arange(count), texts, text_key_T=text_T)
 

@@ -40,8 +40,7 @@ def test_scenes_have_probes(tmp_path: Any) -> None:
     rows = load_scenes(num_train=1, num_eval=30, cache_dir=tmp_path)["validation"]
     tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)
     probes = caption_probes(rows, tokenizer, 64)
-    texts = probes.texts
-    ids = [row[mask.bool()].tolist() for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)]
+    ids = [row[mask.bool()].tolist() for row, mask in probes.text_T2L]
     assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
     for others in (rows.remove_columns("order_pair"), datasets.Dataset.from_dict({"order_pair": ["something else"]})):
         assert len(caption_probes(others, tokenizer, 64).image_P) == 0

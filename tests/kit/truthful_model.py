@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from mm_utils.data import media
 from mm_utils.data.batches import order
 from mm_utils.data.batches.dataset import Collator
-from mm_utils.evaluation.embeddings import Embeddings, Texts
+from mm_utils.evaluation.embeddings import Embeddings
 
 CPU = torch.device("cpu")
 ACCELERATOR: Any = SimpleNamespace(device=CPU, is_main_process=False, autocast=nullcontext)
@@ -22,8 +22,7 @@ ACCELERATOR: Any = SimpleNamespace(device=CPU, is_main_process=False, autocast=n
 def split_of(image: Tensor, text: Tensor, owner: list[int]) -> Embeddings:
     """A split whose text t belongs to image `owner[t]`."""
     keys = 1000 + 7 * torch.arange(len(image))
-    no_tokens = torch.zeros(len(text), 1, dtype=torch.long)
-    texts = Texts(no_tokens, no_tokens)
+    texts = torch.zeros(len(text), 2, 1, dtype=torch.long)
     return Embeddings(image, text, keys, keys[torch.tensor(owner)], torch.arange(len(image)), texts)
 
 

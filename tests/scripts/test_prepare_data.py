@@ -123,10 +123,10 @@ def test_no_secret_and_no_folder_of_the_machine_is_published(
     assert intact_rows(flags[3]) == 40
 
 
-STATE, INFO, NAMES, REPORT = "train/state.json", "train/dataset_info.json", "dataset_dict.json", "report.json"
+STATE, NAMES, REPORT = "train/state.json", "dataset_dict.json", "report.json"
 SHARD = "train/data-00000-of-00001.arrow"
 DAMAGED: dict[str, tuple[str, str | None]] = {
-    **{f"{name} is {text!r}": (name, text) for name in (STATE, INFO, NAMES) for text in ("", "[]", "\udcff")},
+    **{f"{name} is {text!r}": (name, text) for name in (STATE, NAMES) for text in ("", "[]", "\udcff")},
     "an empty report": (REPORT, ""),
     "a nested state": (STATE, "[" * 100_000),
     "no state of a split": (STATE, None),

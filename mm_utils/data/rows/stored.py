@@ -1,6 +1,6 @@
 """Open what `save_to_disk` wrote, and data sets of the Hub, with no file elsewhere.
 
-Anyone may publish such data. Cards, JSON files and columns of images name files, and `datasets` opens them wherever they
+Anyone may publish such data. Cards, JSON files and columns of images name files, and `datasets` would open them wherever they
 are, on the disk or in the network; so they are judged here before.
 """
 
@@ -17,8 +17,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
-from datasets import Dataset, DatasetBuilder, DatasetDict, load_dataset_builder, load_from_disk
+from datasets import Dataset, DatasetBuilder, DatasetDict, load_dataset_builder
 from datasets.exceptions import DatasetsError
+from datasets.table import MemoryMappedTable, concat_tables
 from huggingface_hub import DatasetCard, hf_hub_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError
@@ -41,17 +42,11 @@ def load_splits(name: str, title: str, allow_outside: bool = False, config: str 
         raise ValueError(f"{title}; {problem}")
     with blamed_on(title):
         if is_saved(folder):
-            check_saved(folder, Jail(name, allow_outside))
-            try:
-                source = load_from_disk(name, keep_in_memory=False)
-            except IndexError:  # of datasets, where no file has rows
-                raise ValueError("it holds no rows") from None
-        else:
-            use_cache_without_network()
-            builder = open_builder(name, config)
-            builder.download_and_prepare()
-            source = builder.as_dataset()
-    return DatasetDict({"train": source}) if isinstance(source, Dataset) else source
+            return _open_saved(folder, Jail(name, allow_outside))
+        use_cache_without_network()
+        builder = open_builder(name, config)
+        builder.download_and_prepare()
+        return builder.as_dataset()
 
 
 @contextmanager
@@ -94,7 +89,7 @@ def folders_of(name: str) -> tuple[str, str]:
 
 # What `datasets` raises of files that are damaged; RecursionError is a RuntimeError.
 _DAMAGE = (
-    DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, yaml.YAMLError, KeyError, TypeError, AttributeError,
+    DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, yaml.YAMLError, LookupError, TypeError, AttributeError,
 )  # fmt: skip
 
 
@@ -114,35 +109,31 @@ def check_image_files(rows: Dataset, title: str, jail: Jail) -> None:
                 raise ValueError(f"{title}; {fault.detail}. {REASONS[fault.reason]}") from fault
 
 
-def check_saved(folder: Path, jail: Jail) -> None:
-    """Check the files that a folder of `save_to_disk` names, before `datasets` opens them.
+def _open_saved(folder: Path, jail: Jail) -> DatasetDict:
+    """Open the files that a folder of `save_to_disk` names, memory-mapped; raises a `Fault` of one that the jail refuses."""
 
-    Raises a `Fault`, or a ValueError if a file of names is damaged.
-    """
-
-    def named(file: str, key: str) -> Any:
-        """Return what a file names; the file itself lies in the folder, too."""
-        if not os.path.lexists(folder / file):
-            return ()
-        check(file, "dataset_dict.json")
-        content = json.loads((folder / file).read_text(encoding="utf-8")) if (folder / file).is_file() else {}
-        if not isinstance(content, dict):
-            raise ValueError(f"{file} holds no JSON object")
-        return content.get(key) or ()
-
-    def check(name: str, by: str) -> None:
+    def place(name: str, by: str) -> str:
         try:
-            jail.resolve(os.path.join(jail.root, name))
+            return jail.resolve(os.path.join(jail.root, name))
         except Fault as fault:
-            if fault.reason != "image_missing":  # which `datasets` names
-                raise Fault(fault.reason, f"{by} names {name}: {fault.detail}") from fault
+            if fault.reason == "image_missing":
+                raise ValueError(f"{by} names {name}, which is not there") from fault
+            raise Fault(fault.reason, f"{by} names {name}: {fault.detail}") from fault
 
-    for part in ("", *(f"{split}/" for split in named("dataset_dict.json", "splits"))):
-        named(f"{part}dataset_info.json", "")
-        for data in named(f"{part}state.json", "_data_files"):
-            if not isinstance(file := data.get("filename") if isinstance(data, dict) else None, str):
-                raise ValueError(f"{part}state.json names no files")
-            check(os.path.join(part, file), f"{part}state.json")
+    def stated(file: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(Path(place(file, "dataset_dict.json")).read_text(encoding="utf-8"))
+        return content
+
+    splits, several = DatasetDict(), os.path.lexists(folder / "dataset_dict.json")
+    for split in stated("dataset_dict.json")["splits"] if several else [""]:
+        file = os.path.join(split, "state.json")
+        state = stated(file)
+        tables = [
+            MemoryMappedTable.from_file(place(os.path.join(split, data["filename"]), file))
+            for data in state["_data_files"]
+        ]
+        splits[split or "train"] = Dataset(concat_tables(tables), fingerprint=state["_fingerprint"])
+    return splits
 
 
 def check_card(path: Path) -> None:

@@ -18,8 +18,7 @@ from mm_utils.data.batches.order import Draw, evaluation_batches
 from mm_utils.data.batches.tokens import fingerprint, tokenizer_digest
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
-from mm_utils.model.build import check_model, load_model
-from mm_utils.model.processor import load_processor_of
+from mm_utils.model.build import check_model, open_model
 from mm_utils.model.reading import UnreadableError
 from mm_utils.objectives.contrastive import Distillation
 from mm_utils.training.callbacks import RunCallback
@@ -35,8 +34,8 @@ class Teacher(nn.Module):
         super().__init__()
         folder, self.scale, self.medium = Path(name.removeprefix("st:")), None, None
         if not name.startswith("st:"):
-            self.model, processor = load_model(name, fusion_layers=0).float().eval(), load_processor_of(name)
-            self.model.processor, self.medium = processor, read_by(processor)
+            model, processor = open_model(name)
+            self.model, self.medium = model.float(), read_by(processor)
             self.scale, self.width = self.model.logit_scale.exp().item(), self.model.config.projection_dim
             reads = self.medium.key, tokenizer_digest(processor.tokenizer)
             settings = {**self.model.config.to_dict(), "reads": str(reads)}

@@ -23,7 +23,6 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.model.row_noise import part_of_rows
 
 
 def vision_features(
@@ -87,18 +86,19 @@ def encode_in_groups(
     """Return what `model.encode_text` does of n texts `[n, L]`, in groups if their numbers of tokens are given."""
     if not lengths:
         return model.encode_text(input_ids, attention_mask, with_states)
-    embeds, states = [], []
+    pooled, states = [], []
     for group in length_groups(lengths, input_ids.device.type):
         rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
         # A copy: compiled towers have one graph for contiguous tokens, and would need another for a slice.
         tokens, mask = (given[rows, :longest].contiguous() for given in (input_ids, attention_mask))
-        shortest = min(lengths[group.start : group.stop])
-        with knows_padding(shortest < longest), part_of_rows(model.text_projection, rows):
-            found = model.encode_text(tokens, mask, with_states)
-        embeds.append(found[0])
-        missing = input_ids.shape[1] - longest if found[1].shape[1] else 0
-        states.append(F.pad(found[1], (0, 0, 0, missing)))
-    return torch.cat(embeds), torch.cat(states)
+        with knows_padding(min(lengths[group.start : group.stop]) < longest):
+            of_rows, of_tokens = model.text_features(tokens, mask, with_states)
+        pooled.append(of_rows)
+        if with_states:
+            of_tokens = of_tokens if model.fusion is None else model.fusion.encode_text(of_tokens)
+            states.append(F.pad(of_tokens, (0, 0, 0, input_ids.shape[1] - longest)))
+    embeds, no_states = model.project_text(torch.cat(pooled))  # of all rows, whose dropout is drawn by row
+    return embeds, torch.cat(states) if with_states else no_states
 
 
 @contextmanager

@@ -3,9 +3,6 @@
 They depend neither on the number of processes nor on how a batch is cut, and a resumed run repeats them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
@@ -83,16 +80,3 @@ def set_row_keys(model: nn.Module, keys: Tensor | None) -> None:
     for module in model.modules():
         if isinstance(module, RowDropout):
             module.keys = keys
-
-
-@contextmanager
-def part_of_rows(module: nn.Module, rows: slice) -> Iterator[None]:
-    """Inside the `with` block a module is given these of the rows, not all."""
-    drawing = [
-        (each, each.keys) for each in module.modules() if isinstance(each, RowDropout) and each.keys is not None
-    ]
-    for each, keys in drawing:
-        each.keys = keys[rows]
-    yield
-    for each, keys in drawing:
-        each.keys = keys

@@ -156,7 +156,7 @@ class RecordBuilder:
         id_root: str = "",
         also: Iterable[str] = (),
     ) -> None:
-        self.source, self.safety = source, safety
+        self.source = source
         given = source.image_root or safety.image_root
         own = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or "."
         root = given or os.fspath(default_root) or own
@@ -166,7 +166,7 @@ class RecordBuilder:
         self._id_root = os.path.abspath(given or id_root or root)
         self.medium = "image" if source.medium == "auto" else source.medium
 
-    def image(self, value: Any) -> tuple[ImageRef, str | None]:
+    def _image(self, value: Any) -> tuple[ImageRef, str | None]:
         """Return the medium that a cell names, and the id that follows from its path."""
         if isinstance(value, ImageRef):
             return value, None
@@ -213,7 +213,7 @@ class RecordBuilder:
             if column not in values and column not in columns.parts:  # of a template, any may be missing
                 raise Fault("missing_column", f"there is no {column}")
         captions = captions_of(values, columns)
-        image, key = self.image(values[str(columns.image)])
+        image, key = self._image(values[str(columns.image)])
         key = id_of(values, columns) or key
         if not is_null(values.get("split")) and self.source.split is None:
             split = split_of(values["split"])

@@ -66,8 +66,8 @@ class RowDropout(nn.Module):
             noise = uniform_noise(self.keys.to(features.device), columns, self.place)
         else:
             raise ValueError(
-                f"RowDropout draws by pair, and was given {len(features)} rows of {len(self.keys)} pairs: a term of --objectives "
-                "embeds other texts. Drop regions, moments and mined negatives, or --projection mlp."
+                f"--projection is mlp, whose dropout is drawn by pair; a term of --objectives embeds {len(features)} texts of "
+                f"{len(self.keys)} pairs. Drop the term, or the flag."
             )
         return features * (noise >= self.p).to(features) / (1 - self.p)
 

@@ -31,11 +31,7 @@ _YOUNG = 60.0  # seconds; a folder of another name may have been made, and not y
 _failed: set[Path] = set()
 
 
-def retry(
-    action: Callable[[], _Result],
-    passing: Callable[[Exception], bool],
-    pauses: Iterable[float],
-) -> _Result:
+def retry(action: Callable[[], _Result], passing: Callable[[Exception], bool], pauses: Iterable[float]) -> _Result:
     """Call `action` until it succeeds or raises an error that does not pass, with pauses in seconds between."""
     for pause in pauses:
         try:

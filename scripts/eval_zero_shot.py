@@ -19,12 +19,7 @@ from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, ma
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.finetuning.evaluator import report_classes
-from mm_utils.finetuning.zero_shot import (
-    ZeroShotArguments,
-    ZeroShotEvaluator,
-    accuracy_lines,
-    load_labelled,
-)
+from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, load_labelled
 from mm_utils.model.build import open_model
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 

@@ -20,7 +20,7 @@ from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.files import append_rows
 from mm_utils.reliability import signals
-from mm_utils.reliability.signals import Interrupted, Interruption
+from mm_utils.reliability.signals import Interruption
 from mm_utils.reliability.skipped import SKIPPED_FILE, SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator
@@ -46,10 +46,6 @@ def test_a_signal_is_recorded_and_handlers_are_restored(
     assert capfd.readouterr().err.count("A signal asks the run to stop") == 1
 
 
-def raised(number: int) -> None:
-    raise Interrupted(number)
-
-
 def again_later(first: int, second: int) -> int:
     signals._REPEAT_SECONDS = 0.1
     with Interruption() as found:
@@ -72,7 +68,6 @@ def without_stderr(number: int) -> int:
 @pytest.mark.parametrize(
     ("function", "args", "status", "returned"),
     [
-        (raised, (signal.SIGUSR1,), 138, None),
         (again_later, (signal.SIGTERM, signal.SIGTERM), -signal.SIGTERM, None),
         (again_later, (signal.SIGUSR1, signal.SIGTERM), 0, signal.SIGUSR1),  # from a launcher that ends
         (without_stderr, (signal.SIGINT,), 0, signal.SIGINT),

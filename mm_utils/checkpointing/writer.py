@@ -13,11 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from mm_utils import distributed
-from mm_utils.checkpointing.files import (
-    checkpoint_folders,
-    step_of,
-    write_checkpoint,
-)
+from mm_utils.checkpointing.files import checkpoint_folders, step_of, write_checkpoint
 from mm_utils.checkpointing.state import Snapshot, check_finite
 from mm_utils.files import errno_of, retry
 from mm_utils.text import byte_size

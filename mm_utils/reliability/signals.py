@@ -18,21 +18,6 @@ _REPEAT_SECONDS = 2.0  # the same signal within them is the first one again, for
 _MESSAGE = b"\nA signal asks the run to stop: it ends this step, saves and exits. Send it again to leave at once.\n"
 
 
-class Interrupted(SystemExit):
-    """The end of a run that a signal stopped, after it has saved.
-
-    Args:
-        number: the signal's number; the exit status is 128 + it, as in shells.
-    """
-
-    def __init__(self, number: int):
-        super().__init__(128 + number)
-        self.number = number
-
-    def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}"
-
-
 class Interruption:
     """Record signals within its context; a repeated signal has its default effect.
 

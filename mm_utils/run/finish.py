@@ -196,10 +196,7 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
 
 
 def finish(
-    context: RunContext,
-    write: Callable[[Path], None],
-    card: Callable[[], CardInfo],
-    summary: Callable[[], list[str]],
+    context: RunContext, write: Callable[[Path], None], card: Callable[[], CardInfo], summary: Callable[[], list[str]]
 ) -> None:
     """Draw `training.png`, let `write` write into the folder, write the card, let callbacks publish the folder, log a summary."""
     run, folder = context.run, context.run.output_dir

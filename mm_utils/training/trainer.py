@@ -35,7 +35,7 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives.joint import Objective
-from mm_utils.reliability.signals import Interrupted, Interruption
+from mm_utils.reliability.signals import Interruption
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.optim import OptimizerArguments
@@ -103,10 +103,7 @@ class Trainer:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def train(
-        self,
-        resume_from: Path | None = None,
-        evaluate_start: bool = False,
-        known: Mapping[str, float] | None = None,
+        self, resume_from: Path | None = None, evaluate_start: bool = False, known: Mapping[str, float] | None = None
     ) -> dict[str, float]:
         """Train to the end of the stage or a callback's stop; load the best weights; return their metrics.
 
@@ -118,7 +115,7 @@ class Trainer:
             known: what the stage before has measured of the weights that this one begins with.
 
         Raises:
-            Interrupted: if a signal stopped the run (`mm_utils.reliability.signals`); the checkpoint is written then.
+            SystemExit: if a signal stopped the run (`mm_utils.reliability.signals`); the checkpoint is written then.
             distributed.RunError: if checkpoints cannot be written any more.
         """
         with ExitStack() as stack:
@@ -394,7 +391,7 @@ class Trainer:
         self.callbacks.call("on_train_end")
         if self.accelerator.is_main_process:
             logger.warning("Stopped by a signal after step %d. Resume: %s", step, self.args.resume_command)
-        raise Interrupted(signal)
+        raise SystemExit(128 + signal)  # as in shells
 
     def _fail_after_save_errors(self) -> NoReturn:
         problem = distributed.on_first(lambda: self.writer.problem)

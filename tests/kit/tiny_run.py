@@ -19,7 +19,6 @@ from transformers import TrainerCallback
 from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, step_of
 from mm_utils.objectives.joint import JointObjective
-from mm_utils.reliability.signals import Interrupted
 from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator
@@ -208,8 +207,8 @@ def train(run: TinyRun) -> tuple[int, int, list[list[int]]]:
     for number, trainer in enumerate(trainers(run, seen, checkpoint)):
         try:
             metrics = trainer.train(None if number else checkpoint, known=metrics)
-        except Interrupted as interrupted:
-            return interrupted.number, trainer.state.global_step, seen
+        except SystemExit as stopped:
+            return int(str(stopped.code)) - 128, trainer.state.global_step, seen
         if trainer.ends_run:
             break
     return 0, trainer.state.global_step, seen

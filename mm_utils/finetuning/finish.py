@@ -66,7 +66,7 @@ def classification_card(
     size = millions(sum(weight.numel() for weight in model.parameters()))
     what = f"It classifies into {len(task.classes)} classes by {classifier_input(model)}."
     return run_card(
-        *(run, metrics, argv),
+        *(context, argv),
         about=f"{what} {encoders(names, (False, False), medium)}: {size} parameters in all.",
         usage=usage(run.model, medium, model.config.classifier_inputs),
         medium=medium,

@@ -42,7 +42,6 @@ from mm_utils.reports.model_card import (
 )
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.restarts import device_name
-from mm_utils.run.start import Run
 from mm_utils.text import markdown_text, printable
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ def retrieval_card(context: RunContext, split: Embeddings, argv: Sequence[str] |
     )
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(
-        *(run, context.metrics, argv),
+        *(context, argv),
         about=about,
         usage=search_code(run.model, medium, has_fusion, dual_encoder),
         medium=medium,
@@ -159,17 +158,18 @@ def _with_interval(recall: float, queries: int) -> str:
     return f"{recall:.3f} ({low:.2f} to {high:.2f})"
 
 
-def run_card(run: Run, metrics: dict[str, float], argv: Sequence[str] | None, **values: Any) -> CardInfo:
+def run_card(context: RunContext, argv: Sequence[str] | None, **values: Any) -> CardInfo:
     """Return a card with what the cards of all runs have, and `values`."""
-    trained_on, accelerator = run.settings.get("dataset_name"), run.accelerator
+    run, accelerator, defaults = context.run, context.run.accelerator, context.given.defaults
+    trained_on = run.settings.get("dataset_name")
     return CardInfo(
         name=run.output_dir.resolve().name,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
         command=launch_command(run.name, sys.argv[1:] if argv is None else argv),
-        metrics=metrics,
+        metrics=context.metrics,
         datasets=[trained_on] if trained_on and not Path(trained_on).exists() else [],
         hyperparameters={
-            name: value for name, value in run.settings.items() if value not in (None, run.defaults.get(name))
+            name: value for name, value in run.settings.items() if value not in (None, defaults.get(name))
         },
         environment={
             "hardware": device_name(accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),

@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Run:
     """A started run.
 
-    `settings` and `defaults` have all arguments by name; `repository` is that on the Hub which the model is pushed to;
+    `settings` has all arguments by name; `repository` is that on the Hub which the model is pushed to;
     `fits_batch`: the command line does not name the size of a batch, so that it is at most all rows.
     """
 
@@ -45,7 +45,6 @@ class Run:
     settings: dict[str, Any]
     args: TrainingArguments
     repository: str | None = None
-    defaults: dict[str, Any] = field(default_factory=dict)
     fits_batch: bool = True
 
     @property
@@ -77,23 +76,18 @@ def start_run(name: str, given: Parsed) -> Run:
         {**common, **versions}, "Start all machines with one command, in equal environments."
     )
     launch, description = launcher_names(), describe_start(accelerator)
-    folder, resume_from = distributed.on_first(lambda: claim_folder(name, args, settings, launch))
+
+    def begin() -> tuple[Path, str | None]:
+        folder, resume_from = claim_folder(name, args, settings, launch)
+        if not (resume_from and (folder / CONFIG_FILE).is_file()):  # else once the run may go on
+            save_config(folder, {**settings, "output_dir": str(folder)})
+        record_start(folder, description, launch)
+        return folder, resume_from
+
+    folder, resume_from = distributed.on_first(begin)
     args = replace(args, output_dir=str(folder), resume_from_checkpoint=resume_from)
-    settings = {**settings, **to_dict(args)}
-
-    def write() -> None:
-        try:
-            if not (resume_from and (folder / CONFIG_FILE).is_file()):  # else once the run may go on
-                save_config(folder, settings)
-            record_start(folder, description, launch)
-        except OSError as error:
-            raise RunError(
-                f"--output_dir is {folder}; it cannot be written: {error.strerror}. Give a folder that can."
-            ) from error
-
-    distributed.on_first(write)
     set_seed(args.seed)
-    return Run(name, accelerator, folder, settings, args, defaults=given.defaults, fits_batch=fits_batch)
+    return Run(name, accelerator, folder, {**settings, **to_dict(args)}, args, fits_batch=fits_batch)
 
 
 def make_accelerator() -> Accelerator:

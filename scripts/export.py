@@ -1,7 +1,8 @@
 """Export the two towers of a trained model to ONNX, for programs without torch.
 
-Graphs that are compared with torch:
+Graphs in fp32, or with 8-bit weights, compared with torch:
     python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/onnx
+    python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/int8 --precision int8
 
 For the photo library Immich:
     python scripts/export.py --model_name_or_path outputs/mine --output_dir outputs/immich --layout immich
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args, required
 from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.export.folder import LAYOUTS, check_output, export
+from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export
 from mm_utils.export.open_clip import write_open_clip
 from mm_utils.files import atomic_folder
 from mm_utils.model.build import open_model
@@ -30,14 +31,19 @@ class ExportArguments:
 
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, a stock CLIP, or a Hub id.")
     output_dir: str = required("The folder to write, a new one.")
+    precision: str = arg("fp32", "Of the graphs' weights: fp32 or int8.")
     layout: str = arg(
         "plain",
         "How files are named and laid: plain (also for transformers.js), immich, or open_clip (torch weights of a CLIP).",
     )
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"--precision is {self.precision}; give {' or '.join(PRECISIONS)}.")
         if self.layout not in LAYOUTS:
             raise ValueError(f"--layout is {self.layout}; choose one of {', '.join(LAYOUTS)}.")
+        if self.layout == "open_clip" and self.precision != "fp32":
+            raise ValueError("--layout is open_clip; it has no graphs, hence no --precision. Drop it.")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -71,11 +77,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Export, compare, and only then put the folder in its place.
     with atomic_folder(Path(output_dir), "--output_dir") as folder:
-        found = export(folder, model_name, model, processor, args.layout, shape)
+        found = export(folder, model_name, model, processor, args.layout, args.precision, shape)
 
     # 4. Report.
     apart = ", ".join(f"{part} {value:.0e}" for part, value in found.items())
-    logger.info("%s differs from torch by %s", output_dir, apart)
+    logger.info("%s: %s differs from torch by %s", output_dir, args.precision, apart)
     return found
 
 

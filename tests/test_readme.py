@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from mm_utils.arguments import parse_args
 from mm_utils.launch.arguments import LaunchArguments, split_words
 from mm_utils.training.arguments import FinetuningArguments
-from scripts import embed, export, prepare_data, pretrain
+from scripts import embed, prepare_data, pretrain
 from tests.kit.commands import Command, parse
 from tests.kit.corpora import COLOURS, draw
 from tests.kit.processes import ROOT
@@ -295,7 +295,6 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     pretrain.main([*model, "--output_dir", "outputs/small"])
     embed.main(["--model_name_or_path", "outputs/small", "--images", "photos", "--index_dir", "outputs/index"])
     prepare_data.main(["--sources", "pairs.jsonl", "--output_dir", "data/mine", "--num_proc", "1"])
-    export.main(["--model_name_or_path", "outputs/small", "--output_dir", "outputs/onnx"])
     for block in found:
         exec(compile(block.replace("outputs/mine", "outputs/small"), "docs", "exec"), {"__name__": "docs"})
     shown = capsys.readouterr().out

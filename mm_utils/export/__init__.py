@@ -1,1 +1,1 @@
-"""Export to ONNX: graphs, layouts of folders, and the comparison with torch."""
+"""Export to ONNX: graphs, precisions, layouts of folders, and the comparison with torch."""

@@ -20,12 +20,13 @@ from transformers import ProcessorMixin
 
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.distributed import RunError
-from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_of, trace
+from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_of, trace, write_int8
 from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_table, markdown_text, publishable
 
 LAYOUTS = ("plain", "immich", "open_clip")
+PRECISIONS = ("fp32", "int8")
 IMMICH_NAMES = {
     512: "ViT-B-32__openai",
     640: "RN50x4__openai",
@@ -35,8 +36,11 @@ IMMICH_NAMES = {
 }
 _IMMICH_LENGTH = 77  # tokens that Immich pads every text to, as open_clip does
 USAGE = {
-    "plain": """`python without_torch.py "a red door" photos/*.jpg` ranks images with numpy, onnxruntime, tokenizers and Pillow alone. The CLIP classes of
-transformers.js load this folder with `dtype` `fp32` and texts padded by PADDING: docs/export.md of the project has the lines.""",
+    "plain": """```bash
+python without_torch.py "a red door" photos/*.jpg
+```
+
+ranks images with numpy, onnxruntime, tokenizers and Pillow alone. The CLIP classes of transformers.js load this folder with `dtype` DTYPE and texts padded by PADDING: docs/export.md of the project has the lines.""",
     "immich": """Put this folder into the model cache of Immich's machine-learning service under the name of a model that it knows, with
 embeddings of WIDTH numbers: `docker cp . immich_machine_learning:/cache/clip/NAME`. Then choose `NAME` under Machine Learning, Smart Search, and
 run the job Smart Search for all images.""",
@@ -70,6 +74,7 @@ def export(
     model: FusionDualEncoderModel,
     processor: ProcessorMixin,
     layout: str,
+    precision: str,
     shape: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Write graphs, settings, the file without torch and a README; return the differences from torch by part.
@@ -79,11 +84,11 @@ def export(
         name: of the model.
         model: in evaluation mode, on the CPU.
         processor: of the model.
-        layout: one of `LAYOUTS`, but open_clip.
+        layout, precision: one of `LAYOUTS`, and of `PRECISIONS`.
         shape: of a clip or a sound, see `graphs_of`.
 
     Raises:
-        RunError: if torch cannot export a part, or a graph differs from torch by more than `MOST_DIFFERENCE`.
+        RunError: if torch cannot export a part, or fp32 differs from torch by more than `MOST_DIFFERENCE`.
     """
     tokenizer, immich = processor.tokenizer, None
     if layout == "immich":
@@ -102,10 +107,14 @@ def export(
                 f"The exported {part} differs from torch by {difference:.1e}; at most {MOST_DIFFERENCE:.0e} is right. Nothing "
                 "was written. Try other versions of torch and onnxruntime."
             )
+    if precision == "int8":
+        suffix = "" if immich else "_quantized"  # as transformers.js expects it
+        paths = {part: write_int8(path, f"{path.stem}{suffix}") for part, path in paths.items()}
+        apart = differences(graphs, paths)
     write_settings(folder, layout, model, processor)
     kind, width = model.config.medium, model.config.projection_dim
     bias = None if model.logit_bias is None else model.logit_bias.item()
-    stated = {"model": publishable(name), "layout": layout, "opset": OPSET}
+    stated = {"model": publishable(name), "layout": layout, "precision": precision, "opset": OPSET}
     stated |= {
         "projection_dim": width,
         "logit_scale": model.logit_scale.exp().item(),
@@ -116,6 +125,7 @@ def export(
     words = {
         "NAME": IMMICH_NAMES.get(known, ""),
         "WIDTH": str(known),
+        "DTYPE": "`q8`" if precision == "int8" else "`fp32`",
         "PADDING": '`"max_length"`' if model.config.text_padding else "`true`",
     }
     usage = re.sub("|".join(words), lambda word: words[word[0]], USAGE[layout])

@@ -28,7 +28,7 @@ _Pictures = str | Path | Image.Image | Sequence[str | Path | Image.Image]
 
 
 class Towers:
-    """A folder's exported graphs; items go one by one.
+    """A folder's exported graphs; items go one by one, on which int8 depends a little.
 
     `folder` is one that `scripts/export.py` wrote, with the layout plain.
     """
@@ -65,7 +65,8 @@ class Towers:
 
     def _session(self, part: str) -> onnxruntime.InferenceSession:
         if part not in self._sessions:
-            path = self.folder / "onnx" / f"{part}.onnx"
+            suffix = "_quantized" if self.settings["precision"] == "int8" else ""
+            path = next(self.folder.rglob(f"{part}{suffix}.onnx"))
             self._sessions[part] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         return self._sessions[part]
 

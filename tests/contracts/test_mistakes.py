@@ -20,6 +20,7 @@ MISTAKES = [
     ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo"),
     ("scripts.embed", "--model_name_or_path x --index_dir x --images x --split test", "has no splits"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout tf", "--layout is tf; choose one of plain, immich, open_clip"),
+    ("scripts.export", "--model_name_or_path x --output_dir y --precision fp16", "--precision is fp16; give fp32 or int8."),
     *(
         ("scripts.pretrain", f"--model_name_or_path whole --{flag}", f"--{flag.replace(' ', ' is ')}, and --model_name_or_path is whole; a whole model has")
         for flag in ("vision_model_name_or_path other", "text_config base", "vocab_size 100")

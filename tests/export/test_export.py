@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -71,11 +72,15 @@ def model(folder: Path) -> FusionDualEncoderModel:
     return FusionDualEncoderModel.from_pretrained(folder).eval()
 
 
+def export_as(folder: Path, output: Path, precision: str) -> tuple[Path, dict[str, float]]:
+    flags = ["--model_name_or_path", str(folder), "--output_dir", str(output), "--precision", precision]
+    return output, export.main(flags)
+
+
 @pytest.fixture(scope="module")
 def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
     """The folder of an export, and its differences from torch."""
-    output = tmp_path_factory.mktemp("exported") / "onnx"
-    return output, export.main(["--model_name_or_path", str(folder), "--output_dir", str(output)])
+    return export_as(folder, tmp_path_factory.mktemp("exported") / "onnx", "fp32")
 
 
 PARTS = ("vision_model", "text_model")
@@ -103,6 +108,22 @@ def test_any_number_of_images_texts_and_tokens(
         torch.testing.assert_close(run(part, **inputs)[0], expected, atol=1e-5, rtol=0)
 
 
+def test_int8_is_smaller_and_near(
+    folder: Path, exported: tuple[Path, dict], paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        export_folder, "trace", lambda graph, path: shutil.copy(exported[0] / "onnx" / path.name, path)
+    )
+    out, apart = export_as(folder, tmp_path / "int8", "int8")
+    assert exported[1]["text_model"] < apart["text_model"] < 0.05  # on any processor
+    assert {path.name for path in out.glob("onnx/*")} == {f"{part}_quantized.onnx" for part in PARTS}
+    sizes = [
+        path.stat().st_size for path in (out / "onnx/text_model_quantized.onnx", exported[0] / "onnx/text_model.onnx")
+    ]
+    assert sizes[0] < sizes[1]
+    assert len(run_there(out, tmp_path, "without_torch.py", "a circle", *paths[:2]).splitlines()) == 2
+
+
 def test_what_is_written(exported: tuple[Path, dict], folder: Path, model: FusionDualEncoderModel) -> None:
     """Figures, usage, and settings that stock classes read; and nothing of this machine."""
     out, apart = exported
@@ -114,7 +135,7 @@ def test_what_is_written(exported: tuple[Path, dict], folder: Path, model: Fusio
     assert stated["logit_scale"] == pytest.approx(model.logit_scale.exp().item())
     page = (out / "README.md").read_text()
     assert "python without_torch.py" in page
-    assert not [name for name in ("NAME", "WIDTH", "PADDING") if name in page]
+    assert not [name for name in ("NAME", "WIDTH", "DTYPE", "PADDING") if name in page]
     places = [each.encode() for each in (str(out.parent), os.path.dirname(mm_utils.__file__))]
     files = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert [name for name, content in files.items() if any(place in content for place in places)] == []

@@ -93,7 +93,7 @@ def main(
         all_callbacks(run, attached),
         flags=given.learnt,
     )
-    context.metrics = trainer.train(resume_from, context.evaluates_start)
+    context.metrics = trainer.train(resume_from)
     context.choice = trainer.choice
 
     # 5. Finish, with the saved model: what callbacks save, the test split, table of classes, model card, push.

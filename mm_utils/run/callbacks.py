@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from transformers import TrainerCallback
 
 from mm_utils.arguments import Parsed, load_own
 from mm_utils.data.training_data import TrainingData
-from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
+from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
 from mm_utils.hub import HubPusher
 from mm_utils.objectives.joint import Objective
 from mm_utils.reliability.skipped import SkippedSamples
@@ -20,7 +19,7 @@ from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
-from mm_utils.training.callbacks import ProgressBar, RunCallback, Throughput
+from mm_utils.training.callbacks import ProgressBar, Throughput
 from mm_utils.training.feature_cache import CacheFeatures
 from mm_utils.training.starts import ClosedFormStart, WiseFT
 from mm_utils.training.teacher import CacheTeacher
@@ -70,10 +69,6 @@ class RunContext:
             if (method := getattr(callback, event, None)) is not None:
                 method(self)
 
-    def evaluate(self, model: Any, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        """Return the metrics of all evaluators."""
-        return in_turn(*self.evaluators)(model, loader, accelerator)
-
     def timed_pass(self, rows: int, most: int, work: Callable[[], Any]) -> None:
         """Do `work`, which goes over `rows` training rows, and note how long that took."""
         begin = time.monotonic()
@@ -94,10 +89,9 @@ def attach(given: Parsed, others: Sequence[TrainerCallback] = ()) -> list[Traine
 
 
 def has_baseline(given: Parsed, data: TrainingData, callbacks: Sequence[TrainerCallback]) -> bool:
-    """Return whether the weights before the first step are a model: a whole one, or one that a callback makes."""
-    ours = (each for each in callbacks if isinstance(each, RunCallback))
+    """Return whether the weights before the first step are a model: a whole one, or one in closed form."""
     whole = given["model_name_or_path"] is not None and given["text_model_name_or_path"] is None
-    return whole or any(each.has_baseline(data) for each in ours)
+    return whole or any(isinstance(each, ClosedFormStart) and each.has_baseline(data) for each in callbacks)
 
 
 def all_callbacks(run: Run, others: Iterable[TrainerCallback]) -> list[TrainerCallback]:

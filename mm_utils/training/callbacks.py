@@ -12,7 +12,6 @@ from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
-from mm_utils.data.training_data import TrainingData
 from mm_utils.training.memory import peak_bytes
 
 logger = logging.getLogger(__name__)
@@ -84,10 +83,6 @@ class RunCallback(TrainerCallback):
             ValueError: if the flags contradict each other.
         """
         return cls()
-
-    def has_baseline(self, data: TrainingData) -> bool:
-        """Return whether `on_start` makes a model of the weights, so that training is compared with its start."""
-        return False
 
     def on_start(self, run: Any) -> None:
         """Change what a `mm_utils.run.callbacks.RunContext` has, before anything is prepared, resumed or trained.

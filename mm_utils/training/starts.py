@@ -29,6 +29,7 @@ from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.files import write_atomic
 from mm_utils.model.adapt import merged
 from mm_utils.model.encoding import vision_features
@@ -229,7 +230,7 @@ class WiseFT(RunCallback):
 
         def measure(alpha: float) -> dict[str, float]:
             model.load_state_dict(interpolate(self.start, end, alpha))
-            return run.evaluate(model, loader, run.run.accelerator)
+            return in_turn(*run.evaluators)(model, loader, run.run.accelerator)
 
         metric = args.metric_for_best_model
         for alpha in ALPHAS:

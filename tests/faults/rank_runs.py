@@ -161,7 +161,7 @@ def main() -> None:
     folder, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     args = TrainingArguments(output_dir=str(folder))
-    start_run("tiny", Parsed([args]))
+    started = start_run("tiny", Parsed([args]))
     begun = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     faults = [Fault(Sleep(0.1), "end", 0, None, times=STEPS)]  # for checkpoints to be complete a step later
     if begun < kills:
@@ -172,6 +172,7 @@ def main() -> None:
     held = folder.with_name(f"{folder.name}.hold")
     run = TinyRun(folder) if kills else exact_run(folder)
     work(run, [*faults, Fault(Hold(held), "end", 0, None, times=STEPS)], begun, RestartRecord())
+    started.accelerator.end_training()  # as the scripts do: else threads of gloo may be torn down while they run
 
 
 # -- outside ------------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ REASONS = {
     # paths, archives
     "image_missing": "There is no such file. Check the path, and set --image_root to the folder where paths begin.",
     "not_a_file": "The path is not a regular file. Point it at one.",
-    "outside_root": "The path leaves the data folder. Copy the files into it, set --image_root to a folder above them, or "
-    "--allow_outside_root.",
+    "outside_root": "The path leaves the data folder. Copy the files into it, set --allow_outside_root or, for the paths of a "
+    "table, --image_root to a folder above them.",
     "path_too_long": "The path is longer than file systems allow. Shorten it; files written as base64 text are decoded beforehand.",
     "bad_path": "The path cannot be opened. Write a plain relative path, or bytes and path in Parquet.",
     "permission_denied": "The file may not be read. Change its permissions.",

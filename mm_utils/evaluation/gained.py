@@ -46,7 +46,8 @@ def gained(
         return f"{stated}."
     before = first[metric]
     if next((row["saved_step"] for row in reversed(rows) if "saved_step" in row), None) == 0:
-        return f"{figure} {before:.3f} before training, and no later step was better: training gained nothing. {advice}".rstrip()
+        begin = f"{figure} {before:.3f} before the first step, {floor_name} {floor:.3f}, and no later step was better"
+        return f"{begin}: training gained nothing over its start. {advice}".rstrip()
     gain, half = difference or (after - before, half)
     ends = f"{figure} {before:.3f} before training, {after:.3f} after: {gain:+.3f} ± {half:.3f}"
     if gain > half:

@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 import transformers
+from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.distributed import RunError
@@ -102,7 +103,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 def set_up_logging(main: bool = True, local_main: bool = True) -> None:
     """Log to stderr with the time; other processes only warn, one a machine shows bars."""
     level = logging.INFO if main else logging.WARNING
-    handler = logging.StreamHandler()
+    handler = _BesideBars()
     handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     sys.excepthook = _print_uncaught
@@ -112,6 +113,16 @@ def set_up_logging(main: bool = True, local_main: bool = True) -> None:
     if not local_main:
         datasets.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+
+
+class _BesideBars(logging.StreamHandler):
+    """A line of the log begins a line, also where a progress bar stands."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            if getattr(tqdm, "_instances", ()) and not self.stream.isatty():  # there no bar can be taken back
+                self.stream.write("\n")
+            super().emit(record)
 
 
 def _print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

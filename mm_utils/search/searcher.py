@@ -152,6 +152,10 @@ class Searcher:
                 ) from error
         if since or until:
             changed, until = self._rows.data.column("mtime_ns").to_pylist(), until or "9999"
+            if not any(changed):
+                raise ValueError(
+                    "--since and --until ask for days; the index is of a data set without. Embed its files by --images."
+                )
             days = [str(datetime.date.fromtimestamp(each // 10**9)) if each else "" for each in changed]
             fits = fits & [bool(day) and since <= day and day[: len(until)] <= until for day in days]
         new._mask_N = fits

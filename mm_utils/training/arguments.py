@@ -123,8 +123,11 @@ class TrainingArguments:
     script = "pretrain"  # whose command resumes a run that a notebook has started
 
     def __post_init__(self) -> None:
-        if self.max_steps <= 0 and self.num_train_epochs <= 0:
-            raise ValueError("--num_train_epochs and --max_steps are both 0; there is nothing to train.")
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise ValueError(
+                f"--max_steps is {self.max_steps} and --num_train_epochs {self.num_train_epochs:g}; there is nothing to train. "
+                "Give a number of steps from 1."
+            )
         size = self.micro_batch_size
         if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
             raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")

@@ -196,6 +196,10 @@ def _look_first(summary: dict[str, Any]) -> list[str]:
         found.append(f"The split train has {_plural(images, kind)}, few to train on.")
     if few := too_few(summary["splits"].get("validation", {"images": 0})["images"], kind):
         found.append(f"{few} Add pairs, or set --validation_fraction.")
+    if markup := summary["notes"].get("caption_markup"):
+        found.append(
+            f"HTML tags or entities, such as &amp;, were kept in {_plural(markup, 'caption')}; html.unescape() mends entities."
+        )
     return found
 
 

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import settings
 from tqdm import tqdm
 
-from tests.kit.corpora import finetuning_flags, pretrained, questions, scratch_run, write_corpus  # noqa: F401
+from tests.kit.corpora import COLOURS, SHAPES, draw, finetuning_flags, pretrained, questions, scratch_run, write_corpus  # noqa: F401
 from tests.kit.hub import server  # noqa: F401
 from tests.kit.numbered_rows import tokenizer  # noqa: F401
 

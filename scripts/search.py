@@ -13,6 +13,7 @@ A page and a JSON API on this machine:
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,8 @@ def main(argv: list[str] | None = None) -> None:
             f"There are {len(given)} of a text, --image, --copies and --serve; give one, e.g. --index_dir {args.index_dir} "
             '"a red door".'
         )
-    if problem := missing(args.image or "", is_local=True):
+    is_folder = os.path.isdir(args.image or "")
+    if problem := missing(args.image or "", is_local=True) or ("that is a folder. Give a file." if is_folder else ""):
         raise ValueError(f"--image is {args.image}; {problem}")
 
     if args.serve:

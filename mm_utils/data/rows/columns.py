@@ -328,6 +328,8 @@ def too_few(rows: int, kind: str, split: str = "The validation split", figure: s
     """Return a sentence about a split whose figure says nothing; "" if there are enough rows, which are of a kind."""
     if rows >= HOLDOUT_LEAST:
         return ""
+    if rows == 0:
+        return f"{split} has no {kind}s; training will hold out 5 % of train."
     counted = f"1 {kind}" if rows == 1 else f"{rows} {kind}s"
     return f"{split} has {counted}; {figure} on fewer than {HOLDOUT_LEAST} says nothing."
 

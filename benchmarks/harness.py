@@ -139,9 +139,11 @@ def compete(
     rounds: int,
 ) -> list[tuple[str, Contestant, list[dict[str, Any]]]]:
     """Each by name with its answers: asked the `warm` questions alone, then all in turn, so that a slow machine hits all alike."""
-    field = [Contestant(make, (name, args)) for name in chosen]  # they load their libraries side by side
+    field: list[Contestant] = []
     answers: list[list[dict[str, Any]]] = [[] for _ in chosen]
     try:
+        for name in chosen:  # they load their libraries side by side
+            field.append(Contestant(make, (name, args)))
         for contestant in field:
             for first in warm:
                 contestant.ask(first)

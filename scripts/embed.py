@@ -87,20 +87,11 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     done = update_index(folder, model_name, listing, embedder, accelerator)
 
     # 5. Report.
-    counts = {name: f"{count:,}" for name, count in done.items()}
-    logger.info(
-        "%s: %s %ss; %s embedded, %s unchanged, %s removed, %s left out%s",
-        *(
-            folder,
-            counts["images"],
-            medium.kind,
-            counts["embedded"],
-            counts["kept"],
-            counts["removed"],
-            counts["skipped"],
-        ),
-        f", see {folder / SKIPPED}" if done["skipped"] else "",
+    counts = (
+        f"{done['images']:,} {medium.kind}s; {done['embedded']:,} embedded, {done['kept']:,} unchanged, "
+        f"{done['removed']:,} removed, {done['skipped']:,} left out"
     )
+    logger.info("%s: %s%s", folder, counts, f", see {folder / SKIPPED}" if done["skipped"] else "")
     logger.info("Search it: %s", launch_command("search", ["--index_dir", str(folder), "--serve"], "python"))
     accelerator.end_training()
     return done

@@ -1,6 +1,6 @@
 """The embedded data set: synthetic scenes with English and German captions.
 
-With it a run starts without arguments and network. No bag of words solves it: half of the drawn contents get a *twin* in their split,
+A run without arguments trains on them, and needs no network. To know which words occur is not enough: half of the drawn contents get a *twin* in their split,
 whose captions have the same words in another order, as its first two objects are exchanged (67 % of the default training images
 are one of such a pair). Each content occurs at most once, and a hash of what it shares with its twin decides the split, so that
 validation and test hold combinations that training never has. There are 62.9 million possible contents. Captions may leave out size or texture, so

@@ -124,9 +124,8 @@ def _image_processor(args: ModelArguments, medium: str = "image") -> CLIPImagePr
             except (OSError, ValueError):
                 if medium != "clip":
                     raise
-                own = AutoVideoProcessor.from_pretrained(
-                    name, trust_remote_code=False
-                )  # of some video backbones the only one
+                # The only one that some video backbones have
+                own = AutoVideoProcessor.from_pretrained(name, trust_remote_code=False)
         return _center_square_processor(own, args.image_size, what)
     size = args.image_size or vision_preset(args, medium).get("image_size")
     return _center_square_processor(CLIPImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3), size)

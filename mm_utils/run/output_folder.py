@@ -15,7 +15,7 @@ from typing import IO, Any
 import yaml
 
 from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders
-from mm_utils.data.media.medium import MEDIA
+from mm_utils.data.rows.columns import kind_of_value
 from mm_utils.distributed import RunError
 from mm_utils.files import write_atomic
 from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch
@@ -32,7 +32,6 @@ _OWN = (
     "*processor_config.json", "tokenizer*", "vocab.*", "training.png", "retrieval.png", "results.json",
 )  # fmt: skip
 """What a run writes beside its checkpoints and others may have, as patterns of names."""
-_MEDIA = [f"*{suffix}" for medium in MEDIA.values() for suffix in medium.suffixes]
 _NOT_SAVED = ("resume_from_checkpoint", "dry_run")  # true of one start only
 
 _held: dict[tuple[int, Path], IO[str]] = {}  # the one folder that this process has locked; a forked process holds none
@@ -111,7 +110,9 @@ def occupied(folder: Path, goes_on: bool) -> str | None:
             f"--output_dir is {folder}; it already holds a run. Continue it with --resume_from_checkpoint latest, "
             "or give another folder."
         )
-    others = sorted(path.name for path in paths if any(path.match(pattern) for pattern in (*_OWN, *_MEDIA)))
+    others = sorted(
+        path.name for path in paths if kind_of_value(path) is not None or any(path.match(pattern) for pattern in _OWN)
+    )
     if others and not (has_checkpoints or names & {STARTS_FILE, METRICS_FILE}):
         return (
             f"--output_dir is {folder}; it holds {others[0]}, which no run of this project wrote, and the run's files "

@@ -119,7 +119,8 @@ class _BesideBars(logging.StreamHandler):
     """A line of the log begins a line, also where a progress bar stands."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(file=self.stream):
+        # Without the lock, which forked processes share: one that is killed while it logs would hold it for ever.
+        with tqdm.external_write_mode(file=self.stream, nolock=True):
             if getattr(tqdm, "_instances", ()) and not self.stream.isatty():  # there no bar can be taken back
                 self.stream.write("\n")
             super().emit(record)

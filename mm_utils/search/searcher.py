@@ -388,9 +388,8 @@ def read_query(file: str | bytes, medium: Any) -> Tensor:
     if medium.kind == "clip":
         raise UnreadableError("clips are found by texts and by clips of the index; write what the clip shows")
     if medium.kind == "image":
-        return medium.read({"bytes": None, "path": file} if isinstance(file, str) else {"bytes": file, "path": None})[
-            0
-        ]
+        path, content = (file, None) if isinstance(file, str) else (None, file)
+        return medium.read({"bytes": content, "path": path})[0]
     try:
         content = read_file(file, MOST_BYTES) if isinstance(file, str) else file
         stored = stock_file(content, medium, codecs=False)  # strangers' files meet no codec

@@ -264,7 +264,7 @@ def test_the_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path: Path, childr
 # -- whose files they are -----------------------------------------------------------------------------------------------
 RUNS_OWN = ("metrics.jsonl", "model.safetensors", "README.md", "config.yaml", "retrieval.png", "tokenizer.json",
             "dual_encoder/config.json", "checkpoint-4/run.json", "checkpoint-2.superseded/run.json")  # fmt: skip
-OTHERS = ("README.md", "config.yaml", "tokenizer.json", "dual_encoder/notes.txt")
+OTHERS = ("IMG_1.JPG", "README.md", "config.yaml", "tokenizer.json", "dual_encoder/notes.txt")
 FOREIGN = ("thesis.txt", "checkpoint-notes/thesis.txt", "checkpoint-4b", "my.model", "photos/README.md")
 
 

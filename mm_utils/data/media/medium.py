@@ -54,9 +54,8 @@ class Window(NamedTuple):
 class Shown(NamedTuple):
     """What an example shows of its medium."""
 
-    size: tuple[
-        float, float
-    ]  # (width, height) in pixels or (seconds, 1) of the stored medium, that boxes and moments are stated in
+    # (width, height) in pixels or (seconds, 1) of the stored medium, that boxes and moments are stated in
+    size: tuple[float, float]
     window: Window  # the part that is shown; its right end is beyond 1 where a sound is shorter than its window
 
 

@@ -37,10 +37,6 @@ def run_script(main: Callable[[], Any]) -> None:
     """
     try:
         main()
-        if "torch" in sys.modules:  # only who has loaded it has any
-            from mm_utils.data.batches.workers import end_workers
-
-            end_workers()
     except KeyboardInterrupt:
         sys.excepthook = lambda *_: None  # the exit status stays that of the signal, without Python's report
         raise
@@ -58,6 +54,11 @@ def run_script(main: Callable[[], Any]) -> None:
         if line:
             logger.debug("Traceback:", exc_info=error)
         sys.exit(1)
+    finally:  # also after an error or a signal: a worker outlives the SIGTERM that Python's own exit sends it
+        if "torch" in sys.modules:  # only who has loaded it has any
+            from mm_utils.data.batches.workers import end_workers
+
+            end_workers()
 
 
 def _give_way(error: Exception) -> None:

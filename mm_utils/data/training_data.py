@@ -14,6 +14,7 @@ from transformers import ProcessorMixin
 from mm_utils import distributed
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, DeviceLoader, LoaderArguments, Loaders, make_loaders
+from mm_utils.data.batches.mirroring import has_sides
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of
@@ -142,6 +143,17 @@ def make_data(
     # Saved with the model, so that all who load it read as much of a text.
     processor.tokenizer.model_max_length = loader_args.max_seq_length
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
+    if loader_args.horizontal_flip:
+        seen = rows.select(range(0, len(rows), 1 + len(rows) // 10_000))
+        names = [name for name in ("captions", "regions") if name in rows.column_names]
+        kept = sum(map(has_sides, seen.select_columns(names)))
+        why = "they have boxes, or captions that name sides or writing, or whose script is unknown here"
+        logger.info(
+            "--horizontal_flip: %d of %d training images that were looked at stay as they are; %s",
+            kept,
+            len(seen),
+            why,
+        )
     order = GlobalOrder(len(rows), sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
     identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer)}

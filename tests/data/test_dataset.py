@@ -31,6 +31,7 @@ from mm_utils.arguments import parse_args
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import Collator
 from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.batches.mirroring import has_sides
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
 from mm_utils.data.batches.tokens import caption_key, encode_captions, fingerprint, image_key, tokenize_captions
 from mm_utils.data.batches.workers import end_workers, worker_loader
@@ -158,6 +159,19 @@ def example(lengths: Sequence[int], row: int = 0) -> dict[str, Any]:
         "caption_keys": [1000 * row + length for length in lengths],
         "all_input_ids": [[row] * count for count in range(1, row + 1)],
     }
+
+
+LANGUAGES = {  # captions of images that must not be mirrored; of the last two the script is unknown
+    True: "一只狗在左边/牌子上写着字/al este/un chien à gauche/um cão à esquerda/собака слева/стрелка часов/di sebelah kiri/كلب على اليسار"
+    "/اليد اليمنى/बाएँ हाथ/घड़ी/ডান দিকে/犬が右にいる/개/หมา",
+    False: "一只狗在沙滩上跑/吃西瓜的孩子/en este parque/cette image montre un chat/um gato dorme/лев и тигр/seekor anjing berlari"
+    "/كلب يجري في الحديقة/घास में दौड़ता कुत्ता/মাঠে কুকুর/犬が走っている",
+}
+
+
+@pytest.mark.parametrize("has", LANGUAGES)
+def test_sides_are_known_in_the_largest_languages(has: bool) -> None:
+    assert [text for text in LANGUAGES[has].split("/") if has_sides({"captions": [text]}) != has] == []
 
 
 def test_collator_puts_the_longest_caption_first() -> None:

@@ -5,8 +5,6 @@ epochs beside them.
 """
 
 import random
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,6 +20,7 @@ from torch.utils.data import Dataset, default_collate
 
 from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors
 from mm_utils.data.batches.column_reader import ColumnReader
+from mm_utils.data.batches.mirroring import has_sides
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
 from mm_utils.data.batches.tokens import pad_captions
 from mm_utils.data.media.medium import Medium
@@ -32,15 +31,6 @@ MOST_CAPTIONS = 5  # captions of a training image that are targets of captioning
 Columns = Mapping[str, Sequence[Any]]
 Example = dict[str, Any]
 _COLUMNS = {"id", "image", "image_key", "input_ids", "caption_keys", SKIPPED}
-# Sides and writing in English, German and Vietnamese. In doubt a word counts: a miss teaches that left is right.
-_SIDES = re.compile(
-    r"""\b(?:left|right|lhs\b|rhs\b|(?:anti|counter)?clockwise|o'clock|(?:north|south)?(?:east|west)|port\b|starboard
-    |texts?\b|words?\b|letter|read(?:s|ing)\b|say(?:s|ing)\b|writ(?:ing|ten)\b|inscri|signs?\b|signpost|billboard|plates?\b
-    |label|logo|banner|graffiti|(?:number|no\.|nr\.)\ ?\d
-    |link(?:s|e[nmrs]?\b)|recht(?:s|e[nmrs]?\b|\b)|uhrzeiger|(?:nord|süd)?(?:ost(?:en)?\b|östlich|west)|backbord|steuerbord
-    |schild(?:er)?\b|aufschrift|beschrift|trái\b|phải\b|đông\b|tây\b|chữ\b)|\#\ ?\d|["“”„«»]""",
-    re.VERBOSE,
-)
 
 
 @dataclass
@@ -126,13 +116,6 @@ class TrainingTransform(EvaluationTransform):
         for reader in self.readers:
             example |= reader.example(row, shown, self.seed)
         return {**example, **feature_tensors(row, [row["caption"]])}
-
-
-def has_sides(row: Mapping[str, Any]) -> bool:
-    """Return whether mirroring a row's image would make a box or one of its captions wrong, judged by their words."""
-    text = unicodedata.normalize("NFKC", "\n".join(row["captions"]))
-    capitals = re.search(r"^(?=.*[a-z]).*\b[A-Z]{3,}\b", text, re.MULTILINE)  # mostly writing: "a STOP sign"
-    return bool(row.get("regions") or capitals or _SIDES.search(text.casefold()))
 
 
 class Pairs(Dataset):

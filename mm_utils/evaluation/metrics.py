@@ -5,6 +5,9 @@ Shape letters: M images of the split, Q queries, N rows, E embedding width.
 
 import math
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +18,14 @@ from mm_utils.evaluation.reranking import DirectionRanks
 CUTOFFS = (1, 5, 10)  # of recall
 FEW_GROUPS = 20  # fewer clusters give intervals that are too narrow (Cameron and Miller, 2015)
 _NORMAL_95 = 1.959964  # 97.5 % quantile of the normal distribution
+
+
+@cache
+def evaluation_module(name: str, config: str | None = None) -> Any:
+    """Return an `evaluate.EvaluationModule` of this package, read from its folder without a network; it writes no files."""
+    import evaluate  # costs a second, which no --help should wait for
+
+    return evaluate.load(str(Path(__file__).parents[1] / name), config, keep_in_memory=True)
 
 
 # -- intervals ----------------------------------------------------------------------------------------------------------
@@ -31,10 +42,10 @@ def wilson_interval(right: float, total: int) -> tuple[float, float]:
     return max(0.0, low), min(1.0, high)
 
 
-def share_with_interval(name: str, right_N: Tensor) -> dict[str, float]:
-    """Return the share of true values as `name`, and its interval as `name_low`, `name_high`."""
-    low, high = wilson_interval(int(right_N.sum()), len(right_N))
-    return {name: right_N.double().mean().item(), f"{name}_low": low, f"{name}_high": high}
+def share_with_interval(name: str, share: float, total: int) -> dict[str, float]:
+    """Return a share of `total` rows as `name`, and its interval as `name_low`, `name_high`."""
+    low, high = wilson_interval(round(share * total), total)
+    return {name: share, f"{name}_low": low, f"{name}_high": high}
 
 
 def mean_interval(value_Q: Tensor, group_Q: Tensor, weight_Q: Tensor | None = None) -> tuple[float, float]:
@@ -96,13 +107,14 @@ def mean_recall(directions: Iterable[Tensor]) -> float:
 
 
 def summarise_ranks(rank_Q: Tensor, prefix: str = "") -> dict[str, float]:
-    """Return recalls, and mean and median of the ranks."""
-    ranks = {"mean_rank": rank_Q.double().mean().item(), "median_rank": rank_Q.double().quantile(0.5).item()}
-    return {**_recalls(rank_Q, f"{prefix}recall"), **{f"{prefix}{name}": value for name, value in ranks.items()}}
+    """Return recalls, and mean and median of the ranks, as `mm_utils/retrieval_recall` defines them."""
+    found = evaluation_module("retrieval_recall", "ranks").compute(ranks=rank_Q.cpu().numpy(), k=CUTOFFS)
+    return {f"{prefix}{name}": value for name, value in found.items()}
 
 
 def _recalls(rank_Q: Tensor, name: str) -> dict[str, float]:
-    return {f"{name}@{k}": (rank_Q <= k).double().mean().item() for k in CUTOFFS}
+    found = summarise_ranks(rank_Q)
+    return {f"{name}@{k}": found[f"recall@{k}"] for k in CUTOFFS}
 
 
 def half_widths(directions: dict[str, DirectionRanks]) -> dict[str, float]:

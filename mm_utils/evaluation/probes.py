@@ -58,7 +58,9 @@ class Probes:
 
     def share(self, score_P2: Tensor, name: str) -> dict[str, float]:
         """Return the share of higher true captions, with interval."""
-        return share_with_interval(name, score_P2[:, 0] > score_P2[:, 1]) if len(score_P2) else {}
+        if not len(score_P2):
+            return {}
+        return share_with_interval(name, (score_P2[:, 0] > score_P2[:, 1]).double().mean().item(), len(score_P2))
 
 
 def caption_probes(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> Probes:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.evaluation.metrics import share_with_interval
+from mm_utils.evaluation.metrics import evaluation_module, share_with_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.text import no_formula
 
@@ -70,21 +69,11 @@ class ClassificationEvaluator:
         rows, guess_M = gather_rows(loader, accelerator, classify, 2).cpu()
         label_M = self.label_M[rows]
         self.guesses = torch.stack([label_M, guess_M], 1)
-        metrics = share_with_interval("accuracy", label_M == guess_M)
+        found = evaluation_module("accuracy_and_f1").compute(predictions=guess_M.numpy(), references=label_M.numpy())
+        metrics = share_with_interval("accuracy", found["accuracy"], len(rows))
         known = label_M[label_M >= 0]
         majority = known.bincount().max().item() / len(rows) if len(known) else 0.0
-        return metrics | {"macro_f1": macro_f1(guess_M.numpy(), label_M.numpy()), "majority": majority}
-
-
-def macro_f1(guess_M: np.ndarray, label_M: np.ndarray) -> float:
-    """Return the mean F1 of the classes that occur; F1 = 2 x hits / (times predicted + times right). A label of -1 is of none."""
-    classes = int(max(guess_M.max(), label_M.max())) + 1
-    hits, guessed, occurs = (
-        np.bincount(values[values >= 0], minlength=classes)
-        for values in (guess_M[guess_M == label_M], guess_M, label_M)
-    )
-    known = guessed + occurs > 0
-    return float((2 * hits[known] / (guessed + occurs)[known]).mean())
+        return metrics | {"macro_f1": found["macro_f1"], "majority": majority}
 
 
 def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Path) -> None:

@@ -32,7 +32,7 @@ from mm_utils.data.rows.media_folders import WORDNET_ID, class_names, readable
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.evaluation.embeddings import best_rank
-from mm_utils.evaluation.metrics import share_with_interval
+from mm_utils.evaluation.metrics import evaluation_module, share_with_interval
 from mm_utils.finetuning.evaluator import gather_rows
 from mm_utils.finetuning.labels import (
     LabelArguments,
@@ -153,10 +153,13 @@ def rank_and_guess(score_bC: Tensor, label_b: Tensor) -> tuple[Tensor, Tensor]:
 def accuracy_metrics(label_M: Tensor, rank_M: Tensor, classes: int) -> dict[str, float]:
     """Return accuracy at 1 with its interval, its mean over classes; with 6 classes also at 5; by chance, and of the largest class."""
     right_M, images_C = rank_M == 1, label_M.bincount(minlength=classes)
+    found = evaluation_module("retrieval_recall", "ranks").compute(ranks=rank_M.numpy(), k=(1, 5))
     by_class_C = label_M[right_M].bincount(minlength=classes)[images_C > 0] / images_C[images_C > 0].double()
-    metrics = share_with_interval("accuracy@1", right_M) | {"macro_accuracy@1": by_class_C.mean().item()}
+    metrics = share_with_interval("accuracy@1", found["recall@1"], len(rank_M)) | {
+        "macro_accuracy@1": by_class_C.mean().item()
+    }
     if classes > 5:
-        metrics["accuracy@5"] = (rank_M <= 5).double().mean().item()
+        metrics["accuracy@5"] = found["recall@5"]
     return {**metrics, "chance@1": 1 / classes, "majority@1": (images_C.max() / images_C.sum()).item()}
 
 

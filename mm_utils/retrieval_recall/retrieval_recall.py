@@ -5,6 +5,8 @@
     metric.compute(predictions=[[3, 1, 2], [2, 3, 1]], references=[[1], [1, 3]])
     {"recall@1": 0.0, "recall@5": 1.0, "recall@10": 1.0, "mean_rank": 2.0, "median_rank": 2.0}
 
+    evaluate.load("mm_utils/retrieval_recall", "ranks").compute(ranks=[2, 2])  # where the ranks are known: the same
+
 It depends on `datasets` and `evaluate` alone, so it loads from a path without a network.
 """
 
@@ -15,6 +17,7 @@ _INPUTS = """
 Args:
     predictions: for each query, ids of the retrieved items, best first.
     references: for each query, ids of all right items (five captions of an image are five right items).
+    ranks: in place of both, with the configuration "ranks": the rank of each query's first right item, from 1.
     k: cut-offs, by default 1, 5 and 10.
 Returns:
     recall@k: share of queries with a right item among the first k, so 1.0 for a perfect model.
@@ -26,23 +29,31 @@ class RetrievalRecall(evaluate.Metric):
     """Recall and ranks of retrieval, see the module's docstring."""
 
     def _info(self) -> evaluate.MetricInfo:
-        ids = datasets.Sequence(datasets.Value("int64"))
+        number = datasets.Value("int64")
+        ids = datasets.Sequence(number)
+        inputs = {"ranks": number} if self.config_name == "ranks" else {"predictions": ids, "references": ids}
         return evaluate.MetricInfo(
             description="Recall at 1, 5 and 10, mean and median rank of the first right item of every query.",
             citation="",
             inputs_description=_INPUTS,
-            features=datasets.Features({"predictions": ids, "references": ids}),
+            features=datasets.Features(inputs),
         )
 
     def _compute(
-        self, predictions: list[list[int]], references: list[list[int]], k: tuple[int, ...] = (1, 5, 10)
+        self,
+        predictions: list[list[int]] | None = None,
+        references: list[list[int]] | None = None,
+        ranks: list[int] | None = None,
+        k: tuple[int, ...] = (1, 5, 10),
     ) -> dict[str, float]:
-        hits = [  # rank of the first right item, from 1; 0 if there is none
-            next((place for place, item in enumerate(found, 1) if item in set(right)), 0)
-            for found, right in zip(predictions, references)  # noqa: B905
-        ]
-        ranks = sorted(hit or len(found) + 1 for hit, found in zip(hits, predictions))  # noqa: B905
-        middle = len(ranks) // 2
+        hits = ranks  # rank of the first right item, from 1; 0 if there is none
+        if ranks is None:
+            hits = [
+                next((place for place, item in enumerate(found, 1) if item in set(right)), 0)
+                for found, right in zip(predictions, references)  # noqa: B905
+            ]
+            ranks = [hit or len(found) + 1 for hit, found in zip(hits, predictions)]  # noqa: B905
+        ranks, middle = sorted(ranks), len(ranks) // 2
         return {
             **{f"recall@{cut}": sum(0 < hit <= cut for hit in hits) / len(hits) for cut in k},
             "mean_rank": sum(ranks) / len(ranks),

@@ -25,7 +25,7 @@ def test_wilson_interval_by_hand() -> None:
     assert wilson_interval(0, 20)[0] == 0
     assert wilson_interval(20, 20)[1] == 1
     low, high = wilson_interval(1, 4)
-    assert share_with_interval("x", torch.tensor([0, 1, 0, 0]) == 1) == {"x": 0.25, "x_low": low, "x_high": high}
+    assert share_with_interval("x", 0.25, 4) == {"x": 0.25, "x_low": low, "x_high": high}
 
 
 def test_mean_interval_agrees_with_a_bootstrap_over_images() -> None:

@@ -25,8 +25,9 @@ from mm_utils.model.processor import train_tokenizer
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, lists_by_sorting, split_of
 
 
-def test_the_evaluate_metric_agrees() -> None:
-    metric = evaluate.load(str(Path(mm_utils.__file__).with_name("retrieval_recall")))
+def test_the_evaluate_metrics_agree() -> None:
+    folder = Path(mm_utils.__file__).parent
+    metric = evaluate.load(str(folder / "retrieval_recall"))
     model = TruthfulModel(30)
     ranking = (model.text @ model.image.T).argsort(1, descending=True)
     rank_Q = (ranking == torch.tensor(model.owner)[:, None]).long().argmax(1) + 1
@@ -34,6 +35,9 @@ def test_the_evaluate_metric_agrees() -> None:
     assert found == pytest.approx(summarise_ranks(rank_Q) | {})
     found = metric.compute(predictions=[[3, 1, 2], [2, 3, 1], [5]], references=[[1], [1, 3], [9]], k=[1, 2])
     assert found == pytest.approx({"recall@1": 0, "recall@2": 2 / 3, "mean_rank": 2, "median_rank": 2})
+    classes = evaluate.load(str(folder / "accuracy_and_f1"))
+    found = classes.compute(predictions=[0, 1, 1, 0], references=[0, 1, 0, -1])
+    assert found == {"accuracy": 0.5, "macro_f1": pytest.approx((1 / 2 + 2 / 3) / 2)}
 
 
 def test_scenes_have_probes(tmp_path: Any) -> None:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
 _MANY = 40  # flags, above which `--help` shows the usual ones
+_MOST = 10**9  # of a number whose flag names no other bound
 _MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
 
 Decides = Literal["learning", "place", "speed", "length", "report"]
@@ -45,6 +46,8 @@ class FlagHelp(str):
     decides: Decides
     usual: bool
     per_machine: bool
+    least: float
+    most: float
 
 
 def arg(
@@ -54,6 +57,8 @@ def arg(
     decides: Decides = "learning",
     usual: bool = False,
     per_machine: bool = False,
+    least: float = 0,
+    most: float = _MOST,
     **metadata: Any,
 ) -> T:
     """Declare a dataclass field together with its ``--help`` line.
@@ -63,10 +68,12 @@ def arg(
         decides: a resumed run must have a flag that decides what is learnt as it was, and may change all others.
         usual: ``--help`` shows it where there are many flags.
         per_machine: the processes of a run may have it differ.
+        least, most: of a number, the bounds, which are allowed.
         metadata: what else argparse gets.
     """
     text = FlagHelp(help)
     text.decides, text.usual, text.per_machine = decides, usual, per_machine
+    text.least, text.most = least, most
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
@@ -231,9 +238,11 @@ def parse_args(
         *parsed, unknown = parser.parse_args_into_dataclasses(
             words, return_remaining_strings=True, look_for_args_file=False
         )
+        parsed = parsed[: len(arg_classes)]
+        for each in parsed:
+            _check_ranges(each)
     except ValueError as error:
         parser.error(str(error))
-    parsed = parsed[: len(arg_classes)]
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         text = " ".join(unknown)
         parsed = [dataclasses.replace(each, **{rest: text}) if hasattr(each, rest) else each for each in parsed]
@@ -241,6 +250,16 @@ def parse_args(
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
     return Parsed(parsed, path or recipe, named, in_config)
+
+
+def _check_ranges(args: Any) -> None:
+    """Raise ValueError for a number outside of its flag's bounds; NaN is outside of all."""
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), field.metadata["help"]
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not flag.least <= value <= flag.most:
+            raise ValueError(
+                f"--{field.name} is {value}; that is out of its range. Give at least {flag.least:,} and at most {flag.most:,}."
+            )
 
 
 def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:

@@ -40,20 +40,22 @@ _KEPT, _PASSED = -1, -2  # what may be taken; own captions, and what is beyond t
 class MiningArguments:
     """Which captions are negatives of an image."""
 
-    num_negatives: int = arg(5, "Captions for each training image, at most.")
-    num_candidates: int = arg(50, "Captions of other images among which these are chosen: the most similar ones.")
+    num_negatives: int = arg(5, "Captions for each training image, at most.", least=1)
+    num_candidates: int = arg(
+        50, "Captions of other images among which these are chosen: the most similar ones.", least=1
+    )
     relative_margin: float = arg(
-        0.05, "Leave out captions that score above (1 - this) x the image's best own caption: they may be true of it."
+        0.05,
+        "Leave out captions that score above (1 - this) x the image's best own caption: they may be true of it.",
+        most=0.999,
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_negatives <= self.num_candidates:
+        if self.num_negatives > self.num_candidates:
             raise ValueError(
-                f"--num_negatives is {self.num_negatives} and --num_candidates {self.num_candidates}; give at least 1 negative, "
-                "and no fewer candidates."
+                f"--num_negatives is {self.num_negatives} and --num_candidates {self.num_candidates}; they are chosen among these. "
+                "Give no fewer candidates."
             )
-        if not 0 <= self.relative_margin < 1:
-            raise ValueError(f"--relative_margin is {self.relative_margin}; give a share from 0 to below 1.")
 
 
 @dataclass

@@ -36,7 +36,7 @@ class MineArguments:
     dataset_name: str = required("A folder that scripts/prepare_data.py wrote; only its train split is mined.")
     output_dir: str = required("The new data set goes here; --dataset_name of a training script reads it.")
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
-    max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
+    max_seq_length: int = arg(64, "Captions are cut to this many tokens; two of them are special.", least=3)
 
 
 def main(argv: list[str] | None = None) -> dict[str, int]:

@@ -34,7 +34,7 @@ class SearchArguments:
     folder: str = arg("", "Search only below this folder of those that were embedded, such as 2024/italy.")
     since: str = arg("", "Search only files last changed on or after this day (2024-05-31), month or year.")
     until: str = arg("", "Search only files last changed on or before this day, month or year.")
-    top_k: int = arg(10, "Hits to show.")
+    top_k: int = arg(10, "Hits to show.", least=1)
     rerank_top_k: int = arg(
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
     )
@@ -46,14 +46,10 @@ class SearchArguments:
     model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
     json: bool = arg(False, "Print one JSON object per hit.")
     serve: bool = arg(False, "Serve a page and a JSON API instead.")
-    port: int = arg(8000, "The port of this machine to serve on.")
+    port: int = arg(8000, "The port of this machine to serve on.", most=65535)
 
     def __post_init__(self) -> None:
         self.query = (self.query or "").strip() or None  # a blank text asks for nothing
-        if self.top_k < 1 or self.rerank_top_k < 0:
-            raise ValueError(
-                f"--top_k is {self.top_k} and --rerank_top_k {self.rerank_top_k}; give a number from 1, and from 0 on."
-            )
         if self.index_factory and (self.folder or self.since or self.until):
             raise ValueError(
                 f"--index_factory is {self.index_factory}; a folder or days are searched exactly. Drop one."

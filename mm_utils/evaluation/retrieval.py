@@ -56,8 +56,6 @@ class EvaluationArguments:
 
     def __post_init__(self) -> None:
         self.own_evaluators()  # complain now, not after the data is loaded
-        if self.rerank_top_k < 0:
-            raise ValueError(f"--rerank_top_k is {self.rerank_top_k}; give a number of candidates, or 0 for none.")
 
     def own_evaluators(self) -> list[Evaluate]:
         """Return the functions that `--evaluators` names."""

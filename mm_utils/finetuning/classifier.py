@@ -29,15 +29,12 @@ class ClassifierArguments(TowerArguments):
         decides="place",
         usual=True,
     )
-    classifier_dropout: float = arg(0.1, "Dropout before the last layer of the classifier.")
+    classifier_dropout: float = arg(0.1, "Dropout before the last layer of the classifier.", most=0.999)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.classifier_inputs not in (None, *CLASSIFIER_INPUTS):
             choices = ", ".join(CLASSIFIER_INPUTS)
             raise ValueError(f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {choices}.")
-        if not 0 <= self.classifier_dropout < 1:
-            raise ValueError(f"--classifier_dropout is {self.classifier_dropout}; give a share in [0, 1).")
 
 
 def build_classifier(

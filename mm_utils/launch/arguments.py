@@ -17,10 +17,14 @@ class LaunchArguments:
     gpus_per_worker: float | None = arg(
         None, "GPUs of a worker; 0 trains on the CPU. (default: 1 where Ray has GPUs, else 0)"
     )
-    cpus_per_worker: int = arg(1, "CPU cores that Ray reserves for a worker, and threads that it computes with.")
+    cpus_per_worker: int = arg(
+        1, "CPU cores that Ray reserves for a worker, and threads that it computes with.", least=1
+    )
     mixed_precision: str = arg("no", "As of accelerate launch.", choices=["no", "fp16", "bf16"])
     max_failures: int = arg(
-        3, "Restarts after workers or machines are lost; -1 = any number. A mistake in the flags is not tried again."
+        3,
+        "Restarts after workers or machines are lost; -1 = any number. A mistake in the flags is not tried again.",
+        least=-1,
     )
     address: str | None = arg(
         None, "A Ray cluster that runs, e.g. auto. (default: that of RAY_ADDRESS, else a small one on this machine)"

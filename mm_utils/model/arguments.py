@@ -41,14 +41,11 @@ class TowerArguments:
     lora_rank: int = arg(
         0,
         "Train adapters of this rank in the attention of the towers that are not frozen, and nothing else in these; 0 = no adapters.",
+        most=4096,
     )
     gradient_checkpointing: bool = arg(
         False, "Recompute activations in the backward pass: less memory, a third slower.", decides="speed"
     )
-
-    def __post_init__(self) -> None:
-        if self.lora_rank < 0:
-            raise ValueError(f"--lora_rank is {self.lora_rank}; give a rank from 1 on, or 0 for no adapters.")
 
 
 @dataclass
@@ -84,15 +81,23 @@ class ModelArguments(TowerArguments):
         decides="place",
     )
     text_config: str = arg("tiny", "Text backbone from scratch: tiny, small, base, or a config.json.", decides="place")
-    vocab_size: int = arg(8192, "Largest vocabulary of a tokenizer trained on the captions.", decides="place")
+    vocab_size: int = arg(
+        8192, "Largest vocabulary of a tokenizer trained on the captions.", decides="place", least=6, most=10**6
+    )
     image_size: int | None = arg(
         None,
         "Side of the square image; default: what the vision backbone expects. The positions of a trained one are interpolated.",
         decides="place",
         usual=True,
+        least=1,
+        most=4096,
     )
     projection_dim: int | None = arg(
-        None, "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone.", decides="place"
+        None,
+        "Width of the shared embedding space; default: 256, or 3/4 of a narrower text backbone.",
+        decides="place",
+        least=1,
+        most=2**16,
     )
     projection: str = arg(
         "linear",
@@ -104,7 +109,7 @@ class ModelArguments(TowerArguments):
         "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
         "then seen as their centre square, without crops.",
     )
-    fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True)
+    fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True, most=100)
     torch_compile: bool | None = arg(
         None,
         "Compile the layers of towers and fusion head with torch.compile: seconds at the start, then faster steps; default: on a GPU, "
@@ -113,7 +118,6 @@ class ModelArguments(TowerArguments):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         own = "vision_model_name_or_path", "vision_config", "text_config", "vocab_size", "projection_dim", "projection"
         for name in own if self.model_name_or_path else ():
             if getattr(self, name) != getattr(ModelArguments, name):
@@ -123,8 +127,6 @@ class ModelArguments(TowerArguments):
                 )
         if self.joins_whole:
             self.freeze_vision = True
-        if self.image_size is not None and self.image_size < 1:
-            raise ValueError(f"--image_size is {self.image_size}; give pixels, from 1 on.")
         if self.projection not in PROJECTIONS:
             raise ValueError(f"--projection is {self.projection!r}; choose one of {', '.join(PROJECTIONS)}.")
         for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):

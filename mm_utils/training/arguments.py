@@ -37,7 +37,7 @@ class TrainingArguments:
         usual=True,
     )
     global_batch_size: int = arg(
-        64, "Pairs per step, over all processes. It decides what is learnt.", decides="place", usual=True
+        64, "Pairs per step, over all processes. It decides what is learnt.", decides="place", usual=True, least=2
     )
     batch_size_schedule: str | None = arg(
         None,
@@ -52,9 +52,9 @@ class TrainingArguments:
         usual=True,
     )
     num_train_epochs: float = arg(12.0, "Passes over the training rows.", decides="length", usual=True)
-    max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.", decides="length", usual=True)
+    max_steps: int = arg(-1, "Steps to take instead of --num_train_epochs.", decides="length", usual=True, least=-1)
     logging_steps: int = arg(
-        -1, "Log every N steps; -1 = 10, or a tenth of a run that is shorter than 100.", decides="report"
+        -1, "Log every N steps; -1 = 10, or a tenth of a run that is shorter than 100.", decides="report", least=-1
     )
     eval_steps: int = arg(
         -1,
@@ -62,6 +62,7 @@ class TrainingArguments:
         "a closed form or a whole model, else only at the end.",
         decides="report",
         usual=True,
+        least=-1,
     )
     save_steps: int = arg(
         500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.", decides="report", usual=True
@@ -78,11 +79,13 @@ class TrainingArguments:
         0.01,
         "Stop once more than this share of the training rows cannot be read; each is replaced by another.",
         decides="length",
+        most=1,
     )
     ddp_timeout: float = arg(
         300.0,
         "Seconds that processes wait for each other within a step before the run stops and names the stalled one.",
         decides="speed",
+        least=1,
     )
     wise_ft: bool = arg(
         False,
@@ -91,7 +94,9 @@ class TrainingArguments:
     vision_device: str | None = arg(
         None, "The device of the image encoder, e.g. cuda:1, in a run of one process.", decides="speed"
     )
-    seed: int = arg(42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True)
+    seed: int = arg(
+        42, "Seed of initial weights, order of data, crops, negatives and dropout.", usual=True, most=2**32 - 1
+    )
     dry_run: bool = arg(
         False,
         "Try the run on a few pairs, log what it will take in time, memory and disk, and leave nothing.",
@@ -132,12 +137,6 @@ class TrainingArguments:
         if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
             raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")
         self.batch_sizes  # noqa: B018  (complain now, not after the data is loaded)
-        if self.save_steps < 0:
-            raise ValueError(f"--save_steps is {self.save_steps}; give 0 (never) or more.")
-        if not 0 <= self.max_corrupt_share <= 1:
-            raise ValueError(f"--max_corrupt_share is {self.max_corrupt_share}; give a share in [0, 1].")
-        if self.ddp_timeout <= 0:
-            raise ValueError(f"--ddp_timeout is {self.ddp_timeout:g}; give seconds above 0.")
         if self.early_stopping_patience and self.eval_steps <= 0:
             raise ValueError("--early_stopping_patience needs evaluations: set --eval_steps.")
 

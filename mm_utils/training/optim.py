@@ -61,9 +61,12 @@ class OptimizerArguments:
         0.5,
         "Share of the steps, the last ones, in which the fusion head is trained, on encoders that stay as they are; before them, "
         "the encoders alone. 0 = all at once. It plays no part without a term of the head.",
+        most=0.999,
     )
     weight_decay: float = arg(
-        0.1, "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions."
+        0.1,
+        "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions.",
+        most=100,
     )
     optim: str = arg(
         "adamw_torch_fused",
@@ -80,6 +83,7 @@ class OptimizerArguments:
         None,
         "Share of the steps in which the rate rises linearly from zero; default: 0.05, but at least 20 steps, and at "
         "most 0.4.",
+        most=1,
     )
     max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")
 
@@ -87,12 +91,6 @@ class OptimizerArguments:
         for name, known in (("lr_scheduler_type", SCHEDULES), ("optim", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
-        if not 0 <= (self.warmup_ratio or 0.0) <= 1:
-            raise ValueError(f"--warmup_ratio is {self.warmup_ratio}; give a share of the run in [0, 1].")
-        if self.learning_rate is not None and self.learning_rate < 0:
-            raise ValueError(f"--learning_rate is {self.learning_rate}; give 0 or more.")
-        if not 0 <= self.head_share < 1:
-            raise ValueError(f"--head_share is {self.head_share}; give a share of the run in [0, 1), e.g. 0.5.")
 
 
 def scratch_rate(config: PreTrainedConfig) -> float:

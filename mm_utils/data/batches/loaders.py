@@ -22,7 +22,8 @@ from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
 
-_MAX_WORKERS = 16
+_MAX_WORKERS = 16  # of auto
+_MOST_WORKERS = 1024
 _MOST_FRAMES = 512  # of an example
 EVALUATION_BATCH = 64  # rows per process and forward pass; it does not change the result
 
@@ -31,7 +32,7 @@ EVALUATION_BATCH = 64  # rows per process and forward pass; it does not change t
 class ReadingArguments:
     """Settings of captions, windows and workers."""
 
-    max_seq_length: int = arg(64, "Captions are cut to this many tokens.")
+    max_seq_length: int = arg(64, "Captions are cut to this many tokens; two of them are special.", least=3)
     dataloader_num_workers: str = arg(
         "auto",
         f"Processes that decode images, per rank, 0 for none; auto = one per spare core, at most {_MAX_WORKERS}.",
@@ -42,21 +43,19 @@ class ReadingArguments:
     clip_frames: int | None = arg(
         None,
         "Frames of a clip that a new model is shown, at equal distances; default 16, or what the video backbone was trained on.",
+        least=1,
+        most=_MOST_FRAMES,
     )
     # No flags where nothing is trained:
     min_crop_area = 0.8
     horizontal_flip = False
 
     def __post_init__(self) -> None:
-        if self.max_seq_length < 3:
-            raise ValueError(f"--max_seq_length is {self.max_seq_length}; give at least 3, two are special tokens.")
-        if self.clip_frames is not None and not 1 <= self.clip_frames <= _MOST_FRAMES:
-            raise ValueError(f"--clip_frames is {self.clip_frames}; give a number from 1 to {_MOST_FRAMES}.")
-        if not 0 < self.min_crop_area <= 1:
-            raise ValueError(f"--min_crop_area is {self.min_crop_area}; give a share of the image in (0, 1].")
         workers = str(self.dataloader_num_workers)
-        if workers != "auto" and not workers.isdecimal():
-            raise ValueError(f"--dataloader_num_workers is {workers}; give a number of processes from 0 on, or auto.")
+        if workers != "auto" and not (workers.isdecimal() and int(workers) <= _MOST_WORKERS):
+            raise ValueError(
+                f"--dataloader_num_workers is {workers}; give a number of processes from 0 to {_MOST_WORKERS}, or auto."
+            )
 
     @property
     def num_workers(self) -> int:
@@ -70,7 +69,9 @@ class ReadingArguments:
 class LoaderArguments(ReadingArguments):
     """Settings of captions, windows, augmentation and workers."""
 
-    min_crop_area: float = arg(0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.")
+    min_crop_area: float = arg(
+        0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.", least=0.01, most=1
+    )
     horizontal_flip: bool = arg(
         False,
         "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "

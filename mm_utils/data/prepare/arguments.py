@@ -6,7 +6,6 @@ same command resumes there.
 
 import dataclasses
 import logging
-import math
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from filelock import FileLock, Timeout
 from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.paths import is_url
-from mm_utils.data.prepare.checks import CheckArguments, check_between
+from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.columns import close_to
@@ -47,16 +46,18 @@ class PrepareArguments:
     output_dir: str = arg(
         "", "The prepared data set goes to this folder; --dataset_name of a training script reads it."
     )
-    image_size: int = arg(224, "The vision tower's input in pixels; images are kept 1.15 times as large.")
+    image_size: int = arg(
+        224, "The vision tower's input in pixels; images are kept 1.15 times as large.", least=16, most=2**14
+    )
     store: str = arg(
         "jpeg",
         "jpeg: quality 92; png: without loss; raw: pixels that need no decoding, for a data set that fits into memory.",
         choices=["jpeg", "png", "raw"],
     )
     keep_originals: bool = arg(False, "Keep the original bytes instead, whatever --image_size and --store say.")
-    max_bad_fraction: float = arg(0.05, "Stop if more than this share of a source's rows is bad.")
-    max_rows: int | None = arg(None, "Read only the first N rows of every source, to try.")
-    num_proc: int | None = arg(None, "Processes; default one per core.")
+    max_bad_fraction: float = arg(0.05, "Stop if more than this share of a source's rows is bad.", most=1)
+    max_rows: int | None = arg(None, "Read only the first N rows of every source, to try.", least=1)
+    num_proc: int | None = arg(None, "Processes; default one per core.", least=1, most=1024)
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -68,8 +69,6 @@ class PrepareArguments:
                 f"--output_dir is {redact(self.output_dir)}; a folder of this machine is written. Give one, and copy it afterwards, "
                 "for example with aws s3 sync."
             )
-        one_on = (1, math.inf)
-        check_between(self, image_size=(16, math.inf), max_bad_fraction=(0, 1), max_rows=one_on, num_proc=one_on)
 
     @property
     def short_side(self) -> int | None:

@@ -10,7 +10,7 @@ import struct
 import unicodedata
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
@@ -22,30 +22,23 @@ from mm_utils.model.reading import FORMATS, MOST_BYTES, UnreadableError, decode,
 PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
 
 
-def check_between(args: Any, **bounds: tuple[float, float]) -> None:
-    """Raise a ValueError for a flag outside of its bounds, which are allowed."""
-    for name, (low, high) in bounds.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value <= high:
-            most = "" if high == math.inf else f" and at most {high:,}"
-            raise ValueError(f"--{name} is {value}; that is out of its range. Give at least {low:,}{most}.")
-
-
 @dataclass
 class CheckArguments:
     """Limits of images and captions."""
 
-    max_image_pixels: int = arg(40_000_000, "Set larger images aside, before they are decoded.")
-    max_image_bytes: int = arg(MOST_BYTES, "Set larger image files aside, before they are decoded.")
-    min_image_side: int = arg(16, "Set images with a shorter side below this aside: spacers and tracking pixels.")
-    max_aspect_ratio: float = arg(
-        8.0, "Set images longer than this times their shorter side aside: rules and banners."
+    max_image_pixels: int = arg(
+        40_000_000, "Set larger images aside, before they are decoded.", least=1, most=PILLOW_PIXELS
     )
-    max_caption_characters: int = arg(2000, "Cut longer captions at a word border.")
-
-    def __post_init__(self) -> None:
-        check_between(self, **{field.name: (1, math.inf) for field in fields(self)})
-        check_between(self, max_image_pixels=(1, PILLOW_PIXELS))
+    max_image_bytes: int = arg(
+        MOST_BYTES, "Set larger image files aside, before they are decoded.", least=1, most=2**40
+    )
+    min_image_side: int = arg(
+        16, "Set images with a shorter side below this aside: spacers and tracking pixels.", least=1
+    )
+    max_aspect_ratio: float = arg(
+        8.0, "Set images longer than this times their shorter side aside: rules and banners.", least=1
+    )
+    max_caption_characters: int = arg(2000, "Cut longer captions at a word border.", least=1)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ import pyarrow.compute as pc
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import escaped
-from mm_utils.data.prepare.checks import check_between
 from mm_utils.data.prepare.ingest import pieces, read_facts
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, RADIUS, assign_splits, groups, leaks, near_pairs
 from mm_utils.data.rows.columns import HOLDOUT_FRACTION, SPLITS, least_held_out
@@ -50,8 +49,9 @@ class ReconcileArguments:
         None,
         "Share of the rows without a split that is held out for validation. (default: 0.05, but at least 30 images, or a fifth "
         "of fewer than 150)",
+        most=0.999,
     )
-    test_fraction: float = arg(0.0, "Share of the rows without a split that is held out for the test.")
+    test_fraction: float = arg(0.0, "Share of the rows without a split that is held out for the test.", most=0.999)
     on_leakage: str = arg(
         "error",
         "The same image in two splits: error (stop and say which), drop (it stays in test, else in validation) or keep.",
@@ -60,11 +60,10 @@ class ReconcileArguments:
     near_duplicate_distance: int = arg(
         RADIUS,
         "Bits of 64 in which the perceptual hashes of images that look the same may differ; others differ in 20.",
+        most=16,
     )
 
     def __post_init__(self) -> None:
-        share = (0, 0.999)
-        check_between(self, validation_fraction=share, test_fraction=share, near_duplicate_distance=(0, 16))
         if (self.validation_fraction or 0) + self.test_fraction >= 1:
             raise ValueError("--validation_fraction and --test_fraction leave nothing to train on. Lower them.")
 

@@ -8,7 +8,7 @@ from typing import Any
 from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault, unreadable_as_fault
 from mm_utils.data.media.riff import store_clip, write_wav
-from mm_utils.data.prepare.checks import CheckArguments, check_between, check_caption
+from mm_utils.data.prepare.checks import CheckArguments, check_caption
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT
 from mm_utils.data.rows.records import Record
 from mm_utils.model.reading import (
@@ -31,12 +31,16 @@ Moved = tuple[list[dict[str, Any]] | None, list[Fault], list[str]]
 class TimedArguments:
     """How clips and sounds are kept: frames as JPEG at a constant rate, samples of 16 bits."""
 
-    clip_fps: float = arg(CLIP_FPS, "Frames a second that are kept of clips.")
-    sound_rate: int = arg(16_000, "Samples a second that are kept of sounds: what the sound tower takes.")
-    max_seconds: float = arg(60.0, "Set longer clips and sounds aside, or longer parts of them by start and end.")
-
-    def __post_init__(self) -> None:
-        check_between(self, clip_fps=(0.01, 60), sound_rate=(LEAST_RATE, MOST_RATE), max_seconds=(0.01, 3600))
+    clip_fps: float = arg(CLIP_FPS, "Frames a second that are kept of clips.", least=0.01, most=60)
+    sound_rate: int = arg(
+        16_000,
+        "Samples a second that are kept of sounds: what the sound tower takes.",
+        least=LEAST_RATE,
+        most=MOST_RATE,
+    )
+    max_seconds: float = arg(
+        60.0, "Set longer clips and sounds aside, or longer parts of them by start and end.", least=0.01, most=3600
+    )
 
 
 def store_medium(

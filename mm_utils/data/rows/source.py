@@ -54,8 +54,12 @@ class DataArguments:
     allow_outside_root: bool = arg(
         False, "Accept image paths that leave --image_root: absolute, by '..', by a link.", decides="place"
     )
-    max_train_samples: int | None = arg(None, "Keep the first N training images.", decides="place", usual=True)
-    max_eval_samples: int | None = arg(None, "Keep the first N images of validation and of test.", decides="place")
+    max_train_samples: int | None = arg(
+        None, "Keep the first N training images.", decides="place", usual=True, least=1
+    )
+    max_eval_samples: int | None = arg(
+        None, "Keep the first N images of validation and of test.", decides="place", least=1
+    )
 
     def __post_init__(self) -> None:
         for split, file in self.files.items():
@@ -63,10 +67,6 @@ class DataArguments:
                 raise ValueError(
                     f"--dataset_name and --{split}_file are given together; pairs have one source. Keep one of them."
                 )
-        for name in ("max_train_samples", "max_eval_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} is {value}; it counts from 1. Drop it to have no limit.")
 
     @property
     def files(self) -> dict[str, str | None]:

@@ -13,7 +13,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed
-from mm_utils.checkpointing.files import CONFIG_FILE, checkpoint_folders, size_of
+from mm_utils.checkpointing.files import CONFIG_FILE, LAST_CHECKPOINT, checkpoint_folders, size_of
 from mm_utils.text import one_line
 from mm_utils.training.callbacks import RunCallback
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # Seconds that start and end wait for the Hub; the end, also as long as 1 MB/s takes
 _START_TIMEOUT, _TIMEOUT = 30.0, 600.0
 _NO_MODEL = (
-    *("checkpoint-*/*", ".*", "*/.*", "*.tmp", "*__pycache__*"),
+    *("checkpoint-*/*", f"{LAST_CHECKPOINT}/*", ".*", "*/.*", "*.tmp", "*__pycache__*"),
     # About this machine and its paths; the card has the settings, the command and the versions.
     *(CONFIG_FILE, "environment.json", "skipped_images.jsonl", "nonfinite_steps.jsonl"),
 )
@@ -127,7 +127,7 @@ class HubPusher(RunCallback):
         """With `--hub_strategy checkpoint`, push a checkpoint in the place of the one before, to resume."""
         self.settle()
         if self.strategy == "checkpoint":
-            place = {"path_in_repo": "last-checkpoint", "delete_patterns": "*"}
+            place = {"path_in_repo": LAST_CHECKPOINT, "delete_patterns": "*"}
             message = f"{checkpoint.name}, to resume"
             self.pushing = self.push(folder_path=checkpoint, commit_message=message, **place)
             self.pushed = checkpoint.name

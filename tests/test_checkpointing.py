@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,18 +48,18 @@ from tests.kit.objectives import sharded, tiny_objective
 from tests.kit.processes import run_on_ranks
 from tests.kit.tiny_run import Processor
 
-FILES = {STATE_FILE: b'{"global_step": 1}', "model.safetensors": b"weights" * 9, "deep/er/tokens.txt": b"a\nb\n"}
+FILES = {"model.safetensors": b"weights" * 9, "deep/er/tokens.txt": b"a\nb\n"}
 
 
-def write_files(folder: Path) -> None:
-    for name, content in FILES.items():
+def write_files(folder: Path, step: int = 1) -> None:
+    for name, content in {**FILES, STATE_FILE: b'{"global_step": %d}' % step}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 def saved(output_dir: Path, *steps: int) -> Path:
     for step in steps:
-        write_checkpoint(output_dir / f"checkpoint-{step}", write_files)
+        write_checkpoint(output_dir / f"checkpoint-{step}", partial(write_files, step=step))
     return output_dir / f"checkpoint-{steps[-1]}"
 
 

@@ -9,11 +9,13 @@ To check a run: python scripts/verify_checkpoints.py --output_dir outputs/mine
 """
 
 import hashlib
+import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from mm_utils import distributed
@@ -24,12 +26,15 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 CONFIG_FILE = "config.yaml"  # all arguments, in the folder of a run
 SUMS_FILE = "SHA256SUMS"  # `sha256sum -c` reads it, too
+LAST_CHECKPOINT = "last-checkpoint"  # the newest one, in a repository on the Hub
 _OF_MODEL = (".safetensors", ".json", ".model", ".py", ".txt")
 _BLOCK = 2**22
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in a checkpoint's name."""
+    """Return the step that a checkpoint states, whatever its folder is called; where it states none, that of its name."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
     return int(checkpoint.name.rpartition("-")[2])
 
 
@@ -110,7 +115,8 @@ def verify(folder: Path) -> list[str]:
                 wrong.append(f"{name} is not what was written: its SHA-256 differs")
         except (OSError, ValueError) as error:
             wrong.append(f"{name} cannot be read: {error}")
-    if folder.name.startswith("checkpoint-") and not (lines and lines[-1].endswith(f"  {STATE_FILE}")):
+    is_checkpoint = folder.name.startswith("checkpoint-") or (folder / STATE_FILE).is_file()
+    if is_checkpoint and not (lines and lines[-1].endswith(f"  {STATE_FILE}")):
         wrong.append(f"{SUMS_FILE} was cut")
     return wrong
 
@@ -119,7 +125,7 @@ def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | N
     """Return the checkpoint to resume from, or None for a first start; called on all ranks.
 
     Args:
-        name: a checkpoint folder, or `latest` for the newest that verifies; None if nothing is to be resumed.
+        name: a checkpoint folder of any name, or `latest` for the newest that verifies; None if nothing is to be resumed.
         output_dir: the run's output folder, where `latest` is searched.
 
     Raises:
@@ -149,8 +155,8 @@ def _newest(output_dir: Path) -> Path | None:
 
 def _named(path: Path) -> Path:
     name = f"--resume_from_checkpoint is {path}"
-    if not (path / STATE_FILE).is_file() or not re.fullmatch(r"checkpoint-\d+", path.resolve().name):
-        raise ValueError(f"{name}; it is not a checkpoint-N folder with a {STATE_FILE}. Give one, or latest.")
+    if not (path / STATE_FILE).is_file():
+        raise ValueError(f"{name}; it is not a checkpoint folder with a {STATE_FILE}. Give one, or latest.")
     if wrong := verify(path.resolve()):
         raise ValueError(f"{name}; it is damaged: {'; '.join(wrong)}. Give an older one, or latest.")
     return path

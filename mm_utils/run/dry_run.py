@@ -47,7 +47,7 @@ def dry_run(
         ValueError: as the real run would raise it.
     """
     folder = Path(args.output_dir or f"outputs/{name}")
-    if problem := misplaced(folder, settings) or occupied(folder, args.resume_from_checkpoint is not None):
+    if problem := misplaced(folder, settings) or occupied(folder, args.resume_from_checkpoint):
         raise RunError(problem)
     find_checkpoint(args.resume_from_checkpoint, folder)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import yaml
 
-from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders
+from mm_utils.checkpointing.files import LAST_CHECKPOINT, SUMS_FILE, checkpoint_folders
 from mm_utils.data.rows.columns import kind_of_value
 from mm_utils.distributed import RunError
 from mm_utils.files import write_atomic
@@ -57,14 +57,14 @@ def claim_folder(
         has_trained = any("resumed_from" in start for start in before) and bool(checkpoint_folders(folder))
         if before and (resume_from is None or has_trained):
             resume_from = "latest"  # of what this restarted run has saved
-        goes_on = bool(before or resume_from)
-        problem = misplaced(folder, config) or occupied(folder, goes_on)
+        is_restart = bool(before)
+        problem = misplaced(folder, config) or occupied(folder, resume_from, is_restart)
         if not problem:
             folder.mkdir(parents=True, exist_ok=True)
             (probe := folder / ".writable").write_text("")
             probe.unlink()
             # Another run may have had the lock, and be done: what it has left is not replaced.
-            problem = lock_folder(folder) or occupied(folder, goes_on)
+            problem = lock_folder(folder) or occupied(folder, resume_from, is_restart)
     except (OSError, ValueError) as error:  # a ValueError comes from a name that no file can have
         where, why = args.output_dir or Path("outputs").absolute(), getattr(error, "strerror", None) or str(error)
         problem = f"--output_dir is {where}; it cannot be written: {why}. Give a folder that can."
@@ -101,15 +101,25 @@ def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
     return f"--output_dir is {folder}; {reason}. Give a folder of its own, e.g. outputs/mine." if reason else None
 
 
-def occupied(folder: Path, goes_on: bool) -> str | None:
-    """Return the problem of a folder with a run that is not gone on with, or with others' media, or files of names that a run writes."""
+def occupied(folder: Path, resume_from: str | None, is_restart: bool = False) -> str | None:
+    """Return the problem of a folder with a run that is not gone on with, or with others' media, or files of names that a run writes.
+
+    A run is gone on with by its launcher, from a checkpoint in its folder, or from step 0 if it has neither saved nor finished.
+    """
     paths = list(folder.iterdir()) if folder.is_dir() else []
     names, has_checkpoints = {path.name for path in paths}, bool(checkpoint_folders(folder))
-    if not goes_on and (has_checkpoints or names & {METRICS_FILE, "model.safetensors"}):
-        return (
-            f"--output_dir is {folder}; it already holds a run. Continue it with --resume_from_checkpoint latest, "
-            "or give another folder."
-        )
+    is_finished, was_pushed = "model.safetensors" in names, LAST_CHECKPOINT in names
+    goes_on, remedy = is_restart, "Continue it with --resume_from_checkpoint latest, or give another folder"
+    if resume_from == "latest":
+        goes_on |= has_checkpoints or not (is_finished or was_pushed)
+    elif resume_from is not None:
+        goes_on |= Path(resume_from).resolve().parent == folder.resolve()
+    if is_finished and not has_checkpoints:
+        remedy = "It has no checkpoint-N to continue from: give another folder"
+    if was_pushed and not has_checkpoints:
+        remedy = f"Continue it with --resume_from_checkpoint {folder / LAST_CHECKPOINT} and another --output_dir"
+    if not goes_on and (has_checkpoints or is_finished or was_pushed or METRICS_FILE in names):
+        return f"--output_dir is {folder}; it already holds a run. {remedy}."
     others = sorted(
         path.name for path in paths if kind_of_value(path) is not None or any(path.match(pattern) for pattern in _OWN)
     )

@@ -131,4 +131,4 @@ def remaining(stages: Sequence[Stage], checkpoint: Path | None) -> list[Stage]:
     stored = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["stage"]
     place = next((place for place, stage in enumerate(stages) if stage.name == stored["name"]), 0)
     begun, later = replace(stages[place], begin=stored["begin"]), stages[place + 1 :]
-    return [begun, *(replace(stage, begin=max(stage.begin, step_of(checkpoint.resolve()))) for stage in later)]
+    return [begun, *(replace(stage, begin=max(stage.begin, step_of(checkpoint))) for stage in later)]

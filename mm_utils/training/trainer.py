@@ -302,13 +302,13 @@ class Trainer:
         Raises:
             ValueError: if the checkpoint is of another model, of other data or of other flags.
         """
-        if (step := step_of(path.resolve())) > self.steps:
+        if (step := step_of(path)) > self.steps:
             raise ValueError(
                 f"--resume_from_checkpoint is {path}, of step {step}; the run has {self.steps} steps. Raise --max_steps or "
                 "--num_train_epochs."
             )
         state, run = self.captured.restore(path, self.identity, self.flags)
-        self.step.nonfinite.count, self._resumed_from = run["nonfinite_steps"], path.absolute()
+        self.step.nonfinite.count, self._resumed_from = run["nonfinite_steps"], path.resolve()
         state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
         state.is_world_process_zero = self.state.is_world_process_zero
         state.is_local_process_zero = self.state.is_local_process_zero
@@ -378,9 +378,10 @@ class Trainer:
 
     def _folder_of(self, step: int) -> Path | None:
         """Return the checkpoint of a step, maybe in the folder that the run was resumed from; None if it is lost."""
-        place = self.writer.path(step)
-        others = [self._resumed_from.parent / place.name] if self._resumed_from else []
-        return next((path for path in (place, *others) if path.is_dir()), None)
+        places = [self.writer.path(step)]
+        if self._resumed_from:
+            places += [self._resumed_from.parent / places[0].name, self._resumed_from]
+        return next((path for path in places if path.is_dir() and step_of(path) == step), None)
 
     def _save_and_exit(self, signal: int) -> NoReturn:
         step = self.state.global_step

@@ -301,6 +301,62 @@ def test_a_folder_with_files_is_used_if_nothing_of_others_is_replaced(
     assert files_in(tmp_path) == set(names)
 
 
+FINISHED = ("metrics.jsonl", "model.safetensors", "config.json", "config.yaml", "environment.json", "README.md")
+PUSHED = ("model.safetensors", "metrics.jsonl", "README.md", "last-checkpoint/trainer_state.json")
+SAVED = ("metrics.jsonl", "checkpoint-4/trainer_state.json")
+ANOTHER = "already holds a run. Continue it with --resume_from_checkpoint latest, or give another folder."
+UNSAVED = "already holds a run. It has no checkpoint-N to continue from: give another folder."
+BY_PATH = "/last-checkpoint and another --output_dir."
+
+
+@pytest.mark.parametrize(
+    ("names", "resume_from", "said"),
+    [
+        ((*FINISHED, *SAVED), "latest", ""),
+        ((*FINISHED, *SAVED), "{folder}/checkpoint-4", ""),
+        ((*FINISHED, *SAVED), "{folder}/../a run/checkpoint-4/", ""),
+        ((*FINISHED, "kept/trainer_state.json"), "{folder}/kept", ""),
+        ((*FINISHED, *SAVED), "other/checkpoint-4", ANOTHER),
+        ((*FINISHED, *SAVED), "{folder}/moved/checkpoint-4", ANOTHER),
+        (SAVED, "other/checkpoint-4", ANOTHER),
+        (("metrics.jsonl",), "other/checkpoint-4", ANOTHER),
+        (FINISHED, "other/checkpoint-4", UNSAVED),
+        (FINISHED, "latest", UNSAVED),
+        ((*FINISHED, "checkpoint-4.superseded/run.json"), "latest", UNSAVED),
+        (FINISHED, None, UNSAVED),
+        (("metrics.jsonl", "environment.json"), "latest", ""),  # killed before it has saved
+        (("config.yaml", "environment.json"), "other/checkpoint-4", ""),  # refused before it has begun
+        ((), "other/last-checkpoint", ""),
+        (PUSHED, "latest", BY_PATH),
+        (PUSHED[1:], "latest", BY_PATH),
+        (PUSHED, None, BY_PATH),
+        (PUSHED, "other/checkpoint-4", BY_PATH),
+        (PUSHED, "{folder}/last-checkpoint", ""),
+    ],
+)
+def test_a_folder_with_a_run_is_taken_by_that_run_alone(
+    names: Sequence[str], resume_from: str | None, said: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    write_files(folder, names)
+    for _ in range(2):
+        args = TrainingArguments(
+            output_dir=str(folder), resume_from_checkpoint=resume_from and resume_from.format(folder=folder)
+        )
+        found = message_of(output_folder.claim_folder, "pretrain", args, {}, []) or ""
+        assert found.endswith(said)
+        assert bool(found) == bool(said)
+    if said:
+        assert output_folder.claim_folder("pretrain", args, {}, relaunched(folder))[0] == folder
+
+
+def relaunched(folder: Path) -> list[str]:
+    """Note a start in a folder, and return the name of its launcher, which starts it once more."""
+    restarts.record_start(folder, {}, ["a launcher"])
+    return ["a launcher"]
+
+
 def test_a_run_to_resume_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunError, match="of which run, --output_dir says"):

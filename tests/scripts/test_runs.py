@@ -1,6 +1,7 @@
 """One table of starts: each run leaves all that it promises, is resumed bit for bit, and opens in stock tools."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,10 +118,12 @@ def test_everything_is_left_behind(finished: Finished) -> None:
 
 
 def test_a_resumed_run_repeats_the_straight_one_bit_for_bit(finished: Finished, tmp_path: Path) -> None:
-    again = finished.again(tmp_path, "--resume_from_checkpoint", str(finished.folder / "checkpoint-2"))
+    """From a copy of its checkpoint, alone and under the name that a push gives it."""
+    copy = shutil.copytree(finished.folder / "checkpoint-2", tmp_path / "fetched/last-checkpoint")
+    again = finished.again(tmp_path / "again", "--resume_from_checkpoint", str(copy))
     assert again == finished.metrics
-    assert losses(tmp_path) == {step: loss for step, loss in losses(finished.folder).items() if step > 2}
-    one, other = (load_file(folder / "model.safetensors") for folder in (finished.folder, tmp_path))
+    assert losses(tmp_path / "again") == {step: loss for step, loss in losses(finished.folder).items() if step > 2}
+    one, other = (load_file(folder / "model.safetensors") for folder in (finished.folder, tmp_path / "again"))
     assert one.keys() == other.keys()
     assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
 

@@ -35,8 +35,10 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool 
     sources = sources_of(args)
     title = ", ".join(source.title for source in sources) or "no source is given"
     if not sources:
+        refuse_columns(args, "the data are the embedded scenes")
         pairs = load_scenes()
     elif args.dataset_name is not None and is_prepared(args.dataset_name):
+        refuse_columns(args, "the data are a prepared set")
         pairs = open_prepared(args.dataset_name, title, allow_outside=args.allow_outside_root)
     else:
         paths = PathArguments(args.image_root, args.allow_outside_root)
@@ -49,6 +51,13 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool 
         parts["train"], parts["validation"] = hold_out(pairs["train"], ids)
         logger.info("%s: no validation split; %s images are held out for it", title, f"{len(parts['validation']):,}")
     return first_rows({split: parts[split] for split in SPLITS if split in parts}, args, title, need_train)
+
+
+def refuse_columns(args: DataArguments, data: str, label_column: str | None = None) -> None:
+    """Raise ValueError if a flag names a column, or where paths begin, of data that have columns of their own."""
+    for name, value in {**args.columns, "image_root": args.image_root, "label_column": label_column}.items():
+        if value is not None:
+            raise ValueError(f"--{name} is {value}; {data}, whose columns are known. Leave it out.")
 
 
 def load_split(args: DataArguments, split: str) -> Dataset:
@@ -94,6 +103,6 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
             what = missing(file, is_local=True) or "that is a folder. Give it as --dataset_name."
             raise ValueError(f"{title}; {what}")
         name = file if len(set(given.values())) == len(given) else f"{file} for {split}"
-        split_of_all = None if list(given) == ["train"] else split  # only then rows may say their split
-        sources.append(Source(file, name=name, split=split_of_all, title=title, **args.columns, **labelled))
+        file_split = None if list(given) == ["train"] else split  # a file alone may hold rows of all splits
+        sources.append(Source(file, name=name, file_split=file_split, title=title, **args.columns, **labelled))
     return sources

@@ -21,9 +21,10 @@ from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.tokens import tokenize_splits
+from mm_utils.data.faults import is_hopeless
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import kind_of_processor
-from mm_utils.data.pairs import sources_of
+from mm_utils.data.pairs import refuse_columns, sources_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.columns import SPLITS, hold_out
@@ -83,9 +84,11 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
     title = sources[0].title if sources else "the embedded scenes"
     known: Sequence[str] = ()
     if not sources:
+        refuse_columns(args, "the data are the embedded scenes", labels.label_column)
         parts = {split: _asked(rows) for split, rows in load_scenes().items()}
     else:
         rows, known = load_labelled_rows(sources, PathArguments(args.image_root, args.allow_outside_root))
+        check_single(rows["answers"], title)
         split_of = [split or "train" for split in rows["split"]]
         places = {split: [at for at, own in enumerate(split_of) if own == split] for split in SPLITS}
         parts = {split: rows.select(places[split]) for split in SPLITS if places[split]}
@@ -147,8 +150,24 @@ def _hold_out(train: Dataset, title: str) -> dict[str, Dataset]:
 
 
 def _labels(rows: Dataset) -> list[str]:
-    """Return each row's most frequent answer, of equally frequent ones the one given first."""
-    return [Counter(answers).most_common(1)[0][0] for answers in rows["answers"]]
+    return [label_of(answers) for answers in rows["answers"]]
+
+
+def label_of(answers: Iterable[str]) -> str:
+    """Return the most frequent answer, of equally frequent ones the one given first."""
+    return Counter(answers).most_common(1)[0][0]
+
+
+def check_single(answers: Sequence[Sequence[str]], title: str) -> None:
+    """Name the rows that have several labels, equally often; ValueError if most have, as no label is the class of such a row."""
+    firsts = [Counter(row).most_common(2) for row in answers]
+    tied = [row for row, first in zip(answers, firsts, strict=True) if len({count for _, count in first}) < len(first)]
+    if not tied:
+        return
+    said = f"{title}; {len(tied):,} of {len(answers):,} rows have several labels, such as {', '.join(tied[0][:3])}"
+    if is_hopeless(len(tied), len(answers)):
+        raise ValueError(f"{said}, and a row has one class. Name a column of one label a row by --label_column.")
+    logger.warning("%s; the first of them is the class of such a row", said)
 
 
 def _classes(known: Sequence[str], labels: list[str], title: str) -> list[str]:
@@ -166,7 +185,7 @@ def _classes(known: Sequence[str], labels: list[str], title: str) -> list[str]:
 
 
 def warn_of_alike(names: Iterable[str], title: str) -> None:
-    """Name the classes that differ in case and spaces alone."""
+    """Name the classes that differ in case, spaces and the form of accents alone."""
     alike = defaultdict(list)
     for name in names:
         alike[readable(name).casefold()].append(name)

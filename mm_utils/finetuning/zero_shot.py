@@ -8,7 +8,7 @@ Shape letters: b images of a batch, M of all, C classes, E embedding width.
 
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
 from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.detect import detect
-from mm_utils.data.rows.media_folders import WORDNET_ID, class_names, readable
+from mm_utils.data.rows.media_folders import WORDNET_ID, class_key, class_names, readable
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
 from mm_utils.evaluation.embeddings import best_rank
@@ -36,8 +36,10 @@ from mm_utils.evaluation.metrics import evaluation_module, share_with_interval
 from mm_utils.finetuning.evaluator import gather_rows
 from mm_utils.finetuning.labels import (
     LabelArguments,
+    check_single,
     first_of_classes,
     is_number,
+    label_of,
     labelled_sources,
     warn_of_alike,
 )
@@ -56,8 +58,8 @@ class ZeroShotArguments(LabelArguments):
     split: str | None = arg(None, "Split; default: the first there is of validation, test and train.")
     classes: str | None = arg(
         None,
-        "A file of names: lines 'id name' for folders such as n01440764, or one name a line in the order of the labels. Default: "
-        "the names that the data has.",
+        "A file of names: lines 'id name' for folders such as n01440764, or one name a line in the order of the labels, or CSV with "
+        "a header, JSON or YAML. Default: the names that the data has.",
     )
     templates: list[str] | None = field(
         default=None,
@@ -179,25 +181,34 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         )
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
     title, paths = sources[0].title, PathArguments(args.image_root, args.allow_outside_root)
-    there = {row.split or "train" for source in sources for row in rows_of(source, paths) if isinstance(row, Record)}
+    there, labels_of_all = defaultdict[str, set[str]](set), set[str]()  # the sources of each split
+    for source in sources:
+        for row in rows_of(source, paths):
+            if isinstance(row, Record):
+                there[row.split or "train"].add(source.name)
+                labels_of_all |= {label_of(row.answers)} if row.answers else set()
     split = (
         SPLIT_NAMES[labels.split.lower()] if labels.split else next((each for each in usual if each in there), "train")
     )
     if there and split not in there:
         raise ValueError(f"--split is {labels.split}; the data has {', '.join(sorted(there))}. Choose one of them.")
-    sources, title = [replace(source, only=split) for source in sources], f"{title}, split {split}"
+    sources = [replace(source, only=split) for source in sources if source.name in there[split] or not labels_of_all]
+    title = f"{sources[0].title}, split {split}"
     rows, known = load_labelled_rows(sources, paths)
-    names = [answers[0] for answers in rows["answers"]]
+    check_single(rows["answers"], title)
+    names = [label_of(answers) for answers in rows["answers"]]
     has_folders = os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"  # whose names may be numbers
-    if not known and (has_folders or not all(map(is_number, names))):
-        known = tuple(sorted(set(names)))
-    classes = _readable_names(known, labels.classes, title)
-    number_of = {name: place for place, name in enumerate(known or map(str, range(len(classes))))}
+    if not known and (has_folders or not all(map(is_number, labels_of_all))):
+        known = tuple(sorted(labels_of_all))  # also of classes that this split has no row of
+    given = class_names(Source(labels.classes, classes=labels.classes)) if labels.classes else {}
+    known = known or tuple(sorted(filter(str.isdecimal, given), key=int))
+    classes = _readable_names(known, given, labels.classes, title)
+    number_of = {name: place for place, name in enumerate(known)}
     unknown = next((row for row, name in enumerate(names) if name not in number_of), None)
     if unknown is not None:
         raise ValueError(
-            f"{title}, row {unknown}: the label is {names[unknown]}; the {len(classes)} classes count from 0. Name all of "
-            "them in --classes."
+            f"{title}, row {unknown}: the label is {names[unknown]}; the {len(classes)} classes are {known[0]} to {known[-1]}. "
+            "Name all of them in --classes."
         )
     count, label_M = len(rows), torch.tensor([number_of[name] for name in names])
     # The schema that evaluations read, without captions.
@@ -208,21 +219,30 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
     return LabelledImages(built.select(places), label_M[places], classes, split)
 
 
-def _readable_names(known: Sequence[str], file: str | None, title: str) -> list[str]:
+def _readable_names(known: Sequence[str], given: dict[str, str], file: str | None, title: str) -> list[str]:
     """Return class names for texts: the first synonym, unless another class shares it.
 
     Args:
-        known: the names that the data has; none where its labels are numbers.
-        file: names by those, or else in their order; see `class_names`.
+        known: the labels of the data.
+        given: the names that `file` has for those, or else in their order; see `class_names`.
     """
     found = list(known)
     if file is not None:
-        given = class_names(Source(file, classes=file))
         in_order = [given[str(place)] for place in range(len(given)) if str(place) in given]
-        missing = [name for name in known if name not in given]
+        missing = [name for name in known if class_key(name) not in given]
         if known and not missing:
-            found = [given[name] for name in known]
-        elif in_order and (not known or len(missing) == len(known) == len(in_order)):
+            found = [given[class_key(name)] for name in known]
+            if others := [name for key, name in given.items() if key not in {*map(class_key, known)}]:
+                logger.warning(
+                    "%s; %d classes of %s, such as %s, are without a row, and no choice",
+                    title,
+                    len(others),
+                    file,
+                    others[0],
+                )
+        elif {*map(readable, known)} <= {*given.values()}:  # a list of what the data says itself
+            found = list(known)
+        elif len(missing) == len(known) == len(in_order) > 0:
             found = in_order
         else:  # a file that names some of them is one of keys, not of places
             raise ValueError(

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
-from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
+from mm_utils.data.batches.order import OF_ANOTHER_SPLIT, SHOWN_IN_VALIDATION
 from mm_utils.files import append_rows, truncate_rows
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class SkippedSamples(TrainerCallback, ExportableState):
 
     The main process appends a line {"step", "image_id", "reason"} per row to `skipped_images.jsonl`, and training log rows get
     the count as `skipped_images`. A row counts each time it is drawn, also if another row replaced it. Rows that a stream leaves
-    out because validation has them are listed but not counted.
+    out because validation has them, or because they say another split, are listed but not counted.
 
     Attributes:
         count: unreadable rows of all ranks since the first step of the run, as of the last log row or checkpoint.
@@ -112,7 +112,7 @@ class SkippedSamples(TrainerCallback, ExportableState):
             return
         found: list[tuple[int, str, str]] = sorted(gather_object(self._new))
         self._new = []
-        reasons = [reason for _, _, reason in found if not reason.endswith(SHOWN_IN_VALIDATION)]
+        reasons = [reason for _, _, reason in found if not reason.endswith((SHOWN_IN_VALIDATION, OF_ANOTHER_SPLIT))]
         self.count += len(reasons)
         if distributed.rank() == 0:
             append_rows(_path(args), ({"step": step, "image_id": name, "reason": why} for step, name, why in found))

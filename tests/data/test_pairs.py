@@ -17,7 +17,7 @@ from PIL import Image as Picture
 
 from mm_utils.data import pairs as source_pairs
 from mm_utils.data import scenes as scenes_module
-from mm_utils.data.pairs import load_pairs
+from mm_utils.data.pairs import load_pairs, load_split
 from mm_utils.data.rows.source import DataArguments, EvaluatedDataArguments
 from mm_utils.data.scenes import load_scenes
 from tests.kit.fault_images import grey
@@ -160,8 +160,33 @@ def test_a_split_column_divides_the_rows(folder: Path) -> None:
     assert loaded["test"][0]["captions"] == ["scene 6", "view, 6"]
 
 
+@pytest.mark.parametrize("name", ["split", "Split"])
+@pytest.mark.parametrize("second", ["validation_file", "test_file"])
+def test_a_rows_own_split_counts_beside_a_second_file(
+    name: str, second: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    splits = [None, "train", "restval", "VAL", "dev", "testing", "eval_set", ""]
+    rows = [{**row, name: split} if split else row for row, split in zip(rows_of(), splits, strict=True)]
+    every = listed(folder / "all.jsonl", rows * 20)  # whose first hundred rows may lack the column
+    sentences = [{"filename": row["image"], "split": row.get(name), "sentences": [{"raw": "a"}]} for row in rows]
+    (folder / "karpathy.json").write_text(json.dumps({"images": sentences}))
+    other = listed(folder / "more.jsonl", rows_of(range(3, 5))).train_file
+    for file in (str(every.train_file), str(folder / "karpathy.json")):
+        loaded = load_pairs(EvaluatedDataArguments(train_file=file, **{second: other}))
+        assert set(loaded["train"]["id"]) | set(loaded["validation"]["id"] if second == "test_file" else ()) == {
+            "0.png", "1.png", "2.png", "7.png"}  # fmt: skip
+        assert (
+            "2 validation, 2 test by the split" in caplog.text or "40 validation, 40 test by the split" in caplog.text
+        )
+    test = load_split(EvaluatedDataArguments(train_file=other, test_file=every.train_file), "test")
+    assert set(test["id"]) == {"0.png", "5.png", "6.png", "7.png"}
+    of_train = listed(folder / "t.jsonl", [{**row, name: "train"} for row in rows_of(range(2))]).train_file
+    with pytest.raises(ValueError, match="its rows are 2 train by the split that they say themselves"):
+        load_pairs(EvaluatedDataArguments(train_file=other, **{second: of_train}))
+
+
 def test_limits_take_the_first_images_of_files_for_each_split(folder: Path) -> None:
-    rows = [{**row, "split": "test"} for row in rows_of(range(5))]  # which is not read
+    rows = rows_of(range(5))
     train = [{**row, "captions": [text]} for row in rows for text in row["captions"]]
     files = {"train_file": listed(folder / "t.jsonl", train).train_file}
     files |= dict.fromkeys(

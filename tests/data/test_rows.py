@@ -80,6 +80,24 @@ def test_what_cannot_be_meant_is_refused_in_one_line(action: Callable[[], Any], 
     assert "\n" not in str(error.value)
 
 
+_OF_TABLES = "image_root image_column caption_column id_column caption_template group_column"
+READ = {  # the options that each format reads
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet"), _OF_TABLES),
+    **dict.fromkeys(("coco", "karpathy", "flickr"), "image_root"),
+    **{"sqlite": f"{_OF_TABLES} config", "datasets": _OF_TABLES, "imagefolder": "", "webdataset": "caption_column"},
+    "classes": "classes templates",
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_an_option_that_a_format_does_not_read_is_refused(kind: str, folder: Path) -> None:
+    options: dict[str, Any] = dict.fromkeys(f"{_OF_TABLES} config classes".split(), "x")
+    options |= {"templates": ("a {}",), "caption_template": "{x}"}
+    for option in options.keys() - set(READ[kind].split()):
+        with pytest.raises(ValueError, match=f"{option}=.*; the format {kind} does not read that"):
+            read(folder, format=kind, **{option: options[option]})
+
+
 def test_columns_have_usual_names_in_any_case_and_those_that_are_asked_for_win() -> None:
     for image in USUAL_NAMES["image"]:
         for caption in ("caption", "Text", "SENTENCES"):
@@ -101,9 +119,10 @@ def test_of_several_columns_of_captions_the_one_that_is_read_is_named(
     described = [("1.jpg", b"x"), ("1.json", b'{"Description": "long", "sentence": "short", "alt": "other"}')]
     for path in (folder / "set", write_tar(folder / "s.tar", described)):
         caplog.clear()
+        root = {"image_root": str(folder)} if Path(path).is_dir() else {}
         with caplog.at_level("INFO"):
-            read(path, image_root=str(folder))
-            read(path, image_root=str(folder), caption_column="Description")
+            read(path, **root)
+            read(path, **root, caption_column="Description")
         assert re.findall(
             "the caption is the column (title|sentence); .*(title|txt|alt) .*--caption_column", caplog.text
         )
@@ -160,7 +179,7 @@ def test_templates_and_groups_are_read_of_any_table(folder: Path) -> None:
         ({"caption_template": "shoe"}, "Name columns in braces"),
         (template | {"caption_column": "title"}, "it takes the place of caption_column"),
         ({"group_column": "whom"}, r"there is no such column .*Did you mean 'who'"),
-        ({"group_column": "who", "format": "classes"}, "the format classes has no columns"),
+        ({"group_column": "who", "format": "classes"}, "the format classes does not read that"),
     ):
         with pytest.raises(ValueError, match=message):
             read(folder / "rows.jsonl", **wrong)
@@ -257,6 +276,34 @@ def test_classes_get_captions_from_templates(folder: Path, caplog: pytest.LogCap
         (record.medium, record.split, record.captions[0]) for record in read(folder / "sounds", format="classes")[0]
     }
     assert found == {("sound", "train", "the sound of a dog bark."), ("sound", "test", "the sound of a rain.")}
+
+
+NAMES_OF_CLASSES = [
+    "cat\nred_fox\ndog\n", "name\ncat\nred fox\ndog", "0 cat\n1 red fox\n2 dog", "00,cat\n01,red fox\n02,dog",
+    "2: dog\n1: red fox\n0: cat", "0. cat\n1. red fox\n2. dog", "0\tcat\r\n1\tred fox\r\n2\tdog", "cat,0\nred fox,1\ndog,2",
+    'id,name\n0,"cat, felis"\n1,red fox\n2,dog', "label\tname\n0\tcat\n1\tred fox\n2\tdog", "name;super;id\ncat;a;0\nred fox;b;1\ndog;a;2",
+    '["cat", "red fox", "dog"]', '{"0": "cat", "1": "red fox", "2": "dog"}', '{"cat": 0, "red fox": 1, "dog": 2}',
+    '{"categories": [{"id": 2, "name": "dog"}, {"id": 1, "name": "red fox"}, {"id": 0, "name": "cat"}]}',
+    '{"id": 0, "name": "cat"}\n{"id": 1, "name": "red fox"}\n{"id": 2, "name": "dog"}', "{0: 'cat', 1: 'red fox', 2: 'dog'}",
+]  # fmt: skip
+
+
+def test_names_of_classes_are_read_in_the_usual_forms_or_refused(folder: Path) -> None:
+    files(folder, "set/0/a.jpg", "set/1/a.jpg", "set/02/a.jpg", "other/a/a.jpg")
+    for form in NAMES_OF_CLASSES:
+        names = str(write(folder / "names.txt", form))
+        good, _ = read(folder / "set", format="classes", classes=names, templates=("{}",))
+        assert [record.captions[0] for record in good] == ["cat", "dog", "red fox"], form
+    with pytest.raises(ValueError, match=r"it names 0, 1, 2, and no folder is called so"):
+        read(folder / "other", format="classes", classes=names)
+    for form, message in {
+        "2010 cat\n1999 dog": "every line begins with a number, which may be a label or part of the name",
+        '{"a": {"b": 1}}': "it cannot be read",
+        "[1, 2": "it cannot be read",
+    }.items():
+        names = str(write(folder / "names.txt", form))
+        with pytest.raises(ValueError, match=message):
+            read(folder / "set", format="classes", classes=names)
 
 
 def test_a_folder_without_captions_says_what_to_give(folder: Path) -> None:

@@ -240,6 +240,34 @@ def test_the_fingerprint_changes_with_rows_sizes_and_content(kind: str, tmp_path
     assert opened(source).fingerprint not in (before.fingerprint, after.fingerprint)
 
 
+@pytest.mark.parametrize("whole", [10**9, 0])
+def test_a_change_in_the_middle_is_read_and_another_stream(
+    whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_files, "_WHOLE", whole)
+    streams = []
+    for text in (b"text 1", b"text 2"):
+        texts = {20: text}
+        members = [(f"{at:02}.{end}", bytes(9000) if end == "png" else texts.get(at, b"text 0"))
+                   for at in range(40) for end in ("png", "txt")]  # fmt: skip
+        path = str(write_tar(tmp_path / "a.tar", members))
+        streams.append(opened(path, validation_file=path))
+    assert streams[0].fingerprint != streams[1].fingerprint
+    assert [stream.validation[20]["captions"] for stream in streams] == [["text 1"], ["text 2"]]
+
+
+def test_a_path_beside_bytes_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["a.png", "/etc/hostname", "raw:1x1"]
+    (tmp_path / "a.png").write_bytes(b"another")
+    (tmp_path / "raw:1x1").write_bytes(b"another")
+    rows = [{"image": {"bytes": name.encode(), "path": name}, "caption": "a"} for name in names]
+    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
+    shown = opened("a.parquet", BatchSizes((0,), (2,)), validation_file="a.parquet").validation
+    assert [row["image"]["bytes"].decode() for row in shown] == names
+    assert [row["image"]["path"] for row in shown] == [None, None, "raw:1x1"]
+
+
 def test_a_large_file_is_cut_into_shards_so_that_distant_rows_meet(tmp_path: Path) -> None:
     stream = opened(str(shards.write_parquet(tmp_path / "a.parquet", shards.rows_of(range(300)), 10)), groups=64)
     first = [stream.shards[slot.shard].first + slot.row for slot in stream.order.batch(0)]
@@ -280,6 +308,8 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
         ({}, "--streaming is set; the embedded scenes have no shards"),
         ({"train_file": "no/such-*.tar"}, r"shard no/such-\*.tar cannot be opened .* Check its address"),
         ({"train_file": "pairs.jsonl"}, "pairs.jsonl cannot be streamed, only .parquet"),
+        ({"train_file": "a.tar", "image_root": "x"}, "--image_root is x; images are read from the shards"),
+        ({"train_file": "a.tar", "image_column": "x"}, "image_column=x; the format webdataset does not read that"),
         ({"dataset_name": "no/such"}, "--dataset_name is no/such; it could not be loaded"),
     ],
 )
@@ -507,7 +537,8 @@ def test_rows_follow_the_rules_of_preparing_or_give_their_place_and_the_reason(
         assert str(row).startswith(f"shard {path}, row {at}: ")
         assert reason in str(row)
     check_columns(path, Source("shards"))
-    assert "rows of all splits are trained on" in caplog.text
+    assert "rows whose column split says another one than" in caplog.text
+    assert str(next(rows_from(path, 0, Source("shards", file_split="train")))).endswith("of another split")
     pq.write_table(pa.Table.from_pylist([{"pixels": data, "text": "a"} for data in (b"x", b"x", b"y")]), path)
     one, same, other = (row["id"] for row in rows_from(path, 0, SOURCE) if isinstance(row, dict))
     assert one == same != other  # of the bytes

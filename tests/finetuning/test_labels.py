@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from datasets import Image as ImageFeature
 
 from mm_utils.data import media
@@ -150,8 +150,8 @@ def test_names_for_prompts(tmp_path: Path) -> None:
         (bare, None, "its labels are numbers, not a name. Set --classes to lines 'id name'"),
         (folder, two, "it has 2 names for 3 classes and none for n01440764. Write lines 'id name'"),
         (texts, two, "it has 2 names for 2 classes and none for x. Write lines 'id name'"),
-        (bare, two, "row 2: the label is 2; the 2 classes count from 0. Name all of them"),
-        (minus, two, "row 1: the label is -1; the 2 classes count from 0"),
+        (bare, two, "row 2: the label is 2; the 2 classes are 0 to 1. Name all of them"),
+        (minus, two, "row 1: the label is -1; the 2 classes are 0 to 1"),
     ]
     for source, lines, expected in cases:
         file.write_text(lines or "")
@@ -161,6 +161,34 @@ def test_names_for_prompts(tmp_path: Path) -> None:
             continue
         with pytest.raises(ValueError, match=expected):
             labelled_of(**flags)
+
+
+def test_classes_are_those_of_the_whole_set_and_splits_may_be_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accents = ["caf\u00e9", "cafe\u0301", "bar", "bar"]
+    rows = [{"image": f"{at}.png", "label": label} for at, label in enumerate([*accents, "zoo"])]
+    train, other = write(tmp_path, rows, "train.jsonl"), write(tmp_path, rows[:3], "other.jsonl")
+    found = labelled_of(train_file=train, validation_file=other)
+    assert (found.classes, len(found.rows)) == (["bar", "caf\u00e9", "zoo"], 3)
+    set_of = files(tmp_path / "set", {f"{place}.png": grey(9) for place in ("train/a/0", "train/b/1", "val/a/2")})
+    (tmp_path / "names.txt").write_text("a\tant\nb\tbee\nc\tcow\n")
+    assert labelled_of(dataset_name=set_of, classes=str(tmp_path / "names.txt")).classes == ["ant", "bee"]
+    assert "names.txt, such as cow, are without a row, and no choice" in caplog.text
+
+
+def test_several_labels_of_a_row_are_named_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = List(ClassLabel(names=["b", "a", "c"]))
+    doors: list[Callable[..., Any]] = [task_of, labelled_of]
+    saved = save(tmp_path / "saved", [[0, 1], [1, 2], [2, 0]], kinds, "train")
+    listed = [{"image": f"{at}.png", "labels": pair} for at, pair in enumerate(["ab", "bc", "ca", "b", "c", "c"])]
+    few = write(tmp_path, [{**row, "labels": [*row["labels"]]} for row in [listed[0], *listed[3:]]], "few.jsonl")
+    for door in doors:
+        with pytest.raises(ValueError, match="3 of 3 rows have several labels, such as b, a, and a row has one class"):
+            door(dataset_name=saved)
+        assert sorted(door(train_file=few).classes) == ["a", "b", "c"]
+        assert "1 of 4 rows have several labels, such as a, b; the first of them is the class" in caplog.text
+        caplog.clear()
 
 
 def test_parquet_of_the_hub_is_read_where_it_was_fetched_to(tmp_path: Path, own_cache: Path) -> None:
@@ -304,7 +332,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
         ("image", {**text, "label": None}, "3 of 3 rows are bad.* line 1: it has no label. The label is missing, or"),
         ("image", {**text, "label": "['a', b]"}, "looks like a list, and is not JSON.* Set --label_column"),
         ("image", {**text, "text": 7}, "3 of 3 rows are bad.* line 1: its text is empty or no text"),
-        ("image", {**text, "split": "dev2"}, "split is dev2, not train, validation or test"),
+        ("image", {**text, "split": "odd"}, "split is odd, not train, validation or test"),
         ("image", {**text, "label": {"x": 1}}, "a label is {.x.: 1}, not a name or a number"),
         ("sound", {"image": "a.png", "label": 1}, "no sound column was recognised. The columns are: image"),
         ("sound", {**sound, "audio": "none.wav"}, "line 1: .*none.wav"),

@@ -23,6 +23,7 @@ ATTEMPTS = 16
 """Rows tried in place of an unreadable one. With a share p of unreadable rows, all of them fail in p^16 cases."""
 
 SHOWN_IN_VALIDATION = "its image is one of validation's"
+OF_ANOTHER_SPLIT = "it says that it is of another split"
 """End of the reason for leaving out a row whose image is intact but belongs to the validation split."""
 
 Draw = tuple[int, int]

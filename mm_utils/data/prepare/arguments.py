@@ -89,7 +89,7 @@ def parse_source(item: str) -> Source:
         ValueError: for an unknown key or an impossible value.
     """
     path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
-    internal = ("path", "title", "labelled", "label_column", "only")
+    internal = ("path", "title", "labelled", "label_column", "file_split", "only")
     known = [each.name for each in dataclasses.fields(Source) if each.name not in internal]
     values: dict[str, Any] = {"path": path.strip()}
     for part in rest:

@@ -165,6 +165,8 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
     """
     with _reading(*sources):
         sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
+    if paths.image_root and all(source.format == "webdataset" for source in sources):
+        raise ValueError(f"--image_root is {paths.image_root}; tar shards hold their files. Leave it out.")
     found = Ingested(sources={source.name: source for source in sources})
     given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
     for part, result in ingest_rows(_of_one_kind(given), plan, work):

@@ -9,9 +9,11 @@ import logging
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -186,6 +188,12 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
 _told: set[tuple[str | None, ...]] = set()  # the files of a folder have the same columns
 
 
+@lru_cache(1000)  # rows are read more than once
+def tell_once(message: str) -> None:
+    """Log a warning the first time."""
+    logger.warning("%s", message)
+
+
 def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequence[str], title: str) -> None:
     """Log, once, that of several columns of usual names one alone is read."""
     known = set(map(_plain, usual))
@@ -269,7 +277,7 @@ def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
             found += [classes[answer]] if 0 <= answer < len(classes) else []
         elif not is_null(answer):
             # Pandas writes a class 3 beside an empty cell as 3.0
-            found.append(re.sub(r"^(-?\d+)\.0+$", r"\1", str(answer).strip()))
+            found.append(re.sub(r"^(-?\d+)\.0+$", r"\1", unicodedata.normalize("NFC", str(answer).strip())))
     return found
 
 
@@ -311,9 +319,21 @@ def split_of_path(path: str, by_words: bool = False) -> str | None:
     return next((split for split in reversed(SPLITS) if split in found), None)
 
 
+def split_cell(values: Mapping[str, Any]) -> Any:
+    """Return what a row says of its split, in a column `split` in any case; None where it says nothing."""
+    cell = values.get("split") or next((values[name] for name in values if is_split(name)), None)
+    return None if is_null(cell) else cell
+
+
+@lru_cache(1000)
+def is_split(column: str) -> bool:
+    """Return whether a column is that of the split."""
+    return _plain(str(column)) == "split"
+
+
 def split_of(value: Any) -> str:
     """Return train, validation or test for the value of a split column; raises unknown_split."""
-    name = SPLIT_NAMES.get(str(value).strip().lower())
+    name = split_named(str(value).strip())
     if name is None:
         raise Fault("unknown_split", f"split is {value}, not train, validation or test")
     return name

@@ -12,11 +12,11 @@ from mm_utils.arguments import load_own
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
-from mm_utils.data.rows.columns import SUFFIXES, set_medium
+from mm_utils.data.rows.columns import SUFFIXES, set_medium, tell_once
 from mm_utils.data.rows.folders import is_service, walk
 from mm_utils.data.rows.media_folders import is_captioned, read_caption_files, read_classes
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
-from mm_utils.data.rows.source import FORMATS, PathArguments, Source
+from mm_utils.data.rows.source import FORMATS, TEMPLATES, PathArguments, Source
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import (
     METADATA_FILES,
@@ -30,7 +30,16 @@ from mm_utils.data.rows.tars import read_webdataset
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, Rows
 from mm_utils.places import missing
 
-_OF_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")
+_COLUMNS = ("image_column", "caption_column", "id_column", "caption_template", "group_column", "label_column")
+_OF_TABLES = ("image_root", *_COLUMNS)
+_OPTIONS: dict[str, tuple[str, ...]] = {  # that each format reads, beside name, split and medium
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet"), _OF_TABLES),
+    **dict.fromkeys(("datasets", "sqlite"), (*_OF_TABLES, "config")),
+    **dict.fromkeys(("coco", "karpathy", "flickr"), ("image_root",)),
+    "imagefolder": (),
+    "classes": ("classes", "templates"),
+    "webdataset": ("caption_column", "label_column"),
+}
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # files of a folder that are looked at
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
@@ -64,15 +73,8 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
             f"{source.title}, caption_template={template}; it takes the place of caption_column. Name columns in braces: "
             "{brand} {title}."
         )
-    asked = {"caption_template": template, "group_column": source.group_column}
-    wanted = [f"{name}={value}" for name, value in asked.items() if value is not None]
-    if source.labelled and source.format not in ("classes", "webdataset"):
-        wanted.append("a label")
-    if wanted and not (is_own or files or source.format in _OF_COLUMNS):
-        raise ValueError(
-            f"{source.title}, {wanted[0]}; the format {source.format} has no columns. Write a table (JSONL, CSV or Parquet) of "
-            "the files, or leave it out."
-        )
+    if not is_own:
+        refuse_unread(source, _OF_TABLES if files else _OPTIONS[source.format])
     if source.format in ("imagefolder", "classes") and not files and os.path.isdir(source.path):
         source = replace(source, medium=_medium_of_folder(source))
     if (
@@ -83,8 +85,49 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
         raise ValueError(f"{source.title}; {gone}")
     read = _READERS.get(source.format, _read_own)
     rows = read_metadata(source, safety, files) if files else read(source, safety)
+    if source.file_split is not None:
+        rows = _of_split(rows, source)
     only = source.only  # a bad row may be of any split
     return (row for row in rows if only in (None, row.split or (only if isinstance(row, BadRow) else "train")))
+
+
+def refuse_unread(source: Source, read: tuple[str, ...] = ()) -> None:
+    """Raise ValueError if an option is set, or a label asked for, that the format of a source does not read; see `_OPTIONS`."""
+    read = read or _OPTIONS[source.format]
+    if source.format == "datasets" and os.path.isdir(source.path):
+        read = _OF_TABLES  # a folder has one configuration
+    asked = {name: getattr(source, name) for name in (*_OF_TABLES, "config", "classes")}
+    asked["templates"] = None if source.templates == TEMPLATES else "|".join(source.templates)
+    wanted = [f"{name}={value}" for name, value in asked.items() if value is not None and name not in read]
+    if source.labelled and source.format != "classes" and "label_column" not in read:
+        wanted.append("a label")
+    if wanted:
+        raise ValueError(
+            f"{source.title}, {wanted[0]}; the format {source.format} does not read that{', only ' * bool(read)}{', '.join(read)}. "
+            "Leave it out, or write a table (JSONL, CSV or Parquet) of the files."
+        )
+
+
+def _of_split(rows: Iterator[Record | BadRow], source: Source) -> Iterator[Record | BadRow]:
+    """Yield the rows that say the split their file is given as, or none; count the others. ValueError if all say another."""
+    others, read = Counter[str](), 0
+    for row in rows:
+        if row.split in (None, source.file_split):
+            row.split = source.file_split
+            read += 1
+            yield row
+        else:
+            others[row.split] += 1
+    if not others:
+        return
+    shown = (
+        f"{', '.join(f'{count:,} {split}' for split, count in others.items())} by the split that they say themselves"
+    )
+    if not read:
+        raise ValueError(
+            f"{source.title}; its rows are {shown}. Give it as the file of that split, or remove the column split."
+        )
+    tell_once(f"{source.title}; rows that are {shown} are not read as {source.file_split}")
 
 
 def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:

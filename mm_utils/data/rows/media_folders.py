@@ -1,13 +1,18 @@
 """Folders of media: with a caption file beside each, or a folder per class, whose captions templates make."""
 
+import csv
 import errno
+import json
 import logging
 import os
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
-from mm_utils.data.faults import Fault
+import yaml
+
+from mm_utils.data.faults import Fault, excerpt
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import Jail, read_file
 from mm_utils.data.rows.columns import SUFFIXES, Columns, split_named
@@ -23,6 +28,24 @@ logger = logging.getLogger(__name__)
 CAPTION_SUFFIXES = (".txt", ".caption")
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
 WORDNET_ID = re.compile(r"n\d{8}")
+_KEYS = (
+    "id",
+    "index",
+    "idx",
+    "number",
+    "class_id",
+    "label_id",
+    "class_index",
+    "wnid",
+    "synset",
+    "folder",
+    "label",
+    "class",
+)
+_NAMES = ("name", "names", "class_name", "label_name", "title", "category", "class", "classes", "label", "labels")
+_LISTS = ("id2label", "names", "categories", "classes", "labels")  # where files of other programs keep them
+_NUMBERED = re.compile(r"(\d+|n\d{8})\s*([\s,;:|=.)])\s*(\S.*)")
+_LAST_NUMBER = re.compile(r"(\D.*?)\s*[\t,;:|]\s*(\d+)")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
@@ -85,6 +108,7 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
 
 def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
     names, divided, suffixes, nested = class_names(source), _is_divided(source.path), SUFFIXES[medium], ""
+    matched = not names
     templates = MEDIA[medium].templates if source.templates == TEMPLATES else source.templates
     for place, files in walk(source.path, unread):
         parts = os.path.relpath(place, source.path).split(os.sep)
@@ -110,6 +134,7 @@ def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
                 *(source.title, nested),
             )
         label = parts[0] if source.labelled else _class_name(parts[0], names, source)
+        matched = matched or class_key(parts[0]) in names or label in names.values()
         if not label:
             yield f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class")
             continue
@@ -117,6 +142,11 @@ def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
         for name in images:
             path = os.path.relpath(os.path.join(place, name), source.path)
             yield f"file {path}", {"image": path, "captions": captions, "label": [label], "split": split}
+    if not matched:
+        raise ValueError(
+            f"{source.title}, classes={source.classes}; it names {', '.join([*names][:3])}, and no folder is called so. Write lines of "
+            "the folder's name, a tab and the name."
+        )
 
 
 def _is_divided(folder: str) -> bool:
@@ -129,33 +159,98 @@ def _is_divided(folder: str) -> bool:
 
 
 def class_names(source: Source) -> dict[str, str]:
-    """Read the file `classes` of a source: names by WordNet id, folder name or index.
+    """Read the file `classes` of a source: names by WordNet id, folder name or number.
 
-    It has lines ``id name`` of WordNet, ``folder<TAB>name``, or one name a line. The first of several names, as in WordNet, counts.
+    It has lines ``id name`` with any sign between them, ``folder<TAB>name``, or one name a line, which count from 0; or it is CSV with
+    a header, JSON or YAML. The first of several names, as in WordNet, counts. ValueError if it is none of these.
     """
     if source.classes is None:
         return {}
-    title, found = f"{source.title}, classes={source.classes}", dict[str, str]()
+    title = f"{source.title}, classes={source.classes}"
     try:
-        text = read_file(source.classes, _LONGEST_NAMES).decode("utf-8-sig")
-    except ValueError as error:
+        text = read_file(source.classes, _LONGEST_NAMES).decode("utf-8-sig").strip()
+        is_document = text[:1] in ("{", "[") or source.classes.endswith((".yaml", ".yml"))
+        found = (
+            _names_of_document(text)
+            if is_document
+            else _names_of_lines([*filter(None, map(str.strip, text.splitlines()))])
+        )
+    except (ValueError, LookupError, StopIteration, yaml.YAMLError) as error:
         reason = error.detail if isinstance(error, Fault) else one_line(error)
         raise ValueError(f"{title}; it cannot be read ({reason}). Write lines of 'id name'.") from error
-    for index, line in enumerate(line.strip() for line in text.splitlines() if line.strip()):
-        key, sign, name = line.partition("\t" if "\t" in line else " ")
-        found |= {key: name} if sign == "\t" or WORDNET_ID.fullmatch(key) else {str(index): line}
-    return {key: readable(name.split(",")[0]) for key, name in found.items()}
+    if found and all(name.isdecimal() for name in found.values()) and not all(map(str.isdecimal, found)):
+        found = {name: key for key, name in found.items()}  # a name and its number
+    return {class_key(key): readable(name.split(",")[0]) for key, name in found.items()}
+
+
+def class_key(name: str) -> str:
+    """Return a folder's name or a number as `class_names` has it."""
+    return str(int(name)) if name.isdecimal() else unicodedata.normalize("NFC", name.strip())
+
+
+def _names_of_lines(lines: list[str]) -> dict[str, str]:
+    head = lines[0].lower() if lines else ""
+    sign = next((sign for sign in "\t;|," if sign in head), None)
+    words = [word.strip('" ') for word in head.split(sign)]
+    name = next((word for word in _NAMES if word in words), None)
+    key = next((word for word in words if word in _KEYS and word != name), None)
+    if name and sign and (key or len(words) > 2):
+        rows = csv.DictReader(lines[1:], words, delimiter=sign)
+        return {str(row[key] if key else at).strip(): str(row[name]) for at, row in enumerate(rows)}
+    lines = lines[1:] if name and (key or len(words) == 1) else lines
+    numbered = [_NUMBERED.fullmatch(line) for line in lines]
+    numbers = sorted(int(line[1]) for line in numbered if line and line[1].isdecimal())
+    is_numbered = len(numbers) == len(lines) == len(set(numbers))
+    if is_numbered and numbers[-1] - numbers[0] >= len(lines) and any(line and line[2] == " " for line in numbered):
+        raise ValueError("every line begins with a number, which may be a label or part of the name")
+    last = [_LAST_NUMBER.fullmatch(line) for line in lines]
+    if all(last) and sorted(int(line[2]) for line in last if line)[-1] < len(lines) + 1:
+        return {line[2]: line[1] for line in last if line}
+    found = {}
+    for at, (line, parts) in enumerate(zip(lines, numbered, strict=True)):
+        if parts and (is_numbered or not parts[1].isdecimal()):
+            found[parts[1]] = parts[3]
+        else:
+            folder, tab, known = line.partition("\t")
+            found |= {folder.strip(): known} if tab else {str(at): line}
+    return found
+
+
+def _names_of_document(text: str) -> dict[str, str]:
+    """Read names of JSON, of JSON lines, of YAML, or of what Python prints."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        lines = text.splitlines()
+        is_rows = len(lines) > 1 and lines[0].startswith("{") and lines[0].rstrip().endswith("}")
+        content = [json.loads(line) for line in lines if line.strip()] if is_rows else yaml.safe_load(text)
+    while isinstance(content, dict) and (
+        inside := [name for name in _LISTS if isinstance(content.get(name), (list, dict))]
+    ):
+        content = content[inside[0]]
+    found = dict[str, str]()
+    for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+        if isinstance(value, dict):
+            key = next((value[name] for name in _KEYS if name in value), key)
+            value = next(value[name] for name in _NAMES if name in value and value[name] != key)
+        if isinstance(value, list):
+            *ids, value = value if WORDNET_ID.fullmatch(str(value[0])) else value[:1]
+            found |= {str(each): value for each in ids}
+        if not isinstance(value, (str, int)) or isinstance(key, (list, dict)):
+            raise ValueError(f"{excerpt(str(value))} is no name")
+        found[str(key)] = str(value)
+    return found
 
 
 def readable(name: str) -> str:
-    """Return the name of a folder or class as words."""
-    return " ".join(name.replace("_", " ").split())
+    """Return the name of a folder or class as words, with composed letters."""
+    return " ".join(unicodedata.normalize("NFC", name).replace("_", " ").split())
 
 
 def _class_name(folder: str, names: dict[str, str], source: Source) -> str:
-    if folder not in names and WORDNET_ID.fullmatch(folder):
+    if class_key(folder) not in names and WORDNET_ID.fullmatch(folder):
         raise ValueError(
             f"{source.title}; the folder {folder} is named by a WordNet id, which is not a caption. Set classes= to a "
             "file of lines 'id name'."
         )
-    return names.get(folder, readable(folder))
+    return names.get(class_key(folder), readable(folder))

@@ -22,6 +22,7 @@ from mm_utils.data.rows.columns import (
     captions_of,
     id_of,
     is_null,
+    split_cell,
     split_of,
     split_of_path,
     texts_of,
@@ -202,7 +203,7 @@ class RecordBuilder:
                 yield self._record(columns, where, values, split, by_folder)
             except Fault as fault:
                 shown = {key: value for key, value in values.items() if not isinstance(value, ImageRef)}
-                yield self.bad(where, fault, str(shown), values.get("split") or split)
+                yield self.bad(where, fault, str(shown), split_cell(values) or split)
 
     def _record(
         self, columns: Columns, where: str, values: dict[str, Any], split: str | None, by_folder: bool
@@ -215,8 +216,9 @@ class RecordBuilder:
         captions = captions_of(values, columns)
         image, key = self._image(values[str(columns.image)])
         key = id_of(values, columns) or key
-        if not is_null(values.get("split")) and self.source.split is None:
-            split = split_of(values["split"])
+        stated = split_cell(values)
+        if stated is not None and self.source.split is None:
+            split = split_of(stated)
         elif by_folder and not os.path.isabs(written := str(values[str(columns.image)])):
             split = split_of_path(written)
         beside: dict[str, Any] = {name: values.get(name) for name in BESIDE}

@@ -113,6 +113,7 @@ class Source:
         templates: captions of classes, with the name at ``{}``.
         config: the configuration of a data set on the Hub, or the table of a database.
         medium: image, clip or sound; auto finds it by the columns, or the files of a folder.
+        file_split: the split that a flag gives a file as: rows that say none are of it, and those of another one are not read.
         only: a split; the rows of others are not read.
         title: beginning of error messages, which names the flag.
     """
@@ -134,6 +135,7 @@ class Source:
     medium: str = "auto"
     labelled: bool = False
     label_column: str | None = None
+    file_split: str | None = None
     only: str | None = None
 
     def __post_init__(self) -> None:

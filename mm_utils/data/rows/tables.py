@@ -24,6 +24,7 @@ from mm_utils.data.rows.columns import (
     Columns,
     find_columns,
     is_null,
+    is_split,
     split_of_path,
 )
 from mm_utils.data.rows.folders import Unread, own_files, walk
@@ -138,11 +139,16 @@ def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Column
     images = [field.name for field in schema if _is_image(field.type)]
     spare = images[0] if len(images) == 1 else None
     # Others may have no feature.
-    known = [field for field in schema if _is_image(field.type) or pa.types.is_integer(field.type)]
+    known = [field for field in schema if _is_image(field.type) or pa.types.is_integer(_item(field.type))]
     features = Features.from_arrow_schema(pa.schema(known, metadata=schema.metadata))
     typed = {name: _KINDS[type(feature)] for name, feature in features.items() if type(feature) in _KINDS}
-    labels = {name: feature.names for name, feature in features.items() if isinstance(feature, ClassLabel)}
+    kinds = {name: getattr(feature, "feature", feature) for name, feature in features.items()}  # of lists, of items
+    labels = {name: kind.names for name, kind in kinds.items() if isinstance(kind, ClassLabel)}
     return find_columns(schema.names, title, wanted, spare, typed, labels=labels)
+
+
+def _item(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
 
 
 def _is_image(kind: pa.DataType) -> bool:
@@ -201,8 +207,8 @@ def _stored_cells(dataset: Dataset, column: str) -> Iterator[CellImage]:
 def read_columns(columns: Columns, names: list[str], with_image: bool) -> list[str]:
     """Return the columns to read: those beside the image and, where asked for, the image."""
     time = () if columns.medium == "image" else BESIDE_TIME
-    wanted = (columns.caption, *columns.parts, columns.id, columns.group, columns.label, "split", *BESIDE, *time)
-    return [name for name in names if (with_image if name == columns.image else name in wanted)]
+    wanted = (columns.caption, *columns.parts, columns.id, columns.group, columns.label, *BESIDE, *time)
+    return [name for name in names if (with_image if name == columns.image else name in wanted or is_split(name))]
 
 
 def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:

@@ -4,6 +4,7 @@ A reader that starts at row r reads again the rows before r in their row group o
 nothing of Arrow; from a server, tars and Arrow from the beginning. Images must be embedded.
 """
 
+import hashlib
 import json
 import logging
 import sys
@@ -21,13 +22,14 @@ import pyarrow as pa
 from datasets import Features, Image, Value
 from datasets import Sequence as ListOf
 
-from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
+from mm_utils.data.batches.order import OF_ANOTHER_SPLIT, SHOWN_IN_VALIDATION
 from mm_utils.data.faults import Fault, is_hopeless
+from mm_utils.data.images import raw_size
 from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import files_of_pattern, shard_kind
 from mm_utils.data.prepare.checks import CheckArguments, check_captions
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import USUAL_NAMES, Columns, is_null
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, is_null, is_split
 from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.tables import find_table_columns, read_columns
@@ -54,19 +56,23 @@ FEATURES = Features({"id": Value("string"), "image": Image(decode=False), "capti
 _BATCH = 64  # rows read at a time, with their images
 _READ_AHEAD, _BUFFER = 8 << 20, 1 << 20  # bytes per request to a server; of a column of a local file
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
-_VERSION = 7  # of what is kept of a shard
+_WHOLE = 10 << 30  # bytes of all shards on a disk that are hashed whole, once: seconds; of more, samples
+_SAMPLES = 64
+_SUMS = ("ETag", "etag", "md5Hash", "Content-MD5")  # what stores state of the content
+_VERSION = 8  # of what is kept of a shard
 _PAUSES = (1, 4, 16)  # seconds between attempts to reach a server, or a network file system in a bad moment
 _UNREACHABLE = {"ConnectionError", "TimeoutError", "HTTPClientError", "ClientError"}  # of Python and of stores
 
 
 @dataclass(frozen=True)
 class Shard:
-    """`rows` rows of a file, from `first` on; `content` hashes the file's size and ends."""
+    """`rows` rows of a file, from `first` on; `content` hashes what it holds, and `state` that with its date and place."""
 
     url: str
     first: int
     rows: int
     content: str = field(default="", compare=False)
+    state: str = field(default="", compare=False)
 
     @property
     def divisible(self) -> bool:
@@ -95,29 +101,41 @@ def expand(pattern: str) -> list[str]:
 def count_shards(urls: Sequence[str]) -> list[Shard]:
     """Return a shard for each file with rows; leave out damaged ones, with a warning, and raise ValueError if most are such."""
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(_counted, urls))
+        about = list(pool.map(info_of, urls))
+        is_whole = sum(int(each.get("size") or 0) for each in about) <= _WHOLE
+        found = list(pool.map(_counted, urls, about, [is_whole] * len(urls)))
     damaged = found.count(None)
     if is_hopeless(damaged, len(urls)):
         raise ValueError(f"{urls[0]}; {damaged} of {len(urls)} shards cannot be read. Write them anew.")
     return [shard for shard in found if shard and shard.rows]
 
 
-def _counted(url: str) -> Shard | None:
-    """Return a whole file, with a hash of its size, first and last 64 KiB (pairs, a footer); None for a damaged one."""
-    about = info_of(url)
+def _counted(url: str, about: dict[str, Any], is_whole: bool) -> Shard | None:
+    """Return a whole file, None for a damaged one.
+
+    Its `content` hashes the size, the first and last 64 KiB (pairs, a footer), and what lies between: of a file on disk all of it,
+    or 64 samples, of another one the sum that its store states.
+    """
 
     def look() -> tuple[int, str]:
         rows, (files, path), size = count_rows(url), fsspec.url_to_fs(url), int(about.get("size") or 0)
+        is_local = "file" in files.protocol
+        starts = {0, max(0, size - _SAMPLE), *(size * at // _SAMPLES for at in range(_SAMPLES if is_local else 0))}
+        between: Any = next((about[name] for name in _SUMS if about.get(name)), None)
+        if is_local and is_whole:
+            starts = set()
+            with regular_file(path) as file:
+                between = hashlib.file_digest(file, "blake2b").hexdigest()
         # By names: the second argument of s3fs is a version.
-        head = files.cat_file(path, start=0, end=min(size, _SAMPLE))
-        return rows, key_of(size, head, files.cat_file(path, start=max(0, size - _SAMPLE), end=size))
+        blocks = (files.cat_file(path, start=start, end=min(size, start + _SAMPLE)) for start in sorted(starts))
+        return rows, key_of(size, between, *blocks)
 
     def make(folder: Path) -> None:
         (folder / "rows.json").write_text(json.dumps(retry(look, _may_pass, _PAUSES)), encoding="utf-8")
 
     try:
-        kept = stored("shards", key_of(_VERSION, pa.__version__, url, about), make)
-        return Shard(url, 0, *json.loads((kept / "rows.json").read_text(encoding="utf-8")))
+        kept = stored("shards", key := key_of(_VERSION, pa.__version__, url, about, is_whole), make)
+        return Shard(url, 0, *json.loads((kept / "rows.json").read_text(encoding="utf-8")), key)
     except Exception as error:
         info_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
@@ -165,9 +183,12 @@ def check_columns(url: str, source: Source) -> None:
         if isinstance(shard, tarfile.TarFile):
             medium = medium_of_samples(read_samples(shard, url), source)
         else:
-            if "split" in shard.schema.names:
-                said = "its column split is not read, so rows of all splits are trained on"
-                logger.warning("%s; %s. Write a file for each, or prepare the set", source.title, said)
+            if any(map(is_split, shard.schema.names)):
+                logger.warning(
+                    "%s; rows whose column split says another one than %s are passed over",
+                    source.title,
+                    source.file_split,
+                )
             medium = find_table_columns(shard.schema, source.title, source.columns).medium
     if medium != "image":
         raise ValueError(f"{source.title}; it holds {medium}s, and images alone are streamed. Drop --streaming.")
@@ -186,7 +207,9 @@ def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = 
             try:
                 good = _training_row(record)
                 shown = held_out and (good["id"] in held_out or stored_hash(good["image"]["bytes"]) in held_out)
-                row: Row = f"shard {url}, row {number}: {SHOWN_IN_VALIDATION}" if shown else good
+                is_other = None not in (record.split, source.file_split) and record.split != source.file_split
+                why = OF_ANOTHER_SPLIT if is_other else SHOWN_IN_VALIDATION if shown else None
+                row: Row = f"shard {url}, row {number}: {why}" if why else good
             except Fault as fault:
                 row = f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
             yield row
@@ -231,7 +254,8 @@ def _training_row(record: Record | BadRow) -> dict[str, Any]:
     captions, faults, _ = check_captions(record.captions, CheckArguments())
     if not captions:
         raise faults[-1]
-    image = {"bytes": content, "path": record.image.name or None}  # which says the size of raw pixels
+    image = {"bytes": content, "path": record.image.name}  # which says the size of raw pixels, and else is of no use
+    image["path"] = record.image.name if raw_size(image) else None
     return {"id": record.id or stored_hash(content), "image": image, "captions": captions}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset, DatasetDict, config
+from datasets import Dataset, DatasetDict, Features, Value, config
 from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -37,6 +37,7 @@ from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out, split_of_path
+from mm_utils.data.rows.detect import refuse_unread
 from mm_utils.data.rows.folders import Unread, own_files
 from mm_utils.data.rows.source import DataArguments, Source
 from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
@@ -67,7 +68,7 @@ class Stream:
         shards: the files, or runs of rows in a file, that `order` counts.
         validation: rows, on disk in the datasets cache.
         held_out: ids and bytes, hashed, of images that training must not show.
-        fingerprint: 16 hexadecimal digits that depend on the shards' names, numbers of rows, sizes and 128 KiB of content.
+        fingerprint: 16 hexadecimal digits that depend on the shards' names, numbers of rows and content.
     """
 
     shards: list[Shard]
@@ -88,15 +89,20 @@ class Stream:
 def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int = GROUPS, block: int = BLOCK) -> Stream:
     """Open the source that `data` names, reading only its validation split; raise ValueError if it cannot be streamed."""
     title, urls = _find_urls(data)
+    if data.image_root is not None:
+        raise ValueError(f"--image_root is {data.image_root}; images are read from the shards. Leave it out.")
+    source = Source(urls["train"][0], title=title, file_split="train", **data.columns)
+    for kind in {shard_kind(url) for url in (*urls["train"], *urls.get("validation", ()))}:
+        refuse_unread(replace(source, format={"tar": "webdataset"}.get(str(kind), "parquet")))
     files = count_shards(urls["train"])
     if sum(file.rows for file in files) < 2:
         raise ValueError(f"{title}; its shards hold fewer than 2 rows. Give some with an image and its caption a row.")
-    source = Source(urls["train"][0], title=title, split="train", **data.columns)
     check_columns(files[0].url, source)
     source = replace(source, medium="image")
     most, held_out = data.max_eval_samples, set[str]()
     if urls.get("validation"):
-        validation = _read_all(_first_rows(count_shards(urls["validation"]), most or HELD_OUT), source)
+        shown = replace(source, file_split="validation")
+        validation = _read_all(_first_rows(count_shards(urls["validation"]), most or HELD_OUT), shown)
     else:
         heads, files = _hold_out(files)
         validation = _read_all(heads, source)
@@ -190,8 +196,11 @@ def _read_all(shards: list[Shard], source: Source) -> Dataset:
         said = next(lost, "there is none")
         raise ValueError(f"{source.title}; no row of validation can be used ({said}). Write the files anew.")
     cache = str(config.HF_DATASETS_CACHE)
-    rows = Dataset.from_generator(_usable_rows, FEATURES, cache, gen_kwargs={"whole": whole})
+    # As a struct: `datasets` drops the bytes of an image whose path is a file here, whoever wrote the path.
+    stored = Features({**FEATURES, "image": {"bytes": Value("binary"), "path": Value("string")}})
+    rows = Dataset.from_generator(_usable_rows, stored, cache, gen_kwargs={"whole": whole})
     assert isinstance(rows, Dataset)
+    rows = rows.cast_column("image", FEATURES["image"])
     if count := sum(shard.rows for shard in shards) - len(rows):
         logger.warning("%s; %d rows of validation cannot be used, such as %s", source.title, count, next(lost))
     return rows

@@ -12,8 +12,9 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.checkpointing.files import SUMS_FILE, checkpoint_folders, verify
+from mm_utils.checkpointing.files import checkpoint_folders, verify
 from mm_utils.distributed import RunError
+from mm_utils.files import SUMS_FILE
 from mm_utils.run.script import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)

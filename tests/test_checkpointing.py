@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from mm_utils.checkpointing.state import (
 )
 from mm_utils.checkpointing.writer import remove_old_checkpoints
 from mm_utils.distributed import RunError, full_tensor
+from mm_utils.files import changed_since_sums, sha256
 from mm_utils.model import adapt
 from mm_utils.model.adapt import add_adapters, load_weights
 from mm_utils.objectives.joint import JointObjective
@@ -150,7 +152,7 @@ def test_the_latest_is_the_highest_number_that_is_whole(tmp_path: Path, caplog: 
 
 
 def test_damage_behind_the_first_block_of_a_file_is_found(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(bytes(files._BLOCK + 9))
+    (tmp_path / "model.safetensors").write_bytes(bytes(2**22 + 9))
     seal_model(tmp_path)
     assert verify(tmp_path) == []
     with (tmp_path / "model.safetensors").open("r+b") as file:
@@ -173,6 +175,38 @@ def test_the_sums_of_a_model_name_its_files(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("my own words")
     [wrong] = verify(tmp_path)
     assert wrong.startswith("config.json cannot be read")
+
+
+def test_what_was_changed_in_a_finished_model_is_found_and_only_what_was_touched_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = tmp_path / "run", []
+    (folder / "dual_encoder").mkdir(parents=True)
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "dual_encoder/config.json"):
+        (folder / name).write_text(name)
+    seal_model(folder)
+    monkeypatch.setattr("mm_utils.files.sha256", lambda path: read.append(path.name) or sha256(path))
+    time.sleep(0.02)  # the system's clock of files has steps of some milliseconds
+    os.utime(folder / SUMS_FILE)
+    assert (changed_since_sums(folder), read) == ([], [])
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    for name in ("config.json", "tokenizer.json"):
+        (copied / name).touch()
+    assert changed_since_sums(copied) == []
+    assert {"config.json", "tokenizer.json"} <= set(read)
+    time.sleep(0.02)
+    read.clear()
+    os.utime(copied / SUMS_FILE)
+    assert (changed_since_sums(copied), read) == ([], [])
+    dates = (folder / "model.safetensors").stat()
+    (tmp_path / "older").write_text("other weights")
+    os.utime(tmp_path / "older", ns=(dates.st_atime_ns, dates.st_mtime_ns - 10**9))
+    (tmp_path / "older").replace(folder / "model.safetensors")  # its date of writing is before that of the sums
+    (folder / "dual_encoder/config.json").write_text("not what is loaded")
+    (folder / "tokenizer.json").unlink()
+    assert (changed_since_sums(folder), read) == (["model.safetensors"], ["model.safetensors"])
+    (folder / SUMS_FILE).unlink()
+    assert changed_since_sums(folder) == []
 
 
 # -- removing -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ the newest checkpoint that verifies. A finished model has such sums, too.
 To check a run: python scripts/verify_checkpoints.py --output_dir outputs/mine
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -19,16 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from mm_utils import distributed
-from mm_utils.files import readable, replace_folder, restore_folder, write_atomic
+from mm_utils.files import OF_MODEL, SUMS_FILE, readable, replace_folder, restore_folder, sha256, write_atomic
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 CONFIG_FILE = "config.yaml"  # all arguments, in the folder of a run
-SUMS_FILE = "SHA256SUMS"  # `sha256sum -c` reads it, too
 LAST_CHECKPOINT = "last-checkpoint"  # the newest one, in a repository on the Hub
-_OF_MODEL = (".safetensors", ".json", ".model", ".py", ".txt")
-_BLOCK = 2**22
 
 
 def step_of(checkpoint: Path) -> int:
@@ -88,14 +84,12 @@ def remove_unfinished(output_dir: Path) -> None:
 
 def seal_model(folder: Path) -> None:
     """Write the SHA-256 of the files of a finished model, and of the stock one in `dual_encoder/`."""
-    paths = sorted(
-        path for path in (*folder.glob("*.*"), *folder.glob("dual_encoder/*.*")) if path.suffix in _OF_MODEL
-    )
+    paths = sorted(path for path in (*folder.glob("*.*"), *folder.glob("dual_encoder/*.*")) if path.suffix in OF_MODEL)
     _write_sums(folder, (path for path in paths if path.name != "environment.json"))
 
 
 def _write_sums(folder: Path, paths: Iterable[Path]) -> None:
-    write_atomic(folder / SUMS_FILE, "".join(f"{_digest(path)}  {path.relative_to(folder)}\n" for path in paths))
+    write_atomic(folder / SUMS_FILE, "".join(f"{sha256(path)}  {path.relative_to(folder)}\n" for path in paths))
 
 
 # -- finding ------------------------------------------------------------------------------------------------------------
@@ -111,7 +105,7 @@ def verify(folder: Path) -> list[str]:
     for line in lines:
         digest, _, name = line.partition("  ")
         try:
-            if _digest(folder / name) != digest:
+            if sha256(folder / name) != digest:
                 wrong.append(f"{name} is not what was written: its SHA-256 differs")
         except (OSError, ValueError) as error:
             wrong.append(f"{name} cannot be read: {error}")
@@ -178,14 +172,6 @@ def set_aside(output_dir: Path, after: int) -> None:
 def size_of(folder: Path) -> int:
     """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, TrainerState
 from transformers.utils import flatten_dict
 
-from mm_utils.checkpointing.files import STATE_FILE, SUMS_FILE
+from mm_utils.checkpointing.files import STATE_FILE
 from mm_utils.distributed import RunError, full_tensor, on_first, shard_like
-from mm_utils.files import readable
+from mm_utils.files import SUMS_FILE, readable
 from mm_utils.model.adapt import load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
 from mm_utils.model.stock import stock_processor, to_dual_encoder

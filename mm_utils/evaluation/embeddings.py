@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
+from mm_utils.distributed import RunError
 from mm_utils.model.encoding import stored_text, vision_features
 from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -155,6 +156,7 @@ def embed_split(
 
     Raises:
         ValueError: if no image of the split can be decoded.
+        RunError: if an embedding is not finite, or zero.
     """
     width, device = model.config.projection_dim, accelerator.device
     images, texts = [torch.empty(0, width, device=device)], [torch.empty(0, width, device=device)]
@@ -190,9 +192,15 @@ def embed_split(
     batches_held = min(distributed.gather_sizes(len(cache.batches), device))
     key_T, text_key_T = (distributed.gather(torch.cat(each), caption_sizes) for each in (caption_keys, text_keys))
     pairs_2P = torch.stack([text_key_T, key_T]).unique(dim=1)  # fewer texts than these: one belongs to two images
-    return Embeddings(
+    image_ME, text_TE = (
         distributed.gather(torch.cat(images), sizes),
         distributed.gather(torch.cat(texts), caption_sizes),
+    )
+    check_embeddings("images", image_ME)
+    check_embeddings("texts", text_TE)
+    return Embeddings(
+        image_ME,
+        text_TE,
         distributed.gather(torch.cat(keys), sizes),
         key_T,
         distributed.gather(torch.cat(rows), sizes),
@@ -204,6 +212,15 @@ def embed_split(
         batches,
         text_key_T if len(pairs_2P[0].unique()) < pairs_2P.shape[1] else None,
     )
+
+
+def check_embeddings(what: str, unit_nE: Tensor) -> None:
+    """Raise RunError if vectors that should have length 1 are not finite, or zero."""
+    if not (unit_nE.norm(dim=-1) > 0.5).all():  # false of NaN
+        raise RunError(
+            f"The model's embeddings of {what} are not finite, or zero; no figure can come of them. Try another checkpoint, or "
+            "leave --mixed_precision out."
+        )
 
 
 @torch.no_grad()

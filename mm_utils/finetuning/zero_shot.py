@@ -31,7 +31,7 @@ from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.media_folders import WORDNET_ID, class_key, class_names, readable
 from mm_utils.data.rows.records import Record
 from mm_utils.data.rows.source import DataArguments, PathArguments, Source
-from mm_utils.evaluation.embeddings import best_rank
+from mm_utils.evaluation.embeddings import best_rank, check_embeddings
 from mm_utils.evaluation.metrics import evaluation_module, share_with_interval
 from mm_utils.finetuning.evaluator import gather_rows
 from mm_utils.finetuning.labels import (
@@ -115,6 +115,7 @@ class ZeroShotEvaluator:
         def classify(batch: dict[str, Any]) -> list[Tensor]:
             with accelerator.autocast():
                 image_bE, _ = model.encode_image(batch["pixel_values"], with_keys_values=False)
+            check_embeddings("images", image_bE)
             label_b = label_M[batch["rows"]]
             return [label_b, *rank_and_guess(image_bE.float() @ embeds_CE.T, label_b)]
 
@@ -130,7 +131,9 @@ class ZeroShotEvaluator:
             with accelerator.autocast():
                 text_tE, _ = model.encode_text(input_ids[low : low + TEXTS], attention_mask[low : low + TEXTS])
             embeds.append(text_tE.float())
-        return normalize(torch.cat(embeds).unflatten(0, (-1, self.templates)).mean(1), dim=-1)
+        text_tE = torch.cat(embeds)
+        check_embeddings("class names", text_tE)
+        return normalize(text_tE.unflatten(0, (-1, self.templates)).mean(1), dim=-1)
 
 
 def unknown_names(tokenizer: PreTrainedTokenizerBase, names: Sequence[str], max_seq_length: int) -> list[str]:

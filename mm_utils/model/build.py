@@ -29,7 +29,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     text_positions,
     vision_tower,
 )
-from mm_utils.model.pretrained import check_words, explained, load_config, load_tower
+from mm_utils.model.pretrained import check_weights, check_words, explained, load_config, load_tower
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.short_attention import use_short_attention
 from mm_utils.model.stock import load_stock
@@ -172,7 +172,7 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
         head: fields of `FusionDualEncoderConfig` for the new fusion head of a stock model; others have theirs.
 
     Raises:
-        ValueError: if there is no model, or it needs Python code of its own.
+        ValueError: if there is no model, it needs Python code of its own, or its weights are damaged.
     """
     title = f"{name} holds no model"
     config = _config_of_whole(title, name)
@@ -180,9 +180,11 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
         return load_stock(name, config, **head)
     with explained(title, name):
         model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
+    check_weights(name, model)
+    with explained(title, name):
         probe(model.vision_model, "vision")
         probe(model.text_model, "text")
-        return model
+    return model
 
 
 def _backbone(
@@ -226,10 +228,6 @@ def check_model(name: str, flag: str = "--model_name_or_path") -> Any:
         ValueError: if it is not one, with what to give instead.
     """
     title, path = f"{flag} is {name}", Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        saved = sorted(path.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name))
-        instead = f"a checkpoint in it, such as {saved[-1]}" if saved else "the folder of a run that has ended"
-        raise ValueError(f"{title}; this folder holds no model. Give {instead}.")
     # The Hub id of a whole model has one slash.
     problem = missing(name if "/" in name else f"./{name}") or ("there is no such folder." if path.is_file() else "")
     if problem:

@@ -49,6 +49,7 @@ MEDIA = ("image", "clip", "sound")
 POOLINGS = ("auto", "pooler", "mean", "cls")
 PROJECTIONS = ("linear", "mlp")
 CLASSIFIER_INPUTS = ("fused", "pair", "image")
+_OF_PADDING = {"length": int, "side": str, "pad_token_id": int}
 DUAL_ENCODERS = ("vision-text-dual-encoder", "clip", "chinese_clip", "siglip", "clap")
 PROJECTION_HIDDEN = 1_024
 FEATURE_DROPOUT = {"vision": 0.7, "text": 0.5}  # of `ResidualProjection`
@@ -154,6 +155,14 @@ class FusionDualEncoderConfig(PreTrainedConfig):
                 raise ValueError(
                     f"rerank_weights has {name}: {weight!r}; it holds a number for match, for caption, or both."
                 )
+        if text_padding is not None and not (
+            isinstance(text_padding, dict)
+            and {name: type(value) for name, value in text_padding.items()} == _OF_PADDING
+            and text_padding["side"] in ("left", "right")
+        ):
+            raise ValueError(
+                f"text_padding is {text_padding!r}; it is null, or has a length, a side (left or right) and a pad_token_id."
+            )
         fusion_dim = fusion_dim or max(32, min(512, text_width // 64 * 32))
         fusion_heads = fusion_heads or max(1, fusion_dim // 32)
         if fusion_layers and fusion_dim % (4 * fusion_heads):

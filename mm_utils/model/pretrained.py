@@ -5,11 +5,13 @@ read, and no Python code of others; `transformers` would ask on the terminal whe
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import (
     MODEL_MAPPING,
     AutoConfig,
@@ -19,12 +21,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from mm_utils.files import SUMS_FILE, changed_since_sums
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_EMBEDS = ("vision_model", "visual_projection", "text_model", "text_projection", "audio_model", "audio_projection")
 _SOUND_PARTS = {"whisper": "encoder", "clap": "audio_model"}  # what a model has besides its sound tower is left out
 
 
@@ -54,6 +58,7 @@ def load_tower(name: str, tower: str) -> tuple[PreTrainedModel, str]:
             output_loading_info=True,
         )
     missing = sorted(info["missing_keys"])
+    check_weights(name, model)
     if part:
         model = getattr(model, part)
         missing = [key.removeprefix(f"{part}.") for key in missing if key.startswith(f"{part}.")]
@@ -71,6 +76,25 @@ def load_tower(name: str, tower: str) -> tuple[PreTrainedModel, str]:
     if without_pooler:
         logger.info("%s; it holds no weights of a pooler, so its outputs are pooled by their mean", flag)
     return model, "mean" if without_pooler else "auto"
+
+
+def check_weights(name: str, model: nn.Module) -> None:
+    """Raise ValueError if a loaded weight is not finite, or if all weights of a tower or a projection are zero: 0.5 s a GB."""
+    file = Path(name) / "model.safetensors"
+    where, highest = str(file if file.is_file() else name), dict[str, float]()
+    advice = (
+        "no figure can come of it. Take an earlier checkpoint, or train again with a lower --learning_rate or in fp32."
+    )
+    for weight, values in model.named_parameters():
+        low, high = (end.item() for end in values.detach().aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(f"The weight {weight} in {where} is not finite; {advice}")
+        part = weight.partition(".")[0]
+        if values.dim() > 1 and part in _EMBEDS:
+            highest[part] = max(highest.get(part, 0.0), -low, high)
+    for part, value in highest.items():
+        if value == 0:
+            raise ValueError(f"All weights of {part} in {where} are 0; {advice}")
 
 
 def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -135,8 +159,36 @@ def explained(what: str, name: str) -> Iterator[None]:
         raise ValueError(f"{what}; it cannot be loaded: {one_line(error)}") from error
 
 
+def _what_it_is(folder: Path) -> str:
+    """Return what a folder without a config.json holds, and what to give instead."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "this folder holds an adapter of PEFT and not its model. Load both with peft, call merge_and_unload(), and save the "
+            "result with its processor."
+        )
+    if (folder / "open_clip_config.json").is_file():
+        return "this folder holds a model of open_clip. Give the same model as transformers saves it."
+    inside = [path.parent for path in sorted(folder.glob("*/config.json"))]
+    if (folder / "modules.json").is_file() and inside:
+        return f"this folder holds a SentenceTransformer. Give the model in it: {inside[0]}."
+    saved = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+    instead = f"a checkpoint in it, such as {saved[-1]}" if saved else "the folder of a run that has ended"
+    return f"this folder holds no model. Give {instead}."
+
+
 def load_config(what: str, name: str) -> PreTrainedConfig:
-    """Load the configuration of a model, a folder or a Hub id; raise as `explained` does."""
+    """Load the configuration of a model, a folder or a Hub id; raise as `explained` does.
+
+    Raises:
+        ValueError: too if a file of a finished model is not what was written.
+    """
+    if changed := changed_since_sums(Path(name)):
+        raise ValueError(
+            f"{what}; its {changed[0]} is not what was written when the model was finished: the SHA-256 differs from that in "
+            f"{SUMS_FILE}. Restore it from a copy or, if the change is meant, delete {Path(name) / SUMS_FILE}."
+        )
+    if Path(name).is_dir() and not Path(name, "config.json").is_file():
+        raise ValueError(f"{what}; {_what_it_is(Path(name))}")
     with explained(what, name):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if config.model_type.startswith("siglip2"):

@@ -11,7 +11,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from mm_utils.model.join import has_bert_pooler, join_backbones, probe
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
-from mm_utils.model.pretrained import complete, explained, set_outputs
+from mm_utils.model.pretrained import check_weights, complete, explained, set_outputs
 
 
 def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
@@ -40,6 +40,7 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
             f"{name} holds no whole {config.model_type}; it lacks {len(missing)} weights, such as {missing[0]}. Choose "
             "another model."
         )
+    check_weights(name, stock)
     kind, bias, text_config = stock.config.model_type, getattr(stock, "logit_bias", None), stock.config.text_config
     width = getattr(stock.config, "projection_dim", None) or getattr(text_config, "projection_size", None)
     taken = {

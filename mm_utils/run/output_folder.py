@@ -14,10 +14,10 @@ from typing import IO, Any
 
 import yaml
 
-from mm_utils.checkpointing.files import LAST_CHECKPOINT, SUMS_FILE, checkpoint_folders
+from mm_utils.checkpointing.files import LAST_CHECKPOINT, checkpoint_folders
 from mm_utils.data.rows.columns import kind_of_value
 from mm_utils.distributed import RunError
-from mm_utils.files import write_atomic
+from mm_utils.files import SUMS_FILE, write_atomic
 from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch
 from mm_utils.text import without_secrets
 from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, TrainingArguments

@@ -262,16 +262,14 @@ class Searcher:
             found = best(scored.by_n, wide)
             places = [at for at in found if scored.rows[at] != without]
             pairs = near_pairs(self._prints(scored.rows[places].tolist())) if places else np.empty((0, 2), int)
-            # A copy goes to the first hit that it is near to; so longer answers begin as shorter ones do.
-            copy_of: dict[int, int] = {}
-            for first, second in pairs.tolist():
-                if first not in copy_of:
-                    copy_of.setdefault(second, first)
-            folded = [place for at, place in enumerate(places) if at not in copy_of]
+            # Copies of copies are one picture, as in `copies()`.
+            group_of = groups(len(places), pairs).tolist()
+            folded = [place for at, place in enumerate(places) if group_of[at] == at]
             if len(folded) >= count or len(found) < wide:
                 copies: dict[int, list[int]] = {}
-                for second, first in copy_of.items():
-                    copies.setdefault(places[first], []).append(int(scored.rows[places[second]]))
+                for place, first in zip(places, group_of, strict=True):
+                    if place != places[first]:
+                        copies.setdefault(places[first], []).append(int(scored.rows[place]))
                 return folded[:count], copies
             wide *= 2
 

@@ -28,6 +28,7 @@ from mm_utils import distributed
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
+from mm_utils.evaluation.embeddings import check_embeddings
 from mm_utils.files import folder_lock
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.search.index import (
@@ -206,9 +207,7 @@ def _means(embeds: Tensor, counts: list[int]) -> list[np.ndarray | None]:
     units = normalize(embeds.float(), dim=-1).split(counts)
     means = torch.stack([normalize(each.mean(0), dim=0) for each in units if len(each)] or [embeds[:0].sum(0)])
     rounded = means.half().cpu()
-    if not rounded.isfinite().all():
-        raise RunError(
-            "The model's embeddings are not finite in float16. Try another checkpoint, or leave --mixed_precision out."
-        )
+    if any(counts):
+        check_embeddings("media or texts", rounded.float())
     vectors = iter(rounded.numpy())
     return [next(vectors) if count else None for count in counts]

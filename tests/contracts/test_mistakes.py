@@ -130,6 +130,9 @@ MODELS = [
     ("./nowhere/at/all", "there is no such folder. Give the folder of a run, or a Hub id such as owner/name"),
     ("outputs/stopped", "this folder holds no model. Give a checkpoint in it, such as outputs/stopped/checkpoint-12"),
     ("outputs", "this folder holds no model. Give the folder of a run that has ended"),
+    ("adapter", "this folder holds an adapter of PEFT and not its model"),
+    ("open_clip", "this folder holds a model of open_clip"),
+    ("sentences", "this folder holds a SentenceTransformer. Give the model in it: sentences/0_CLIPModel"),
     ("a vit", "give scripts/pretrain.py --vision_model_name_or_path 'a vit'"),
     ("bert", "give scripts/pretrain.py --text_model_name_or_path bert"),
     ("llava", "--vision_model_name_or_path llava and --text_model_name_or_path llava"),
@@ -145,6 +148,14 @@ def test_a_model_that_is_none_is_answered_with_what_to_give(
     for folder, kind in kinds.items():
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    for file in (
+        "adapter/adapter_config.json",
+        "open_clip/open_clip_config.json",
+        "sentences/modules.json",
+        "sentences/0_CLIPModel/config.json",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}")
     for step in (2, 12):
         (tmp_path / f"outputs/stopped/checkpoint-{step}").mkdir(parents=True)
     with pytest.raises(ValueError, match=rf"^--model_name_or_path is {name}; .*{re.escape(message)}"):

@@ -1,6 +1,7 @@
 """The `evaluate` metric, probes, what training gained, and re-ranking; figures: tests/contracts/test_metrics.py."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.functional import normalize
 
 import mm_utils
 from mm_utils.data.scenes import load_scenes
+from mm_utils.distributed import RunError
 from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
 from mm_utils.evaluation.gained import recall_gained
@@ -114,6 +116,23 @@ def test_a_gain_is_stated_beside_its_noise(
     )
     assert found is not None
     assert re.search(said, found), found
+
+
+@pytest.mark.parametrize("side", ["encode_text", "project_image"])
+@pytest.mark.parametrize("value", [math.nan, 0.0])
+def test_no_figure_comes_of_embeddings_that_are_not_finite_or_zero(
+    side: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TruthfulModel.with_noise(3)
+    right = getattr(model, side)
+
+    def damaged(*given: Any, **options: Any) -> tuple[Tensor, Any]:
+        embeds, rest = right(*given, **options)
+        return embeds * value, rest
+
+    monkeypatch.setattr(model, side, damaged)
+    with pytest.raises(RunError, match=r"embeddings of (images|texts) are not finite, or zero; no figure"):
+        embed_split(model, model.batches(5), ACCELERATOR)
 
 
 # -- re-ranking --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,15 @@ def without(start: str) -> Callable[[Path], None]:
     return remove
 
 
+def filled(start: str, value: float) -> Callable[[Path], None]:
+    def fill(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        changed = {name: each.fill_(value) if name.startswith(start) else each for name, each in weights.items()}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+
+    return fill
+
+
 def words_beyond(folder: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["vocab"] |= {"far": 100_000}
@@ -319,6 +329,16 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         r"a standard deviation of .0, 0, 0., does not make RGB images",
     ),
     "medium": (lambda folder: edited(folder, "config.json", medium="smell"), "medium is 'smell'; choose one of"),
+    "padding": (
+        lambda folder: edited(folder, "config.json", text_padding="left"),
+        "text_padding is 'left'; it is null, or has",
+    ),
+    "NaN": (filled("visual_projection", math.nan), "visual_projection.weight in .*model.safetensors is not finite"),
+    "infinity": (
+        filled("text_model.embeddings", math.inf),
+        r"text_model.embeddings\S* in .*model.safetensors is not finite",
+    ),
+    "zeros": (filled("text_", 0.0), "All weights of text_model in .*model.safetensors are 0"),
 }
 
 
@@ -336,6 +356,14 @@ def test_a_model_that_cannot_be_is_refused_in_one_line(wrong: str, tmp_path: Pat
     for load in (AutoModel.from_pretrained, lambda folder: load_weights(model, folder)) if "lacks" in message else ():
         with pytest.raises(ValueError, match=message):
             load(tmp_path)
+
+
+def test_towers_and_stock_models_with_damaged_weights_are_refused(tmp_path: Path) -> None:
+    name = write_stock(tmp_path / "clip", "clip")
+    filled("text_model", math.nan)(tmp_path / "clip")
+    for load in (load_model, lambda name: load_tower(name, "text")):
+        with pytest.raises(ValueError, match=r"^The weight \S+ in .*clip/model.safetensors is not finite"):
+            load(name)
 
 
 # -- another text tower for a whole model -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification
 
+from mm_utils.files import SUMS_FILE
 from scripts import eval_retrieval, eval_zero_shot, finetune
 from tests.kit.corpora import COLOURS, SHAPES, draw
 from tests.kit.hub import Hub
@@ -91,7 +92,7 @@ def test_a_folder_per_class(sound_model: str, tmp_path: Path) -> None:
 @pytest.fixture
 def flags(pretrained: str, corpus: Path, tmp_path: Path) -> list[str]:
     """The folder of a model after a few steps, whose head re-ranks."""
-    model = shutil.copytree(pretrained, tmp_path / "model")
+    model = shutil.copytree(pretrained, tmp_path / "model", ignore=shutil.ignore_patterns(SUMS_FILE))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "rerank_weights": {"caption": 1.0}}))
     data = ["--train_file", str(corpus), "--dataloader_num_workers", "0"]

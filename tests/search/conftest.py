@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from mm_utils.data.media.medium import read_by
+from mm_utils.files import SUMS_FILE
 from mm_utils.model.build import open_model
 from mm_utils.search.listing import Listing, folder_listing
 from mm_utils.search.searcher import Searcher
@@ -108,7 +109,7 @@ def reranking_model(model: Path) -> Path:
 
 
 def with_weights(source: Path, folder: Path, weights: dict[str, float]) -> Path:
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("checkpoint-*", "dual_encoder"))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("checkpoint-*", "dual_encoder", SUMS_FILE))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rerank_weights": weights}))
     return folder

@@ -20,7 +20,7 @@ from pathlib import Path
 from mm_utils.arguments import parse_args
 from mm_utils.data.prepare.arguments import PrepareArguments, parse_source, workspace
 from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
+from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, check_kept, reconcile
 from mm_utils.data.prepare.ingest import Pool, ingest_sources, local_pool
 from mm_utils.data.prepare.on_disk import write_findings, write_pairs
 from mm_utils.data.prepare.report import describe, summarize, write_data_card, write_report
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
 
         # 3. Rows together: duplicates, leaks, splits.
         found = reconcile(ingested.parts, reconcile_args, work / "leaks.jsonl")
+        check_kept(ingested, found, args.max_bad_fraction)
 
         # 4. Write the data set and the report.
         pairs = write_pairs(found, ingested.parts, work / "result")

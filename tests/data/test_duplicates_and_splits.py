@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
-from mm_utils.data.prepare.dedup_and_split import SPLITS, ReconcileArguments, Reconciled, reconcile
-from mm_utils.data.prepare.ingest import PART_SCHEMA
+from mm_utils.data.prepare.dedup_and_split import SPLITS, ReconcileArguments, Reconciled, check_kept, reconcile
+from mm_utils.data.prepare.ingest import PART_SCHEMA, Ingested
 from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
     RADIUS,
@@ -28,6 +28,7 @@ from mm_utils.data.prepare.perceptual_hash import (
     near_pairs,
     pairs_within,
 )
+from mm_utils.data.rows.source import Source
 from tests.kit.fault_images import draw, save
 
 # -- rows of all sources ------------------------------------------------------------------------------------------------
@@ -125,6 +126,54 @@ def test_a_small_set_has_a_fifth_for_validation_unless_a_share_is_given(tmp_path
     assert held_out(rows, **free) == 0, "half of the images is more than twice a fifth"
 
 
+@pytest.mark.parametrize("name", ["validation_fraction", "test_fraction"])
+def test_a_share_of_rows_that_all_say_their_split_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--{name} is 0.3; every row says its split"):
+        decide([row(place, split="train") for place in range(9)], tmp_path, **{name: 0.3})
+
+
+def flipped(print_: bytes, bit: int) -> bytes:
+    return bytes([print_[0] ^ 1 << bit]) + print_[1:]
+
+
+FRAMES: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {
+    "frames": (lambda at: {"id": f"film_{at:04}.jpg", "captions": [f"scene {at // 10}"]}, True),
+    "pictures": (lambda at: {"id": f"{at // 20}/p{at}.jpg", "fingerprint": flipped(PRINTS[at // 10], at % 8)}, True),
+    "photographs": (lambda at: {"id": f"IMG_{at:04}.jpg", "captions": [f"scene {at}"]}, False),
+    "classes": (lambda at: {"id": f"{at // 10}/{at}.jpg", "captions": [f"class {at // 10}"]}, False),
+    "a film by a column": (lambda at: {"id": f"f{at}.jpg", "captions": ["a"], "group": str(at)}, False),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_frames_of_a_film_in_two_splits_are_counted(kind: str, tmp_path: Path) -> None:
+    values, is_film = FRAMES[kind]
+    prints = [fingerprint(draw(seed, (64, 64))) for seed in range(100)]
+    rows = [row(at % 40, **{"image_hash": f"{at:064}", "fingerprint": prints[at], **values(at)}) for at in range(100)]
+    found = decide(rows, tmp_path, validation_fraction=0.2, near_duplicate_distance=0).duplicates["neighbours"]
+    assert (found["count"] > 5) == is_film, found
+
+
+def test_rows_lost_to_equal_ids_count_and_what_is_left_is_said(tmp_path: Path) -> None:
+    def prepared(ids: list[Any], **values: Any) -> None:
+        rows = [row(at, id=key, where=at, **values) for at, key in enumerate(ids)]
+        ingested = Ingested(rows=Counter(a=len(rows)), sources={"a": Source("a")})
+        check_kept(ingested, decide(rows, tmp_path), 0.05)
+
+    prepared([*map(str, range(20)), "0"])
+    for ids, values, message in (
+        ([at % 3 for at in range(30)], {}, r"27 of 30 rows are bad, .*duplicate_id: 27.* name another id column"),
+        (["1"] * 30, {}, "29 of 30 rows are bad, .*duplicate_id: 29"),
+        (
+            range(9),
+            {"split": "test"},
+            r"the split train has 0 of 9 rows, .* 9 in test, such as line 0 of a.*,split=train",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepared([*map(str, ids)], **values)
+
+
 def test_an_id_is_of_one_image_of_its_source(tmp_path: Path) -> None:
     rows = [row(0, id="x", where=1), row(1, id="x", where=2), row(2, id="y"), row(0, id="x")]
     found = decide(rows, tmp_path)
@@ -156,7 +205,7 @@ def test_no_image_is_in_two_splits_and_none_is_lost(
     """Beside a plain reference: sets of rows connected by look or id."""
     random.Random(seed).shuffle(drawn)
     rows = [row(image, near=near, split=split, id=name) for image, near, split, name in drawn]
-    rows += [row(30, split="train"), row(31, split="train")]
+    rows += [row(30, split="train"), row(31, split="train"), row(32)]
     found = decide(rows, tmp_path_factory.mktemp("parts"), on_leakage="drop", validation_fraction=0.3)
     splits = split_of(found)
     standing = {place: first for first, those in found.merged.items() for place in those}

@@ -327,7 +327,7 @@ def test_the_report_shows_its_figures_and_says_what_matters_first(tmp_path: Path
         "35 images share one caption, which tells none from the others: another",
         "One image occurs 33 times",
         "The split train has 30 images, few to train on",
-        "The validation split has no images; training will hold out 5 % of train.",
+        "There is no validation split; training will hold out 6 images of train.",
         "| train | 30 | 60 | 0.0 MiB |",
         "| image_truncated | 109 | The image ends too early. | a.jsonl, line 7, cut |",
         "| exif_rotated | 4,321 | The camera's rotation was applied. |",

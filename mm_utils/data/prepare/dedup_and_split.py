@@ -14,23 +14,25 @@ Only the small columns of the parts are read, and they stay in their files, as i
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from mm_utils.arguments import arg
 from mm_utils.data.faults import escaped
-from mm_utils.data.prepare.ingest import pieces, read_facts
+from mm_utils.data.prepare.ingest import Ingested, pieces, read_facts, refuse_hopeless
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, RADIUS, assign_splits, groups, leaks, near_pairs
 from mm_utils.data.rows.columns import HOLDOUT_FRACTION, SPLITS, least_held_out
 
 logger = logging.getLogger(__name__)
 
 _EXAMPLES = 20
+_BESIDE, _LIKE = 3, 16  # numbers between neighbours; bits of 64 in which pictures that are alike differ
 # From this many ids that splits share without any shared image on, ids are taken for row numbers.
 _COUNTERS = 10
 LEAKS = {
@@ -90,9 +92,9 @@ class Reconciled:
 
 
 def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, own_ids: bool = False) -> Reconciled:
-    """Decide about the rows of all `parts`; ValueError if an image leaks and `on_leakage` is error, or none is left to train on.
+    """Decide about the rows of all `parts`; ValueError if an image leaks and `on_leakage` is error.
 
-    Refused leaks are listed in `leak_file`. With `own_ids`, ids stay as the sources give them, and there may be no training images.
+    Refused leaks are listed in `leak_file`. With `own_ids`, ids stay as the sources give them.
     """
     found = Reconciled(facts := read_facts(parts, own_ids))
     state = _State(facts, args.near_duplicate_distance)
@@ -118,11 +120,38 @@ def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, 
         state.keep_N[row] = False
     found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
     kept = state.keep_N
-    if not own_ids and np.count_nonzero(kept & (state.split_N == 0)) < 2:
-        raise ValueError("fewer than 2 training images are left; contrastive training needs at least 2. Add some.")
     places = {split: np.flatnonzero(kept & (state.split_N == number)) for number, split in enumerate(SPLITS)}
     found.rows = {split: rows for split, rows in places.items() if len(rows)}
+    found.duplicates["neighbours"] = {} if own_ids else _neighbours(found.rows, facts)
     return found
+
+
+def check_kept(ingested: Ingested, found: Reconciled, most: float) -> None:
+    """Raise ValueError if more than `most` of a source's rows are set aside, equal ids counted, or fewer than 2 are left for train."""
+    lost = [fault for fault in found.faults if fault["reason"] == "duplicate_id"]
+    ingested.bad.update(fault["source"] for fault in lost)
+    for name in ingested.sources:
+        refuse_hopeless(replace(ingested, faults=ingested.faults + lost), name, most)
+    if (left := len(found.rows.get("train", ()))) > 1:
+        return
+    parts = [
+        f"{len(rows):,} in {split}, such as {_place(found.facts, rows[0])}"
+        for split, rows in found.rows.items()
+        if split != "train"
+    ]
+    parts += [
+        f"{count:,} {what}"
+        for count, what in (
+            (found.duplicates["merged_rows"], "of the image of another row"),
+            (ingested.bad.total() + sum(found.leakage["dropped"].values()), "set aside"),
+        )
+        if count
+    ]
+    raise ValueError(
+        f"the split train has {left} of {ingested.rows.total():,} rows, and contrastive training needs at least 2; the others are "
+        f"{'; '.join(parts) or 'none'}. Add pairs, or give a source that is all of train with ,split=train behind its path: a "
+        "column split, and the names of files and folders, say another."
+    )
 
 
 class _State:
@@ -234,10 +263,16 @@ def _linked(state: _State, codes_N: np.ndarray) -> np.ndarray:
 
 def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test: float) -> None:
     """Assign to rows without a split that of their group, or one by the hash of their group."""
-    is_default, validation = validation is None, HOLDOUT_FRACTION if validation is None else validation
-    unknown = state.split_N < 0
+    is_default, unknown = validation is None, state.split_N < 0
     if not unknown.any():
+        name, share = ("validation", validation) if validation else ("test", test)
+        if share:
+            raise ValueError(
+                f"--{name}_fraction is {share}; every row says its split, and only rows that say none are divided. Leave it out, or "
+                "remove the column split."
+            )
         return
+    validation = HOLDOUT_FRACTION if validation is None else validation
     links_U2 = np.stack([state.group_U, np.arange(len(state.group_U))], axis=1)
     files_U = _codes(facts["file_hash"])[state.first_U]
     parts = np.flatnonzero(files_U >= 0)  # clips or sounds that may be parts of one file
@@ -254,6 +289,46 @@ def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test:
     by_hash_U = assign_splits(group_U, keys, (max(0.0, 1 - validation - test), validation, test), least=least)
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
+
+
+def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
+    """Count the rows `outside` train, and those that are like a row of train whose id differs in a number alone, as frames of a film are.
+
+    They have its captions, or nearly its picture. Photographs and members of a class are numbered, too: nothing counts that is not
+    three times as frequent as for a row of train that is far away, whose captions are those of the same name and another number.
+    """
+    table = pandas.DataFrame({name: facts[name].to_pandas() for name in ("id", "source", "group")})
+    names = table["id"].astype(str).str.replace(r"\.\w+$", "", regex=True).str.extract(r"(?s)^(.*?)(\d{1,18})(\D*)$")
+    table["key"], table["row"] = table["source"] + "/" + names[0] + "#" + names[2], np.arange(len(table))
+    table = table[table["id"].notna() & table["group"].isna() & names[1].notna()]
+    table["number"] = names[1][table.index].astype(np.int64)
+    table = table[["key", "number", "row"]].sort_values("number", kind="stable")
+    train = table[table["row"].isin(rows.get("train", []))].sort_values("key", kind="stable")
+    outside = table[table["row"].isin(np.concatenate([at for split, at in rows.items() if split != "train"] or [[]]))]
+    train = train.assign(
+        same_name=train.groupby("key")["row"].transform(lambda own: np.roll(own, len(own) // 2)),
+        any_name=np.roll(train["row"], len(train) // 2),
+    ).sort_values("number", kind="stable")
+    pairs = pandas.merge_asof(outside, train, "number", by="key", direction="nearest", tolerance=_BESIDE).dropna()
+
+    def has_captions(row: int, other: int) -> bool:
+        return facts["captions"][row] == facts["captions"][other]
+
+    def has_picture(row: int, other: int) -> bool:
+        hashes = [int.from_bytes((facts["fingerprint"][at].as_py() or b"")[:8], "little") for at in (row, other)]
+        return all(hashes) and (hashes[0] ^ hashes[1]).bit_count() <= _LIKE
+
+    found = {"outside": len(outside), "count": 0, "example": ""}
+    for is_like, far in ((has_captions, "same_name"), (has_picture, "any_name")):
+        near = [
+            (row, beside)
+            for row, beside in pairs[["row_x", "row_y"]].astype(int).to_numpy().tolist()
+            if is_like(row, beside)
+        ]
+        others = sum(is_like(row, other) for row, other in pairs[["row_x", far]].astype(int).to_numpy().tolist())
+        if len(near) > max(found["count"], 3 * others - 1):
+            found |= {"count": len(near), "example": " beside ".join(facts["name"][at].as_py() for at in near[0])}
+    return found
 
 
 def _names(facts: pa.Table, rows: np.ndarray) -> list[str]:

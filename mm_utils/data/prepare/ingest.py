@@ -176,9 +176,9 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
             mine.update(more)
         for name, rows in found.rows.items():
             if rows >= _EARLY_ROWS:
-                _refuse_hopeless(found, name, plan.max_bad_fraction)
+                refuse_hopeless(found, name, plan.max_bad_fraction)
     for name in found.sources:
-        _refuse_hopeless(found, name, plan.max_bad_fraction, none_left=found.bad == found.rows)
+        refuse_hopeless(found, name, plan.max_bad_fraction, none_left=found.bad == found.rows)
     return found
 
 
@@ -254,7 +254,8 @@ def _named(sources: list[Source]) -> list[Source]:
     return sources
 
 
-def _refuse_hopeless(found: Ingested, name: str, most: float, none_left: bool = False) -> None:
+def refuse_hopeless(found: Ingested, name: str, most: float, none_left: bool = False) -> None:
+    """Raise ValueError if too many rows of a source are bad."""
     title, bad, rows = found.sources[name].title, found.bad[name], found.rows[name]
     if rows == 0:
         raise ValueError(f"{title}; it holds no rows. Give a source that has some.")

@@ -26,13 +26,17 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.data.prepare.arguments import PrepareArguments
 from mm_utils.data.prepare.dedup_and_split import LEAKS, Reconciled
 from mm_utils.data.prepare.ingest import Ingested
-from mm_utils.data.rows.columns import too_few
+from mm_utils.data.rows.columns import count_held_out, too_few
 from mm_utils.plots import MUTED, draw_text, save_figure, wrap
 from mm_utils.text import byte_size, markdown_table, markdown_text, publishable, redact, without_secrets
 
 CARD = "README.md"
 _SHARED, _SHOWN_PAIRS = 3, 24
-_FEW_TRAINING = 1000
+_FEW_TRAINING = 300  # the README's "Start with 300"
+_FEW_NEIGHBOURS, _MANY_NEIGHBOURS = (
+    5,
+    0.1,
+)  # rows outside train, and their share, that are alike by chance or by their class
 _MANY_BAD = 0.05  # share of a source's rows from which on it is worth a warning
 _TASKS = {
     "image": ["image-to-text", "text-to-image", "zero-shot-image-classification"],
@@ -62,6 +66,7 @@ def summarize(
             for name, source in ingested.sources.items()
         ],
         "splits": splits,
+        "own_splits": found.facts["split"].null_count == 0,
         "quarantined": {
             reason: {"count": len(faults), "explanation": REASONS[reason]}
             | {"examples": [{name: fault[name] for name in ("source", "where", "detail")} for fault in faults[:3]]}
@@ -192,14 +197,41 @@ def _look_first(summary: dict[str, Any]) -> list[str]:
         found.append(f"Of {captions:,} captions only {distinct:,} are distinct.")
     if (times := summary["duplicates"]["largest_group"]) > 10:
         found.append(f"One {kind} occurs {times:,} times; look for a placeholder or a logo.")
-    if (images := summary["splits"].get("train", {"images": 0})["images"]) < _FEW_TRAINING:
-        found.append(f"The split train has {_plural(images, kind)}, few to train on.")
-    if few := too_few(summary["splits"].get("validation", {"images": 0})["images"], kind):
-        found.append(f"{few} Add pairs, or set --validation_fraction.")
+    found += _splits_first(summary)
     if markup := summary["notes"].get("caption_markup"):
         found.append(
             f"HTML tags or entities, such as &amp;, were kept in {_plural(markup, 'caption')}; html.unescape() mends entities."
         )
+    return found
+
+
+def _splits_first(summary: dict[str, Any]) -> list[str]:
+    """Return what a person should know of the splits."""
+    kind, splits, found = summary["medium"], summary["splits"], list[str]()
+    has_own = summary.get("own_splits", False)
+    beside = summary["duplicates"].get("neighbours") or {"count": 0, "outside": 0}
+    if beside["count"] >= max(_FEW_NEIGHBOURS, _MANY_NEIGHBOURS * beside["outside"]):
+        found.append(
+            f"{beside['count']:,} {kind}s outside train are like one in train whose name differs in a number alone, such as "
+            f"{beside['example']}. Frames of one film, or pages of one book, belong in one split: where they are such, name the "
+            "column that says which film, as group_column=."
+        )
+    if (images := splits.get("train", {"images": 0})["images"]) < _FEW_TRAINING:
+        found.append(f"The split train has {_plural(images, kind)}, few to train on.")
+    if "validation" not in splits:
+        held = f"training will hold out {_plural(count_held_out(images), kind)} of train"
+        found.append(
+            f"There is no validation split; {held}.{'' if has_own else ' --validation_fraction 0.1 makes one.'}"
+        )
+    elif few := too_few(splits["validation"]["images"], kind):
+        found.append(f"{few} Add pairs, or set --validation_fraction.")
+    if "test" not in splits:
+        remedy = (
+            "as rows say their split themselves, name some of them test"
+            if has_own
+            else "--test_fraction 0.1 makes one"
+        )
+        found.append(f"There is no test split; {remedy}.")
     return found
 
 

@@ -344,12 +344,17 @@ def least_held_out(images: int) -> int:
     return min(HOLDOUT_LEAST, images // 5)
 
 
+def count_held_out(images: int) -> int:
+    """Return how many images training holds out of so many, if there is no validation split."""
+    return min(HOLDOUT_MOST, max(1, least_held_out(images), round(HOLDOUT_FRACTION * images)))
+
+
 def too_few(rows: int, kind: str, split: str = "The validation split", figure: str = "recall") -> str:
     """Return a sentence about a split whose figure says nothing; "" if there are enough rows, which are of a kind."""
     if rows >= HOLDOUT_LEAST:
         return ""
     if rows == 0:
-        return f"{split} has no {kind}s; training will hold out 5 % of train."
+        return f"{split} has no {kind}s."
     counted = f"1 {kind}" if rows == 1 else f"{rows} {kind}s"
     return f"{split} has {counted}; {figure} on fewer than {HOLDOUT_LEAST} says nothing."
 
@@ -362,7 +367,7 @@ def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> se
     Of every class the same share is held out, if `classes` names that of each id; one of a smaller class that has two or more, of
     the largest first, until twice the share is held out in all.
     """
-    count = min(HOLDOUT_MOST, max(1, least_held_out(len(ids)), round(HOLDOUT_FRACTION * len(ids))))
+    count = count_held_out(len(ids))
     of_class: dict[str, list[str]] = {}
     for each in ids:
         of_class.setdefault(classes[each] if classes else "", []).append(each)

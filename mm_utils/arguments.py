@@ -30,6 +30,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
+_YES = {"yes", "true", "t", "y", "1", "on"}
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
 _MANY = 40  # flags, above which `--help` shows the usual ones
 _MOST = 10**9  # of a number whose flag names no other bound
@@ -351,14 +352,17 @@ def launcher() -> str:
     found = shutil.which("python")
     is_on_path = found is not None and Path(found).parent == Path(sys.executable).parent
     python = "python" if is_on_path else shlex.quote(sys.executable)
-    if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and is_alone:
         return python
+    is_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES
+    variable = "ACCELERATE_USE_CPU=true " if is_on_cpu and not is_alone else ""
     with suppress(psutil.Error, ValueError):  # ValueError: another process is in between
         words = psutil.Process(os.getppid()).cmdline()  # python /venv/bin/accelerate launch --config_file FILE SCRIPT
         _, name, *flags = words[: words.index(sys.argv[0])]
         program = [python, name] if name == "-m" or not is_on_path else [Path(name).name]
-        return shlex.join([*program, *flags])
-    return "accelerate launch" if is_on_path else f"{python} -m accelerate.commands.launch"
+        return variable + shlex.join([*program, *flags])
+    return variable + ("accelerate launch" if is_on_path else f"{python} -m accelerate.commands.launch")
 
 
 def launch_command(script: str, words: Sequence[str], before: str | None = None) -> str:

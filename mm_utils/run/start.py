@@ -22,10 +22,12 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
 from mm_utils.reports.model_card import library_versions
 from mm_utils.run import rendezvous
+from mm_utils.run.launched import check_processes, launched_processes, refuse_settings
 from mm_utils.run.output_folder import claim_folder, save_config
 from mm_utils.run.restarts import code_digest, describe_start, launcher_names, record_start
 from mm_utils.run.script import run_script as run_script
 from mm_utils.run.script import set_up_logging as set_up_logging
+from mm_utils.text import one_line
 from mm_utils.training.arguments import CONFIG_FILE, TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ def start_run(name: str, given: Parsed) -> Run:
     args, settings = given[TrainingArguments], given.settings
     fits_batch = args.batch_size_schedule is None and "global_batch_size" not in given.named
     accelerator = make_accelerator()
+    check_vision_device(args.vision_device)
     common = {f"--{name}": value for name, value in given.common.items()}
     versions = {**library_versions(), "the code of mm_utils": code_digest()}
     distributed.check_equal_on_all_ranks(
@@ -90,38 +93,53 @@ def start_run(name: str, given: Parsed) -> Run:
     return Run(name, accelerator, folder, {**settings, **to_dict(args)}, args, fits_batch=fits_batch)
 
 
+def check_vision_device(name: str | None) -> None:
+    """Raise ValueError if `--vision_device` is no device of this machine, or there are several processes."""
+    if name is None:
+        return
+    if distributed.world_size() > 1:
+        raise ValueError(
+            f"--vision_device is {name}; there are {distributed.world_size()} processes, each with a device of its own. Start one "
+            "process, or drop it: DDP and FSDP2 divide the work among processes."
+        )
+    try:
+        torch.zeros(1, device=name).cpu()  # no value comes back from "meta"
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built without CUDA
+        why = one_line(error, 120)
+        raise ValueError(
+            f"--vision_device is {name}; {why}. Give a device that this machine has, or drop it."
+        ) from error
+
+
 def make_accelerator() -> Accelerator:
     """Return the accelerator as `accelerate launch` set it up; set up logging.
 
     Raises:
-        RunError: if the processes do not see each other.
+        RunError: if the processes do not see each other, or Accelerate is set to what no run does.
     """
+    refuse_settings(os.environ)
     # Forked processes would wait forever for the threads of tokenizers, where TOKENIZERS_PARALLELISM is true.
     os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
     # Otherwise transformers would load a model in one process, and leave its weights empty in the others for FSDP to fill.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # Its successor is not in older versions of torch, which are supported, too.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = launched_processes(os.environ)
     handlers = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         InitProcessGroupKwargs(
-            init_method=rendezvous.init_method() if launched > 1 else None,
+            init_method=rendezvous.init_method() if launched[0] > 1 else None,
             timeout=timedelta(seconds=distributed.RENDEZVOUS_TIMEOUT),
         ),
     ]
     try:
         accelerator = Accelerator(kwargs_handlers=handlers)
-    except TimeoutError as error:
+    except (TimeoutError, ImportError) as error:  # ImportError: a package that its configuration asks for
         raise RunError(str(error)) from error
     distributed.any_rank(False, accelerator.device)  # NCCL connects at the first collective: let all connect now
     distributed.set_timeout(distributed.COLLECTIVE_TIMEOUT)
     set_up_logging(accelerator.is_main_process, accelerator.is_local_main_process)
-    if launched != accelerator.num_processes:
-        raise RunError(
-            f"{launched} processes were launched, but each sees {accelerator.num_processes}; they would train apart and "
-            "write over each other. On a machine without GPUs, set ACCELERATE_USE_CPU=true."
-        )
+    check_processes(launched, accelerator.num_processes)
     device = accelerator.device.type
     if device == "cpu":
         use_cpu_well()

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from mm_utils import distributed
 from mm_utils.model.fusion import FusionLayer
 from mm_utils.objectives.joint import Objective
 from mm_utils.training.arguments import TrainingArguments
@@ -25,7 +24,11 @@ MIN_BLOCK_PARAMETERS = 1_000_000  # FSDP2 gathers and frees larger blocks one by
 
 
 def prepare(
-    args: TrainingArguments, accelerator: Accelerator, objective: Objective, optimizer: torch.optim.Optimizer
+    args: TrainingArguments,
+    accelerator: Accelerator,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the objective and the optimizer as this process trains them; called on all ranks, for each stage of a run.
 
@@ -38,7 +41,7 @@ def prepare(
     backend = accelerator.distributed_type.value
     if backend in ("FSDP", "DEEPSPEED"):
         configure = configure_fsdp if backend == "FSDP" else configure_deepspeed
-        configure(accelerator, objective, args.batch_sizes.at(0))
+        configure(accelerator, objective, args.batch_sizes.at(0), max_grad_norm)
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     place_encoders(args, accelerator, objective)
     if isinstance(wrapped, FSDPModule):
@@ -47,18 +50,9 @@ def prepare(
 
 
 def place_encoders(args: TrainingArguments, accelerator: Accelerator, objective: Objective) -> None:
-    """Move the image encoder to `--vision_device`; its inputs are sent there, and its outputs back.
-
-    Raises:
-        ValueError: if there are several processes.
-    """
+    """Move the image encoder to `--vision_device`; its inputs are sent there, and its outputs back."""
     if args.vision_device is None:
         return
-    if distributed.world_size() > 1:
-        raise ValueError(
-            f"--vision_device is {args.vision_device}; there are {distributed.world_size()} processes, each with a device of its "
-            "own. Start one process, or drop it: DDP and FSDP2 divide the work among processes."
-        )
     device, home = torch.device(args.vision_device), accelerator.device
     tower = objective.model.vision_model.to(device)
     if not tower._forward_hooks:  # the second stage of a run finds them
@@ -80,8 +74,10 @@ def unsharded(objective: nn.Module) -> Iterator[None]:
 
 
 # -- FSDP2 and DeepSpeed -------------------------------------------------------------------------------------------------
-def configure_fsdp(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
-    """Configure FSDP2; called before `accelerator.prepare`, as the other is.
+def configure_fsdp(
+    accelerator: Accelerator, objective: Objective, global_batch_size: int, max_grad_norm: float
+) -> None:
+    """Configure FSDP2, which clips as DDP does; called before `accelerator.prepare`, as the other is.
 
     Raises:
         ValueError: if accelerate's configuration or the objective is not supported with it.
@@ -98,7 +94,9 @@ def configure_fsdp(accelerator: Accelerator, objective: Objective, global_batch_
     make_shardable(objective)
 
 
-def configure_deepspeed(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+def configure_deepspeed(
+    accelerator: Accelerator, objective: Objective, global_batch_size: int, max_grad_norm: float
+) -> None:
     """Configure DeepSpeed, as `configure_fsdp`."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin.zero_stage == 3:
@@ -107,6 +105,12 @@ def configure_deepspeed(accelerator: Accelerator, objective: Objective, global_b
             "accelerate_configs/fsdp2.yaml, or set it to 2."
         )
     config = plugin.deepspeed_config
+    if (parts := config.get("gradient_accumulation_steps", 1)) not in (1, "auto"):
+        raise ValueError(
+            f"gradient_accumulation_steps is {parts} in the configuration of DeepSpeed; a step is --global_batch_size pairs. Set "
+            "it to 1, and give --micro_batch_size to hold fewer pairs at a time."
+        )
+    config["gradient_clipping"] = max_grad_norm  # DeepSpeed clips by itself, at 1 where nothing says otherwise
     # DeepSpeed requires a value; it has no effect, as each rank's share of the batch is one micro-batch.
     config["train_micro_batch_size_per_gpu"] = max(1, global_batch_size // accelerator.num_processes)
     if accelerator.mixed_precision == "fp16":

@@ -78,7 +78,7 @@ class Trainer:
         args = replace(args, metric_for_best_model=stage.metric, logging_steps=every)
         self.args, self.accelerator, self.data = args, accelerator, data
         self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
-        self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer)
+        self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, optimizer_args.max_grad_norm)
         self.model = objective.model
         self.evaluators = evaluators
         self.state = TrainerState(

@@ -81,7 +81,17 @@ def test_sharded_and_plain_runs_learn_the_same_and_go_on(config: str, tiny_flags
     With FSDP2 a run goes on from one without, and the reverse; DeepSpeed reads its own checkpoints.
     """
     # Adam would enlarge the rounding of its first gradients.
-    flags = [*tiny_flags, "--optim", "sgd", "--learning_rate", "0.1", "--global_batch_size", "7"]
+    flags = [
+        *tiny_flags,
+        "--optim",
+        "sgd",
+        "--learning_rate",
+        "0.1",
+        "--global_batch_size",
+        "7",
+        "--max_grad_norm",
+        "0.5",
+    ]
     flags += ["--save_steps", "2", "--eval_steps", "2"]
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
     pretrain.main([*flags, "--output_dir", str(plain)])
@@ -117,13 +127,17 @@ def accelerator(kind: str, precision: str = "bf16", **plugin: Any) -> Any:
         (accelerator("fsdp", fsdp_version=1), "fsdp_version is 1 .*fsdp2.yaml"),
         (accelerator("deepspeed", zero_stage=3), "zero_stage is 3 .*fsdp2.yaml"),
         (accelerator("deepspeed", "fp16", zero_stage=2, deepspeed_config={}), "fp16.*Use bf16, or DDP"),
+        (
+            accelerator("deepspeed", zero_stage=2, deepspeed_config={"gradient_accumulation_steps": 4}),
+            "--micro_batch_size",
+        ),
     ],
 )
 def test_what_they_cannot_do_is_said_at_the_start(given: Any, reason: str) -> None:
     objective = tiny_objective("contrastive")
     configure = configure_fsdp if given.distributed_type == DistributedType.FSDP else configure_deepspeed
     with pytest.raises(ValueError, match=reason):
-        configure(given, objective, 8)
+        configure(given, objective, 8, 1.0)
 
 
 if __name__ == "__main__":

@@ -175,6 +175,11 @@ sys.meta_path.insert(0, NoProject())
             "accelerate launch --config_file 'a b.yaml'",
         ),
         ({"WORLD_SIZE": "2"}, "python BIN/torchrun --nproc_per_node 2 SCRIPT", "torchrun --nproc_per_node 2"),
+        (
+            {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "True"},
+            "python BIN/accelerate launch --num_processes 2 SCRIPT",
+            "ACCELERATE_USE_CPU=true accelerate launch --num_processes 2",
+        ),
         ({LAUNCH_VARIABLE: "python scripts/launch_ray.py"}, "", "python scripts/launch_ray.py"),
     ],
 )
@@ -186,7 +191,8 @@ def test_a_command_works_in_the_shell_that_started_the_run(
     (tmp_path / "python").touch(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin" if parent else "/usr/bin")
-    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launcher() == started.replace("BIN", str(tmp_path))

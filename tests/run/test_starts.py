@@ -1,5 +1,6 @@
 """Starts of a run: what is refused, the folder and the files written there, one run at a time, and what a restart resumes."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from mm_utils.distributed import RunError
 from mm_utils.run import output_folder, restarts
 from mm_utils.run import start as starting
 from mm_utils.run.flags import PRETRAINING
+from mm_utils.run.launched import check_processes, launched_processes, refuse_settings
 from mm_utils.run.rendezvous import rendezvous
 from mm_utils.run.start import start_run
 from mm_utils.training.arguments import TrainingArguments
@@ -386,6 +388,71 @@ def test_a_folder_of_other_things_is_no_output_folder(
     found = output_folder.misplaced(Path(folder), config) or ""
     assert said in found
     assert bool(found) == bool(said)
+
+
+# -- what launchers set --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("environment", "launched", "sees"),
+    [
+        ("", 1, 1),
+        ("WORLD_SIZE=2 RANK=1 LOCAL_RANK=1", 2, 2),
+        ("WORLD_SIZE=2", 2, 1),
+        ("HOROVOD_SIZE=2 HOROVOD_RANK=1", 2, 1),
+        ("HOROVOD_SIZE=1 HOROVOD_RANK=0", 1, 1),
+        ("OMPI_COMM_WORLD_SIZE=4 PMIX_RANK=3", 4, 1),
+        ("OMPI_COMM_WORLD_SIZE=4 ACCELERATE_USE_CPU=true", 4, 4),  # which Accelerate reads
+        ("PMI_SIZE=3", 3, 1),
+        ("MV2_COMM_WORLD_SIZE=2", 2, 1),
+        ("PMIX_RANK=1", 2, 1),
+        ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0", 1, 1),  # the script of sbatch
+        ("SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_LOCALID=1", 2, 1),
+        ("SLURM_NTASKS=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", 2, 1),
+        ("SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0", 1, 1),
+        ("SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=3 WORLD_SIZE=32", 32, 32),  # torchrun on four machines
+        ("SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=3 WORLD_SIZE=1", 1, 1),
+    ],
+)
+def test_processes_that_would_train_apart_are_refused(environment: str, launched: int, sees: int) -> None:
+    found = launched_processes(dict(word.split("=") for word in environment.split()))
+    assert found[0] == launched
+    said = message_of(check_processes, found, sees) or ""
+    assert bool(said) == (launched != sees)
+    if said and found[1] != "WORLD_SIZE":
+        assert f"{launched} processes were launched, by {found[1]}, but each sees 1;" in said
+        assert "accelerate launch" in said
+        assert "launch_ray.py" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", "--micro_batch_size"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=1", ""),
+        ("ACCELERATE_MIXED_PRECISION=fp8", "Set no, bf16 or fp16"),
+        ("ACCELERATE_MIXED_PRECISION=bf16", ""),
+        ("ACCELERATE_DYNAMO_BACKEND=inductor", "--torch_compile"),
+        ("ACCELERATE_DYNAMO_BACKEND=NO", ""),  # as the launcher sets it
+        ("ACCELERATE_USE_MEGATRON_LM=true", "fsdp2.yaml"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG=true", "fsdp2.yaml"),
+        ("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE=DATA_PARALLEL", "torch.distributed"),
+        ("FSDP_ACTIVATION_CHECKPOINTING=true", "--gradient_checkpointing"),
+        ("FSDP_ACTIVATION_CHECKPOINTING=false", ""),
+        ("FSDP_IGNORED_MODULES=text_model", "all weights are sharded"),
+    ],
+)
+def test_settings_of_accelerate_that_a_run_would_not_follow_are_refused(setting: str, said: str) -> None:
+    name, _, value = setting.partition("=")
+    found = message_of(refuse_settings, {name: value}) or ""
+    assert found.startswith(f"{name} is {value}, " if said else "")
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("deepspeed")), reason="deepspeed is installed")
+def test_a_package_that_a_configuration_asks_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(RunError, match="DeepSpeed is not installed"):
+        starting.make_accelerator()
 
 
 # -- how the processes of a start find each other -----------------------------------------------------------------------

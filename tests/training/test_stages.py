@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
 
 from mm_utils.checkpointing.files import checkpoint_folders, step_of
+from mm_utils.run.start import check_vision_device
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
-from mm_utils.training.prepared import place_encoders
 from mm_utils.training.stages import stages_of
 from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective
@@ -269,13 +270,35 @@ def test_without_saving_there_is_no_checkpoint_but_for_a_signal(tmp_path: Path) 
 # -- where the image encoder is -------------------------------------------------------------------------------------------
 def test_a_placed_encoder_learns_the_same_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learnt = []
-    for places in ({}, {"vision_device": "cpu"}):
+    sent: list[torch.device] = []
+    monkeypatch.setattr("mm_utils.training.prepared.send_to_device", lambda value, to: sent.append(to) or value)
+    for places in ({}, {"vision_device": "cpu:1"}):  # to torch, a place of its own
         trainer = build(TinyRun(tmp_path, arguments=QUIET | places), [])
         hooks = [len(tower._forward_hooks) for tower in (trainer.model.vision_model, trainer.model.text_model)]
         assert hooks == ([1, 0] if places else [0, 0])
         moved_by(trainer, 3)
         learnt.append(trainer.model.state_dict())
     assert all(torch.equal(learnt[1][name], value) for name, value in learnt[0].items())
-    monkeypatch.setattr("mm_utils.training.prepared.distributed.world_size", lambda: 2)
-    with pytest.raises(ValueError, match="--vision_device is cpu; there are 2 processes"):
-        place_encoders(trainer.args, trainer.accelerator, trainer.objective)
+    there, back = torch.device("cpu:1"), torch.device("cpu")
+    assert sent == [there, back] * (len(sent) // 2)
+    assert sent
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "said"),
+    [
+        ("cpu", 2, "there are 2 processes"),
+        ("cuda:99", 1, ". Give a device that this machine has, or drop it."),
+        ("meta:x", 1, "Invalid device string: 'meta:x'. Give a device"),
+        ("gpu", 1, "Expected one of cpu, cuda"),
+        ("meta", 1, "no data!. Give a device"),
+    ],
+)
+def test_a_place_that_there_is_not_is_one_line(
+    name: str, processes: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mm_utils.distributed.world_size", lambda: processes)
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        check_vision_device(name)
+    assert str(refused.value).startswith(f"--vision_device is {name}; ")
+    assert "\n" not in str(refused.value)

@@ -1,17 +1,21 @@
 """How a script is started: by `tandem`, by accelerate's files, and not at all where a path leads nowhere."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.utils import write_basic_config
 
 from mm_utils import command
 from mm_utils.places import missing, use_cache_without_network
+from mm_utils.run.launched import refuse_settings
 from tests.kit.processes import ROOT
 
 
@@ -73,6 +77,26 @@ def test_all_gpus_are_taken_unless_a_number_is_given(name, monkeypatch):
         words = ["--config_file", str(ROOT / f"accelerate_configs/{name}.yaml"), *more, "scripts/pretrain.py"]
         launch_command(launch_command_parser().parse_args(words))
     assert started == ["gpu", "4"]
+
+
+@pytest.mark.parametrize("name", [*(path.stem for path in ACCELERATE), "default"])
+def test_a_file_starts_what_a_run_can_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that which `accelerate config default` writes; or it names the package that is missing."""
+    file, environments = ROOT / f"accelerate_configs/{name}.yaml", list[dict[str, str]]()
+    if name == "default":
+        file = tmp_path / "default_config.yaml"
+        write_basic_config(save_location=str(file))
+    ended = SimpleNamespace(wait=lambda: None, returncode=0)
+    monkeypatch.setattr("torch.distributed.run.run", lambda _: environments.append(dict(os.environ)))
+    monkeypatch.setattr("subprocess.Popen", lambda _, env: environments.append(env) or ended)
+    given = launch_command_parser().parse_args(["--config_file", str(file), "scripts/pretrain.py"])
+    if name.startswith("deepspeed") and not importlib.util.find_spec("deepspeed"):
+        with pytest.raises(ImportError, match="DeepSpeed is not installed"):
+            launch_command(given)
+        return
+    launch_command(given)
+    [environment] = environments
+    refuse_settings(environment)
 
 
 # -- paths -------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from mm_utils.command import scripts_folder
 from mm_utils.places import missing
-from mm_utils.text import one_line, printable, redact
+from mm_utils.text import one_line, passes_own_code, printable, redact
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ def parse_args(
         for each in parsed:
             _check_ranges(each)
     except ValueError as error:
-        parser.error(str(error))
+        _refuse(parser, error)
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         text = " ".join(unknown)
         parsed = [dataclasses.replace(each, **{rest: text}) if hasattr(each, rest) else each for each in parsed]
@@ -251,6 +251,12 @@ def parse_args(
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
     return Parsed(parsed, path or recipe, named, in_config)
+
+
+def _refuse(parser: argparse.ArgumentParser, error: ValueError) -> None:
+    if passes_own_code(error):  # which a flag names
+        raise error
+    parser.error(str(error))
 
 
 def _check_ranges(args: Any) -> None:
@@ -328,6 +334,8 @@ def load_own(path: str, flag: str, base: type | None = None) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
+        if passes_own_code(error):  # a mistake in the module itself
+            raise
         raise ValueError(
             f"{flag} has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with {name} in it."
         ) from error

@@ -4,6 +4,8 @@ import html
 import logging
 import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -71,6 +73,9 @@ _SECRET_VARIABLE = re.compile(
 # The folders of an absolute path, at least one; not what follows in an address, such as https://host/a/b.
 _ABSOLUTE = re.compile(r"(?<![\w:/.~…*-])(?:file://)?/(?:[^\s/:;,\"'`<>|()\[\]{}]{1,255}/)+(?=[^\s/\"'`])")
 _CLONE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PROJECT = tuple(os.path.join(os.path.realpath(_CLONE), name, "") for name in ("mm_utils", "scripts"))
+_ENTRY = os.path.join("mm_utils", "run", "script.py")  # calls what starts the program
+_LIBRARIES = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*(site|dist)-packages")
 _LONGEST_LINE = 4000  # characters of a logged line, whatever a message quotes
 # Characters that move the cursor, change the direction of writing or cannot be encoded; not line feed and tab.
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -157,6 +162,19 @@ def one_line(error: BaseException, limit: int = 300) -> str:
         error = error.__cause__
     text = printable(redact(" ".join(f"{type(error).__name__}: {error}".split())))
     return shortened(text, limit).rstrip(".")
+
+
+def passes_own_code(error: BaseException) -> bool:
+    """Return whether an error comes through a user's code, which this project has called: a term, callback, evaluator, reader."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files += re.findall(r'^  File "(.+)", line', str(error), re.MULTILINE)  # those of a data worker
+    is_called = False
+    for file in files:
+        if os.path.realpath(file).startswith(_PROJECT):
+            is_called |= not file.endswith(_ENTRY)
+        elif is_called and not _LIBRARIES.match(file):
+            return True
+    return False
 
 
 def no_formula(value: Any) -> Any:

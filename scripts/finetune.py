@@ -33,6 +33,7 @@ from mm_utils.finetuning.labels import LabelArguments, open_task
 from mm_utils.finetuning.objective import ClassificationObjective
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
+from mm_utils.reliability.signals import Leaving
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.flags import check_flags
@@ -93,18 +94,19 @@ def main(
         all_callbacks(run, attached),
         flags=given.learnt,
     )
-    context.metrics = trainer.train(resume_from)
-    context.choice = trainer.choice
+    with Leaving(run.args.resume_command):
+        context.metrics = trainer.train(resume_from)
+        context.choice = trainer.choice
 
-    # 5. Finish, with the saved model: what callbacks save, the test split, table of classes, model card, push.
-    context.call("on_finish")
-    saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
-    if "test" in data.splits:
-        evaluator = ClassificationEvaluator(data.splits["test"])
-        found = evaluator(saved, data.evaluation("test"), run.accelerator)
-        context.metrics |= {f"test_{name}": value for name, value in found.items()}
-    finish_finetuning(context, saved, task, evaluator, argv)
-    return context.metrics
+        # 5. Finish, with the saved model: what callbacks save, the test split, table of classes, model card, push.
+        context.call("on_finish")
+        saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
+        if "test" in data.splits:
+            evaluator = ClassificationEvaluator(data.splits["test"])
+            found = evaluator(saved, data.evaluation("test"), run.accelerator)
+            context.metrics |= {f"test_{name}": value for name, value in found.items()}
+        finish_finetuning(context, saved, task, evaluator, argv)
+        return context.metrics
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from mm_utils.model.build import build_model, check_positions
 from mm_utils.model.compile import compile_if_repaid
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective
+from mm_utils.reliability.signals import Leaving
 from mm_utils.run import flags
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach, has_baseline
 from mm_utils.run.dry_run import dry_run
@@ -100,29 +101,30 @@ def main(
     optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, attached)
     stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
     compile_if_repaid(model, model_args.torch_compile, stages[-1].end, run.accelerator.device)
-    for stage in remaining(stages, resume_from):
-        stage.freeze_others(objective)
-        optimizer = build_optimizer(
-            model,
-            optimizer_args,
-            pretrained=model_args.pretrained,
-            device=run.accelerator.device,
-            has_baseline=is_model,
-        )
-        trainer = Trainer(
-            *(run.args, optimizer_args, run.accelerator, objective, optimizer, data, context.evaluators, every),
-            flags=given.learnt,
-            stage=stage,
-        )
-        context.metrics = trainer.train(resume_from, context.evaluates_start, context.metrics)
-        context.choice, resume_from = trainer.choice, None
-        if trainer.ends_run:
-            break
+    with Leaving(run.args.resume_command):
+        for stage in remaining(stages, resume_from):
+            stage.freeze_others(objective)
+            optimizer = build_optimizer(
+                model,
+                optimizer_args,
+                pretrained=model_args.pretrained,
+                device=run.accelerator.device,
+                has_baseline=is_model,
+            )
+            trainer = Trainer(
+                *(run.args, optimizer_args, run.accelerator, objective, optimizer, data, context.evaluators, every),
+                flags=given.learnt,
+                stage=stage,
+            )
+            context.metrics = trainer.train(resume_from, context.evaluates_start, context.metrics)
+            context.choice, resume_from = trainer.choice, None
+            if trainer.ends_run:
+                break
 
-    # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
-    context.call("on_finish")
-    finish_run(context, argv)
-    return context.metrics
+        # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
+        context.call("on_finish")
+        finish_run(context, argv)
+        return context.metrics
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.data.batches.order import SHOWN_IN_VALIDATION
-from mm_utils.data.batches.workers import worker_loader
 from mm_utils.files import append_rows
 from mm_utils.reliability import signals
 from mm_utils.reliability.signals import Interruption
@@ -77,41 +75,6 @@ def test_exit_status_and_record(
     function: Callable[..., Any], args: tuple[Any, ...], status: int, returned: Any
 ) -> None:
     assert alone(function, *args) == (status, returned)
-
-
-class Slow(Dataset[int]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, row: int) -> int:
-        time.sleep(0.02)
-        return row
-
-
-def groups_that_are_signalled() -> list[tuple[int, int]]:
-    """Signal every process of the group from outside, as a keyboard and `scancel` do."""
-    os.setsid()
-    group, ends = os.getpid(), []
-    for number in SIGNALS:
-        with Interruption() as found:
-            rows = 0
-            # "fork", as in a process that was not forked itself
-            for _ in worker_loader(Slow(), 2, multiprocessing_context="fork"):
-                rows += 1
-                if rows == 4:
-                    pid = os.fork()
-                    if not pid:
-                        os.setpgid(0, 0)
-                        os.killpg(group, number)
-                        os._exit(0)
-                    os.waitpid(pid, 0)
-        ends.append((rows, found.number))
-    return ends
-
-
-def test_loading_continues_after_a_signal_to_the_whole_group() -> None:
-    """The workers survive what a scheduler sends to every process, so that the run finishes its step."""
-    assert alone(groups_that_are_signalled) == (0, [(24, number) for number in SIGNALS])
 
 
 # -- rows that are skipped ----------------------------------------------------------------------------------------------

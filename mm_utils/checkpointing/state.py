@@ -202,6 +202,10 @@ def write_model(
             processor.save_pretrained(folder / _DUAL_ENCODER)
         except ValueError as error:
             logger.info("No dual_encoder/ folder: %s.", error)
+        except RunError:  # it has diverged
+            for file in folder.glob("*.safetensors*"):
+                file.unlink()
+            raise
     readable(folder)
 
 
@@ -210,8 +214,8 @@ def check_finite(weights: Mapping[str, Tensor], after: str) -> None:
     bad = [name for name, value in weights.items() if not value.isfinite().all()]
     if bad:
         raise RunError(
-            f"the weights after {after} are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. Resume from "
-            "the newest checkpoint, or train again, with a lower --learning_rate, or in bf16 or fp32."
+            f"the weights after {after} are not finite ({len(bad)} tensors, such as {bad[0]}), and are not saved. Start "
+            "anew with a lower --learning_rate, or in bf16 or fp32."
         )
 
 

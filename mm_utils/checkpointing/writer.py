@@ -77,7 +77,7 @@ class CheckpointWriter:
             if errno_of(error) in _FULL:
                 why = f"the disk of {self.output_dir} is full, or a quota is used up. Make room, or give another --output_dir"
             self.failures += 1
-            self.problem = f"the checkpoint of step {step} could not be written: {why}"
+            self.problem = f"the checkpoint of step {step} could not be written: {why}".rstrip(".")
             if self.failures < MOST_FAILURES:
                 logger.error("%s. Older checkpoints are intact; training goes on", self.problem)
         else:

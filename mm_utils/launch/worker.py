@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from mm_utils.arguments import LAUNCH_VARIABLE
 from mm_utils.data.batches.workers import end_workers
 from mm_utils.distributed import PeerError, RunError
 from mm_utils.run.restarts import LAUNCHER_VARIABLE
-from mm_utils.text import redact
+from mm_utils.text import passes_own_code, redact
 
 
 def work(task: Mapping[str, Any]) -> dict[str, float]:
@@ -27,15 +28,16 @@ def work(task: Mapping[str, Any]) -> dict[str, float]:
 
     try:
         prepare(task)
-        metrics = load_main(task["script"])(list(task["argv"]))
-        end_workers()
-        return metrics
+        return load_main(task["script"])(list(task["argv"]))
     except PeerError:
         raise  # the other process may be started again
     except (RunError, ValueError, FloatingPointError) as error:  # those of `run_script`
-        raise Refused(redact(str(error))) from error
+        text = "".join(traceback.format_exception(error)) if passes_own_code(error) else str(error)
+        raise Refused(redact(text)) from error
     except SystemExit as error:
         raise Refused(f"the script ended with exit status {error.code}; its message is above.") from error
+    finally:
+        end_workers()
 
 
 def prepare(task: Mapping[str, Any]) -> None:

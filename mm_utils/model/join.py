@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from mm_utils.distributed import RunError
 from mm_utils.model.modeling_fusion_dual_encoder import (
     FramesTower,
     FusionDualEncoderConfig,
@@ -85,6 +86,7 @@ def probe(backbone: Any, tower: str) -> ModelOutput:
 
     Raises:
         ValueError: if it cannot run, returns no hidden states, or other outputs in a second run or among other rows.
+        RunError: if its outputs are not finite.
     """
     was_training = backbone.training
     inputs, name = probe_input(backbone, tower), type(backbone).__name__
@@ -105,6 +107,11 @@ def probe(backbone: Any, tower: str) -> ModelOutput:
     if first.get("last_hidden_state") is None or first.get("hidden_states") is None:
         raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")
     one, again, row = (output["last_hidden_state"] for output in (first, second, among))
+    if not (one.isfinite().all() and row.isfinite().all()):
+        raise RunError(
+            f"{name} computes values that are not finite; training has diverged, or its weights are damaged. Start anew with a "
+            "lower --learning_rate, or from other weights."
+        )
     if not _close(one, again):
         raise ValueError(
             f"{name} returns other outputs for the same input each time, in evaluation too: it draws random numbers. Choose "

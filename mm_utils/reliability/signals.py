@@ -5,6 +5,7 @@ some time before its limit. The handler only records the signal, as it may inter
 compares the records of all ranks after every step, so all stop after the same step.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -12,6 +13,8 @@ import time
 from contextlib import suppress
 from types import FrameType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 _REPEAT_SECONDS = 2.0  # the same signal within them is the first one again, forwarded by a launcher
@@ -55,3 +58,21 @@ class Interruption:
         elif number == self.number and now - self._since > _REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+class Leaving(Interruption):
+    """End the process at the first signal, and say how to go on: where a resumed run does again what is being done."""
+
+    def __init__(self, command: str):
+        super().__init__()
+        self.command = command
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        self.number = number
+        raise SystemExit(128 + number)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self.number:
+            logger.warning("Stopped by a signal, after the last step of a stage. Resume: %s", self.command)

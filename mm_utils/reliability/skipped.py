@@ -32,6 +32,10 @@ class NonfiniteSteps:
     def __init__(self, path: Path, has_scaler: bool):
         self.path, self.has_scaler, self.count = path, has_scaler, 0
 
+    def written(self) -> int:
+        """Return how many its file names."""
+        return len(self.path.read_text(encoding="utf-8").splitlines()) if self.path.is_file() else 0
+
     def may_move(self, step: int, loss: Tensor, grad_norm: Tensor, image_ids: list[str]) -> bool:
         """Note the figures of a step, counted from 0; return whether it may change weights. Called on all ranks.
 
@@ -52,7 +56,7 @@ class NonfiniteSteps:
             logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, self.path)
         if self.count >= MAX_NONFINITE_STEPS:
             raise FloatingPointError(
-                f"{self.count} steps had a loss or a gradient that is not finite, the last one step {step}. Look at the images in {self.path}, lower --learning_rate, or train in bf16 or fp32."
+                f"{self.count} steps had a loss or a gradient that is not finite, the last one step {step}. Look at the images in {self.path}, lower --learning_rate, and start anew, or train in bf16 or fp32."
             )
         return False
 

@@ -5,12 +5,19 @@ It stands apart from `mm_utils.run.start` because scripts that train nothing loa
 
 import errno
 import faulthandler
+import io
+import json
 import logging
 import os
+import resource
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,44 +28,98 @@ from tqdm.auto import tqdm
 from mm_utils import distributed
 from mm_utils.distributed import RunError
 from mm_utils.files import errno_of
-from mm_utils.text import SafeFormatter, one_line, printable, redact
+from mm_utils.text import SafeFormatter, one_line, passes_own_code, printable, redact
 
 GRACE_SECONDS = 2.0  # in which a launcher ends the other processes of one that failed
-CLEANUP_SECONDS = 30.0
+CLEANUP_SECONDS = 6.0  # after a failure, for what Python waits for at its exit
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMEDIES = dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Change its permissions, or give another folder")
 _REMEDIES |= dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Give a folder, or the name of a new one")
+_SHARED = "Pass a lower --dataloader_num_workers, or 0, or start the container with a larger --shm-size, and resume."
 
 
 def run_script(main: Callable[[], Any]) -> None:
     """Call a script's `main`; what ends it is logged in one line, or with its traceback, and the exit status is 1.
 
-    When one of several processes has failed, its launcher ends the others.
+    Whatever ends it, its workers end, and after a failure so does the process, seconds later. When one of several processes has
+    failed, its launcher ends the others.
     """
+    _outlive_readers()
+    status: Any = 1
     try:
         main()
+        status = 0
     except KeyboardInterrupt:
         sys.excepthook = lambda *_: None  # the exit status stays that of the signal, without Python's report
+        status = 128 + signal.SIGINT
+        raise
+    except SystemExit as end:
+        status = end.code
         raise
     except Exception as error:
         line = explained(error)
+        _tell_launcher(line or "".join(traceback.format_exception(error)))
         if distributed.world_size() > 1:
             _give_way(error)
-            # The clean-up at exit may wait for a process that is gone.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=nowhere)
         elif not line:
             raise
         logger = logging.getLogger("mm_utils")
         logger.error("%s", line or f"Process {distributed.rank()} failed", exc_info=None if line else error)
         if line:
             logger.debug("Traceback:", exc_info=error)
+            sys.unraisablehook = lambda *_: None  # of what was half made, such as a loader's processes
         sys.exit(1)
-    finally:  # also after an error or a signal: a worker outlives the SIGTERM that Python's own exit sends it
+    finally:
         if "torch" in sys.modules:  # only who has loaded it has any
             from mm_utils.data.batches.workers import end_workers
 
             end_workers()
+        if status:
+            _end_soon(status if isinstance(status, int) else 1)
+
+
+def _end_soon(status: int) -> None:
+    """Leave little time to what Python waits for at its exit: a push that hangs, a process group whose peer is gone."""
+
+    def end() -> None:
+        threading.main_thread().join()  # in a test or a notebook it goes on
+        time.sleep(CLEANUP_SECONDS)
+        os._exit(status)
+
+    threading.Thread(target=end, daemon=True).start()
+    if distributed.world_size() > 1:  # also where no thread of Python runs any more
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(CLEANUP_SECONDS + 1, exit=True, file=nowhere)
+
+
+def _tell_launcher(text: str) -> None:
+    """Leave a message for the last lines of torchrun, and of accelerate, which uses it: they name the process that failed first."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": printable(redact(text)), "timestamp": int(time.time())}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(message))
+
+
+class _Lasting(io.FileIO):
+    """A stream whose reader may end, as that of `| head` does: what is written then is lost, and the run goes on."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BlockingIOError:
+            raise
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _outlive_readers() -> None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:  # not that of a notebook or a test
+            file = _Lasting(stream.fileno(), "w", closefd=False)
+            settings = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            buffer: Any = file if stream.write_through else io.BufferedWriter(file)
+            setattr(sys, name, io.TextIOWrapper(buffer, **settings))
 
 
 def _give_way(error: Exception) -> None:
@@ -71,18 +132,29 @@ def _give_way(error: Exception) -> None:
 
 def explained(error: Exception) -> str:
     """Return what a user's mistake, a lost process, or a disk or memory that is full means in one line; else ""."""
-    if isinstance(error, (RunError, ValueError, FloatingPointError)):
+    if isinstance(error, RunError):
         return str(error)
+    if isinstance(error, (ValueError, FloatingPointError)):
+        # Of a data worker's error, torch's message is a traceback
+        text = (
+            str(error).rpartition(f"\n{type(error).__name__}: ")[2]
+            if "\nOriginal Traceback" in str(error)
+            else str(error)
+        )
+        return "" if passes_own_code(error) else text
     number, place = errno_of(error), getattr(error, "filename", None)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if number in _FULL and not place and any("multiprocessing" in file for file in files):
+        return f"/dev/shm: {os.strerror(number)}. {_SHARED}"
+    if number == errno.EMFILE or str(error).startswith("Too many open files"):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"Too many open files; {limit} is the limit. Raise it with ulimit -n, or pass a lower --dataloader_num_workers."
     if number in _FULL or (number in _REMEDIES and place):
         remedy = _REMEDIES.get(number, "Free some space there, or give a folder that can be written")
         return f"{place or 'A file of this run, or of a cache'}: {os.strerror(number)}. {remedy}."
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader "):  # torch raises it anywhere
         what = str(error).split(". ")[0].strip(".")  # without torch's own advice
-        return (
-            f"{what}. Its memory or /dev/shm may have been full: pass a lower --dataloader_num_workers, or 0, or start the "
-            "container with a larger --shm-size, and resume."
-        )
+        return f"{what}. Its memory or /dev/shm may have been full. {_SHARED}"
     if isinstance(error, MemoryError) or number == errno.ENOMEM or _is_out_of_memory(error):
         return f"The memory is full; {one_line(error)}. Give smaller batches, images or models."
     if distributed.world_size() > 1 and distributed.is_lost_connection(error):
@@ -129,4 +201,5 @@ class _BesideBars(logging.StreamHandler):
 
 def _print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print Python's own report, which quotes addresses and command lines, without secrets."""
-    sys.stderr.write(printable(redact("".join(traceback.format_exception(kind, error, trace)))))
+    bar = "\n" if getattr(tqdm, "_instances", ()) else ""  # a bar's line
+    sys.stderr.write(bar + printable(redact("".join(traceback.format_exception(kind, error, trace)))))

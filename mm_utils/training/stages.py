@@ -67,6 +67,10 @@ class Stage:
         if not values:
             return None, f"Saved is the model {what} step {step}, the last one, as no evaluation measured re-ranking."
         best = f"the best of {len(values)} evaluations by {name} ({values[step]:.4g})"
+        if step != (first := self.ranked(history)[0]):
+            best = (
+                f"with {name} {values[step]:.4g}, as the checkpoint of step {first} ({values[first]:.4g}) is not there"
+            )
         return name, f"Saved is the model {what} step {step}, {best}."
 
     def lost_recall(self, history: Sequence[Mapping[str, Any]], step: int, reranks: bool) -> bool:

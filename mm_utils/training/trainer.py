@@ -15,6 +15,7 @@ manager is entered around training, and one that is `ExportableState` is stored 
 """
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -120,6 +121,8 @@ class Trainer:
         """
         with ExitStack() as stack:
             self.signals = stack.enter_context(Interruption())
+            stack.push(self._add_note)
+            stack.callback(self.writer.wait)  # a checkpoint that is being written when the run fails is completed
             for callback in self.callbacks.callbacks:
                 if isinstance(callback, AbstractContextManager):
                     stack.enter_context(callback)
@@ -133,7 +136,9 @@ class Trainer:
                 if self.args.save_steps > 0 and self._saved_step != self.state.global_step:
                     self.save_checkpoint()
                 complete = self._finish_writing()
+                self._stop_if_asked()
                 metrics = self._choose(metrics)
+                self._stop_if_asked()
             except _StopRequested as stop:
                 self._save_and_exit(stop.args[0])
         self.callbacks.call("on_train_end")
@@ -181,6 +186,8 @@ class Trainer:
             self._resume(resume_from)
         for name in (METRICS_FILE, NONFINITE_FILE):
             distributed.on_first(partial(truncate_rows, self.output_dir / name, self.state.global_step))
+        if resume_from is None:
+            self.step.nonfinite.count = distributed.on_first(self.step.nonfinite.written)  # by the stages before
         if self.args.save_steps > 0:
             check_room(self.output_dir, self.captured.nbytes)
         self.callbacks.call("on_train_begin")
@@ -339,11 +346,11 @@ class Trainer:
             logger.info("The encoders' stage ends early at step %d: %d evaluations were not better", last, waited)
         if self.args.keeps_best and (ranked := self.stage.ranked(history)):
             written = [(step, path) for step in ranked if (path := self._folder_of(step))]
+            if not written or written[0][0] != ranked[0]:
+                kept = f"those of step {written[0][0]}, the best that is left," if written else "the last weights"
+                logger.warning("%s, the best, is not there; %s are taken", self.writer.path(ranked[0]), kept)
             if written:
                 metrics = self._load_best(*written[0])
-            else:
-                lost = self.writer.path(ranked[0])
-                logger.warning("%s could not be written, so the last weights are kept in place of the best", lost)
         return metrics
 
     def _load_best(self, best: int, path: Path) -> dict[str, float]:
@@ -394,9 +401,17 @@ class Trainer:
             logger.warning("Stopped by a signal after step %d. Resume: %s", step, self.args.resume_command)
         raise SystemExit(128 + signal)  # as in shells
 
+    def _add_note(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Let a traceback end with how to go on."""
+        if isinstance(error, Exception) and sys.version_info >= (3, 11) and self._saved_step > self.stage.begin:
+            error.add_note(f"Resume: {self.args.resume_command}")
+
     def _fail_after_save_errors(self) -> NoReturn:
         problem = distributed.on_first(lambda: self.writer.problem)
-        raise distributed.RunError(f"{problem}. Then resume: {self.args.resume_command}")
+        resume = (
+            "" if problem.endswith(".") else f". Then resume: {self.args.resume_command}"
+        )  # what is not finite stays so
+        raise distributed.RunError(f"{problem}{resume}")
 
     # -- small parts ------------------------------------------------------------------------------------------------
 
@@ -411,6 +426,9 @@ class Trainer:
     def _check_stop_signal(self) -> None:
         """Stop, on all ranks at once, if a signal asked any of them to."""
         self.callbacks.call("on_prediction_step")
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         [signal] = distributed.max_over_ranks([self.signals.number], self.accelerator.device)
         if signal:
             raise _StopRequested(signal)

@@ -182,8 +182,9 @@ def test_a_moved_run_is_not_resumed_in_its_old_place(tmp_path: Path) -> None:
         (
             RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
             "DataLoader worker (pid 7) is killed by "
-            "signal: Killed. Its memory or /dev/shm may have been full: pass a lower --data",
+            "signal: Killed. Its memory or /dev/shm may have been full. Pass a lower --data",
         ),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files; "),
         (OSError(errno.EIO, "Input/output error", "/data/in"), ""),
     ],
 )

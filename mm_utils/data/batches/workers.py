@@ -1,10 +1,12 @@
 """Worker processes of a loader: how they begin and end."""
 
+import atexit
 import multiprocessing
 import os
 import signal
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from mm_utils.files import allow_open_files
 
 PREFETCH = 4  # batches that each worker makes in advance
+PATIENCE = 2.0  # seconds, in which a worker ends by itself
 TIMEOUT = 240  # seconds for a batch; other ranks wait for 300
 
 _living: weakref.WeakSet[DataLoader] = weakref.WeakSet()
@@ -29,9 +32,10 @@ def worker_loader(dataset: Any, workers: int, **options: Any) -> DataLoader:
 
 
 def _begin_worker(_: int) -> None:
-    """Use one thread, and outlive a signal that a scheduler sends to every process of a run, which finishes its step meanwhile."""
+    """Use one thread; a signal that a scheduler or keyboard sends to every process is for the main one, which ends this one."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # the second one ends it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -44,11 +48,31 @@ def end_with_parent() -> None:
 
 
 def end_workers() -> None:
-    """End the workers of all loaders, before a process ends.
+    """End the workers of all loaders, and kill those that have not ended `PATIENCE` seconds later.
 
-    Left to the garbage collector or to the exit, torch waits 5 seconds for every single one, as nothing tells it to end.
+    Left to the garbage collector or to the exit, torch waits 5 seconds for every single one, as nothing tells it to end, and
+    `multiprocessing` for ever.
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None  # Ctrl-C once more would leave some
+    patience = threading.Timer(PATIENCE, _kill_children)
+    patience.daemon = True
+    patience.start()
     for loader in _living:
         if (iterator := loader._iterator) is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
+            with suppress(RuntimeError):  # torch's report of a worker that was killed
+                iterator._shutdown_workers()  # type: ignore[attr-defined]
             loader._iterator = None
+    patience.cancel()
+    _kill_children()
+    if is_main:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if former is None else former)
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+atexit.register(end_workers)  # of a notebook or a script of one's own: `multiprocessing` would wait for them

@@ -38,6 +38,10 @@ REASONS = {
     "linked_folder": "The folder is a link and is not entered. Give its target as a source of its own, or copy it.",
     "hidden": "Programs keep thumbnails, copies and settings there. Rename it if it holds your data.",
     "not_read": "No row names the file, or its kind is none that is read here. Add rows for it, or give it as a source.",
+    "table_not_read": "Tables and JSON files of another kind or place are not read here. Give each as a source of its own, with "
+    "--image_root for the folder of its images, or write its texts into the table that is read.",
+    "archive_not_read": "Archives beside other data are not read. Unpack them, or give tar shards as a source of their own.",
+    "text_not_read": "The captions come from elsewhere. Write these texts into the table that is read, or remove them.",
     # images
     "image_empty": "The image has 0 bytes. Fetch it again.",
     "image_truncated": "The image ends too early. Fetch it again.",
@@ -109,7 +113,7 @@ NOTES = {
 }
 """note -> the conversion."""
 
-UNREAD = ("hidden", "not_read")
+UNREAD = ("hidden", "not_read", "table_not_read", "archive_not_read", "text_not_read")
 """Reasons of files that no row names: they are counted, and are no rows."""
 MOST_BAD = 0.5  # of a source's rows, which may be left out
 _EXCERPT, _LONGEST_DETAIL, _LONGEST_READ = 200, 1000, 10_000  # characters; redacting reads more than is shown

@@ -100,7 +100,12 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
     for split, file in given.items():
         title = f"--{split}_file is {file}"
         if not Path(file).is_file() and not file.lower().endswith(".tar"):
-            what = missing(file, is_local=True) or "that is a folder. Give it as --dataset_name."
+            kind = (
+                "a folder. Give it as --dataset_name."
+                if Path(file).is_dir()
+                else "a pipe or device. Write it to a file."
+            )
+            what = missing(file, is_local=True) or f"that is {kind}"
             raise ValueError(f"{title}; {what}")
         name = file if len(set(given.values())) == len(given) else f"{file} for {split}"
         file_split = None if list(given) == ["train"] else split  # a file alone may hold rows of all splits

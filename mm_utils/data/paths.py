@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import unquote
 
 from mm_utils.data.faults import REASONS, Fault
 from mm_utils.files import is_passing, read_regular_file, retry
@@ -134,15 +135,19 @@ class Jail:
             raise Fault("outside_root", f"{name} {leads} outside {self.root}")
 
     def _similar_name(self, written: str) -> str:
-        """Return a hint at a file whose name differs only in case, Unicode form, or the slashes of Windows."""
+        """Return a hint at a file or folder whose name differs only in case, Unicode form, blanks, %20, or the slashes of Windows."""
         folder, name = os.path.split(os.path.normpath(os.path.join(self.root, written.replace("\\", "/"))))
         self._hints += 1
+        while not os.path.isdir(folder) and len(folder) > len(self.root):
+            folder, name = os.path.split(folder)
         if self._hints > _MOST_HINTS or not os.path.isdir(folder):
             return ""
+        wanted = {_folded(name), _folded(unquote(name))}
         with os.scandir(folder) as entries:
             names = (entry.name for entry in itertools.islice(entries, _LONGEST_LISTING))
-            twin = next((each for each in names if _folded(each) == _folded(name)), None)
-        return "" if twin is None else f"; there is {twin}, which differs in case, Unicode form (NFC, NFD) or slashes"
+            twin = next((each for each in names if each != name and _folded(each) in wanted), None)
+        how = "which differs in case, Unicode form (NFC, NFD), blanks, %-escapes or slashes"
+        return "" if twin is None else f"; there is {twin}, {how}"
 
 
 def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, title: str) -> None:
@@ -185,4 +190,4 @@ def _check_name(name: str) -> None:
 
 
 def _folded(name: str) -> str:
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold()).strip()

@@ -1,6 +1,7 @@
 """Every format gives the same pairs through every door: prepared, trained on raw, streamed, fine-tuned on."""
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from mm_utils.data.streams.stream import open_stream
 from scripts import prepare_data
 from tests.kit.fault_images import draw, png
 from tests.kit.media_files import COLOURS, clip, tone
-from tests.kit.reading import content, lines, read, write, write_tar
+from tests.kit.reading import content, lines, put, read, write, write_tar
 
 COUNT = 6
 CAPTIONS = [f'picture {at}, a "red" one; or | not, of {at}' for at in range(COUNT)]
@@ -237,3 +238,135 @@ def test_every_format_gives_the_same_pairs_through_every_door(
     ):
         pairs = [shown(row, medium) for row in door(path, medium, flag)]
         assert sorted(pairs) == list(zip(CAPTIONS, wanted, strict=True)), door.__name__
+
+
+def _rows(
+    first: int, last: int, image: str = "image", caption: str = "caption", more: str = ""
+) -> list[dict[str, str]]:
+    return [{image: f"{more}{at}.png", caption: f"text {at}"} for at in range(first, last)]
+
+
+def _csv(rows: list[dict[str, str]], sign: str = ",") -> str:
+    return lines(sign.join(rows[0]), *(sign.join(row.values()) for row in rows))
+
+
+_SIX = {f"{at}.png": png(draw(at)) for at in range(6)}
+_TEXTS = {f"{at}.txt": f"text {at}" for at in range(6)}
+_SAMPLES = [
+    member for at in range(6) for member in ((f"{at}.png", _SIX[f"{at}.png"]), (f"{at}.txt", f"text {at}".encode()))
+]
+_COCO = {
+    "info": {"about": "x" * 70_000},
+    "images": [{"id": at, "file_name": f"{at}.png"} for at in range(6)],
+    "annotations": [{"image_id": at, "caption": f"text {at}"} for at in range(6)],
+}
+# name: the files (a list is a tar), what is read of them and how, the number of rows, and all that is said, as patterns
+FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[str, ...]]] = {
+    "kinds that agree": (
+        {**_SIX, "a.jsonl": lines(*_rows(0, 3)), "B.CSV": _csv(_rows(3, 6))}, "", {}, 6, (),
+    ),
+    "kinds that differ": (
+        {**_SIX, "a.jsonl": lines(*_rows(0, 3)), "b.tsv": _csv(_rows(3, 6, "file_name", "text"), "\t")}, "", {}, None,
+        (r"a\.jsonl has the columns image, caption, and b\.tsv file_name, text; tables of several kinds",),
+    ),
+    "another kind of table": (
+        {**_SIX, "a.jsonl": lines(*_rows(0, 6)), "b.csv": "a,b\n1,2\n", "c.jsonl.gz": "", "d.json": "[]", "e.xlsx": ""}, "",
+        {}, 6, (r"table_not_read: not read: (?=.*b\.csv)(?=.*d\.json)(?=.*e\.xlsx)", r"archive_not_read: not read: c\.jsonl\.gz"),
+    ),
+    "a stray archive": (
+        {**_SIX, **_TEXTS, "old/backup.tar": _SAMPLES}, "", {}, 6, (r"archive_not_read: not read: old/backup\.tar",),
+    ),
+    "a stray archive beside labels": (
+        {"cat/0.png": _SIX["0.png"], "dog/1.png": _SIX["1.png"], "backup.tar": _SAMPLES[:2]}, "", {"labelled": True}, 2,
+        (r"archive_not_read: not read: backup\.tar",),
+    ),
+    "tables and shards": (
+        {"a.parquet": "", "b.tar": _SAMPLES}, "", {}, None, (r"tables, such as .*a\.parquet, and tar shards, such as .*b\.tar",),
+    ),
+    "what img2dataset writes": (
+        {"0.tar": _SAMPLES, "0.parquet": "", "0_stats.json": "{}"}, "", {}, 6, (r"table_not_read: not read: 0\.parquet",),
+    ),
+    "other captions of metadata": (
+        {**_SIX, **_TEXTS, "metadata.jsonl": lines(*_rows(0, 5, "file_name", "text")), "captions.csv": _csv(_rows(0, 6))}, "",
+        {}, 5, (r"text_not_read: not read: 6 \.txt files, such as 0\.txt", r"table_not_read: not read: captions\.csv", r"not_read: not read: 5\.png"),
+    ),
+    "two texts of an image": ({**_SIX, **_TEXTS, "0.caption": "other"}, "", {}, 6, ()),
+    "sidecars": (
+        {**_SIX, **_TEXTS, "0.xmp": "", "1.XMP": "", "2.npy": "", "README.md": "", "LICENSE": "", "SHA256SUMS": "", ".DS_Store": ""},
+        "", {}, 6, (r"not_read: not read: 2 \.xmp files, such as 0\.xmp; 2\.npy",),
+    ),
+    "members of a shard": (
+        {"a.tar": [("README.md", b""), (".DS_Store", b""), *_SAMPLES, ("6.png", _SIX["0.png"]), ("6.jpg", b""), ("6.npy", b""), ("6.txt", b"a")]},
+        "a.tar", {}, 7, (r"not_read: not read: a\.tar/6\.jpg; a\.tar/6\.npy",),
+    ),
+    "captions in JSON": (
+        {**_SIX, "annotations/all.json": "[]"}, "", {}, None, (r"no captions in a form .*not read: annotations/all\.json",),
+    ),
+    "no captions but other texts": (
+        {"images/0.png": _SIX["0.png"], "text/0.txt": "a"}, "", {}, None, (r"no captions in a form .*not read: text/0\.txt",),
+    ),
+    "tables below": (
+        {**{f"a/im/{name}": data for name, data in _SIX.items()}, "a/p.csv": _csv(_rows(0, 3, more="im/")),
+         "b/im/0.png": _SIX["0.png"], "b/p.csv": _csv(_rows(0, 1, more="im/"))}, "", {}, 4, (r"not_read: not read: 3 \.png files",),
+    ),
+    "labels beside folders": (
+        {"im/0.png": _SIX["0.png"], "labels.csv": "image,label\nim/0.png,cat\n"}, "", {"labelled": True}, 1, (),
+    ),
+    "many other files first": (
+        {**{f"a/{at}.xml": "" for at in range(1001)}, **_SIX, **_TEXTS}, "", {}, 6, (r"not_read: not read: 1,001 \.xml files",),
+    ),
+    "an empty table": ({**_SIX, "a.jsonl": lines(*_rows(0, 6)), "b.jsonl": ""}, "", {}, None, (r"b\.jsonl; the file holds no rows",)),
+    "COCO after 64 KiB": ({**_SIX, "c.json": json.dumps(_COCO)}, "c.json", {}, 6, ()),
+    "rows with annotations": (
+        {**_SIX, "c.json": lines(*({**row, "annotations": [{}]} for row in _rows(0, 6)))}, "c.json", {}, 6, (),
+    ),
+    "an object over lines": (
+        {"c.json": json.dumps({"version": 1, "data": _rows(0, 6)}, indent=1)}, "c.json", {}, None,
+        (r"c\.json holds one object with version, data over several lines\. Write rows",),
+    ),
+    "lines with commas": (
+        {"c.jsonl": ",\n".join(map(json.dumps, _rows(0, 6)))}, "c.jsonl", {}, None, (r"divided by commas",),
+    ),
+    "a list of three columns": (
+        {**_SIX, "c.txt": "image,caption,split\n" + "".join(f"{at}.png,text {at},train\n" for at in range(6))}, "c.txt", {}, 6, (),
+    ),
+    "names that differ": (
+        {"Images/0.png": b"", "a b.png": b"", "c.jsonl": lines({"image": "images/0.png", "caption": "a"}, {"image": "a%20b.png", "caption": "b"})},
+        "c.jsonl", {}, 0, (r"image_missing: .*there is Images", r"image_missing: .*there is a b\.png"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_lies_in_a_source_is_read_or_named(name: str, tmp_path: Path) -> None:
+    contents, path, fields, count, patterns = FOLDERS[name]
+    for file, data in contents.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(data, list):
+            write_tar(tmp_path / file, data)
+        else:
+            (tmp_path / file).write_bytes(data.encode() if isinstance(data, str) else data)
+    if count is None:
+        with pytest.raises(ValueError, match=patterns[0]):
+            read(tmp_path / path, **fields)
+        return
+    good, bad = read(tmp_path / path, **fields)
+    assert len(good) == count
+    said = [f"{row.fault.reason}: {row.fault.detail}" for row in bad]
+    assert len(said) == len(patterns), said
+    assert [pattern for pattern in patterns if not any(re.match(pattern, text) for text in said)] == [], said
+    texts = {caption for record in good for caption in record.captions}
+    assert fields or texts >= {f"text {at}" for at in range(min(count, 3))} | (
+        {"other"} if name.startswith("two") else set()
+    )
+
+
+def test_a_cell_without_bytes_is_the_path_of_its_image(tmp_path: Path) -> None:
+    put(*_SIX)(tmp_path)
+    kind = pa.schema({"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "caption": pa.string()})
+    for share in (1, 2):
+        cells = [{"bytes": png(draw(at)) if at % share else None, "path": f"{at}.png"} for at in range(6)]
+        table = pa.Table.from_pylist([{"image": cell, "caption": "a"} for cell in cells], kind)
+        pq.write_table(table, tmp_path / "p.parquet", write_statistics=share == 2)
+        good, bad = read(tmp_path / "p.parquet")
+        assert (len({content(record) for record in good}), bad) == (6, [])

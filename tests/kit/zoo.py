@@ -182,7 +182,6 @@ _CELLS_OF_TEXT = [
     *_bad({
         "malformed_row": [
             *("{image},{caption}, and more,train", '{image},"{caption},train', '{image},"{caption}" x,train'),
-            '{image},"{caption}' + "x" * 200_000 + '",train',
         ],
         "caption_empty": ["{image},,train"],
         "caption_nan": ["{image},nan,train"],
@@ -193,6 +192,7 @@ _CELLS_OF_TEXT = [
     }),
     *_good('{image},"{caption}, ""quoted"", twice",train', kept=('{caption}, "quoted", twice',)),
     Row('{image},"{caption}\nbelow",train', "", ("{caption} below",), ("caption_spaces_joined",)),
+    Row('{image},"{caption}' + " word" * 40_000 + '",train', "", ("{caption}{words}",), ("caption_cut",)),
     *_good("{image},{caption},train\r"),
     *_good("{image},=1+1 {caption},train", kept=("=1+1 {caption}",)),
 ]  # fmt: skip
@@ -559,6 +559,7 @@ def _shards(corpus: Corpus) -> None:
     whole = (folder / "001.tar").read_bytes().rstrip(b"\0")
     (folder / "001.tar").write_bytes(whole[: len(whole) - 700])
     corpus.expect("shards", "an archive cut in its last sample", "001.tar", "truncated_archive")
+    corpus.expect("shards", "a member of another kind", "folder .", "not_read", count=0)
 
 
 # -- cells that hold images ---------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
 """Records of annotation files: COCO captions, Karpathy's splits, Flickr8k and Flickr30k."""
 
+import json
+import mmap
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from mm_utils.data.rows.columns import Columns
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import (
+    LONGEST_LINE,
     check_line,
     checked_object,
     is_wide,
@@ -20,6 +24,7 @@ from mm_utils.data.rows.text_files import (
     read_document,
     read_lines,
 )
+from mm_utils.text import shortened
 
 _TOKEN = re.compile(r"(?P<name>[^\t]+)#\d+\t(?P<caption>.*)")
 _PIPES = re.compile(r"(?P<name>[^|]+)\|\s*\d+\s*\|(?P<caption>.*)")
@@ -27,19 +32,33 @@ _HEADER = re.compile(r"\w+\s*[,|]\s*\w+(\s*[,|]\s*\w+)*$")
 _COMMA = re.compile(r"(?P<name>[^,]+),(?P<caption>.*)")
 _TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
 _FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
-_COCO_LIST = re.compile(r'"(images|annotations)"\s*:\s*\[\s*[{\]]')
+_COCO_LIST = re.compile(rb'"(images|annotations)"\s*:\s*\[\s*[{\]]')
+_NEXT = 1 << 16  # bytes after the beginning of a list that tell Karpathy's splits
 
 
-def format_of(suffix: str, head: str) -> str | None:
-    """Return `coco`, `karpathy` or `flickr` by the suffix and the beginning of a text file; None for others."""
-    first = head.split("\n", 1)[0].strip()
+def format_of(path: Path, head: str) -> str | None:
+    """Return `coco`, `karpathy`, `flickr`, or `csv` for a list with more columns, by a text file and its beginning; None for others."""
+    suffix, first = path.suffix.lower(), head.split("\n", 1)[0].strip()
     if suffix in (".json", ".jsonl"):
-        is_document = suffix == ".json" and _COCO_LIST.search(head) is not None
-        return None if not is_document else "karpathy" if '"sentences"' in head else "coco"
+        return _format_of_document(path) if suffix == ".json" and head.lstrip().startswith("{") else None
     is_table, has_header = suffix in (".csv", ".tsv"), _FLICKR_HEADER.match(head) is not None
+    if has_header and not is_table and "|" not in first and first.count(",") > 1:
+        return "csv"
     if _TOKEN_LINE.match(head) or (not is_table and (has_header or _TOKEN_LINE.search(head))):
         return "flickr"
     return "flickr" if suffix == ".csv" and first.count("|") >= 2 and has_header else None
+
+
+def _format_of_document(path: Path) -> str | None:
+    """Return the format of a file that begins with an object; None if its first line is one, and others follow."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        first, more = file.readline(LONGEST_LINE), file.read(4096).strip()
+        with suppress(ValueError, RecursionError):
+            if more and first.endswith(b"\n") and isinstance(json.loads(first), dict):
+                return None
+        if (found := _COCO_LIST.search(text)) is None:
+            return None
+        return "karpathy" if b'"sentences"' in text[found.start() : found.start() + _NEXT] else "coco"
 
 
 def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -97,6 +116,11 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     builder, lines = _builder(source, safety), enumerate(read_lines(Path(source.path)), start=1)
     first = next(read_lines(Path(source.path)), "").strip()
     pattern, has_header = _TOKEN, _HEADER.match(first) is not None
+    if has_header and "|" not in first and first.count(",") > 1:
+        raise ValueError(
+            f"{source.title}, format=flickr; its header has {first.count(',') + 1} columns ({shortened(first)}), and such a list "
+            "has two. Set format=csv, and caption_column= where its name is not a usual one."
+        )
     if has_header:
         pattern = _PIPES if "|" in first else _COMMA
 
@@ -125,7 +149,11 @@ def _open_document(source: Source, safety: PathArguments, *keys: str) -> tuple[d
         raise ValueError(f"{source.title}; it is {fault.detail}. Copy or repair the file.") from fault
     for key in keys:
         if not isinstance(document, dict) or not isinstance(document.get(key), list):
-            raise ValueError(f"{source.title}, format={source.format}; it has no list '{key}'. Set another format=.")
+            held = ", ".join(map(shortened, [*document][:10])) if isinstance(document, dict) else "a list"
+            raise ValueError(
+                f"{source.title}, format={source.format}; it has no list '{key}' in its outer object, but {held}. Write rows "
+                "instead: one object of an image and its caption a line."
+            )
     return document, builder
 
 

@@ -4,7 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from mm_utils.data.faults import Fault
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
 from mm_utils.data.rows.columns import SUFFIXES, set_medium, tell_once
-from mm_utils.data.rows.folders import is_service, walk
-from mm_utils.data.rows.media_folders import is_captioned, read_caption_files, read_classes
+from mm_utils.data.rows.folders import CAPTION_SUFFIXES, MEDIA_SUFFIXES, TABLES, Unread, is_service, walk
+from mm_utils.data.rows.media_folders import read_caption_files, read_classes
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import FORMATS, TEMPLATES, PathArguments, Source
 from mm_utils.data.rows.stored import is_saved
@@ -24,6 +24,7 @@ from mm_utils.data.rows.tables import (
     read_metadata,
     read_sqlite,
     read_tables,
+    readable,
     table_of,
 )
 from mm_utils.data.rows.tars import read_webdataset
@@ -33,7 +34,7 @@ from mm_utils.places import missing
 _COLUMNS = ("image_column", "caption_column", "id_column", "caption_template", "group_column", "label_column")
 _OF_TABLES = ("image_root", *_COLUMNS)
 _OPTIONS: dict[str, tuple[str, ...]] = {  # that each format reads, beside name, split and medium
-    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet"), _OF_TABLES),
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet", "tables"), _OF_TABLES),
     **dict.fromkeys(("datasets", "sqlite"), (*_OF_TABLES, "config")),
     **dict.fromkeys(("coco", "karpathy", "flickr"), ("image_root",)),
     "imagefolder": (),
@@ -41,9 +42,9 @@ _OPTIONS: dict[str, tuple[str, ...]] = {  # that each format reads, beside name,
     "webdataset": ("caption_column", "label_column"),
 }
 _HEAD = 1 << 16  # characters of a file that are looked at
-_LOOKED_AT = 1000  # files of a folder that are looked at
+_LOOKED_AT = 1000  # media of a folder that tell its kind
 _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
-    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet"), read_tables),
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet", "tables"), read_tables),
     "datasets": read_datasets,
     "imagefolder": read_caption_files,
     "classes": read_classes,
@@ -160,12 +161,37 @@ def detect(source: Source) -> str:
 def metadata_files(folder: Path) -> list[Path]:
     """Return the metadata files of an image folder and of the folders in it, one of each."""
     inside = sorted(item for item in folder.iterdir() if item.is_dir() and not is_service(item.name))
-    files = ([place / name for name in METADATA_FILES if (place / name).is_file()] for place in (folder, *inside))
+    files = ([place / name for name in METADATA_FILES if os.path.isfile(place / name)] for place in (folder, *inside))
     return [found[0] for found in files if found]
 
 
-def _files_of(folder: Path) -> list[tuple[str, str]]:
-    return [*islice(((place, name) for place, names in walk(str(folder)) for name in names), _LOOKED_AT)]
+@dataclass
+class _Contents:
+    """What a folder holds: files by suffix, suffixes of media with a text beside them and in folders, tables, and all else."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    captioned: set[str] = field(default_factory=set)
+    nested: set[str] = field(default_factory=set)
+    files: dict[str, list[str]] = field(default_factory=lambda: {suffix: [] for suffix in (*TABLES, ".tar")})
+    others: Unread = field(default_factory=Unread)
+
+
+def _contents(folder: str) -> _Contents:
+    held = _Contents()
+    for place, names in walk(folder):
+        split = [os.path.splitext(name) for name in names]
+        texts = {stem for stem, suffix in split if suffix.lower() in CAPTION_SUFFIXES}
+        for name, (stem, suffix) in zip(names, split, strict=True):
+            suffix = suffix.lower()
+            held.counts[suffix] += 1
+            if suffix in held.files:
+                held.files[suffix].append(os.path.join(place, name))
+            elif suffix not in CAPTION_SUFFIXES and stem in texts:
+                held.captioned.add(suffix)
+            if place != folder:
+                held.nested.add(suffix)
+        held.others.pass_by(folder, place, names, (*MEDIA_SUFFIXES, *TABLES))
+    return held
 
 
 def _of_folder(path: Path, source: Source) -> str:
@@ -174,32 +200,55 @@ def _of_folder(path: Path, source: Source) -> str:
         return "datasets"
     if metadata_files(path):
         return "imagefolder"
-    files, medium = _files_of(path), _medium_of_folder(source)
-    suffixes = {os.path.splitext(name)[1].lower() for _, name in files}
-    if ".tar" in suffixes:
-        return "webdataset"
-    if is_captioned(files, medium):
-        return "imagefolder"
-    media = [place for place, name in files if os.path.splitext(name)[1].lower() in SUFFIXES[medium]]
-    tables = [kind for kind in ("parquet", "jsonl", "csv", "tsv") if f".{kind}" in suffixes]
-    if media and source.labelled and (not tables or any(os.path.relpath(place, path) != "." for place in media)):
-        return "classes"
-    if tables:
-        card = path / "README.md"
-        if card.is_file() and not card.is_symlink() and card.read_bytes()[:_HEAD].count(b"config_name:") > 1:
-            raise ValueError(f"{source.title}; its card names several configurations. Give the files of one of them.")
-        return tables[0]
-    if media:
+    held, medium = _contents(str(path)), _medium_of_folder(source)
+    media = sum(held.counts[suffix] for suffix in SUFFIXES[medium])
+    is_captioned = not held.captioned.isdisjoint(SUFFIXES[medium])
+    tables, shards = [file for suffix in TABLES for file in held.files[suffix]], held.files[".tar"]
+    if shards and len(shards) >= media and not is_captioned:  # fewer than media are no data set, but a copy of it
+        # img2dataset writes 00000.parquet beside 00000.tar
+        other = next((file for file in tables if f"{os.path.splitext(file)[0]}.tar" not in shards), None)
+        if other is None:
+            return "webdataset"
         raise ValueError(
-            f"{source.title}; this folder holds {medium}s and no captions. Write a table of paths and captions (JSONL, CSV, Parquet) there, "
+            f"{source.title}; this folder holds tables, such as {other}, and tar shards, such as {shards[0]}; they are not "
+            "read together. Give the ones or the others, or move what is no data set elsewhere."
+        )
+    in_folders = is_captioned or not held.nested.isdisjoint(SUFFIXES[medium])
+    if source.labelled and media and not (readable(tables, source) if in_folders else tables):
+        return "classes"
+    if is_captioned and not source.labelled:
+        return "imagefolder"
+    if tables:
+        _check_card(path, source)
+        kinds = [suffix[1:] for suffix in TABLES if held.files[suffix]]
+        return kinds[0] if len(kinds) == 1 else "tables"
+    raise ValueError(f"{source.title}; {_without_rows(held, path, medium, media > 0)}")
+
+
+def _check_card(folder: Path, source: Source) -> None:
+    card = folder / "README.md"
+    if card.is_file() and not card.is_symlink() and card.read_bytes()[:_HEAD].count(b"config_name:") > 1:
+        raise ValueError(f"{source.title}; its card names several configurations. Give the files of one of them.")
+
+
+def _without_rows(held: _Contents, path: Path, medium: str, has_media: bool) -> str:
+    """Return why nothing is read in a folder, and what to do; it names what else lies there."""
+    known = f"prepare_data takes format=, one of {', '.join(FORMATS)}."
+    beside = "; ".join(map(held.others.says, held.others.passed))
+    if beside:
+        known = (
+            f"{beside}. If one of these holds the captions, give that file itself by --train_file or --sources, with the folder "
+            "of its images as image_root."
+        )
+    if has_media:
+        what = f" in a form that is read in a folder; {known}" if beside else "."
+        return (
+            f"this folder holds {medium}s and no captions{what} Write a table of paths and captions (JSONL, CSV, Parquet) there, "
             "or NAME.txt beside every file; ,format=classes behind it in prepare_data makes captions of the names of folders."
         )
     if (kinds := kinds_of_folder(path)) and medium not in kinds:
-        raise ValueError(
-            f"{source.title}; it holds {next(iter(kinds))}s, and the model is for {medium}s. Give {medium}s."
-        )
-    known = f"prepare_data takes format=, one of {', '.join(FORMATS)}"
-    raise ValueError(f"{source.title}; this folder is empty, or its format is not recognised. {known}.")
+        return f"it holds {next(iter(kinds))}s, and the model is for {medium}s. Give {medium}s."
+    return f"this folder is empty, or its format is not recognised{'; ' if beside else '. '}{known}"
 
 
 def _medium_of_folder(source: Source) -> str:
@@ -215,8 +264,9 @@ def _medium_of_folder(source: Source) -> str:
 
 
 def kinds_of_folder(folder: Path) -> dict[str, int]:
-    """Count the first files of a folder by the kind that their names tell; a GIF is an image here, not a clip."""
-    suffixes = Counter(os.path.splitext(name)[1].lower() for _, name in _files_of(folder))
+    """Count the first media of a folder by the kind that their names tell; a GIF is an image here, not a clip."""
+    names = (name for _, names in walk(str(folder)) for name in names if name.lower().endswith(MEDIA_SUFFIXES))
+    suffixes = Counter(os.path.splitext(name)[1].lower() for name in islice(names, _LOOKED_AT))
     counts = {
         kind: sum(suffixes[each] for each in own if kind != "clip" or each != ".gif") for kind, own in SUFFIXES.items()
     }
@@ -229,7 +279,7 @@ def _of_file(path: Path, source: Source) -> str:
         return "parquet" if suffix == ".parquet" else "sqlite"
     with path.open("rb") as file:
         head = file.read(_HEAD).decode("utf-8-sig", "replace")
-    if (found := format_of(suffix, head)) is not None:
+    if (found := format_of(path, head)) is not None:
         return found
     if suffix in (".json", ".jsonl"):
         return "json" if head.lstrip().startswith("[") else "jsonl"

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from mm_utils.data.faults import Fault, excerpt
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import Jail, read_file
 from mm_utils.data.rows.columns import SUFFIXES, Columns, split_named
-from mm_utils.data.rows.folders import Unread, is_service, walk
+from mm_utils.data.rows.folders import CAPTION_SUFFIXES, Unread, is_harmless, is_service, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
 from mm_utils.data.rows.source import TEMPLATES, PathArguments, Source
 from mm_utils.data.rows.text_files import Rows, lines_of, made_rows
@@ -25,7 +26,6 @@ from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-CAPTION_SUFFIXES = (".txt", ".caption")
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
 WORDNET_ID = re.compile(r"n\d{8}")
 _KEYS = (
@@ -49,36 +49,34 @@ _LAST_NUMBER = re.compile(r"(\D.*?)\s*[\t,;:|]\s*(\d+)")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
-def is_captioned(files: list[tuple[str, str]], medium: str) -> bool:
-    """Return whether media of a folder have caption files; `files` are its first ones, each with its folder."""
-    split = [(place, *os.path.splitext(name)) for place, name in files]
-    found = {(place, stem) for place, stem, suffix in split if suffix.lower() in SUFFIXES[medium]}
-    return bool(found & {(place, stem) for place, stem, suffix in split if suffix.lower() in CAPTION_SUFFIXES})
-
-
 def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read media with a caption file beside each, one caption a line."""
     builder, unread, jail = RecordBuilder(source, safety), Unread(), Jail(source.path, safety.allow_outside_root)
     suffixes = SUFFIXES[builder.medium]
 
-    def files() -> Iterator[tuple[str, tuple[str | None, str | None]]]:
-        """Yield each medium with its text, and the texts of none."""
+    def files() -> Iterator[tuple[str, tuple[str | None, list[str]]]]:
+        """Yield each medium with its texts, and the texts of none."""
         for place, names in walk(source.path, unread):
             unread.pass_by(source.path, place, names, (*suffixes, *CAPTION_SUFFIXES))
             paths = [os.path.relpath(os.path.join(place, name), source.path) for name in names]
-            texts = [path for path in reversed(paths) if path.lower().endswith(CAPTION_SUFFIXES)]
-            of_stem = {os.path.splitext(path)[0]: path for path in texts}
-            media = {path: of_stem.get(os.path.splitext(path)[0]) for path in paths if path.lower().endswith(suffixes)}
-            yield from ((path, (path, text)) for path, text in media.items())
-            yield from ((path, (None, path)) for path in sorted({*of_stem.values()} - {*media.values()}))
+            texts = defaultdict[str, list[str]](list)
+            for path in paths:
+                if path.lower().endswith(CAPTION_SUFFIXES):
+                    texts[os.path.splitext(path)[0]].append(path)
+            media = [path for path in paths if path.lower().endswith(suffixes)]
+            yield from ((path, (path, texts[os.path.splitext(path)[0]])) for path in media)
+            lone = texts.keys() - {os.path.splitext(path)[0] for path in media}
+            for text in sorted(text for stem in lone for text in texts[stem]):
+                if not is_harmless(os.path.basename(text)):
+                    yield text, (None, [text])
 
-    def row(pair: tuple[str | None, str | None]) -> dict[str, Any]:
-        path, text = pair
-        if text is None:
+    def row(pair: tuple[str | None, list[str]]) -> dict[str, Any]:
+        path, texts = pair
+        if not texts:
             raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt file beside it")
         if path is None:
-            raise Fault("unmatched_caption", f"there is no {builder.medium} of the name {text}")
-        return {"image": path, "captions": lines_of(_text_of(text, jail))}
+            raise Fault("unmatched_caption", f"there is no {builder.medium} of the name {texts[0]}")
+        return {"image": path, "captions": lines_of("\n".join(_text_of(text, jail) for text in texts))}
 
     columns = Columns("image", "captions", medium=builder.medium)
     yield from builder.records(columns, made_rows("file", files(), row), by_folder=True)
@@ -154,7 +152,8 @@ def _is_divided(folder: str) -> bool:
     with os.scandir(folder) as entries:
         folders = [entry for entry in entries if entry.is_dir() and not is_service(entry.name)]
     splits = [entry for entry in folders if split_named(entry.name)]
-    inside = [[item.is_dir() for item in os.scandir(entry.path) if not is_service(item.name)] for entry in splits]
+    open_ones = [entry.path for entry in splits if os.access(entry.path, os.R_OK | os.X_OK)]
+    inside = [[item.is_dir() for item in os.scandir(place) if not is_service(item.name)] for place in open_ones]
     return bool(splits) and (len(splits) == len(folders) or any(held and all(held) for held in inside))
 
 

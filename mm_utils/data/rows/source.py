@@ -11,7 +11,7 @@ from mm_utils.data.rows.columns import SPLIT_NAMES, Columns, close_to
 from mm_utils.text import redact
 
 FORMATS = (
-    *("jsonl", "json", "csv", "tsv", "parquet", "imagefolder", "datasets", "classes"),
+    *("jsonl", "json", "csv", "tsv", "parquet", "tables", "imagefolder", "datasets", "classes"),
     *("coco", "karpathy", "flickr", "sqlite", "webdataset"),
 )
 TEMPLATES = media.Image.templates

@@ -117,7 +117,7 @@ def _open_saved(folder: Path, jail: Jail) -> DatasetDict:
             return jail.resolve(os.path.join(jail.root, name))
         except Fault as fault:
             if fault.reason == "image_missing":
-                raise ValueError(f"{by} names {name}, which is not there") from fault
+                raise ValueError(f"{by} names {name}, which is not there") from None
             raise Fault(fault.reason, f"{by} names {name}: {fault.detail}") from fault
 
     def stated(file: str) -> dict[str, Any]:

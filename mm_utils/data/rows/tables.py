@@ -4,7 +4,7 @@ import itertools
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ from mm_utils.data.rows.columns import (
     BESIDE,
     BESIDE_TIME,
     SPLIT_NAMES,
-    SUFFIXES,
     Columns,
     find_columns,
     is_null,
     is_split,
     split_of_path,
 )
-from mm_utils.data.rows.folders import Unread, own_files, walk
+from mm_utils.data.rows.folders import TABLES, Unread, own_files, walk
 from mm_utils.data.rows.records import BadRow, CellImage, ImageRef, Record, RecordBuilder, StoredImage
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.stored import folders_of, load_splits
@@ -36,6 +35,7 @@ from mm_utils.text import one_line
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _ROWS = 1000  # read at a time, without their images
+_ROWS_WITH_BYTES = 32
 _KINDS = {Image: "image", Video: "clip", Audio: "sound"}
 Table = tuple[Columns, Rows]
 """The columns of a file or split, and its rows, in which embedded images are `ImageRef`s."""
@@ -43,40 +43,82 @@ Table = tuple[Columns, Rows]
 
 def read_tables(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read a file of Parquet, JSONL, JSON, CSV or TSV, or a folder of such files, whose names may begin with a split's."""
-    builder, path, kind, unread = RecordBuilder(source, safety), Path(source.path), f".{source.format}", Unread()
-    is_folder = path.is_dir()
-    names = own_files(source.path, (kind,), safety.allow_outside_root, source.title, unread) if is_folder else [""]
-    for name in names:
-        file = path / name
-        table = _parquet_table(file, source) if kind == ".parquet" else table_of(text_rows(file, kind), source, file)
-        yield from builder.records(*table, name, split_of_path(name, by_words=True) if is_folder else None)
-    yield from unread.rows(builder)
+    path, kind = Path(source.path), f".{source.format}"
+    if not path.is_dir():
+        yield from RecordBuilder(source, safety).records(*_table(path, source, kind))
+        return
+    kinds = TABLES if source.format == "tables" else (kind,)
+    names = own_files(source.path, kinds, safety.allow_outside_root, source.title, Unread())
+    files = [path / name for name in names]
+    yield from _read_folder(source, safety, _agreeing(files, source) if len(kinds) > 1 else files)
 
 
 def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> Iterator[Record | BadRow]:
-    """Read the metadata files of an image folder and of the folders in it; count the images that they do not name.
+    """Read the metadata files of an image folder and of the folders in it.
 
     The split of a row is that of the file's folder or of the folders in the image's path, where they are named like one.
     """
-    named = set[str]()
     for path in files:
         check_own_file(path, source.path, safety.allow_outside_root, source.title)
-        split = split_of_path(os.path.relpath(path, source.path))
+    yield from _read_folder(source, safety, files, is_metadata=True)
+
+
+def _read_folder(
+    source: Source, safety: PathArguments, files: list[Path], is_metadata: bool = False
+) -> Iterator[Record | BadRow]:
+    """Read tables of a folder, each with the paths relative to itself; count what they do not name, and all other files."""
+    named, root, unread = set(map(os.path.abspath, files)), os.path.abspath(source.path), Unread()
+    for path in files:
+        name = os.path.relpath(path, source.path)
+        split = split_of_path(name, by_words=not is_metadata)
         builder = RecordBuilder(source, safety, path.parent, source.path)
-        table = _parquet_table(path, source) if path.suffix == ".parquet" else table_of(text_rows(path), source, path)
-        file = f"{path.parent.name}/{path.name}" if len(files) > 1 else ""
-        for row in builder.records(*table, file, split, by_folder=split is None):
+        for row in builder.records(
+            *_table(path, source),
+            "" if is_metadata and len(files) == 1 else name,
+            split,
+            by_folder=is_metadata and split is None,
+        ):
             if isinstance(row, Record):
                 named.add(row.image.name)
             yield row
-    unread, root, read = Unread(), os.path.abspath(source.path), set(map(os.path.abspath, files))
-    for place, names in walk(root):
-        for name in names:
-            file, lower = os.path.join(place, name), name.lower()
-            is_other = lower in METADATA_FILES and file not in read
-            if is_other or (lower.endswith(SUFFIXES[builder.medium]) and file not in named):
-                unread.add("not_read", os.path.relpath(file, root))
+    for place, names in walk(root, unread):
+        unread.pass_by(root, place, [name for name in names if os.path.join(place, name) not in named], ())
     yield from unread.rows(builder)
+
+
+def _agreeing(files: list[Path], source: Source) -> list[Path]:
+    """Return those of several kinds of tables that hold pairs; ValueError if their columns differ, or none holds any."""
+    found, faults = dict[Path, list[str]](), list[ValueError]()
+    for file in files:
+        try:
+            held, _ = _table(file, source)
+            found[file] = [str(name).lower() for name in (held.image, held.caption, held.label, held.group) if name]
+        except ValueError as error:
+            faults.append(error)
+    if not found:
+        raise faults[0]
+    (first, columns), *others = found.items()
+    for other, its_columns in others:
+        if its_columns != columns:
+            raise ValueError(
+                f"{source.title}; {first.name} has the columns {', '.join(columns)}, and {other.name} {', '.join(its_columns)}; "
+                "tables of several kinds are read together where these are equal. Rename the columns, or give each alone."
+            )
+    return list(found)
+
+
+def readable(files: Iterable[str], source: Source) -> bool:
+    """Return whether one of some tables has the columns that are asked for."""
+    for file in files:
+        with suppress(ValueError):
+            _table(Path(file), source)
+            return True
+    return False
+
+
+def _table(path: Path, source: Source, kind: str = "") -> Table:
+    kind = kind or path.suffix.lower()
+    return _parquet_table(path, source) if kind == ".parquet" else table_of(text_rows(path, kind), source, path)
 
 
 def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -97,23 +139,27 @@ def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | Ba
 
 def table_of(rows: Rows, source: Source, file: str | Path) -> Table:
     """Return rows with their columns, which the first hundred tell; ValueError if there is none, or the first is a fault of the file."""
-    head = list(itertools.islice(rows, 100))
+    title, head = _title(source, file), list(itertools.islice(rows, 100))
     if not head:
-        raise ValueError(
-            f"{source.title}; the file holds no rows. Give a file with one image and its caption per row."
-        )
+        raise ValueError(f"{title}; the file holds no rows. Give a file with one image and its caption per row.")
     place, values = head[0]
     read = [row for _, row in head if isinstance(row, dict)]
     if isinstance(values, Fault) and not read:
         raise ValueError(f"{file}, {place} is {values.detail}. {REASONS[values.reason]}")
     names = dict.fromkeys(name for row in read for name in row if name is not None)
     first = {name: value for row in reversed(read) for name, value in row.items() if not is_null(value)}
-    columns = find_columns(list(names), source.title, source.columns, first=first)
+    columns = find_columns(list(names), title, source.columns, first=first)
     return columns, itertools.chain(head, rows)
 
 
+def _title(source: Source, file: str | Path) -> str:
+    """Return the beginning of a message about a file, which is named where the source is a folder."""
+    is_whole = str(file) in (source.title, os.path.normpath(source.path))
+    return source.title if is_whole else f"{source.title}, {os.path.relpath(file, source.path)}"
+
+
 def _parquet_table(path: Path, source: Source) -> Table:
-    title = f"{source.title}, {path.name}"
+    title = _title(source, path)
     try:
         opened = ParquetRows(str(path), title)
     except (pa.ArrowException, OSError) as error:
@@ -121,16 +167,20 @@ def _parquet_table(path: Path, source: Source) -> Table:
     schema, about = opened.schema, opened.file.metadata
     columns = find_table_columns(schema, title, source.columns)
     image, embeds = str(columns.image), _holds_media(schema, columns, title)
-    # The file's statistics tell whether no cell has bytes; then all are paths.
+    is_mixed = False
+    # The file's statistics tell whether cells have no bytes; these are paths.
     if embeds and pa.types.is_struct(schema.field(image).type):
         groups = map(about.row_group, range(about.num_row_groups))
         parts = [group.column(at) for group in groups for at in range(group.num_columns)]
         parts = [part for part in parts if part.path_in_schema == f"{image}.bytes"]
-        nulls = sum(part.statistics.null_count or 0 for part in parts if part.statistics)
+        known = all(part.statistics and part.statistics.has_null_count for part in parts)
+        nulls = sum(part.statistics.null_count for part in parts) if known else 1
         held = not pa.types.is_null(schema.field(image).type.field("bytes").type)
-        embeds = held and nulls < sum(part.num_values for part in parts)
+        embeds = held and (not known or nulls < sum(part.num_values for part in parts))
+        is_mixed = embeds and nulls > 0
     refs = (CellImage(f"{path}, row {row}", str(path), row, image) for row in itertools.count())
-    cells = opened.cells(read_columns(columns, schema.names, with_image=not embeds), _ROWS)
+    wanted = read_columns(columns, schema.names, with_image=is_mixed or not embeds)
+    cells = opened.cells(wanted, _ROWS_WITH_BYTES if is_mixed else _ROWS)
     return columns, _rows(cells, image, embeds, refs)
 
 
@@ -176,7 +226,8 @@ def _rows(
 ) -> Rows:
     """Yield rows by number, embedded media as references."""
     for number, (values, ref) in enumerate(zip(cells, refs, strict=False)):
-        if embedded and not isinstance(values, Fault):
+        # A cell that was read, since some are without bytes, and is one of these, stays a path
+        if embedded and not isinstance(values, Fault) and (image not in values or (values[image] or {}).get("bytes")):
             values[image] = ref
         yield f"row {number}", values
 
@@ -190,8 +241,10 @@ def _dataset_table(dataset: Dataset, title: str, source: Source) -> Table:
         dataset = dataset.cast_column(image, FEATURES[columns.medium])
         stored = pc.struct_field(dataset.data.column(image), "bytes")
         embeds, refs = stored.null_count < len(stored), _stored_cells(dataset, image)
-    read = dataset.select_columns(read_columns(columns, dataset.column_names, with_image=not embeds))
-    cells = (values for batch in read.with_format("arrow").iter(_ROWS) for values in cells_of(batch))
+    is_mixed = embeds and stored.null_count > 0
+    wanted = read_columns(columns, dataset.column_names, with_image=is_mixed or not embeds)
+    read = dataset.select_columns(wanted).with_format("arrow")
+    cells = (values for batch in read.iter(_ROWS_WITH_BYTES if is_mixed else _ROWS) for values in cells_of(batch))
     return columns, _rows(cells, image, embeds, refs)
 
 

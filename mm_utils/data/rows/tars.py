@@ -24,7 +24,7 @@ from mm_utils.data.rows.columns import (
     split_of_path,
     tell_others,
 )
-from mm_utils.data.rows.folders import Unread, own_files
+from mm_utils.data.rows.folders import Unread, is_harmless, is_of_program, own_files
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.data.rows.text_files import Rows, checked_object, lines_of, parse_json
@@ -68,13 +68,14 @@ class BoundedHeader(tarfile.TarInfo):
 
 @dataclass
 class Sample:
-    """The members of one key: a file of each medium, texts by extension, the first fault if any."""
+    """The members of one key: a file of each medium, texts by extension, the first fault if any, and the names of the others."""
 
     key: str
     media: dict[str, MemberImage | BytesImage] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
     fault: Fault | None = None
     names: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def lacks(self, what: str) -> Fault:
         """Return the fault of a sample without something; it names what is there."""
@@ -101,18 +102,22 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
     builder = RecordBuilder(source, safety, ".")
-    yield from unread.rows(builder)
     parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
     folder = source.path if is_folder else os.path.commonpath(parents)
     for path in paths:
         name = os.path.relpath(path, folder)
         split = split_of_path(name, by_words=True) if is_folder else None
-        rows = _rows(read_shard(path, MEDIA[medium].holders), source, medium, os.path.splitext(name)[0])
+        rows = _rows(read_shard(path, MEDIA[medium].holders), source, medium, name, unread)
         yield from builder.records(sample_columns(source, medium), rows, name, split)
+    yield from unread.rows(builder)
 
 
-def _rows(samples: Iterable[Sample], source: Source, medium: str, stem: str) -> Rows:
+def _rows(samples: Iterable[Sample], source: Source, medium: str, name: str, unread: Unread) -> Rows:
+    """Yield the row of each sample of a shard, by its key; count the members of other samples that are not read."""
+    stem = os.path.splitext(name)[0]
     for sample in samples:
+        for member in sample.unread:
+            unread.add("not_read", f"{name}/{member}")
         place = f"member {sample.key}" if sample.key else ""
         yield place, row_of_sample(sample, source, medium, f"{stem}/{sample.key}")
 
@@ -198,8 +203,8 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
         begin = member.offset
         stored = member.isreg() and not member.issparse()
         *folders, name = member.name.split("/")
-        # macOS puts these beside files.
-        if not member.isdir() and not name.startswith("._") and "__MACOSX" not in folders:
+        is_service = name.startswith("._") or any(map(is_of_program, [*folders, name])) or is_harmless(name)
+        if not member.isdir() and not is_service:
             yield member  # of the next sample, perhaps: then the one before is whole, although this one is cut
         if size is not None and stored and member.offset_data + member.size > size:
             raise tarfile.ReadError("the file ends inside a member")
@@ -252,6 +257,8 @@ def _add(
             raise tarfile.ReadError("the file ends inside a member")
         sample.media |= dict.fromkeys(new, BytesImage(title, content))
         sample.texts |= {} if new else {extension: content}
+    else:
+        sample.unread.append(name)
     sample.fault = sample.fault or fault
 
 
@@ -266,7 +273,7 @@ def row_of_sample(sample: Sample, source: Source, medium: str, key: str = "") ->
         values = checked_object(parse_json(sample.text("json"))) if "json" in sample.texts else {}
         usual = TEXT_NAMES if source.labelled else USUAL_NAMES["caption"]
         column = source.caption_column or next((name for name in usual if name in values), None)
-        plain = next((name for name in ("txt", "caption") if name in sample.texts), None)
+        plain = [name for name in ("caption", "txt") if name in sample.texts]
         captions: Any = []
         if source.labelled:
             label = source.label_column or next((name for name in LABEL_NAMES if name in values), None)
@@ -274,8 +281,10 @@ def row_of_sample(sample: Sample, source: Source, medium: str, key: str = "") ->
                 raise sample.lacks("label")
             values[_LABEL] = values[label] if label in values else sample.text("cls")
             captions = [values[column]] if column in values else []
-        elif plain is not None and source.caption_column is None:
-            captions = lines_of(sample.text(plain))
+        elif plain and source.caption_column is None:
+            captions = lines_of("\n".join(map(sample.text, plain)))
+            if column in values and not {*lines_of(str(values[column]))} <= {*captions}:
+                tell_others("caption", f".{plain[0]}", [column], usual, source.title)
         elif column in values:
             captions = values[column]
             if source.caption_column is None:

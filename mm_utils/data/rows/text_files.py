@@ -16,6 +16,7 @@ DEEPEST = 32  # lists and objects in each other in a row; other processes get it
 LONGEST_LINE = 16 << 20  # characters
 LONGEST_DOCUMENT = 1 << 30  # bytes of JSON that is parsed whole; COCO's captions have 0.1 GB
 _LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
+_COMMAS = re.compile(r"\s*,\s*\n[^\n]*,\s*\n")  # behind an object and the line after it
 _UNDECODED = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
 
 
@@ -38,7 +39,32 @@ def text_rows(path: Path, kind: str | None = None) -> Rows:
         return _delimited_records(path, _delimiter(path, kind))
     if head.decode("utf-8-sig", "replace").lstrip().startswith("["):
         return _array_records(path)
+    _check_lines(path)
     return _line_records(path)
+
+
+def _check_lines(path: Path) -> None:
+    """Raise ValueError if the objects of a file of JSON extend over lines, or are divided by commas."""
+    try:
+        json.loads(first := next(read_lines(path), "{}"))
+        return
+    except (ValueError, RecursionError):
+        if not first.startswith("{"):
+            return
+    try:
+        text = read_document(path).lstrip()
+        item, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):  # a Fault, too
+        return
+    if _COMMAS.match(text, end):
+        raise ValueError(
+            f"{path}: its objects are divided by commas. Write one object a line, without commas, or a list."
+        )
+    if "\n" in text[:end]:
+        what = "objects" if text[end:].strip() else f"one object with {', '.join(map(shortened, [*item][:5]))}"
+        raise ValueError(
+            f"{path} holds {what} over several lines. Write rows: one object a line, or a list of objects."
+        )
 
 
 def _open(path: Path, newline: str | None = None) -> TextIO:
@@ -167,6 +193,7 @@ def _delimited_records(path: Path, delimiter: str) -> Rows:
 
 def _delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | Fault]]:
     """Yield the cells of every row, with the number of its first line."""
+    csv.field_size_limit(LONGEST_LINE)  # of Python's 131,072; a cell may hold a web page
     lines, again = read_lines(path, newline=""), deque[str]()
     begin, taken = 1, list[str]()  # the number of the first line of a row, and its lines
 

@@ -145,7 +145,8 @@ class Jail:
         wanted = {_folded(name), _folded(unquote(name))}
         with os.scandir(folder) as entries:
             names = (entry.name for entry in itertools.islice(entries, _LONGEST_LISTING))
-            twin = next((each for each in names if each != name and _folded(each) in wanted), None)
+            near = (each for each in names if _folded(each) in wanted and (each != name or "\\" in written))
+            twin = next(near, None)
         how = "which differs in case, Unicode form (NFC, NFD), blanks, %-escapes or slashes"
         return "" if twin is None else f"; there is {twin}, {how}"
 

@@ -105,24 +105,19 @@ def changed_since_sums(folder: Path) -> list[str]:
 
     Only files that were touched after the sums are read. So are those of a copy, whose sums are then dated anew if all is well.
     """
+    file = folder / SUMS_FILE
     try:
-        lines = (folder / SUMS_FILE).read_text(encoding="utf-8").splitlines()
-        summed = _touched(folder / SUMS_FILE)
+        lines = file.read_text(encoding="utf-8").splitlines()
+        summed = _touched(file)
     except (OSError, ValueError):
         return []
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    read = [
-        name
-        for name in sums
-        if (folder / name).is_file()
-        and (folder / name).suffix in OF_MODEL
-        and (folder / name).parent == folder
-        and _touched(folder / name) >= summed
-    ]
-    changed = [name for name in read if sha256(folder / name) != sums[name]]
-    if read and not changed:
+    sums = {folder / name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    files = [path for path in sorted(folder.glob("*.*")) if path in sums and path.suffix in OF_MODEL]
+    touched = [path for path in files if _touched(path) >= summed]
+    changed = [path.name for path in touched if sha256(path) != sums[path]]
+    if touched and not changed:
         with suppress(OSError):  # somebody else's
-            os.utime(folder / SUMS_FILE)
+            os.utime(file)
     return changed
 
 

@@ -36,6 +36,7 @@ tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
 
 _MYSELF = os.getpid()
+_FLUSHED: set[int] = set()
 
 
 def _end_with_the_tests() -> None:
@@ -63,7 +64,7 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking through all that was imported; wait for no disk."""
     gc.collect()
     gc.freeze()
-    os.fsync = lambda _: None  # tests of what reaches the disk, and when, set their own
+    os.fsync = lambda handle: _FLUSHED.add(os.fstat(handle).st_ino)
 
 
 def pytest_unconfigure() -> None:
@@ -81,6 +82,24 @@ def empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in drawn.items():
         for name in names if f"mm_utils.{module}" in sys.modules else ():
             monkeypatch.setattr(sys.modules[f"mm_utils.{module}"], name, lambda *given, **_: given[-1].touch())
+
+
+@pytest.fixture
+def flushed() -> set[int]:
+    """The inodes of the files that a test has flushed, in this process."""
+    _FLUSHED.clear()
+    return _FLUSHED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the datasets cache below pytest's folders; all workers of a session share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "datasets"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_DATASETS_CACHE", str(folder))
+        patched.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+        yield
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from mm_utils.checkpointing.state import (
     load_optimizer,
     optimizer_tensors,
 )
-from mm_utils.checkpointing.writer import remove_old_checkpoints
+from mm_utils.checkpointing.writer import CheckpointWriter, remove_old_checkpoints
 from mm_utils.distributed import RunError, full_tensor
 from mm_utils.files import changed_since_sums, sha256
 from mm_utils.model import adapt
@@ -226,6 +226,21 @@ def test_checkpoints_after_the_resumed_step_are_set_aside(tmp_path: Path) -> Non
     set_aside(tmp_path, 1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2.superseded"]
     assert (tmp_path / "checkpoint-2.superseded/model.safetensors").exists()
+
+
+def test_a_checkpoint_stays_until_callbacks_which_push_it_were_told(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / STATE_FILE).write_text("{}")
+
+    writer, snapshot = CheckpointWriter(tmp_path, 1), SimpleNamespace(weights={"weight": torch.ones(2)}, write=write)
+    for step in (1, 2):
+        writer.start(step, snapshot, ())  # type: ignore[arg-type]
+    writer.wait()
+    assert steps_in(tmp_path) == [1, 2]
+    assert [writer.saved(), writer.saved(), writer.saved()] == [1, 2, 0]
+    writer.start(3, snapshot, ())  # type: ignore[arg-type]
+    writer.wait()
+    assert steps_in(tmp_path) == [3]
 
 
 # -- the script that reads them ---------------------------------------------------------------------------------------

@@ -155,11 +155,9 @@ class FusionDualEncoderConfig(PreTrainedConfig):
                 raise ValueError(
                     f"rerank_weights has {name}: {weight!r}; it holds a number for match, for caption, or both."
                 )
-        if text_padding is not None and not (
-            isinstance(text_padding, dict)
-            and {name: type(value) for name, value in text_padding.items()} == _OF_PADDING
-            and text_padding["side"] in ("left", "right")
-        ):
+        padding = text_padding if isinstance(text_padding, dict) else {}
+        kinds = {name: type(value) for name, value in padding.items()}
+        if text_padding is not None and (kinds != _OF_PADDING or padding["side"] not in ("left", "right")):
             raise ValueError(
                 f"text_padding is {text_padding!r}; it is null, or has a length, a side (left or right) and a pad_token_id."
             )

@@ -162,10 +162,7 @@ def explained(what: str, name: str) -> Iterator[None]:
 def _what_it_is(folder: Path) -> str:
     """Return what a folder without a config.json holds, and what to give instead."""
     if (folder / "adapter_config.json").is_file():
-        return (
-            "this folder holds an adapter of PEFT and not its model. Load both with peft, call merge_and_unload(), and save the "
-            "result with its processor."
-        )
+        return "this folder holds an adapter of PEFT and not its model. Merge both by merge_and_unload(), and save the result."
     if (folder / "open_clip_config.json").is_file():
         return "this folder holds a model of open_clip. Give the same model as transformers saves it."
     inside = [path.parent for path in sorted(folder.glob("*/config.json"))]

@@ -578,3 +578,23 @@ def test_nothing_is_embedded_as_nothing(model: FusionDualEncoderModel) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model.encode(**wrong)
+
+
+@pytest.mark.parametrize("mode", ["P", "L"])
+def test_one_transparent_colour_of_a_palette_or_of_grey_is_white(mode: str) -> None:
+    image = Image.new(mode, (20, 20), 0)
+    if mode == "P":
+        image.putpalette([0, 0, 0, 200, 0, 0] + [0] * 762)
+    image.paste(1 if mode == "P" else 120, (0, 0, 10, 20))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", transparency=0)
+    shown = np.asarray(open_picture(buffer.getvalue()))
+    assert (shown[:, 12:] == 255).all()
+    assert (shown[:, :8] == ([200, 0, 0] if mode == "P" else 120)).all()
+
+
+def test_sixteen_bits_are_rounded_to_the_nearest_of_eight() -> None:
+    values, buffer = np.arange(0, 65536, 111, dtype=np.uint16)[None], io.BytesIO()
+    Image.fromarray(values).save(buffer, "PNG")
+    expected = np.floor(values[0].astype(float) * 255 / 65535 + 0.5)
+    assert np.array_equal(np.asarray(open_picture(buffer.getvalue()))[0, :, 0], expected)

@@ -20,6 +20,7 @@ from mm_utils.data import scenes as scenes_module
 from mm_utils.data.pairs import load_pairs, load_split
 from mm_utils.data.rows.source import DataArguments, EvaluatedDataArguments
 from mm_utils.data.scenes import load_scenes
+from tests.kit.corpora import write_corpus
 from tests.kit.fault_images import grey
 from tests.kit.reading import lines
 
@@ -279,3 +280,10 @@ def test_splits_share_no_content_and_twins_are_neighbours() -> None:
             places.setdefault(content.group(), []).append(place)
         assert max(map(len, places.values())) == 2
         assert all(max(each) - min(each) < 2 for each in places.values())
+
+
+def test_what_is_prepared_is_flushed_to_the_disk(own_cache: Path, flushed: set[int], tmp_path: Path) -> None:
+    load_pairs(DataArguments(train_file=str(write_corpus(tmp_path / "data"))))
+    tables = list((own_cache / "tandem_pairs").rglob("*.arrow"))
+    assert tables
+    assert not [path for path in tables if path.stat().st_ino not in flushed]

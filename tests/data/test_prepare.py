@@ -388,3 +388,13 @@ def test_the_card_shows_the_report_and_datasets_opens_the_folder_by_it(prepared:
     assert {name: rows["content_id"][:] for name, rows in found.items()} == {
         name: rows["content_id"][:] for name, rows in stored.items()
     }
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_size_of_a_turned_picture_is_that_of_what_is_shown(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    Image.new("RGB", (60, 40), (200, 30, 60)).save(buffer, "JPEG", exif=exif)
+    checked = check_image(buffer.getvalue(), CheckArguments())
+    assert (checked.width, checked.height) == checked.image.size == ((40, 60) if orientation >= 5 else (60, 40))

@@ -1,6 +1,7 @@
 """Sounds and clips: their times in what is stored, broken files beside good ones, and what training opens."""
 
 import json
+import random
 import struct
 from collections.abc import Callable
 from fractions import Fraction
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Audio, load_from_disk
+from transformers import Wav2Vec2FeatureExtractor
 
 from mm_utils.data.images import open_image
 from mm_utils.data.media import kind_of
-from mm_utils.data.media.riff import read_avi, read_wav, store_clip
+from mm_utils.data.media.medium import Sound
+from mm_utils.data.media.riff import read_avi, read_wav, store_clip, write_wav
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import IngestPlan, Storage, ingest_sources, read_part
 from mm_utils.data.prepare.on_disk import open_prepared
@@ -309,3 +312,17 @@ def test_bad_media_are_set_aside_and_good_ones_are_kept(column: str, cases: Case
         samples, rate = read_wav(row["image"]["bytes"]) if column == "audio" else read_avi(row["image"]["bytes"])
         assert row["seconds"] == pytest.approx(len(samples) / rate)
         assert all(0 <= a < b <= row["seconds"] for a, b in (moment["span"] for moment in row["moments"] or []))
+
+
+def test_silence_before_a_sound_is_as_long_as_its_window_says_at_another_rate() -> None:
+    sound = Sound(Wav2Vec2FeatureExtractor(1, 1000, do_normalize=False), 2.0, min_share=0.5)
+    value = {
+        "bytes": write_wav(np.full(8000, 9000, np.int16), 4000),
+        "path": None,
+    }  # two seconds, at four times the rate
+    silences = []
+    for seed in range(20):
+        shown, (_, window) = sound.read(value, random.Random(seed))
+        silences.append(max(0, round(-window.left * 2000)))
+        assert int((shown.abs() > 0.1).nonzero()[0]) == pytest.approx(silences[-1], abs=15)
+    assert max(silences) > 100

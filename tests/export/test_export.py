@@ -402,3 +402,14 @@ def test_images_and_texts_as_in_torch(
     scores = {line.split()[1]: float(line.split()[0]) for line in lines}
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
     assert scores == pytest.approx(dict(zip(paths, (expected[0] @ expected[1][0]).tolist(), strict=True)), abs=2e-2)
+
+
+def test_immichs_folder_has_the_models_own_colours(tmp_path: Path) -> None:
+    name = write_stock(tmp_path / "clip", "clip")
+    processor: Any = load_processor_of(name)
+    (tmp_path / "out/visual").mkdir(parents=True)
+    export_folder.write_settings(tmp_path / "out", "immich", load_model(name, fusion_layers=0), processor)
+    settings = json.loads((tmp_path / "out/visual/preprocess_cfg.json").read_text())
+    images = processor.image_processor
+    assert (settings["mean"], settings["std"]) == (list(images.image_mean), list(images.image_std))
+    assert settings["mean"] != [0.0] * 3

@@ -22,6 +22,7 @@ from mm_utils.model.encoding import PASS_TOKENS
 from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
+from mm_utils.training.starts import weights_of_start
 from tests.kit.models import IMAGE, TOWER, batch_for, build
 from tests.kit.objectives import global_batch, tiny_objective
 
@@ -179,3 +180,15 @@ def test_groups_give_the_embeddings_and_gradients_of_the_whole(kind: str, monkey
         found.append({"loss": report["loss"].detach(), **gradients})
     for name, right in found[1].items():
         torch.testing.assert_close(found[0][name], right, rtol=1e-6, atol=1e-8 * float(right.abs().max() + 1e-3))
+
+
+def test_the_start_of_wise_ft_has_merged_adapters_under_the_names_of_a_saved_model() -> None:
+    model = build(fusion_layers=1)
+    names = {name for name in model.state_dict() if not name.startswith("fusion.")}
+    add_adapters(model, 2)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    start, right = weights_of_start(model), merged(model.state_dict())
+    assert names <= start.keys()
+    assert all(torch.equal(start[name], right[name]) for name in names)

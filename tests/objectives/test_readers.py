@@ -4,6 +4,7 @@ import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, List, Value
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.order import BatchSizes, GlobalOrder, choose_captions
 from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.data.images import encode
 from mm_utils.data.media.medium import Window
@@ -231,3 +232,11 @@ def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedT
     ]
     assert said == [drawn[0, row][0] for row in batch["rows"].tolist()]
     assert not any(name.startswith("negative") for name in next(iter(of_run.evaluation(rows, 6))))
+
+
+def test_negatives_are_drawn_apart_from_captions() -> None:
+    keys = np.arange(1, 400) * 7919
+    captions = choose_captions(3, np.ones(len(keys), np.int64), keys, np.full(len(keys), 2))
+    rows = [{NEGATIVE_IDS: [[0], [1]], "image_key": int(key), "epoch": 1} for key in keys]
+    negatives = [Negatives().example(row, None, 3)["negative"][0] for row in rows]
+    assert 0.3 < (captions == negatives).mean() < 0.7

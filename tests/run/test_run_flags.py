@@ -274,3 +274,11 @@ def test_a_run_takes_its_start_from_the_hub(corpus: Path, tmp_path: Path, monkey
     assert (config["freeze_vision"], config["freeze_text"], config["num_train_epochs"]) == (True, True, 2)
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert any(row["step"] == 0 and "eval_mean_recall" in row for row in rows)
+
+
+def test_a_resume_compares_every_flag_that_changes_what_is_learnt() -> None:
+    wanted = (
+        "seed learning_rate backbone_learning_rate head_share weight_decay optim lr_scheduler_type warmup_ratio max_grad_norm "
+        "objectives min_crop_area horizontal_flip max_seq_length wise_ft metric_for_best_model load_best_model_at_end"
+    )
+    assert set(wanted.split()) <= parse_args(*flags.PRETRAINING, argv=[]).learnt.keys()

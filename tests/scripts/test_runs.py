@@ -150,9 +150,12 @@ def test_it_opens_in_stock_tools(finished: Finished) -> None:
     assert torch.equal(*(each["pixel_values"] for each in made))
 
 
+@pytest.mark.parametrize(
+    "finished",
+    ["frozen", "siglip adapters", pytest.param("clip adapters", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_what_was_frozen_or_adapted_is_as_it_was(finished: Finished) -> None:
-    if finished.start not in ("frozen", "siglip adapters", "clip adapters"):
-        return
     after = load_model(str(finished.folder))
     if finished.start == "frozen":
         before = load_file(finished.folder / "checkpoint-2/model.safetensors")
@@ -169,10 +172,9 @@ def test_what_was_frozen_or_adapted_is_as_it_was(finished: Finished) -> None:
     assert max(int(torch.linalg.matrix_rank(step, rtol=1e-3)) for step in steps) <= 2
 
 
+@pytest.mark.parametrize("finished", ["clip"], indirect=True)
 def test_the_evaluation_script_gives_the_figures_of_the_run(finished: Finished, corpus: Path, tmp_path: Path) -> None:
     """Also of a stock class, to which no head is made up."""
-    if finished.start != "clip":
-        return
     for place in ("", "dual_encoder"):
         flags = ["--model_name_or_path", str(finished.folder / place), "--train_file", str(corpus)]
         found = eval_retrieval.main([*flags, "--output_dir", str(tmp_path / "out")])

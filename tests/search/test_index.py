@@ -19,8 +19,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from mm_utils.data.media.medium import read_by
 from mm_utils.distributed import RunError
 from mm_utils.files import folder_lock
+from mm_utils.model.build import open_model
 from mm_utils.search import index as index_folder
 from mm_utils.search import updating
 from mm_utils.search.index import open_index, read_parts, write_index
@@ -30,6 +32,7 @@ from mm_utils.search.updating import update_index
 from scripts import embed
 from tests.kit.media_files import tone
 from tests.kit.models import save_model
+from tests.kit.stock_folders import write_stock
 from tests.kit.tiny_run import alone
 from tests.search.conftest import make_embedder, update, write_photos
 
@@ -334,3 +337,16 @@ def test_a_model_with_another_image_side_is_refused_and_another_text_side_is_not
     with pytest.raises(RunError, match="made with another image side"):
         Searcher(index, str(tmp_path / "vision"), device="cpu")
     assert Searcher(index, str(tmp_path / "text"), device="cpu").search_text("red", 1)
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [("vision_model", 0), ("visual_projection", 0), ("text_model", 1), ("text_projection", 1)],
+)
+def test_an_index_knows_each_part_that_embeds(part: str, changed: int, tmp_path: Path) -> None:
+    model, processor = open_model(write_stock(tmp_path / "clip", "clip"))
+    before = index_folder.fingerprints(model, read_by(processor))
+    with torch.no_grad():
+        next(getattr(model, part).parameters()).mul_(1.5)
+    after = index_folder.fingerprints(model, read_by(processor))
+    assert [old != new for old, new in zip(before, after, strict=True)] == [changed == 0, changed == 1]

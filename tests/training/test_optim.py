@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreTrainedConfig, ViTConfig
 
+from mm_utils.model.adapt import add_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.training.optim import (
     OPTIMIZERS,
@@ -17,6 +18,7 @@ from mm_utils.training.optim import (
     schedule,
     scratch_rate,
 )
+from tests.kit.models import build
 from tests.kit.objectives import tiny_model
 
 CPU = torch.device("cpu")
@@ -139,3 +141,12 @@ def test_optimizers_of_transformers_names_keep_the_rates_of_the_groups(
     before = copy.deepcopy(model.state_dict())
     optimizer.step()
     assert all(not torch.equal(before[name], weight) for name, weight in model.named_parameters())
+
+
+def test_adapters_learn_at_the_rate_of_new_parameters() -> None:
+    model = build(fusion_layers=1)
+    add_adapters(model, 2)
+    args = OptimizerArguments(learning_rate=4e-4, backbone_learning_rate=1e-6)
+    optimizer = build_optimizer(model, args, pretrained=True, device=torch.device("cpu"))
+    adapters = {parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    assert {group["peak_lr"] for group in optimizer.param_groups if adapters & set(group["params"])} == {4e-4}

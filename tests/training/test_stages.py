@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from mm_utils.checkpointing.files import checkpoint_folders, step_of
 from mm_utils.run.start import check_vision_device
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
-from mm_utils.training.stages import stages_of
+from mm_utils.training.optim import schedule
+from mm_utils.training.stages import Stage, stages_of
 from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective
 from tests.kit.processes import logged, rows_of, run_on_ranks
-from tests.kit.tiny_run import Signalled, TinyRun, alone, build, exiting, train
+from tests.kit.tiny_run import Signalled, TinyRun, alone, build, exiting, train, trainers
 
 HEAD, TOWERS = "fusion.", ("vision_model.", "text_model.")
 Recalls = dict[int, tuple[float, float]]
@@ -302,3 +303,29 @@ def test_a_place_that_there_is_not_is_one_line(
         check_vision_device(name)
     assert str(refused.value).startswith(f"--vision_device is {name}; ")
     assert "\n" not in str(refused.value)
+
+
+def log(metric: str, *values: float) -> list[dict[str, Any]]:
+    return [{"step": step, f"eval_{metric}": value} for step, value in enumerate(values, 1)]
+
+
+def test_of_equal_evaluations_encoders_keep_the_first_and_heads_the_longest_trained() -> None:
+    encoders = Stage("encoders", 0, 9, frozenset(), "mean_recall")
+    head = Stage("head", 0, 9, frozenset(), "head_mean_recall", asked="mean_recall")
+    assert encoders.ranked(log("mean_recall", 0.3, 0.5, 0.5)) == [2, 3, 1]
+    assert head.ranked(log("head_mean_recall", 0.3, 0.5, 0.5)) == [3, 2, 1]
+
+
+def test_the_rate_of_every_stage_falls_to_its_end(tmp_path: Path) -> None:
+    ends = []
+    for trainer in trainers(TinyRun(tmp_path, head_share=0.5), [], None):
+        begin, end = trainer.stage.begin, trainer.stage.end
+        [batch] = trainer.data.train_batches(end - 1, end)
+        trainer.step.run(batch, end - 1)
+        for group in trainer.optimizer.param_groups:
+            share = group["lr"] / group["peak_lr"] / trainer.stage.rate
+            expected = schedule(end - begin - 1, end - begin, trainer.step.optimizer_args)
+            assert share == pytest.approx(expected)
+            assert share < 0.5
+        ends.append((begin, end))
+    assert ends == [(0, 5), (5, 10)]

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from mm_utils.checkpointing.files import find_checkpoint, step_of
+from mm_utils.distributed import RunError
 from mm_utils.reliability import watchdog
 from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.trainer import Trainer
@@ -105,7 +106,7 @@ def no_rows(trainer: Trainer, batch: dict[str, Any]) -> None:
 
 
 FULL = Raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"))
-MISTAKE = Raise(ValueError("--x is 1;\nit is wrong, with token=abcdefghijkl."))
+MISTAKE = Raise(RunError("--x is 1;\nit is wrong, with token=abcdefghijkl."))
 BUG = Raise(KeyError("a bug"))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -19,8 +20,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import scripts.embed
+import scripts.eval_retrieval
+import scripts.prepare_data
 import scripts.pretrain
+from mm_utils.data.batches import workers
 from mm_utils.data.batches.dataset import Pairs
+from mm_utils.data.prepare import ingest
 from mm_utils.distributed import RunError
 from mm_utils.run.script import run_script
 from tests.kit.processes import forks
@@ -153,3 +159,41 @@ def test_a_run_ends(way: str, workers: int, tiny_flags: list[str], tmp_path: Pat
     assert (found, left) == (status, 0), text
     assert last in text
     assert seconds < SECONDS
+
+
+def sleep(*_: Any) -> None:
+    time.sleep(60)
+
+
+def prepare(words: list[str]) -> None:
+    """As on a terminal: Ctrl-C while the processes work."""
+    ingest.ingest = sleep  # type: ignore[assignment]
+    threading.Timer(
+        1.0, lambda: (print("it begins", time.time(), file=sys.stderr), os.killpg(0, signal.SIGINT))
+    ).start()
+    scripts.prepare_data.main(words)
+
+
+def test_preparing_ends_with_its_processes(corpus: Path, tmp_path: Path) -> None:
+    words = ["--sources", str(corpus), "--num_proc", "2", "--output_dir", str(tmp_path / "prepared")]
+    found, seconds, left, text = outcome(partial(prepare, words), tmp_path / "log")
+    assert (found, left) == (130, 0), text
+    assert seconds < SECONDS
+
+
+def fail(script: ModuleType, words: list[str]) -> None:
+    workers._begin_worker = lambda _: raises(KeyError("a bug"))  # type: ignore[assignment]
+    print("it begins", time.time(), file=sys.stderr)
+    script.main([*words, "--dataloader_num_workers", "3"])
+
+
+def test_other_scripts_end_with_their_workers(pretrained: str, corpus: Path, tmp_path: Path) -> None:
+    words = ["--model_name_or_path", pretrained, "--train_file", str(corpus)]
+    for script, more in (
+        (scripts.embed, ["--index_dir", str(tmp_path / "index")]),
+        (scripts.eval_retrieval, ["--split", "train"]),
+    ):
+        found, seconds, left, text = outcome(partial(fail, script, [*words, *more]), tmp_path / script.__name__)
+        assert (found, left) == (1, 0), text
+        assert "a bug" in text
+        assert seconds < 2 * SECONDS  # with its start

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
 
-from mm_utils.checkpointing.files import checkpoint_folders, step_of
+from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, step_of
 from mm_utils.run.start import check_vision_device
 from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
 from mm_utils.training.optim import schedule
 from mm_utils.training.stages import Stage, stages_of
+from mm_utils.training.step import TrainStep
 from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective
 from tests.kit.processes import logged, rows_of, run_on_ranks
-from tests.kit.tiny_run import Signalled, TinyRun, alone, build, exiting, train, trainers
+from tests.kit.tiny_run import STEPS, Signalled, TinyRun, alone, build, exiting, train, trainers
 
 HEAD, TOWERS = "fusion.", ("vision_model.", "text_model.")
 Recalls = dict[int, tuple[float, float]]
@@ -201,6 +203,36 @@ def test_a_step_without_a_finite_gradient_or_without_any_moves_nothing(tmp_path:
     assert moved_by(trainer, 6) == [0, 1, 5]
     assert max(float(state["step"]) for state in trainer.optimizer.state.values()) == 3
     assert (written(tmp_path), trainer.step.nonfinite.count) == ([3, 4], 2)
+
+
+def test_steps_that_are_not_finite_are_counted_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the next stage, and where it is resumed."""
+    usual, counts = TrainStep._backward, []
+
+    def poisoned(self: TrainStep, batch: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
+        report = usual(self, batch, step)
+        if step in (1, 6):
+            report["loss"] = torch.tensor(math.nan)
+        return report
+
+    monkeypatch.setattr(TrainStep, "_backward", poisoned)
+    for resume in (None, "latest"):
+        checkpoint = find_checkpoint(resume, tmp_path)
+        for number, trainer in enumerate(trainers(TinyRun(tmp_path, head_share=0.5), [], checkpoint)):
+            trainer.train(None if number else checkpoint)
+            counts.append(trainer.step.nonfinite.count)
+    assert counts == [1, 2, 2]
+
+
+def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keeping = {"eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "mine"}
+    run = TinyRun(tmp_path, arguments=keeping, figures={step: {"mine": float(step == 4)} for step in range(STEPS + 1)})
+    train(run)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    trainer = build(run, [])
+    trainer.train(find_checkpoint("latest", tmp_path))
+    assert "checkpoint-4, the best, is not there; those of step 8" in caplog.text
+    assert "as the checkpoint of step 4 (1) is not there" in trainer.choice
 
 
 def test_with_a_loss_scaler_only_a_finite_step_moves_the_weights(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path
     """Check and store rows on all cores; yield the file of each chunk, in order. Existing ones are kept."""
     parts = work / "parts"
     parts.mkdir(exist_ok=True)
+    others = set(multiprocessing.active_children())
     with tqdm(desc="Checking", unit=" rows", smoothing=0.05) as bar, plan.pool(plan.workers) as pool:
         try:
             under_way: deque[Future[ChunkResult]] = deque()
@@ -224,7 +225,9 @@ def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path
                 "same command resumes where this stopped."
             ) from error
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in set(multiprocessing.active_children()) - others:  # a chunk of clips takes minutes
+                child.kill()
             raise
 
 

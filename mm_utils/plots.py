@@ -39,6 +39,7 @@ _PANELS = {
     "Logit scale": "logit_scale",
     "Pairs per second": "pairs_per_second",
     "Waiting for data": "data_wait",
+    "GPU use": "gpu",
     "Gradient norm": "grad_norm",
 }
 

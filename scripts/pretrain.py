@@ -29,6 +29,7 @@ from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
+from mm_utils.evaluation.loss import ValidationLoss
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
 from mm_utils.model.build import build_model, check_positions
@@ -92,8 +93,9 @@ def main(
     # 4. Train, first the encoders, then the fusion head.
     probes = caption_probes(data.splits["validation"], data.processor.tokenizer, data.max_seq_length)
     retrieval = RetrievalEvaluator(given[flags.EvaluationArguments], probes, fits=True)
+    loss = ValidationLoss(objective.weights, retrieval, run.args.batch_sizes.sizes[-1])
     own = given[flags.EvaluationArguments].own_evaluators()
-    measures: list[Evaluate] = [retrieval, *objective.evaluators(data.medium), *own, *evaluators]
+    measures: list[Evaluate] = [retrieval, loss, *objective.evaluators(data.medium), *own, *evaluators]
     context = RunContext(
         *(run, given, data, model, objective, measures, resume_from, is_model), retrieval=retrieval, callbacks=attached
     )
@@ -117,7 +119,7 @@ def main(
                 stage=stage,
             )
             context.metrics = trainer.train(resume_from, context.evaluates_start, context.metrics)
-            context.choice, resume_from = trainer.choice, None
+            context.choice, resume_from = f"{context.choice} {trainer.choice}".strip(), None
             if trainer.ends_run:
                 break
 

@@ -109,7 +109,7 @@ class Embeddings:
         else:
             group_M = self.group_M
             images = Keyed(self.image_ME, self.image_key_M, group_M, self._captions_of_images(self.text_key_T))
-            captions = Keyed(self.text_TE, self.caption_key_T, group_M[self._owner_T], self.text_key_T[:, None])
+            captions = Keyed(self.text_TE, self.caption_key_T, group_M[self.owner_T], self.text_key_T[:, None])
         return {"text_to_image": (captions, images), "image_to_text": (images, captions)}
 
     @property
@@ -121,19 +121,19 @@ class Embeddings:
         group_M, before_M = self.image_key_M, torch.full_like(self.image_key_M, -1)
         while not torch.equal(group_M, before_M):
             before_M, largest_T = group_M, torch.full_like(place_T, torch.iinfo(torch.long).max)
-            least_T = largest_T.scatter_reduce(0, place_T, group_M[self._owner_T], "amin")[place_T]
-            group_M = group_M.scatter_reduce(0, self._owner_T, least_T, "amin")
+            least_T = largest_T.scatter_reduce(0, place_T, group_M[self.owner_T], "amin")[place_T]
+            group_M = group_M.scatter_reduce(0, self.owner_T, least_T, "amin")
         return group_M
 
     @property
-    def _owner_T(self) -> Tensor:
+    def owner_T(self) -> Tensor:
         """The place of each caption's image."""
         sorted_M, order_M = self.image_key_M.sort()
         return order_M[torch.searchsorted(sorted_M, self.caption_key_T)]
 
     def _captions_of_images(self, text_key_T: Tensor) -> Tensor:
         """Return the keys of each image's captions, `[M, C]`, -1 where it has fewer."""
-        owner_T, order_T = self._owner_T.sort(stable=True)
+        owner_T, order_T = self.owner_T.sort(stable=True)
         count_M = owner_T.bincount(minlength=len(self.image_key_M))
         place_T = torch.arange(len(owner_T), device=owner_T.device) - (count_M.cumsum(0) - count_M)[owner_T]
         keys_MC = text_key_T.new_full((len(count_M), int(count_M.max())), -1)

@@ -18,6 +18,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, 
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from mm_utils.objectives.losses import call_roll, gather_batch
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, Report, RowPlan, RowTerm, Term
+from mm_utils.objectives.workload import Workload
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Objective(nn.Module):
     def __init__(self, model: FusionDualEncoderModel, seed: int = 0, added: frozenset[str] = frozenset()):
         super().__init__()
         self.model, self.seed, self.added = model, seed, added
+        self.workload = Workload()
         for place, projection in enumerate((model.visual_projection, model.text_projection), start=1):
             if isinstance(projection, ResidualProjection):
                 RowDropout.replace(projection.dropouts, 10 * place)
@@ -131,7 +133,9 @@ class JointObjective(Objective):
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step; call the roll."""
         longest = max(batch[name].shape[1] for name in ("input_ids", "negative_input_ids") if name in batch)
-        return super().with_keys(batch, step) | {"roll_call": call_roll(batch["ids"], longest)}
+        batch = super().with_keys(batch, step) | {"roll_call": call_roll(batch["ids"], longest)}
+        self.workload.begin(batch["ids"].device)
+        return batch
 
     def encode(self, batch: Batch, for_backward: bool = True) -> Encoded:
         """Run both towers on a part of a batch, but for a frozen one whose features are there (`training.feature_cache`)."""
@@ -158,6 +162,8 @@ class JointObjective(Objective):
 
     def plan(self, encoded: Encoded, batch: Batch, step: int) -> Plan:
         """Take the gradient of all embedding terms at the embeddings; let the row terms plan."""
+        lengths, width = batch.get("lengths", []), 0 if self.groups_texts else batch["input_ids"].shape[1]
+        self.workload.end(batch["ids"].device, [] if "text_pooled" in batch else lengths, width)
         shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"], batch.get("roll_call"))
         # Before the loss: a host then reads what is drawn while the device still computes that.
         rows = {term.name: term.plan(batch, shared, encoded.scale.detach(), step) for term in self._row_terms()}

@@ -67,7 +67,10 @@ class TrainingArguments:
     save_steps: int = arg(
         500, "Save a resumable checkpoint every N steps, and at the end; 0 = never.", decides="report", usual=True
     )
-    metric_for_best_model: str = arg("mean_recall", "The metric of early stopping and of the best checkpoint.")
+    metric_for_best_model: str = arg(
+        "mean_recall",
+        "The metric of early stopping and of the best checkpoint, e.g. loss, that of the validation split.",
+    )
     load_best_model_at_end: bool = arg(
         True,
         "Keep the best evaluated weights instead of the last, if there are evaluations and checkpoints on the way.",
@@ -133,6 +136,7 @@ class TrainingArguments:
                 f"--max_steps is {self.max_steps} and --num_train_epochs {self.num_train_epochs:g}; there is nothing to train. "
                 "Give a number of steps from 1."
             )
+        object.__setattr__(self, "metric_for_best_model", self.metric_for_best_model.removeprefix("eval_"))
         size = self.micro_batch_size
         if size not in (None, "auto") and not (str(size).isdecimal() and int(size) > 0):
             raise ValueError(f"--micro_batch_size is {size}; give at least 1, 'auto', or leave it out.")

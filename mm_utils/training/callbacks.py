@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
-from mm_utils.training.memory import peak_bytes
+from mm_utils.training.memory import gpu_use, peak_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,8 @@ class ProgressBar(TrainerCallback):
             shown = [f"loss {logs['loss']:.3f}"]
             if "pairs_per_second" in logs:
                 shown += [f"{logs['pairs_per_second']:.0f} pairs/s", f"{logs['data_wait']:.0%} data wait"]
+            if "gpu" in logs:
+                shown.append(f"{logs['gpu']:.0%} gpu")
             self.bar.set_postfix_str(", ".join(shown))
         figures = [
             f"{name.removeprefix('eval_').replace('_', ' ')} {value:.3f}"
@@ -135,7 +137,7 @@ class ProgressBar(TrainerCallback):
 class Throughput(TrainerCallback):
     """Add to each training row the rates since the row before, of this rank by default.
 
-    pairs_per_second: pairs of all ranks. data_wait: share of the time. peak_memory_gib.
+    pairs_per_second: pairs of all ranks. data_wait: share of the time. peak_memory_gib. gpu: see `gpu_use`.
     """
 
     def __init__(self, device: torch.device):
@@ -162,6 +164,8 @@ class Throughput(TrainerCallback):
         logs["pairs_per_second"] = self.pairs / seconds
         logs["data_wait"] = self.wait / seconds
         logs["peak_memory_gib"] = peak_bytes(self.device) / 2**30
+        if (use := gpu_use(self.device)) is not None:
+            logs["gpu"] = use
         self._restart(time.perf_counter())
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The peak of memory of a process."""
+"""The peak of memory of a process, and how busy its GPU is."""
 
 import resource
 import sys
@@ -18,6 +18,19 @@ def peak_bytes(device: torch.device) -> int:
     with suppress(OSError, StopIteration), open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def gpu_use(device: torch.device) -> float | None:
+    """Return the share of the last second or less in which the GPU ran a kernel; None on a CPU, or where nothing can tell.
+
+    That takes the package nvidia-ml-py, and a GPU that is not cut into parts (MIG).
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # what NVML raises is of a package that may be missing
+        return None
 
 
 def reset_peak(device: torch.device) -> None:

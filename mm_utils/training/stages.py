@@ -108,7 +108,7 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
     trained = frozenset(name for name, weight in objective.named_parameters() if weight.requires_grad)
     if not objective.pairs_per_image:
         return [Stage("encoders", 0, steps, trained, metric)]
-    of_head = "head_mean_recall" if metric == "mean_recall" else metric
+    of_head = "head_mean_recall" if metric in ("mean_recall", "loss") else metric  # the head changes neither
     of_head = f"rerank_{metric}" if metric.startswith(_OF_ENCODERS) else of_head
     is_new = any(name.startswith("fusion.") for name in objective.added)
     head = Stage(

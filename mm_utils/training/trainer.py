@@ -99,7 +99,7 @@ class Trainer:
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
         self._evaluated_step, self._saved_step = -1, stage.begin
         self._resumed_from: Path | None = None
-        self.choice = ""  # which weights are saved, and what chose them; known after `train`
+        self.choice = ""  # where it stopped early, which weights are saved, and what chose them; known after `train`
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -228,6 +228,7 @@ class Trainer:
         if self.callbacks.control.should_log:
             values = {name: value.item() for name, value in report.items()}
             values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+            values |= self.step.unwrapped.workload.over_ranks(self.accelerator.device)
             if self.step.nonfinite.count:
                 values["nonfinite_steps"] = self.step.nonfinite.count
             self.log(values)
@@ -255,7 +256,7 @@ class Trainer:
         step, history = self.state.global_step, self.state.log_history
         value = metrics.get(f"eval_{self.stage.metric}")
         if value is None and self.stage.asked is None:
-            raise ValueError(f"--metric_for_best_model is {self.stage.metric}; measured were {', '.join(found)}.")
+            self._check_metric(metrics)
         if self.stage.ranked(history)[:1] == [step]:
             self.state.best_metric, self.state.best_global_step = value, step
         self.callbacks.control.should_save |= step in self._kept()
@@ -279,11 +280,27 @@ class Trainer:
         step = self.state.global_step
         due = (step > self.stage.begin or (at_start and step == 0)) and _due(step, self.args.eval_steps)
         if not (due and self.evaluators) or self._is_evaluated():
+            if step == 0 and self.evaluators:
+                self._check_metric()
             return {}
         metrics = self.evaluate()
         if self.callbacks.control.should_save:
             self.save_checkpoint()
         return metrics
+
+    def _check_metric(self, metrics: dict[str, float] | None = None) -> None:
+        """Refuse a metric that is not measured; without `metrics`, measure for it if it is not the usual one."""
+        name = self.stage.asked or self.stage.metric
+        if metrics is None:
+            if name == type(self.args).metric_for_best_model:
+                return
+            self.callbacks.call("on_evaluate_begin")
+            metrics = {f"eval_{each}": value for each, value in self.measure().items()}
+            if f"eval_{name}" not in metrics:  # a callback may add it
+                self.callbacks.call("on_evaluate", metrics=metrics)
+        if f"eval_{name}" not in metrics:
+            known = ", ".join(each.removeprefix("eval_") for each in metrics)
+            raise ValueError(f"--metric_for_best_model is {name}; no evaluation measures it. Choose of {known}.")
 
     def _is_evaluated(self) -> bool:
         """Return whether the log has the evaluation of the present weights."""
@@ -342,8 +359,14 @@ class Trainer:
     def _choose(self, metrics: dict[str, float]) -> dict[str, float]:
         """Load the best weights, where they are kept, and note what chose them; return their metrics."""
         history, last = self.state.log_history, self.state.global_step
-        if not self.stage.is_last and (waited := self.callbacks.exhausted()):
-            logger.info("The encoders' stage ends early at step %d: %d evaluations were not better", last, waited)
+        if waited := self.callbacks.exhausted():
+            what = "Training" if self.stage.is_last else "The encoders' stage"
+            best = f"{self.state.best_metric:.4g} of step {self.state.best_global_step}"
+            self.choice = (
+                f"{what} stopped early after step {last} of {self.stage.end}: in {waited} evaluations "
+                f"(--early_stopping_patience), eval_{self.stage.metric} was not better than {best}."
+            )
+            logger.info(self.choice)
         if self.args.keeps_best and (ranked := self.stage.ranked(history)):
             written = [(step, path) for step in ranked if (path := self._folder_of(step))]
             if not written or written[0][0] != ranked[0]:
@@ -360,7 +383,8 @@ class Trainer:
         if not self.ends_run:
             logger.info("The fusion head is trained on the encoders of step %d, the best of theirs", best)
             return metrics
-        figure, self.choice = self.stage.choice(history, best)
+        figure, saved = self.stage.choice(history, best)
+        self.choice = f"{self.choice} {saved}".strip()
         row = {"step": last, "saved_step": best, "saved_part": self.stage.name, "saved_by": figure}
         reranks = any((self.model.config.rerank_weights or {}).values())
         if self.stage.lost_recall(history, best, reranks) and (start := self._folder_of(self.stage.begin)):

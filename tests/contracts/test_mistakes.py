@@ -109,7 +109,10 @@ FOUND_LATER = [  # pretrain's words behind those of a tiny run, and what the lin
     ("--max_train_samples 1", "needs at least 2 pairs"),
     ("--batch_size_schedule 0:4,2:500", "--global_batch_size is 500, and the training split has 16 images"),
     ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint is nowhere"),
-    ("--metric_for_best_model accuracy", "--metric_for_best_model is accuracy"),
+    (
+        "--metric_for_best_model accuracy",
+        "--metric_for_best_model is accuracy; no evaluation measures it. Choose of text",
+    ),
     ("--fusion_layers 0", "--fusion_layers"),
     ("--wise_ft", "--wise_ft is set; the run does not start from a model"),
 ]

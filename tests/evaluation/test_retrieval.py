@@ -11,7 +11,7 @@ import evaluate
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
 import mm_utils
 from mm_utils.data.scenes import load_scenes
@@ -19,11 +19,14 @@ from mm_utils.distributed import RunError
 from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
 from mm_utils.evaluation.gained import recall_gained
+from mm_utils.evaluation.loss import ValidationLoss
 from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.reranking import Listed, combine, fit_weights, rank_directions
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
 from mm_utils.model.processor import train_tokenizer
+from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
+from tests.kit.processes import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, lists_by_sorting, split_of
 
 
@@ -40,6 +43,40 @@ def test_the_evaluate_metrics_agree() -> None:
     classes = evaluate.load(str(folder / "accuracy_and_f1"))
     found = classes.compute(predictions=[0, 1, 1, 0], references=[0, 1, 0, -1])
     assert found == {"accuracy": 0.5, "macro_f1": pytest.approx((1 / 2 + 2 / 3) / 2)}
+
+
+def validation_loss(batch_size: int, bias: float | None) -> float:
+    model: Any = TruthfulModel()
+    model.logit_bias = None if bias is None else torch.tensor(bias)
+    measure = RetrievalEvaluator()
+    measure(model, model.batches(5, (3,)), ACCELERATOR)
+    term = InfoNCE() if bias is None else PairwiseSigmoid()
+    return ValidationLoss([term], measure, batch_size)(model, [], ACCELERATOR)["loss"]
+
+
+@pytest.mark.parametrize("bias", [None, -3.0])
+@pytest.mark.parametrize(("batch_size", "starts"), [(8, (0, 8, 14)), (100, (0,))])
+def test_the_loss_of_validation_is_that_of_whole_batches(
+    batch_size: int, starts: tuple[int, ...], bias: float | None
+) -> None:
+    model = TruthfulModel()
+    images = [image for image in range(23) if image != 3]
+    order = torch.tensor(images)[torch.randperm(22, generator=torch.Generator().manual_seed(0))].tolist()
+    losses = []
+    for start in starts:
+        part = order[start : start + batch_size]
+        logits = (
+            model.logit_scale.exp() * model.image[part] @ model.text[[model.owner.index(image) for image in part]].T
+        )
+        right = torch.arange(len(part))
+        both = (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
+        losses.append(
+            both if bias is None else -logsigmoid((logits + bias) * (2 * torch.eye(len(part)) - 1)).sum(1).mean()
+        )
+    expected = pytest.approx(torch.stack(losses).mean().item())
+    assert validation_loss(batch_size, bias) == expected
+    if start and bias is None:
+        assert run_on_ranks(3, validation_loss, batch_size, bias) == [expected] * 3
 
 
 def test_scenes_have_probes(tmp_path: Any) -> None:

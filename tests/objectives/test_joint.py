@@ -1,6 +1,7 @@
 """Each term against its definition, and batches in parts; `tests/contracts/test_terms.py` divides, pads and orders them."""
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from datasets import Dataset
 from torch import nn
 from torch.nn.functional import softplus
 
+from mm_utils import distributed
 from mm_utils.model.fusion import KeysValues, target_mask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
@@ -19,6 +21,7 @@ from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.losses import gather_batch, same_pair
 from mm_utils.objectives.masked_language import MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching
+from mm_utils.objectives.workload import Workload
 from tests.kit.objectives import (
     ALONE,
     PAIRS,
@@ -30,6 +33,25 @@ from tests.kit.objectives import (
     tiny_model,
     tiny_objective,
 )
+from tests.kit.processes import run_on_ranks
+
+
+def work_of_two_steps(width: int) -> list[dict[str, float]]:
+    """Rank r takes 0.1 (r + 1) s of step; its captions have 40 + 10 r and 4 tokens."""
+    workload, cpu, rank = Workload(), torch.device("cpu"), distributed.rank()
+    for _ in range(2):
+        workload.begin(cpu)
+        time.sleep(0.1 * (rank + 1))
+        workload.end(cpu, [40 + 10 * rank, 4], width)
+    return [workload.over_ranks(cpu), workload.over_ranks(cpu)]
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(0, 1.0), (64, 256 / 98)])
+def test_the_log_says_how_the_work_is_shared(width: int, tokens: float) -> None:
+    assert work_of_two_steps(width)[0] == {"tokens_per_real": pytest.approx(64 / 22 if width else 1)}
+    for first, then in run_on_ranks(2, work_of_two_steps, width):
+        assert first == {"tokens_per_real": pytest.approx(tokens), "slowest_rank": pytest.approx(4 / 3, abs=0.2)}
+        assert then == {}
 
 
 def test_negatives_follow_the_step_and_the_seed() -> None:

@@ -19,7 +19,7 @@ from mm_utils.model.processor import load_processor_of
 from scripts import pretrain
 from tests.kit.corpora import draw, write_corpus
 from tests.kit.media_files import media_rows, tone
-from tests.kit.processes import ROUNDED, losses, rows_of, weights
+from tests.kit.processes import ROUNDED, logged, losses, rows_of, weights
 from tests.kit.stock_folders import write_stock
 
 
@@ -32,12 +32,23 @@ def test_config_yaml_reruns_the_run(scratch_run, tmp_path):
 
 def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags, tmp_path, caplog):
     still = ["--learning_rate", "0", "--max_steps", "20", "--eval_steps", "2", "--early_stopping_patience", "1"]
+    still += ["--metric_for_best_model", "eval_loss"]
     newest = ["--resume_from_checkpoint", "latest", "--output_dir", str(tmp_path)]
     flags = [*tiny_flags, *still, "--load_best_model_at_end", *newest]
     pretrain.main(flags)
     assert f"No checkpoint in {tmp_path}: the run begins at step 0" in caplog.messages
     last = max(losses(tmp_path))
     assert last < 20
+    stops = [
+        text
+        for text in caplog.messages
+        if text.startswith(("Training stopped early", "The encoders' stage stopped early"))
+    ]
+    assert all("in 1 evaluations (--early_stopping_patience), eval_" in text for text in stops)
+    card, summary = (tmp_path / "README.md").read_text(), caplog.messages[-1]
+    assert stops
+    assert all(text in card and text in summary for text in stops)
+    assert logged(tmp_path, "eval_loss").keys() == logged(tmp_path, "eval_mean_recall").keys()
     pretrain.main(flags)
     assert max(losses(tmp_path)) == last
 

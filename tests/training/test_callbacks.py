@@ -19,6 +19,7 @@ from mm_utils.objectives.contrastive import sigmoid_loss
 from mm_utils.objectives.losses import gather_batch, info_nce
 from mm_utils.training import trackers
 from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.callbacks import ProgressBar, Throughput
 from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.trackers import Tracking
 from mm_utils.training.warnings import CollapseWarning, chance_loss
@@ -37,6 +38,26 @@ def test_chance_is_the_loss_of_embeddings_that_are_all_alike(pairs: int) -> None
     found = [sigmoid_loss(rows, rows, scale, torch.tensor(best + off), batch).item() for off in (-0.1, 0.0, 0.1)]
     assert found[1] == pytest.approx(chance_loss(pairs, sigmoid=True), rel=1e-5)
     assert found[1] == min(found)
+
+
+@pytest.mark.parametrize(("device", "use", "shown"), [("cuda", 37, "37% gpu"), ("cuda", None, ""), ("cpu", 37, "")])
+def test_the_log_says_how_busy_the_gpu_is(
+    device: str, use: int | None, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def utilization(_: Any) -> int:
+        if use is None:
+            raise ModuleNotFoundError("pynvml does not seem to be installed or it can't be imported.")
+        return use
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    state, rates, bar = TrainerState(), Throughput(torch.device(device)), ProgressBar()
+    bar.bar = posted = SimpleNamespace(set_postfix_str=lambda text: setattr(posted, "text", text))
+    rates.on_step_begin(None, state, TrainerControl(), data_wait=0.0)
+    logs = {"loss": 1.0}
+    for callback in (rates, bar):
+        callback.on_log(None, state, TrainerControl(), logs=logs)
+    assert logs.get("gpu") == (0.37 if shown else None)
+    assert posted.text.partition("wait")[2].strip(", ") == shown
 
 
 HEALTHY = {"loss": 2.6, "contrastive_loss": 2.0, "grad_norm": 5.0}

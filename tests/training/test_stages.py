@@ -111,6 +111,17 @@ def test_early_stopping_ends_the_stages_one_by_one(tmp_path: Path) -> None:
     assert saved(tmp_path)["saved_step"] == 6
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"), [("eval_loss", 4), ("text_to_image_mean_rank", 4), ("text_to_image_recall@1", 2)]
+)
+def test_losses_and_ranks_are_better_when_lower(metric: str, best: int) -> None:
+    args = TrainingArguments(metric_for_best_model=metric)
+    name = args.metric_for_best_model
+    history = [{"step": 2, f"eval_{name}": 3.0}, {"step": 4, f"eval_{name}": 2.0}]
+    assert Stage("encoders", 0, 4, frozenset(), name).ranked(history)[0] == best
+    assert args.greater_is_better == (best == 2)
+
+
 @pytest.mark.parametrize(("patience", "step"), [(100, 5), (100, 8), (1, 4)])
 def test_a_resumed_run_saves_what_an_uninterrupted_one_does(patience: int, step: int, tmp_path: Path) -> None:
     recalls, more = STOPS if patience == 1 else BEST_EARLY, {"arguments": {"save_total_limit": 1}}

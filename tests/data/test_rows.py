@@ -280,7 +280,7 @@ def test_classes_get_captions_from_templates(folder: Path, caplog: pytest.LogCap
 
 NAMES_OF_CLASSES = [
     "cat\nred_fox\ndog\n", "name\ncat\nred fox\ndog", "0 cat\n1 red fox\n2 dog", "00,cat\n01,red fox\n02,dog",
-    "2: dog\n1: red fox\n0: cat", "0. cat\n1. red fox\n2. dog", "0\tcat\r\n1\tred fox\r\n2\tdog", "cat,0\nred fox,1\ndog,2",
+    "2: dog\n1: red fox\n0: cat", "0. cat\n1. red fox\n2. dog", "0\tcat\r\n1\tred fox\r\n2\tdog", "cat 0\nred fox 1\ndog 2",
     'id,name\n0,"cat, felis"\n1,red fox\n2,dog', "label\tname\n0\tcat\n1\tred fox\n2\tdog", "name;super;id\ncat;a;0\nred fox;b;1\ndog;a;2",
     '["cat", "red fox", "dog"]', '{"0": "cat", "1": "red fox", "2": "dog"}', '{"cat": 0, "red fox": 1, "dog": 2}',
     '{"categories": [{"id": 2, "name": "dog"}, {"id": 1, "name": "red fox"}, {"id": 0, "name": "cat"}]}',
@@ -300,6 +300,8 @@ def test_names_of_classes_are_read_in_the_usual_forms_or_refused(folder: Path) -
         "2010 cat\n1999 dog": "every line begins with a number, which may be a label or part of the name",
         '{"a": {"b": 1}}': "it cannot be read",
         "[1, 2": "it cannot be read",
+        "- cat\n- dog": "'- cat' is no name",
+        "0\tn00000001\tcat": "is no name",
     }.items():
         names = str(write(folder / "names.txt", form))
         with pytest.raises(ValueError, match=message):

@@ -304,7 +304,11 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
     table["number"] = names[1][table.index].astype(np.int64)
     table = table[["key", "number", "row"]].sort_values("number", kind="stable")
     train = table[table["row"].isin(rows.get("train", []))].sort_values("key", kind="stable")
-    outside = table[table["row"].isin(np.concatenate([at for split, at in rows.items() if split != "train"] or [[]]))]
+    outside = table[
+        table["row"].isin(
+            np.concatenate([np.zeros(0, np.int64), *(at for split, at in rows.items() if split != "train")])
+        )
+    ]
     train = train.assign(
         same_name=train.groupby("key")["row"].transform(lambda own: np.roll(own, len(own) // 2)),
         any_name=np.roll(train["row"], len(train) // 2),
@@ -318,7 +322,7 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
         hashes = [int.from_bytes((facts["fingerprint"][at].as_py() or b"")[:8], "little") for at in (row, other)]
         return all(hashes) and (hashes[0] ^ hashes[1]).bit_count() <= _LIKE
 
-    found = {"outside": len(outside), "count": 0, "example": ""}
+    found: dict[str, Any] = {"outside": len(outside), "count": 0, "example": ""}
     for is_like, far in ((has_captions, "same_name"), (has_picture, "any_name")):
         near = [
             (row, beside)

@@ -45,7 +45,8 @@ _KEYS = (
 _NAMES = ("name", "names", "class_name", "label_name", "title", "category", "class", "classes", "label", "labels")
 _LISTS = ("id2label", "names", "categories", "classes", "labels")  # where files of other programs keep them
 _NUMBERED = re.compile(r"(\d+|n\d{8})\s*([\s,;:|=.)])\s*(\S.*)")
-_LAST_NUMBER = re.compile(r"(\D.*?)\s*[\t,;:|]\s*(\d+)")
+_NAME = re.compile(r"[\w(]")
+_LAST_NUMBER = re.compile(r"(\D.*?)\s*[\s,;:|]\s*(\d+)")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
@@ -202,9 +203,9 @@ def _names_of_lines(lines: list[str]) -> dict[str, str]:
     is_numbered = len(numbers) == len(lines) == len(set(numbers))
     if is_numbered and numbers[-1] - numbers[0] >= len(lines) and any(line and line[2] == " " for line in numbered):
         raise ValueError("every line begins with a number, which may be a label or part of the name")
-    last = [_LAST_NUMBER.fullmatch(line) for line in lines]
-    if all(last) and sorted(int(line[2]) for line in last if line)[-1] < len(lines) + 1:
-        return {line[2]: line[1] for line in last if line}
+    last = {line[1]: line[2] for line in map(_LAST_NUMBER.fullmatch, lines) if line}
+    if len(last) == len(lines) and max(map(int, last.values())) <= len(lines):
+        return last
     found = {}
     for at, (line, parts) in enumerate(zip(lines, numbered, strict=True)):
         if parts and (is_numbered or not parts[1].isdecimal()):
@@ -212,6 +213,8 @@ def _names_of_lines(lines: list[str]) -> dict[str, str]:
         else:
             folder, tab, known = line.partition("\t")
             found |= {folder.strip(): known} if tab else {str(at): line}
+    if wrong := next((name for name in found.values() if "\t" in name or not _NAME.match(name)), None):
+        raise ValueError(f"{wrong!r} is no name")
     return found
 
 

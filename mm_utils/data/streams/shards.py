@@ -125,7 +125,8 @@ def _counted(url: str, about: dict[str, Any], is_whole: bool) -> Shard | None:
         if is_local and is_whole:
             starts = set()
             with regular_file(path) as file:
-                between = hashlib.file_digest(file, "blake2b").hexdigest()
+                content: Any = file
+                between = hashlib.file_digest(content, "blake2b").hexdigest()
         # By names: the second argument of s3fs is a version.
         blocks = (files.cat_file(path, start=start, end=min(size, start + _SAMPLE)) for start in sorted(starts))
         return rows, key_of(size, between, *blocks)
@@ -135,7 +136,8 @@ def _counted(url: str, about: dict[str, Any], is_whole: bool) -> Shard | None:
 
     try:
         kept = stored("shards", key := key_of(_VERSION, pa.__version__, url, about, is_whole), make)
-        return Shard(url, 0, *json.loads((kept / "rows.json").read_text(encoding="utf-8")), key)
+        rows, content = json.loads((kept / "rows.json").read_text(encoding="utf-8"))
+        return Shard(url, 0, rows, content, key)
     except Exception as error:
         info_of(url)  # raises if it is the connection that fails
         logger.warning("Shard %s cannot be read and is left out: %s", url, one_line(error))
@@ -254,7 +256,10 @@ def _training_row(record: Record | BadRow) -> dict[str, Any]:
     captions, faults, _ = check_captions(record.captions, CheckArguments())
     if not captions:
         raise faults[-1]
-    image = {"bytes": content, "path": record.image.name}  # which says the size of raw pixels, and else is of no use
+    image: dict[str, Any] = {
+        "bytes": content,
+        "path": record.image.name,
+    }  # which says the size of raw pixels, and else is of no use
     image["path"] = record.image.name if raw_size(image) else None
     return {"id": record.id or stored_hash(content), "image": image, "captions": captions}
 

@@ -105,7 +105,7 @@ def check_vision_device(name: str | None) -> None:
     try:
         torch.zeros(1, device=name).cpu()  # no value comes back from "meta"
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built without CUDA
-        why = one_line(error, 120)
+        why = one_line(error).split(". ")[0]
         raise ValueError(
             f"--vision_device is {name}; {why}. Give a device that this machine has, or drop it."
         ) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
+from mm_utils.data.batches.tokens import unread_captions
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.model.build import open_model
@@ -81,6 +82,10 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
             raise ValueError(f"--split is {args.split}; the data has {', '.join(pairs)}.")
         listing = pair_listing({name: rows for name, rows in pairs.items() if args.split in (None, name)})
         loaders.check_medium(listing.rows)
+        for said in unread_captions(
+            listing.rows, processor.tokenizer, model.most_tokens(processor.tokenizer), "The captions"
+        ):
+            logger.warning("%s", said)
 
     # 4. Embed what is new.
     embedder = Embedder(model.to(accelerator.device), medium, EVALUATION_BATCH, workers.num_workers)

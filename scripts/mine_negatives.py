@@ -13,10 +13,12 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from datasets import DatasetDict
+
 from mm_utils import distributed
 from mm_utils.arguments import arg, launch_command, parse_args, required, to_dict
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
-from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.on_disk import is_prepared
 from mm_utils.data.rows.source import DataArguments
@@ -58,7 +60,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 3. Data: what training would hold out of train for validation is held out here, too.
     with distributed.first_then_others():
         pairs = load_pairs(DataArguments(dataset_name=args.dataset_name))
-        rows = tokenize_captions(pairs["train"], processor.tokenizer, args.max_seq_length)
+        own = DatasetDict(train=pairs["train"])
+        rows = tokenize_splits(own, processor.tokenizer, args.max_seq_length)["train"]
     loader_args = LoaderArguments(args.max_seq_length, dataloader_num_workers=args.dataloader_num_workers)
     loaders = make_loaders(loader_args, accelerator.device, processor)
 

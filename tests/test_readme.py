@@ -282,13 +282,38 @@ def test_the_readme_runs_from_its_first_line_to_its_last(places, monkeypatch, ca
     assert "Uniformity_loss" in last.read_text()
 
 
+@pytest.mark.parametrize(
+    ("captions", "said"),
+    [
+        pytest.param("2,two\n1,one\n2,deux\n", None, id="another order, a second caption"),
+        pytest.param("1,one\n", "2 images and 1 captions; .*'2'", id="fewer captions"),
+        pytest.param("1,one\n2,two\n3,three\n", "'3'", id="more captions"),
+    ],
+)
+def test_two_lists_are_joined_by_their_key(captions, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("images.csv").write_text("1,1.jpg\n2,2.jpg\n")
+    Path("captions.csv").write_text(captions)
+    [block] = [block for _, block in blocks(ROOT / "docs/data.md") if "captions.csv" in block]
+    with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
+        exec(compile(block, "docs/data.md", "exec"), {})
+    if said is None:
+        rows = [json.loads(line) for line in Path("joined.jsonl").read_text().splitlines()]
+        assert [(row["image"], row["caption"]) for row in rows] == [
+            ("2.jpg", "two"),
+            ("1.jpg", "one"),
+            ("2.jpg", "deux"),
+        ]
+
+
 @pytest.mark.slow
 def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     write_inputs(places)
     monkeypatch.syspath_prepend(str(places))
     pages = ROOT.glob("docs/[!j]*.md")  # pages of jobs run from their first line to their last, by hand
     found = [block for page in pages for language, block in blocks(page) if language == "python"]
-    found = [block for block in found if "PrintLoss()" not in block]  # which defines what another one names
+    # One defines what another one names, one has a test of its own.
+    found = [block for block in found if "PrintLoss()" not in block and "captions.csv" not in block]
     assert len(found) >= 3
     model = ["--train_file", "pairs.jsonl", "--image_size", "32", "--global_batch_size", "16", "--max_steps", "1"]
     model += ["--vision_config", "tiny", "--text_config", "tiny"]

@@ -10,7 +10,7 @@ import torch
 
 from mm_utils.data.rows.columns import too_few
 from mm_utils.evaluation.embeddings import Embeddings, count_right
-from mm_utils.evaluation.metrics import CUTOFFS, mean_gain
+from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, mean_gain
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 
 NEVER = torch.iinfo(torch.long).max  # a rank that counts for no recall
@@ -80,6 +80,10 @@ def recall_gained(
             difference of each query.
     """
     split, ranks = evaluator.split, evaluator.directions
+    images, apart = len(split.image_key_M), len(split.group_M.unique())
+    if apart < min(images, FEW_GROUPS):
+        left = f"{apart} independent group{'s' * (apart > 1)} of {images:,} {medium}s"
+        return f"recall says nothing of what was learnt: equal captions leave {left}."
     groups = {name: each.queries.group for name, each in ranks.items()}
     after = {name: each.cosine_Q if each.reranked_Q is None else each.reranked_Q for name, each in ranks.items()}
     by_head = (

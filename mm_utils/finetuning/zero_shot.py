@@ -22,7 +22,7 @@ from torch.nn.functional import normalize, one_hot
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
-from mm_utils.data.batches.tokens import encode_captions, pad_captions
+from mm_utils.data.batches.tokens import Reach, encode_captions, pad_captions
 from mm_utils.data.media import Image, medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
@@ -139,12 +139,8 @@ class ZeroShotEvaluator:
 def unknown_names(tokenizer: PreTrainedTokenizerBase, names: Sequence[str], max_seq_length: int) -> list[str]:
     """Return the names that hold a word the tokenizer does not know, or nothing that it reads."""
     bare, *found = encode_captions(tokenizer, ["", *names], max_seq_length)
-    known = bare.count(tokenizer.unk_token_id)  # CLIP's is also the one that ends every text
-    return [
-        name
-        for name, ids in zip(names, found, strict=True)
-        if ids == bare or ids.count(tokenizer.unk_token_id) > known
-    ]
+    reach = Reach.of(tokenizer, max_seq_length)
+    return [name for name, ids in zip(names, found, strict=True) if ids == bare or reach.unknown_words(ids)]
 
 
 def rank_and_guess(score_bC: Tensor, label_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,8 @@ class Negatives(ColumnReader):
 
     def example(self, row: dict[str, Any], shown: Shown | None, seed: int | None) -> dict[str, Any]:
         """Return the drawn negative, as `negative`."""
-        listed, key = row[NEGATIVE_IDS], np.array([row["image_key"]])
+        listed = [ids for ids in row[NEGATIVE_IDS] if ids not in row["input_ids"]]  # equal where both are cut
+        key = np.array([row["image_key"]])
         if seed is None or not listed:
             return {"negative": []}
         # other keys than captions have, or both went in step

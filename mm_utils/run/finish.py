@@ -15,6 +15,7 @@ from mm_utils import distributed
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.batches.tokens import unread_captions
 from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
@@ -66,11 +67,13 @@ def retrieval_card(context: RunContext, split: Embeddings, argv: Sequence[str] |
     shown, stock = _with_head(context.metrics, model), run.output_dir / "dual_encoder"
     has_fusion = model.fusion is not None and bool(stored_weights(model))
     counted, queries = independent_queries(split, medium)
+    seen = next(name for name in ("train", "validation") if name in data.splits)
     note = [
         f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
         too_few(images, medium),
         chosen_on_validation(context, model),
         describe_weights(model),
+        *unread_captions(data.splits[seen], data.processor.tokenizer, data.max_seq_length, f"The captions of {seen}"),
     ]
     size, trained = (
         millions(sum(weight.numel() for weight in model.parameters() if weight.requires_grad or every))

@@ -26,6 +26,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from mm_utils.data.batches.tokens import unread
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
@@ -110,6 +111,7 @@ class Searcher:
         self._model, processor = open_model(name)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._medium: Any = read_by(processor)
+        self._tokenizer = processor.tokenizer
         fingerprint, texts = fingerprints(self._model, self._medium)
         check_same_model(self.info, fingerprint, name, folder)
         if self._reads_captions and self.info.texts != texts:
@@ -176,6 +178,8 @@ class Searcher:
         if not text.strip():
             raise ValueError("The text is blank; nothing can be searched for by it. Write what the image shows.")
         with self._lock, torch.no_grad():
+            for said in unread(self._tokenizer, [text], self._model.most_tokens(self._tokenizer), "The text"):
+                logger.warning("%s", said)
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
             scored = self._score(query_1E[0], max(top_k, self.rerank_top_k), self._reads_captions)

@@ -80,7 +80,13 @@ class CollapseWarning(RunCallback):
 
     def _read(self, row: Row, args: Any, state: TrainerState) -> Iterator[tuple[str, str]]:
         """Add a row of the log; yield causes and messages."""
-        if row.get("grad_norm") == 0:
+        if row.get("grad_norm") == 0 and row.get("contrastive_loss") == 0:
+            yield (
+                "captions",
+                f"contrastive_loss and grad_norm are 0 at step {row['step']}; the captions of a batch are equal, or as far as they are "
+                "read, so none is a wrong one for an image. Give captions that tell the images apart.",
+            )
+        elif row.get("grad_norm") == 0:
             yield (
                 "gradient",
                 f"grad_norm is 0 at step {row['step']}; no trained parameter influences the loss, or the gradient underflows. "

@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,15 @@ from mm_utils.data.batches.dataset import Collator
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.mirroring import has_sides
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
-from mm_utils.data.batches.tokens import caption_key, encode_captions, fingerprint, image_key, tokenize_captions
+from mm_utils.data.batches.tokens import (
+    Reach,
+    caption_key,
+    encode_captions,
+    fingerprint,
+    image_key,
+    tokenize_captions,
+    unread,
+)
 from mm_utils.data.batches.workers import end_workers, worker_loader
 from mm_utils.data.images import encode
 from tests.kit.fault_images import TEXTS as AWKWARD
@@ -320,6 +329,37 @@ def test_picked_rows_get_their_own_tokens(
 def one_row(*captions: str, image_id: str = "a") -> Dataset:
     row = {"id": image_id, "image": {"bytes": png(0), "path": None}, "captions": list(captions)}
     return Dataset.from_list([row], features=FEATURES)
+
+
+CUT, UNKNOWN = "a picture " * 20, r"^Texts: \d+% of the tokens are unknown .* --text_model_name_or_path"
+UNREAD: dict[str, tuple[list[str], list[str]]] = {
+    "whole": (["a picture", "picture one"], []),
+    "one of two is cut": ([CUT, "a picture"], [r"^Texts: 1 of 2 \(50.0%\) have more than 16 tokens, at most 42, .* --max_seq_length"]),
+    "a query is cut": ([CUT], ["^Texts: it has more than 16 tokens, at most 42, and what is beyond is cut"]),
+    "unknown words": (["a 狗", "a picture"], [UNKNOWN]),
+    "few unknown words": (["a 狗", *["a picture one"] * 9], []),
+    "nothing": ([""], []),
+    "both": (["狗" * 20, "猫"], ["^Texts: 1 of 2", UNKNOWN]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_is_not_read_of_texts_is_said(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts, expected = UNREAD[name]
+    said = unread(tokenizer, texts, 16, "Texts")
+    assert len(said) == len(expected), said
+    assert all(map(re.search, expected, said)), said
+
+
+def test_captions_that_are_read_alike_are_equal_for_the_loss_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [f"{CUT} zero", f"{CUT} one", "a 狗", "a 猫", "picture one", "Picture  one"]
+    rows = datasets.concatenate_datasets([one_row(text, image_id=text) for text in texts])
+    tokens = tokenize_captions(rows, tokenizer, 16)
+    pairs = training_pairs(tokens, reach=Reach.of(tokenizer, 16))
+    trained = [pairs[row, 0]["caption_keys"][0] for row in range(6)]
+    assert trained[::2] == trained[1::2]
+    assert len(set(trained)) == 3
+    assert [keys[0] for keys in tokens["caption_keys"]] == list(map(caption_key, texts))  # of which evaluations read
 
 
 PIECES = [(piece, -1.0) for piece in ("<s>", "<pad>", "</s>", "<unk>", "▁", "a")]

@@ -334,6 +334,13 @@ def test_the_report_shows_its_figures_and_says_what_matters_first(tmp_path: Path
     ):
         assert part in text.replace("\\_", "_")
     assert "The splits leak" not in text
+    assert "words and signs" not in text
+    assert "Latin" not in text
+    long = report(
+        tmp_path, DatasetDict(train=split("train", 4, captions=["one, two " * 40, "kurz", "一只狗", "собака бежит"]))
+    )
+    assert "4 of 16 captions have more than 62 words and signs, at most 120; training cuts them at " in long
+    assert "8 of 16 captions are not in Latin script" in long
     text = report(tmp_path, pairs, leakage={**SUMMARY["leakage"], "exact": 1, "near": 0, "by_id": 0, "dropped": {}})
     assert text.split("## Look at this first\n\n")[1].startswith("- The splits leak")
     for kind, contents in {"clip": [clip(), clip(fps=8)], "sound": [tone(300, 900), tone(300)]}.items():
@@ -357,7 +364,12 @@ def test_hostile_captions_ids_and_names_stay_text(tmp_path: Path) -> None:
     rows = [split("train", 1, id=text, captions=[text] * 2)[0] for text in [*HOSTILE, ""]]
     pairs = DatasetDict({"../up|b](x)": Dataset.from_list(rows, features=FEATURES)})
     copies = {**SUMMARY["duplicates"], "examples": [[text, HOSTILE[0]] for text in HOSTILE]}
-    shared = {"distinct": 1, "shared": [{"caption": text, "images": 20} for text in HOSTILE]}
+    shared = {
+        "distinct": 1,
+        "long": 0,
+        "not_latin": 0,
+        "shared": [{"caption": text, "images": 20} for text in HOSTILE],
+    }
     sources = [{**SOURCE, "name": text, "path": text, "format": text} for text in HOSTILE]
     text = report(tmp_path, pairs, duplicates=copies, captions=shared, sources=sources)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jpg", "report.md"]

@@ -172,6 +172,15 @@ def test_no_figure_comes_of_embeddings_that_are_not_finite_or_zero(
         embed_split(model, model.batches(5), ACCELERATOR)
 
 
+def test_equal_captions_are_no_gain(tmp_path: Path) -> None:
+    evaluator = RetrievalEvaluator()
+    evaluator.split = noisy(40, 0.8)
+    evaluator.split.text_key_T = torch.zeros(40, dtype=torch.long)
+    evaluator.directions = rank_directions(evaluator.split)
+    said = recall_gained(evaluator, tmp_path / "metrics.jsonl", "image", is_paired=False, from_scratch=True)
+    assert said == "recall says nothing of what was learnt: equal captions leave 1 independent group of 40 images."
+
+
 # -- re-ranking --------------------------------------------------------------------------------------------------------
 def ranks_by_sorting(*scores: Any) -> list[int]:
     """Further right items do not push the first one down, so its rank counts only wrong ones."""

@@ -203,6 +203,8 @@ def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokeniz
     found = with_negatives(tokenizer, rows, given)
     expected = encode_captions(tokenizer, ["picture two", "picture one"], 16)
     assert list(found[NEGATIVE_IDS]) == [[expected[0]], [], [], [expected[1]]]
+    cut = {**found[0], "input_ids": [expected[0]], "epoch": 0}  # equal as far as both are read
+    assert Negatives().example(cut, None, seed=0) == {"negative": []}
 
 
 def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedTokenizerFast) -> None:

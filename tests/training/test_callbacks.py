@@ -93,6 +93,7 @@ LOGS: dict[str, tuple[list[dict[str, float]], dict[str, Any], list[str]]] = {
     "chance of each step's batch": (at(*[math.log(16)] * 4, *[math.log(256)] * 5), SCHEDULE, ["chance is 5.55"]),
     "below chance of the sigmoid loss": (at(*[4.6] * 9, logit_bias=-9.0), {}, []),
     "chance of the sigmoid loss": (at(*[5.2] * 5, logit_bias=-9.0), {}, ["chance is 5.15"]),
+    "equal captions": (at(*[0.0] * 3, grad_norm=0.0), {}, ["^contrastive_loss and grad_norm are 0 .* captions"]),
     "no gradient": (at(*[2.0] * 3, grad_norm=0.0), {}, ["^grad_norm is 0 at step 30;"]),
     "a loss that is not finite": (at(math.nan, math.nan, loss=math.nan), {}, []),
     "another objective": ([{"loss": 9.0, "grad_norm": 1.0}] * 30, {}, []),

@@ -22,7 +22,7 @@ from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensor
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.mirroring import has_sides
 from mm_utils.data.batches.order import Draw, choose_captions, replacement_rows
-from mm_utils.data.batches.tokens import pad_captions
+from mm_utils.data.batches.tokens import Reach, pad_captions
 from mm_utils.data.media.medium import Medium
 from mm_utils.model.reading import UnreadableError
 
@@ -83,6 +83,7 @@ class TrainingTransform(EvaluationTransform):
 
     seed: int = 0
     horizontal_flip: bool = False
+    reach: Reach | None = None  # by which captions are equal that are read alike
 
     @property
     def columns(self) -> set[str]:
@@ -94,7 +95,13 @@ class TrainingTransform(EvaluationTransform):
         epochs = np.array(batch["epoch"])
         counts = np.array([len(captions) for captions in batch["input_ids"]])
         keys = np.array(batch["image_key"])
-        drawn = {"epoch": epochs.tolist(), "caption": choose_captions(self.seed, epochs, keys, counts).tolist()}
+        drawn: dict[str, list] = {
+            "epoch": epochs.tolist(),
+            "caption": choose_captions(self.seed, epochs, keys, counts).tolist(),
+        }
+        if self.reach is not None:
+            both = zip(batch["caption_keys"], batch["input_ids"], strict=True)
+            drawn["caption_keys"] = [list(map(self.reach.key, *row)) for row in both]
         return super().examples({**batch, **drawn})
 
     def _show(self, row: dict[str, Any]) -> Example:

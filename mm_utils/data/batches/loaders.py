@@ -17,7 +17,7 @@ from mm_utils.data.batches.column_cache import OF_TEACHER, column_digest, empty_
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch, Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.order import Draw, GlobalOrder, RankBatches, evaluation_batches
-from mm_utils.data.batches.tokens import tokenizer_digest
+from mm_utils.data.batches.tokens import Reach, tokenizer_digest
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
@@ -133,6 +133,7 @@ class Loaders:
     pad_token_id: int
     medium: Medium
     readers: Sequence[ColumnReader] = ()
+    reach: Reach | None = None
 
     def content(self, rows: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return by name what decides a training row besides ids and captions."""
@@ -180,7 +181,7 @@ class Loaders:
     def training_transform(self, seed: int, readers: Sequence[ColumnReader] = ()) -> TrainingTransform:
         """Return what makes training examples of rows."""
         args = self.arguments
-        return TrainingTransform(self.medium, readers, seed, args.horizontal_flip)
+        return TrainingTransform(self.medium, readers, seed, args.horizontal_flip, self.reach)
 
     def check_medium(self, rows: datasets.Dataset) -> None:
         """Raise ValueError if the rows hold other media than the model is for."""
@@ -212,4 +213,5 @@ def make_loaders(
     frames = getattr(medium, "frames", None)
     if arguments.clip_frames not in (None, frames):
         raise ValueError(f"--clip_frames is {arguments.clip_frames}; the model takes {frames}. Drop it.")
-    return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, readers)
+    reach = Reach.of(processor.tokenizer, arguments.max_seq_length)
+    return Loaders(arguments, device, processor.tokenizer.pad_token_id, medium, readers, reach)

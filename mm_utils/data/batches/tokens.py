@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -23,6 +24,8 @@ from mm_utils.stored import open_rows, stored
 logger = logging.getLogger(__name__)
 
 _MANY = 100_000  # rows from which on all cores tokenise; fewer take less time than starting processes
+_LOOKED_AT = 10_000  # rows whose captions are counted, 2 s of one core
+_MANY_UNKNOWN = 0.1  # share of unknown tokens that is worth a warning
 _BATCH = 1_000_000  # rows whose keys are read at a time; 50 MB with five captions each
 
 
@@ -121,6 +124,53 @@ def caption_key(caption: str) -> int:
     return image_key(" ".join(caption.lower().split()))
 
 
+class Reach(NamedTuple):
+    """How far texts are read: up to `most` tokens; words of the token `unknown`, of which each text has `bare`, are all alike."""
+
+    most: int
+    unknown: int | None
+    bare: int
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, most: int) -> "Reach":
+        """Return the reach of a tokenizer; CLIP's unknown token is also the one that ends every text."""
+        [bare] = encode_captions(tokenizer, [""], most)
+        return cls(most, tokenizer.unk_token_id, bare.count(tokenizer.unk_token_id))
+
+    def unknown_words(self, ids: Sequence[int]) -> int:
+        """Return how many tokens of a text are unknown."""
+        return ids.count(self.unknown) - self.bare
+
+    def key(self, key: int, ids: Sequence[int]) -> int:
+        """Return a caption's key for a loss: its own, or that of its tokens if these are not all of it."""
+        return image_key(str(ids)) if len(ids) >= self.most or self.unknown_words(ids) else key
+
+
+def unread(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int, what: str) -> list[str]:
+    """Return sentences on what is lost of texts, `what` in words: those that are cut, and many unknown tokens."""
+    reach, said = Reach.of(tokenizer, most), []
+    ids = token_ids(tokenizer, list(texts), 1 << 30) if texts else []
+    lengths = list(map(len, ids))
+    if longer := sum(length > most for length in lengths):
+        number = "it has" if len(texts) == 1 else f"{longer:,} of {len(texts):,} ({longer / len(texts):.1%}) have"
+        cut = f"{number} more than {most} tokens, at most {max(lengths):,}, and what is beyond is cut"
+        said.append(f"{what}: {cut}. --max_seq_length of the training says where.")
+    unknown = sum(map(reach.unknown_words, ids))
+    words = sum(lengths) - len(ids) * len(encode_captions(tokenizer, [""], most)[0])
+    if unknown > _MANY_UNKNOWN * words:
+        said.append(
+            f"{what}: {unknown / words:.0%} of the tokens are unknown to the tokenizer, which reads them all alike. Name a multilingual "
+            "text encoder by --text_model_name_or_path, or a multilingual model by --model_name_or_path (docs/job_language.md)."
+        )
+    return said
+
+
+def unread_captions(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, most: int, what: str) -> list[str]:
+    """Return what `unread` says of the captions of rows; of many, of some that are evenly spread."""
+    seen = rows.select_columns(["captions"]).select(range(0, len(rows), 1 + len(rows) // _LOOKED_AT))
+    return unread(tokenizer, list(itertools.chain.from_iterable(seen["captions"])), most, what)
+
+
 def fingerprint(rows: datasets.Dataset) -> str:
     """Return 16 hexadecimal digits that identify tokenised images and captions in their order.
 
@@ -153,8 +203,11 @@ def tokenize_splits(
     max_seq_length: int,
     readers: Iterable[ColumnReader] = (),
 ) -> datasets.DatasetDict:
-    """Tokenise the captions of every split, see `tokenize_captions`, and add the columns of readers."""
+    """Tokenise the captions of every split, see `tokenize_captions`, and add the columns of readers; log what is not read."""
     found = {name: tokenize_captions(rows, tokenizer, max_seq_length) for name, rows in pairs.items()}
+    name = "train" if "train" in found else next(iter(found))
+    for said in unread_captions(found[name], tokenizer, max_seq_length, f"The captions of {name}"):
+        logger.warning("%s", said)
     for reader in readers:
         for name, rows in found.items():
             found[name] = reader.prepare(rows, name, tokenizer, max_seq_length)

@@ -4,8 +4,9 @@ Captions, ids and file names come from strangers: all show them as text, never a
 """
 
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 
 from mm_utils.arguments import launch_command
+from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.faults import NOTES, REASONS
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
@@ -37,6 +39,9 @@ _FEW_NEIGHBOURS, _MANY_NEIGHBOURS = (
     5,
     0.1,
 )  # rows outside train, and their share, that are alike by chance or by their class
+_MOST = LoaderArguments.max_seq_length  # two of them are special tokens
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]")  # what is at least one token
+_NOT_LATIN = re.compile(r"[^\W\d_\u0000-\u024f\u1e00-\u1eff]")
 _MANY_BAD = 0.05  # share of a source's rows from which on it is worth a warning
 _TASKS = {
     "image": ["image-to-text", "text-to-image", "zero-shot-image-classification"],
@@ -86,12 +91,16 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
     splits: dict[str, Any] = {}
     texts: list[pa.Array] = []  # still in their files
     keys, owners, images = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    lengths, foreign = list[int](), 0
     for name, rows in pairs.items():
         split = splits[name] = {"images": len(rows), "captions": 0, "bytes": 0}
         for batch in rows.select_columns(["image", "captions"]).with_format("arrow").iter(1000):
             own = pc.list_flatten(batch["captions"])
             texts += own.chunks
-            keys.append(np.array([caption_key(text) for text in own.to_pylist()], np.int64))
+            words = own.to_pylist()
+            keys.append(np.array([caption_key(text) for text in words], np.int64))
+            lengths += [len(_WORD.findall(text)) for text in words if len(text) > _MOST - 2]
+            foreign += sum(3 * len(_NOT_LATIN.findall(text)) > len(text) for text in words if not text.isascii())
             owners.append(np.repeat(images + np.arange(len(batch)), pc.list_value_length(batch["captions"])))
             images += len(batch)
             split["captions"] += len(own)
@@ -104,6 +113,9 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
     shared = sorted(many, key=lambda at: (-counts[at], first[at]))[:_SHARED]
     return splits, {
         "distinct": len(first),
+        "long": sum(length > _MOST - 2 for length in lengths),
+        "longest": max(lengths, default=0),
+        "not_latin": foreign,
         "shared": [{"caption": text[int(first[at])].as_py(), "images": int(counts[at])} for at in shared],
     }
 
@@ -190,11 +202,7 @@ def _look_first(summary: dict[str, Any]) -> list[str]:
     for source in summary["sources"]:
         if source["bad"] > _MANY_BAD * source["rows"]:
             found.append(f"{source['bad'] / source['rows']:.1%} of the rows of {source['name']} were set aside.")
-    for shared in summary["captions"]["shared"]:
-        text = shared["caption"][:100]
-        found.append(f"{shared['images']:,} {kind}s share one caption, which tells none from the others: {text}")
-    if 2 * (distinct := summary["captions"]["distinct"]) < captions:
-        found.append(f"Of {captions:,} captions only {distinct:,} are distinct.")
+    found += _of_captions(summary["captions"], captions, kind)
     if (times := summary["duplicates"]["largest_group"]) > 10:
         found.append(f"One {kind} occurs {times:,} times; look for a placeholder or a logo.")
     found += _splits_first(summary)
@@ -233,6 +241,25 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
         )
         found.append(f"There is no test split; {remedy}.")
     return found
+
+
+def _of_captions(captions: dict[str, Any], total: int, kind: str) -> Iterator[str]:
+    """Yield what stands out in `total` captions that were measured."""
+    for shared in captions["shared"]:
+        text = shared["caption"][:100]
+        yield f"{shared['images']:,} {kind}s share one caption, which tells none from the others: {text}"
+    if 2 * captions["distinct"] < total:
+        yield f"Of {total:,} captions only {captions['distinct']:,} are distinct."
+    if captions["long"]:
+        yield (
+            f"{captions['long']:,} of {total:,} captions have more than {_MOST - 2} words and signs, at most {captions['longest']:,}; "
+            f"training cuts them at --max_seq_length, {_MOST} tokens by default."
+        )
+    if 10 * captions["not_latin"] > total:
+        yield (
+            f"{captions['not_latin']:,} of {total:,} captions are not in Latin script; English text encoders lack most of their words. "
+            "Train with a multilingual one (docs/job_language.md); the log of training counts unknown tokens."
+        )
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

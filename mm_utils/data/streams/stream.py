@@ -57,7 +57,10 @@ HELD_OUT, HELD_OUT_SHARE, HELD_OUT_SHARDS = 1000, 0.05, 50  # rows; share of all
 class StreamingArguments:
     """Reading of a source larger than the disk."""
 
-    streaming: bool = arg(False, "Read shards while training instead of loading the data set first.")
+    streaming: bool = arg(
+        False,
+        "Read shards of images while training instead of loading the data set first; sounds and clips come from prepared sets.",
+    )
 
 
 @dataclass

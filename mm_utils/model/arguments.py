@@ -84,6 +84,11 @@ class ModelArguments(TowerArguments):
     vocab_size: int = arg(
         8192, "Largest vocabulary of a tokenizer trained on the captions.", decides="place", least=6, most=10**6
     )
+    add_tokens: str | None = arg(
+        None,
+        "Words that become one token each, with commas between, such as <en>,<de> in front of captions; their rows of a "
+        "pretrained embedding begin at its mean, and are saved with the model.",
+    )
     image_size: int | None = arg(
         None,
         "Side of the square image; default: what the vision backbone expects. The positions of a trained one are interpolated.",
@@ -127,12 +132,22 @@ class ModelArguments(TowerArguments):
                 )
         if self.joins_whole:
             self.freeze_vision = True
+        if self.add_tokens is not None and (self.freeze_text or self.lora_rank):
+            raise ValueError(
+                f"--add_tokens is {self.add_tokens}; the text backbone's embedding is frozen, and they would learn nothing. Give "
+                "--freeze_text false, and no --lora_rank."
+            )
         if self.projection not in PROJECTIONS:
             raise ValueError(f"--projection is {self.projection!r}; choose one of {', '.join(PROJECTIONS)}.")
         for name, presets in (("vision_config", VISION_PRESETS), ("text_config", TEXT_PRESETS)):
             value = getattr(self, name)
             if value not in presets and not Path(value).is_file():
                 raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
+
+    @property
+    def new_tokens(self) -> list[str]:
+        """The words of `--add_tokens`."""
+        return [word.strip() for word in (self.add_tokens or "").split(",") if word.strip()]
 
     @property
     def pretrained(self) -> bool:

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
@@ -51,6 +52,8 @@ def build_model(
     model = _whole_model(args, medium)
     if model is None or args.joins_whole:
         model = _joined(args, tokenizer, medium, model)
+    if args.new_tokens:
+        _add_rows(model, tokenizer)
     if tokenizer is not None:
         words: Any = model.text_model.get_input_embeddings()
         check_words("The text encoder reads other words", tokenizer, words.num_embeddings)
@@ -63,6 +66,22 @@ def build_model(
                 )
     make_trainable(model, args)
     return model
+
+
+@torch.no_grad()
+def _add_rows(model: FusionDualEncoderModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the text embedding a row for each token that was added, the mean of the others."""
+    tower: Any = model.text_model
+    before = tower.get_input_embeddings().weight.detach().clone()
+    if tower.config.model_type.startswith("clip") and tower.config.eos_token_id == 2:
+        raise ValueError(
+            "--add_tokens is given; this CLIP takes a text's token of the highest number for its end, which a new one would be. Set "
+            f"eos_token_id of the text_config in its config.json to {tokenizer.eos_token_id}."
+        )
+    if len(tokenizer) > len(before):
+        tower.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        tower.get_input_embeddings().weight[len(before) :] = before.mean(0)
+        model.config.text_config = tower.config
 
 
 def make_trainable(model: Any, args: TowerArguments) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import BertWordPieceTokenizer
 from transformers import (
+    AddedToken,
     ASTFeatureExtractor,
     AutoConfig,
     AutoFeatureExtractor,
@@ -78,6 +79,8 @@ def load_processor(
     if medium == "clip":
         images: Any = whole.image_processor
         images.clip_frames = getattr(images, "clip_frames", None) or _own_frames(args) or frames or CLIP_FRAMES
+    # Not special ones: these are taken for text where a caption has them. A word that the tokenizer has stays as it is.
+    whole.tokenizer.add_tokens([AddedToken(word, normalized=False) for word in args.new_tokens])
     return whole
 
 

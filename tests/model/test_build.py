@@ -40,6 +40,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from mm_utils.data.batches.tokens import encode_captions
 from mm_utils.data.media.medium import image_geometry, read_by
 from mm_utils.data.media.riff import write_wav
 from mm_utils.model import processor as processors
@@ -127,6 +128,35 @@ def test_pretrained_backbones_keep_their_weights_and_their_normalisation(
     assert model.config.freeze_batch_norm
     assert image_geometry(processor) == (32, pytest.approx(MEAN), pytest.approx(STD))
     assert processor.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(text).get_vocab()
+
+
+@pytest.mark.parametrize("start", ["scratch", "bert", "clip", "chinese_clip", "siglip"])
+def test_added_tokens_are_one_token_each_and_travel_with_the_model(
+    start: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {}
+    if start == "bert":
+        bert(len(tokenizer)).save_pretrained(tmp_path / "bert")
+        tokenizer.save_pretrained(tmp_path / "bert")
+        fields["text_model_name_or_path"] = str(tmp_path / "bert")
+    elif start != "scratch":
+        fields["model_name_or_path"] = write_stock(tmp_path / start, start)
+    before, _ = build(**fields)
+    model, processor = build(**fields, add_tokens="<en>, <de>")
+    own, rows = processor.tokenizer, model.text_model.get_input_embeddings().weight
+    assert len(rows) == len(own) == model.config.text_config.vocab_size
+    text, *tagged = encode_captions(own, ["a circle", "<en> a circle", "<de> a circle", "<fr> a circle"], 64)
+    new = own.convert_tokens_to_ids(["<en>", "<de>"])
+    assert [[token for token in ids if token in new] for ids in (text, *tagged)] == [[], new[:1], new[1:], []]
+    if start != "scratch":
+        known = before.text_model.get_input_embeddings().weight
+        assert torch.equal(rows[: len(known)], known)
+        assert torch.allclose(rows[len(known) :], known.mean(0))
+    model.save_pretrained(tmp_path / "saved")
+    for again in ({}, {"add_tokens": "<en>,<de>"}):  # which has them already
+        loaded, other = build(model_name_or_path=str(tmp_path / "saved"), **again)
+        assert encode_captions(other.tokenizer, ["<de> a circle"], 64) == [tagged[1]]
+        assert torch.equal(loaded.text_model.get_input_embeddings().weight, rows)
 
 
 def test_towers_of_two_tower_checkpoints_are_loaded(tmp_path: Path) -> None:

@@ -147,10 +147,13 @@ def check_kept(ingested: Ingested, found: Reconciled, most: float) -> None:
         )
         if count
     ]
+    where = f"; the others are {'; '.join(parts)}" if parts else ""
+    named = (
+        " Where a column split or the name of a file or folder misleads, write ,split=train behind the source's path."
+    )
     raise ValueError(
-        f"the split train has {left} of {ingested.rows.total():,} rows, and contrastive training needs at least 2; the others are "
-        f"{'; '.join(parts) or 'none'}. Add pairs, or give a source that is all of train with ,split=train behind its path: a "
-        "column split, and the names of files and folders, say another."
+        f"the split train has {left} of {ingested.rows.total():,} rows, and contrastive training needs at least 2{where}. Add "
+        f"some.{named if len(found.rows) > (left > 0) else ''}"
     )
 
 

@@ -233,7 +233,10 @@ def centered(image: Image.Image, size: int) -> tuple[Image.Image, tuple[int, int
 
 
 def resized(pixels: np.ndarray, width: int, height: int) -> Any:
-    """Resize `[H, W, 3]` to a tensor `[3, height, width]`, uint8."""
+    """Resize `[H, W, 3]` to a tensor `[3, height, width]`, uint8.
+
+    torchvision's `resize` gives the same bytes; a saved model must open without it.
+    """
     import torch  # here, as exports read pictures without it
 
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None]

@@ -48,6 +48,7 @@ from mm_utils.data.media.medium import (
     _random_box,
     default_seconds,
     kind_of_processor,
+    squares,
     vary_loudness,
 )
 from mm_utils.data.media.pictures import picture
@@ -63,6 +64,7 @@ from mm_utils.model.reading import (
     open_picture,
     read_frames,
     read_sound,
+    resized,
     samples_of,
     sound_input,
 )
@@ -202,6 +204,18 @@ def test_crops_stay_inside_and_keep_their_area(width: int, height: int, min_area
     assert (across + 0.5) * (down + 0.5) >= largest * min_area * (1 - 1e-9)
     assert (across - 0.5) / (down + 0.5) <= 4 / 3 + 1e-9
     assert (across + 0.5) / max(0.1, down - 0.5) >= 3 / 4 - 1e-9
+
+
+@pytest.mark.parametrize("size", [16, 97, 224])
+def test_training_resizes_a_crop_as_a_saved_model_would(size: int) -> None:
+    """Training by torchvision, a saved model without it: to the last level, enlarged, reduced and as it is."""
+    for seed, (width, height) in enumerate([(16, 16), (97, 97), (224, 300), (7, 40), (640, 480), (333, 127)] * 4):
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+        shown, window = squares([pixels, pixels[::-1]], size, 0.3, random.Random(seed))
+        left, right = (round(edge * width) for edge in (window.left, window.right))
+        top, bottom = (round(edge * height) for edge in (window.top, window.bottom))
+        for frame, of_training in zip([pixels, pixels[::-1]], shown, strict=True):
+            assert torch.equal(of_training, resized(frame[top:bottom, left:right].copy(), size, size))
 
 
 # -- clips --------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from transformers import (
 from mm_utils import distributed
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
-from mm_utils.data.batches.dataset import Collator
+from mm_utils.data.batches.dataset import Collator, TrainingPairs, TrainingTransform
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.mirroring import has_sides
 from mm_utils.data.batches.order import BatchSizes, GlobalOrder
@@ -70,9 +72,26 @@ def test_an_example_depends_on_seed_epoch_and_id_alone(tokenizer: PreTrainedToke
     pairs, again = (training_pairs(rows, min_crop_area=0.3, seed=1) for _ in range(2))
     turned = training_pairs(rows.select(range(11, -1, -1)), min_crop_area=0.3, seed=1)
     together = pairs.__getitems__([(row, 2) for row in range(12)])
+    mixed = pairs.__getitems__([(row, epoch) for row in range(12) for epoch in (1, 2, 3)])[1::3]
     for row in range(12):
-        for other in (pairs[(row, 2)], again[(row, 2)], together[row], turned[(11 - row, 2)]):
+        for other in (pairs[(row, 2)], again[(row, 2)], mixed[row], turned[(11 - row, 2)]):
             assert equal({**other, "row": row}, together[row])
+
+
+def test_rows_are_shown_by_a_transform_of_datasets_that_has_no_state(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Its examples follow from the columns that it is given; nothing of an earlier call is left."""
+    rows = tokenize_captions(rows_of(), tokenizer, 16)
+    transform = TrainingTransform(media.Image(SIZE, min_crop_area=0.3), seed=1, horizontal_flip=True)
+    settings_before = repr(transform)
+    views = {epoch: rows.with_transform(partial(transform.of_epoch, epoch)) for epoch in (0, 1)}
+    first = {epoch: view[:]["example"] for epoch, view in views.items()}
+    for epoch, row in ((1, 5), (0, 11), (1, 0), (0, 0)):
+        assert equal(views[epoch][row]["example"], first[epoch][row])
+        assert equal(TrainingPairs(rows, transform)[(row, epoch)], {**first[epoch][row], "row": row})
+    assert not equal(first[0][5], first[1][5])
+    assert repr(transform) == settings_before
+    with pytest.raises(FrozenInstanceError):
+        transform.seed = 2  # type: ignore[misc]
 
 
 def test_captions_and_crops_change_with_epoch_and_seed(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -116,6 +116,8 @@ FOREIGN = {
     *("--batch-size", "--accum-freq", "--precision", "--train-data", "--epochs", "--warmup", "--resume", "--siglip"),
     *("--lock-image", "--local-loss", "--gather-with-grad", "--per_device_train_batch_size", "--bf16", "--warmup_steps"),
     *("--working-dir", "--head", "--signal", "--data-binary", "--shm-size", "--target", "--no-deps", "--rdzv_backend"),
+    *("--url_list", "--input_format", "--url_col", "--caption_col", "--output_format", "--output_folder", "--thread_count"),
+    *("--processes_count", "--local-dir"),
     *("--nodes", "--batch", "--prefix", "--requeue", "--kill-on-bad-exit", "--repo-type", "--private", "--exclude"),
 }  # fmt: skip
 
@@ -144,8 +146,10 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "outputs/mine/config.yaml").write_text("max_steps: 1\n")
     (tmp_path / "b32.json").touch()
     (tmp_path / "pairs.jsonl").write_text('{"image": "1.jpg", "caption": "a cup"}\n')
-    for folder in ("photos", "words"):
+    for folder in ("photos", "words", "cifar10"):
         (tmp_path / folder).mkdir()
+    for name in ("imagenet_templates.txt", "cifar10/zeroshot_classification_templates.txt"):
+        (tmp_path / name).write_text("a photo of a {}.\n")
     (tmp_path / "words/lines.tsv").write_text("a cup\teine Tasse\n")
     (tmp_path / "my_terms.py").write_text(
         next(block for _, block in blocks(ROOT / "README.md") if "EmbeddingTerm" in block)

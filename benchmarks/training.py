@@ -204,7 +204,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             continue
         rate = median(turn["rate"] for turn in turns)
         rows[-1]["pairs/s"] = rate
-        rows[-1]["ratio"] = rate / rows[0]["pairs/s"] if "pairs/s" in rows[0] else None
+        if "pairs/s" in rows[0]:  # the turns of a round are side by side in time
+            ratios = [turn["rate"] / other["rate"] for turn, other in zip(turns, found[0][2], strict=False)]
+            rows[-1] |= {"ratio": rate / rows[0]["pairs/s"], "ratio, range": f"{min(ratios):.2f} to {max(ratios):.2f}"}
         rows[-1] |= {"slowest": min(turn["rate"] for turn in turns), "fastest": max(turn["rate"] for turn in turns)}
         rows[-1] |= {"peak GiB": max(turn["GiB"] for turn in turns), "before step 1": turns[0]["GiB before"]}
         rows[-1] |= {"tokens computed / real": turns[-1]["tokens"], "loss": turns[-1]["loss"]}

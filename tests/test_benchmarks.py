@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import gpu, harness, learning, loading, loss, peers, reliability, training
+from benchmarks import gpu, harness, learning, loading, loss, peers, processes, reliability, training
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.objectives.losses import gather_batch, info_nce
 from tests.kit.corpora import draw
@@ -118,6 +118,16 @@ def test_contestants_train_the_same_model(corpus):
     torch.testing.assert_close((found.image_embeds, found.text_embeds), right)
     counts = [sum(weight.numel() for weight in model.parameters()) for model in (stock, bench.model)]
     assert counts[0] == counts[1]
+
+
+def test_gradients_are_compared_with_those_in_fp64(corpus, capsys):
+    """On one process, all losses have the right gradient, up to the digits of the precision; of several: by hand."""
+    rows = processes.main([*flags_for(corpus), "--processes", "1", "--steps", "1"])
+    assert len(table(capsys)) == len(rows) == len(processes.CASES)
+    for row in rows:
+        low, high = (1e-4, 0.5) if row["precision"] == "bf16" else (1e-9, 1e-4)
+        assert low < row["distance"] < high
+        assert row["cosine"] == pytest.approx(1, abs=high)
 
 
 def test_training_loops(corpus, in_this_process, capsys):

@@ -10,6 +10,8 @@
 It depends on `datasets` and `evaluate` alone, so it loads from a path without a network.
 """
 
+from collections.abc import Sequence
+
 import datasets
 import evaluate
 
@@ -41,13 +43,13 @@ class RetrievalRecall(evaluate.Metric):
 
     def _compute(
         self,
-        predictions: list[list[int]] | None = None,
-        references: list[list[int]] | None = None,
-        ranks: list[int] | None = None,
+        predictions: Sequence[list[int]] = (),
+        references: Sequence[list[int]] = (),
+        ranks: Sequence[int] = (),
         k: tuple[int, ...] = (1, 5, 10),
     ) -> dict[str, float]:
-        hits = ranks  # rank of the first right item, from 1; 0 if there is none
-        if ranks is None:
+        hits = list(ranks)  # rank of the first right item, from 1; 0 if there is none
+        if not hits:
             hits = [
                 next((place for place, item in enumerate(found, 1) if item in set(right)), 0)
                 for found, right in zip(predictions, references)  # noqa: B905

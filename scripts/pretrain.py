@@ -29,7 +29,7 @@ from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
-from mm_utils.evaluation.loss import ValidationLoss
+from mm_utils.objectives.validation_loss import ValidationLoss
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
 from mm_utils.model.build import build_model, check_positions

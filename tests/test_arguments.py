@@ -22,12 +22,8 @@ class First:
 
 @dataclass
 class Second:
-    batch_size: int = arg(8, "A size.")
+    batch_size: int = arg(8, "A size.", least=1)
     limit: int | None = arg(3, "A limit.")
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"--batch_size is {self.batch_size}; give at least 1.")
 
 
 def parse(*argv: str) -> tuple[First, Second]:
@@ -83,7 +79,7 @@ def test_yaml_values_have_the_flags_type(tmp_path: Path, line: str, name: str, v
         ("--batch 4", "unknown argument --batch"),
         ("stray", "unknown argument stray. See --help."),
         ("--batch_size two", "argument --batch_size/--batch-size: invalid int value: 'two'"),
-        ("--batch_size 0", "--batch_size is 0; give at least 1."),
+        ("--batch_size 0", "--batch_size is 0; that is out of its range. Give at least 1 and"),
         ("--config a.yaml --config=b.yaml", "--config is a.yaml and b.yaml; one file is read."),
         ("--verbose maybe", "unknown argument maybe"),
         ("--config nowhere.yaml", "--config is nowhere.yaml; there is no such file"),
@@ -106,7 +102,7 @@ def test_mistakes_on_the_command_line(argv: str, message: str, capsys: pytest.Ca
         ("{name: 1, name: 2}", "line 1, has the key 'name' again, after line 1"),
         ("- 1\n- 2", "holds no mapping; give flat 'flag: value' lines"),
         ("a: [1", "is not valid YAML in UTF-8: "),
-        ("batch_size: 0", "--batch_size is 0; give at least 1."),
+        ("batch_size: 0", "--batch_size is 0; that is out of its range. Give at least 1 and"),
     ],
 )
 def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from mm_utils.distributed import RunError
 from mm_utils.evaluation import embeddings, reranking, retrieval
 from mm_utils.evaluation.embeddings import Embeddings, count_right
 from mm_utils.evaluation.metrics import retrieval_metrics, wilson_interval
@@ -233,6 +234,10 @@ METRICS: dict[str, Callable[[Case], tuple[Figures, Figures]]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_metric_equals_its_definition(metric: str, case: str) -> None:
+    if case == "NaN" and metric in ("towers", "order of words", "names of classes"):
+        with pytest.raises(RunError, match="not finite"):
+            METRICS[metric](CASES[case])
+        return
     found, expected = METRICS[metric](CASES[case])
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 

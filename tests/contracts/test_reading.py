@@ -495,7 +495,7 @@ def test_rows_with_the_same_captions_are_no_negatives_in_training() -> None:
 
 def processor(kind: str, seconds: float = 0.0, frames: int | None = None) -> Any:
     """What a processor says of its media."""
-    tokenizer = SimpleNamespace(pad_token_id=0)
+    tokenizer = new_tokenizer()
     if kind == "sound":
         own: Any = extractor()
         own.window_seconds = seconds

@@ -19,7 +19,7 @@ from mm_utils.distributed import RunError
 from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
 from mm_utils.evaluation.gained import recall_gained
-from mm_utils.evaluation.loss import ValidationLoss
+from mm_utils.objectives.validation_loss import ValidationLoss
 from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.reranking import Listed, combine, fit_weights, rank_directions

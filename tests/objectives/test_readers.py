@@ -239,6 +239,6 @@ def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedT
 def test_negatives_are_drawn_apart_from_captions() -> None:
     keys = np.arange(1, 400) * 7919
     captions = choose_captions(3, np.ones(len(keys), np.int64), keys, np.full(len(keys), 2))
-    rows = [{NEGATIVE_IDS: [[0], [1]], "image_key": int(key), "epoch": 1} for key in keys]
+    rows = [{NEGATIVE_IDS: [[0], [1]], "input_ids": [[2]], "image_key": int(key), "epoch": 1} for key in keys]
     negatives = [Negatives().example(row, None, 3)["negative"][0] for row in rows]
     assert 0.3 < (captions == negatives).mean() < 0.7

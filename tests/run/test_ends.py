@@ -1,7 +1,9 @@
 """Every way out of a script ends its workers and itself, within seconds, with the status that docs/reliability.md names."""
 
 import atexit
+import importlib
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -12,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
@@ -20,8 +21,6 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-import scripts.embed
-import scripts.eval_retrieval
 import scripts.prepare_data
 import scripts.pretrain
 from mm_utils.data.batches import workers
@@ -75,6 +74,9 @@ def in_worker(deed: Callable[[], Any], then: Callable[[], Any] = bool) -> None:
 def end_as_python_does(function: Callable[[], Any], log: Path) -> None:
     """Call `function` by `run_script` in a session of its own, and exit as an interpreter."""
     os.setsid()
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # of workers, as in a script; here it would be that of this process
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1), os.dup2(out, 2)
@@ -103,7 +105,8 @@ def outcome(function: Callable[[], Any], log: Path) -> tuple[int | None, float, 
     process.join(120)
     end = time.time()
     left = [each for each in psutil.process_iter() if each.pid != process.pid and _session(each.pid) == process.pid]
-    for each in (*left, psutil.Process(process.pid)) if process.is_alive() or left else ():
+    process.kill()
+    for each in left:
         with suppress(psutil.NoSuchProcess):
             each.kill()
     text = log.read_text().replace("\r", "\n")
@@ -148,10 +151,7 @@ WAYS: dict[str, tuple[Act, int, str]] = {
 CASES = [(way, workers) for way in WAYS for workers in (0, 1, 3) if workers or "worker" not in way]
 
 
-@pytest.mark.parametrize(
-    ("way", "workers"),
-    [pytest.param(*case, marks=[] if case[1] == 3 or case[0] == "bug" else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("way", "workers"), CASES)
 def test_a_run_ends(way: str, workers: int, tiny_flags: list[str], tmp_path: Path) -> None:
     act, status, last = WAYS[way]
     flags = [*tiny_flags, "--eval_steps", "2", "--output_dir", str(tmp_path / "run")]
@@ -181,19 +181,19 @@ def test_preparing_ends_with_its_processes(corpus: Path, tmp_path: Path) -> None
     assert seconds < SECONDS
 
 
-def fail(script: ModuleType, words: list[str]) -> None:
+def fail(script: str, words: list[str]) -> None:
     workers._begin_worker = lambda _: raises(KeyError("a bug"))  # type: ignore[assignment]
     print("it begins", time.time(), file=sys.stderr)
-    script.main([*words, "--dataloader_num_workers", "3"])
+    importlib.import_module(script).main([*words, "--dataloader_num_workers", "3"])
 
 
 def test_other_scripts_end_with_their_workers(pretrained: str, corpus: Path, tmp_path: Path) -> None:
     words = ["--model_name_or_path", pretrained, "--train_file", str(corpus)]
     for script, more in (
-        (scripts.embed, ["--index_dir", str(tmp_path / "index")]),
-        (scripts.eval_retrieval, ["--split", "train"]),
+        ("scripts.embed", ["--index_dir", str(tmp_path / "index")]),
+        ("scripts.eval_retrieval", ["--split", "train"]),
     ):
-        found, seconds, left, text = outcome(partial(fail, script, [*words, *more]), tmp_path / script.__name__)
+        found, seconds, left, text = outcome(partial(fail, script, [*words, *more]), tmp_path / script)
         assert (found, left) == (1, 0), text
         assert "a bug" in text
         assert seconds < 2 * SECONDS  # with its start

@@ -29,13 +29,13 @@ from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
-from mm_utils.objectives.validation_loss import ValidationLoss
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
 from mm_utils.model.build import build_model, check_positions
 from mm_utils.model.compile import compile_if_repaid
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective
+from mm_utils.objectives.validation_loss import ValidationLoss
 from mm_utils.reliability.signals import Leaving
 from mm_utils.run import flags
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach, has_baseline

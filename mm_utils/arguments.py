@@ -34,6 +34,26 @@ _YES = {"yes", "true", "t", "y", "1", "on"}
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
 _MANY = 40  # flags, above which `--help` shows the usual ones
 _MOST = 10**9  # of a number whose flag names no other bound
+_NAMES_HERE = {  # of flags that other trainers call otherwise, where letters that are alike would mislead
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "global_batch_size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accum_freq"), "micro_batch_size"),
+    **dict.fromkeys(("workers", "num_workers"), "dataloader_num_workers"),
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "patience": "early_stopping_patience",
+    "resume": "resume_from_checkpoint",
+    "train_data": "train_file",
+}
+_LAUNCHED = {"bf16", "fp16", "precision", "mixed_precision"}
+_LEFT = {
+    "ema_decay",
+    "run_name",
+    "save_total_limit",
+    "adam_beta1",
+    "adam_beta2",
+    "overwrite_output_dir",
+    "greater_is_better",
+}
 _MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
 
 Decides = Literal["learning", "place", "speed", "length", "report"]
@@ -243,7 +263,9 @@ def parse_args(
         for each in parsed:
             _check_ranges(each)
     except ValueError as error:
-        _refuse(parser, error)
+        if passes_own_code(error):  # which a flag names
+            raise
+        parser.error(str(error))
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         text = " ".join(unknown)
         parsed = [dataclasses.replace(each, **{rest: text}) if hasattr(each, rest) else each for each in parsed]
@@ -253,20 +275,15 @@ def parse_args(
     return Parsed(parsed, path or recipe, named, in_config)
 
 
-def _refuse(parser: argparse.ArgumentParser, error: ValueError) -> None:
-    if passes_own_code(error):  # which a flag names
-        raise error
-    parser.error(str(error))
-
-
 def _check_ranges(args: Any) -> None:
     """Raise ValueError for a number outside of its flag's bounds; NaN is outside of all."""
     for field in dataclasses.fields(args):
-        value, flag = getattr(args, field.name), field.metadata["help"]
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not flag.least <= value <= flag.most:
-            raise ValueError(
-                f"--{field.name} is {value}; that is out of its range. Give at least {flag.least:,} and at most {flag.most:,}."
-            )
+        value = getattr(args, field.name)
+        flag = field.metadata["help"]
+        if not isinstance(value, (int, float)) or flag.least <= value <= flag.most:
+            continue
+        bound = f"at most {flag.most:,}" if value > flag.most else f"at least {flag.least:,}"
+        raise ValueError(f"--{field.name} is {value}; give {bound}.")
 
 
 def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
@@ -304,7 +321,14 @@ def _set_default(parser: _Parser, known: Mapping[str, argparse.Action], key: str
 
 
 def _did_you_mean(word: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    name = word.partition("=")[0].replace("-", "_")
+    if (here := _NAMES_HERE.get(name)) in known:
+        return f". It is called '--{here}' here. See --help."
+    if name in _LAUNCHED:
+        return ". The launcher sets the precision: accelerate launch --mixed_precision bf16."
+    if name in _LEFT:
+        return ". It has left; CHANGELOG.md says what to do instead."
+    close = difflib.get_close_matches(name, known, n=1)
     return f". Did you mean '--{close[0]}'? See --help." if close else ". See --help."
 
 

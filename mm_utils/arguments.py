@@ -260,8 +260,7 @@ def parse_args(
             words, return_remaining_strings=True, look_for_args_file=False
         )
         parsed = parsed[: len(arg_classes)]
-        for each in parsed:
-            _check_ranges(each)
+        _check_ranges(parsed)
     except ValueError as error:
         if passes_own_code(error):  # which a flag names
             raise
@@ -275,9 +274,9 @@ def parse_args(
     return Parsed(parsed, path or recipe, named, in_config)
 
 
-def _check_ranges(args: Any) -> None:
+def _check_ranges(parsed: Sequence[Any]) -> None:
     """Raise ValueError for a number outside of its flag's bounds; NaN is outside of all."""
-    for field in dataclasses.fields(args):
+    for args, field in [(args, field) for args in parsed for field in dataclasses.fields(args)]:
         value = getattr(args, field.name)
         flag = field.metadata["help"]
         if not isinstance(value, (int, float)) or flag.least <= value <= flag.most:

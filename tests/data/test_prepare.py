@@ -284,7 +284,9 @@ SUMMARY: dict[str, Any] = {
     "sources": [SOURCE],
     "quarantined": {"image_truncated": {"count": 109, "explanation": "The image ends too early.", "examples": [LINE]}},
     "notes": {"exif_rotated": 4321},
-    "duplicates": {"near_pairs": 22, "largest_group": 33, "merged_rows": 44, "examples": []},
+    "own_splits": False,
+    "duplicates": {"near_pairs": 22, "largest_group": 33, "merged_rows": 44, "examples": []}
+    | {"neighbours": {"count": 0, "outside": 0}},
     "leakage": {"policy": "drop", "exact": 51, "near": 52, "by_id": 53, "dropped": {"train": 1560}, "examples": []},
     "storage": {"store": "jpeg"},
 }

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
+from torchvision.transforms.v2 import functional
 
 from mm_utils.data.batches.column_cache import FEATURES, SKIPPED, feature_tensors
 from mm_utils.data.batches.column_reader import ColumnReader
@@ -126,10 +127,7 @@ class TrainingTransform(EvaluationTransform):
             rng = random.Random(f"{self.seed} {row['epoch']} {row['id']}")
             example["pixel_values"], shown = self.medium.read(row["image"], rng)
             if self.horizontal_flip and rng.random() < 0.5 and not has_sides(row):
-                from torchvision.transforms.v2.functional import horizontal_flip
-
-                # Images with boxes are not mirrored.
-                example["pixel_values"] = horizontal_flip(example["pixel_values"])
+                example["pixel_values"] = functional.horizontal_flip(example["pixel_values"])
         for reader in self.readers:
             example |= reader.example(row, shown, self.seed)
         return example

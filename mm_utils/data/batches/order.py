@@ -24,7 +24,7 @@ ATTEMPTS = 16
 
 SHOWN_IN_VALIDATION = "its image is one of validation's"
 OF_ANOTHER_SPLIT = "it says that it is of another split"
-"""End of the reason for leaving out a row whose image is intact but belongs to the validation split."""
+"""Ends of the reasons for leaving out a row that is intact and is not one of train."""
 
 Draw = tuple[int, int]
 """(row, epoch): the epoch decides caption and augmentation."""

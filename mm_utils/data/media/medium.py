@@ -25,6 +25,7 @@ import torch
 from datasets import Audio, Video
 from PIL import Image as PictureFile
 from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode, functional
 from typing_extensions import override
 
 from mm_utils.data.images import read_pixels
@@ -137,11 +138,9 @@ class Image(Medium):
     @override
     def features(self, shown: Tensor) -> Tensor:
         """Return normalised colours; converted first, as subtracting mixed types takes 3 times as long."""
-        from torchvision.transforms.v2.functional import normalize  # here, as `--help` and the search do without it
-
         # Of bytes: colours scaled to 0..1 first would take another pass, and differ by up to 5e-7.
         mean, std = (_on_bytes(tuple(values), shown.device) for values in (self.mean, self.std))
-        return normalize(shown.float(), mean, std, inplace=True)
+        return functional.normalize(shown.float(), mean, std, inplace=True)
 
     @property
     def _largest_read(self) -> int:
@@ -318,13 +317,11 @@ def squares(
         across, down, left, top = center_of(width, height, size)
         window = Window(left / across, top / down, (left + size) / across, (top + size) / down)
         return torch.stack([center_square(PictureFile.fromarray(frame), size) for frame in frames]), window
-    from torchvision.transforms.v2 import InterpolationMode
-    from torchvision.transforms.v2.functional import resize
-
     left, top, right, bottom = _random_box(width, height, min_area, rng)
     # Cut here: `resized_crop` takes a quarter longer, as it copies the colours of a part into planes.
     cut = np.stack([frame[top:bottom, left:right] for frame in frames])
-    shown = resize(torch.from_numpy(cut).permute(0, 3, 1, 2), [size, size], InterpolationMode.BICUBIC)
+    frames_first = torch.from_numpy(cut).permute(0, 3, 1, 2)
+    shown = functional.resize(frames_first, [size, size], InterpolationMode.BICUBIC)
     return shown, Window(left / width, top / height, right / width, bottom / height)
 
 

@@ -32,7 +32,8 @@ from mm_utils.data.rows.columns import HOLDOUT_FRACTION, SPLITS, least_held_out
 logger = logging.getLogger(__name__)
 
 _EXAMPLES = 20
-_BESIDE, _LIKE = 3, 16  # numbers between neighbours; bits of 64 in which pictures that are alike differ
+_BESIDE = 3  # between the numbers of neighbours, at most
+_LIKE = 16  # bits of 64 in which pictures that are alike differ, at most
 # From this many ids that splits share without any shared image on, ids are taken for row numbers.
 _COUNTERS = 10
 LEAKS = {
@@ -132,28 +133,24 @@ def check_kept(ingested: Ingested, found: Reconciled, most: float) -> None:
     ingested.bad.update(fault["source"] for fault in lost)
     for name in ingested.sources:
         refuse_hopeless(replace(ingested, faults=ingested.faults + lost), name, most)
-    if (left := len(found.rows.get("train", ()))) > 1:
+    left = len(found.rows.get("train", ()))
+    if left > 1:
         return
-    parts = [
+    advice = "Add some."
+    others = [
         f"{len(rows):,} in {split}, such as {_place(found.facts, rows[0])}"
         for split, rows in found.rows.items()
         if split != "train"
     ]
-    parts += [
-        f"{count:,} {what}"
-        for count, what in (
-            (found.duplicates["merged_rows"], "of the image of another row"),
-            (ingested.bad.total() + sum(found.leakage["dropped"].values()), "set aside"),
-        )
-        if count
-    ]
-    where = f"; the others are {'; '.join(parts)}" if parts else ""
-    named = (
-        " Where a column split or the name of a file or folder misleads, write ,split=train behind the source's path."
-    )
+    if others:
+        advice += " Where a column split or the name of a file or folder misleads, write ,split=train behind the source's path."
+    if merged := found.duplicates["merged_rows"]:
+        others.append(f"{merged:,} of the image of another row")
+    if aside := ingested.bad.total() + sum(found.leakage["dropped"].values()):
+        others.append(f"{aside:,} set aside")
+    where = f"; the others are {'; '.join(others)}" if others else ""
     raise ValueError(
-        f"the split train has {left} of {ingested.rows.total():,} rows, and contrastive training needs at least 2{where}. Add "
-        f"some.{named if len(found.rows) > (left > 0) else ''}"
+        f"the split train has {left} of {ingested.rows.total():,} rows, and contrastive training needs at least 2{where}. {advice}"
     )
 
 
@@ -266,7 +263,8 @@ def _linked(state: _State, codes_N: np.ndarray) -> np.ndarray:
 
 def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test: float) -> None:
     """Assign to rows without a split that of their group, or one by the hash of their group."""
-    is_default, unknown = validation is None, state.split_N < 0
+    is_default = validation is None
+    unknown = state.split_N < 0
     if not unknown.any():
         name, share = ("validation", validation) if validation else ("test", test)
         if share:
@@ -302,21 +300,19 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
     """
     table = pandas.DataFrame({name: facts[name].to_pandas() for name in ("id", "source", "group")})
     names = table["id"].astype(str).str.replace(r"\.\w+$", "", regex=True).str.extract(r"(?s)^(.*?)(\d{1,18})(\D*)$")
-    table["key"], table["row"] = table["source"] + "/" + names[0] + "#" + names[2], np.arange(len(table))
+    table["key"] = table["source"] + "/" + names[0] + "#" + names[2]
+    table["row"] = np.arange(len(table))
     table = table[table["id"].notna() & table["group"].isna() & names[1].notna()]
     table["number"] = names[1][table.index].astype(np.int64)
     table = table[["key", "number", "row"]].sort_values("number", kind="stable")
-    train = table[table["row"].isin(rows.get("train", []))].sort_values("key", kind="stable")
-    outside = table[
-        table["row"].isin(
-            np.concatenate([np.zeros(0, np.int64), *(at for split, at in rows.items() if split != "train")])
-        )
-    ]
-    train = train.assign(
-        same_name=train.groupby("key")["row"].transform(lambda own: np.roll(own, len(own) // 2)),
-        any_name=np.roll(train["row"], len(train) // 2),
-    ).sort_values("number", kind="stable")
+    of_train = table["row"].isin(rows.get("train", []))
+    outside = table[~of_train & table["row"].isin(np.concatenate([np.zeros(0, np.int64), *rows.values()]))]
+    train = table[of_train].sort_values("key", kind="stable")
+    train["same_name"] = train.groupby("key")["row"].transform(lambda own: np.roll(own, len(own) // 2))
+    train["any_name"] = np.roll(train["row"], len(train) // 2)
+    train = train.sort_values("number", kind="stable")
     pairs = pandas.merge_asof(outside, train, "number", by="key", direction="nearest", tolerance=_BESIDE).dropna()
+    pairs = pairs.drop(columns="key").astype(np.int64)
 
     def has_captions(row: int, other: int) -> bool:
         return facts["captions"][row] == facts["captions"][other]
@@ -327,12 +323,8 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
 
     found: dict[str, Any] = {"outside": len(outside), "count": 0, "example": ""}
     for is_like, far in ((has_captions, "same_name"), (has_picture, "any_name")):
-        near = [
-            (row, beside)
-            for row, beside in pairs[["row_x", "row_y"]].astype(int).to_numpy().tolist()
-            if is_like(row, beside)
-        ]
-        others = sum(is_like(row, other) for row, other in pairs[["row_x", far]].astype(int).to_numpy().tolist())
+        near = [pair for pair in zip(pairs["row_x"], pairs["row_y"], strict=True) if is_like(*pair)]
+        others = sum(map(is_like, pairs["row_x"], pairs[far]))
         if len(near) > max(found["count"], 3 * others - 1):
             found |= {"count": len(near), "example": " beside ".join(facts["name"][at].as_py() for at in near[0])}
     return found

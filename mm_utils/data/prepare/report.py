@@ -35,10 +35,8 @@ from mm_utils.text import byte_size, markdown_table, markdown_text, publishable,
 CARD = "README.md"
 _SHARED, _SHOWN_PAIRS = 3, 24
 _FEW_TRAINING = 300  # the README's "Start with 300"
-_FEW_NEIGHBOURS, _MANY_NEIGHBOURS = (
-    5,
-    0.1,
-)  # rows outside train, and their share, that are alike by chance or by their class
+_FEW_NEIGHBOURS = 5  # rows outside train that are like one of train by chance
+_MANY_NEIGHBOURS = 0.1  # share of them that is worth a word
 _MOST = LoaderArguments.max_seq_length  # two of them are special tokens
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]")  # what is at least one token
 _NOT_LATIN = re.compile(r"[^\W\d_\u0000-\u024f\u1e00-\u1eff]")
@@ -91,7 +89,8 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
     splits: dict[str, Any] = {}
     texts: list[pa.Array] = []  # still in their files
     keys, owners, images = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    lengths, foreign = list[int](), 0
+    lengths = list[int]()
+    foreign = 0
     for name, rows in pairs.items():
         split = splits[name] = {"images": len(rows), "captions": 0, "bytes": 0}
         for batch in rows.select_columns(["image", "captions"]).with_format("arrow").iter(1000):
@@ -215,30 +214,27 @@ def _look_first(summary: dict[str, Any]) -> list[str]:
 
 def _splits_first(summary: dict[str, Any]) -> list[str]:
     """Return what a person should know of the splits."""
-    kind, splits, found = summary["medium"], summary["splits"], list[str]()
-    has_own = summary.get("own_splits", False)
-    beside = summary["duplicates"].get("neighbours") or {"count": 0, "outside": 0}
+    kind = summary["medium"]
+    splits = summary["splits"]
+    has_own = summary["own_splits"]
+    beside = summary["duplicates"]["neighbours"]
+    found = list[str]()
     if beside["count"] >= max(_FEW_NEIGHBOURS, _MANY_NEIGHBOURS * beside["outside"]):
         found.append(
-            f"{beside['count']:,} {kind}s outside train are like one in train whose name differs in a number alone, such as "
-            f"{beside['example']}. Frames of one film, or pages of one book, belong in one split: where they are such, name the "
-            "column that says which film, as group_column=."
+            f"{beside['count']:,} {kind}s outside train look like, or are captioned like, one in train whose name differs in a number "
+            f"alone, such as {beside['example']}. If they are frames of one film or pages of one book, keep these in one split: name "
+            "the column that says which film it is, by group_column=."
         )
     if (images := splits.get("train", {"images": 0})["images"]) < _FEW_TRAINING:
         found.append(f"The split train has {_plural(images, kind)}, few to train on.")
     if "validation" not in splits:
         held = f"training will hold out {_plural(count_held_out(images), kind)} of train"
-        found.append(
-            f"There is no validation split; {held}.{'' if has_own else ' --validation_fraction 0.1 makes one.'}"
-        )
+        remedy = "" if has_own else " --validation_fraction 0.1 makes one."
+        found.append(f"There is no validation split; {held}.{remedy}")
     elif few := too_few(splits["validation"]["images"], kind):
         found.append(f"{few} Add pairs, or set --validation_fraction.")
     if "test" not in splits:
-        remedy = (
-            "as rows say their split themselves, name some of them test"
-            if has_own
-            else "--test_fraction 0.1 makes one"
-        )
+        remedy = "name some rows test in the column split" if has_own else "--test_fraction 0.1 makes one"
         found.append(f"There is no test split; {remedy}.")
     return found
 

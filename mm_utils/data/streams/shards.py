@@ -113,23 +113,26 @@ def count_shards(urls: Sequence[str]) -> list[Shard]:
 def _counted(url: str, about: dict[str, Any], is_whole: bool) -> Shard | None:
     """Return a whole file, None for a damaged one.
 
-    Its `content` hashes the size, the first and last 64 KiB (pairs, a footer), and what lies between: of a file on disk all of it,
-    or 64 samples, of another one the sum that its store states.
+    Its `content` hashes all of a file on disk or, of larger sets, the size, both ends (pairs, a footer) and 64 samples; of a file at
+    a store, the size, both ends and the sum that the store states.
     """
 
     def look() -> tuple[int, str]:
-        rows, (files, path), size = count_rows(url), fsspec.url_to_fs(url), int(about.get("size") or 0)
+        rows = count_rows(url)
+        files, path = fsspec.url_to_fs(url)
         is_local = "file" in files.protocol
-        starts = {0, max(0, size - _SAMPLE), *(size * at // _SAMPLES for at in range(_SAMPLES if is_local else 0))}
-        between: Any = next((about[name] for name in _SUMS if about.get(name)), None)
         if is_local and is_whole:
-            starts = set()
-            with regular_file(path) as file:
-                content: Any = file
-                between = hashlib.file_digest(content, "blake2b").hexdigest()
+            content: Any
+            with regular_file(path) as content:
+                return rows, hashlib.file_digest(content, "blake2b").hexdigest()
+        size = int(about.get("size") or 0)
+        stated = next((about[name] for name in _SUMS if about.get(name)), None)
+        starts = {0, max(0, size - _SAMPLE)}
+        if is_local:
+            starts.update(size * at // _SAMPLES for at in range(_SAMPLES))
         # By names: the second argument of s3fs is a version.
         blocks = (files.cat_file(path, start=start, end=min(size, start + _SAMPLE)) for start in sorted(starts))
-        return rows, key_of(size, between, *blocks)
+        return rows, key_of(size, stated, *blocks)
 
     def make(folder: Path) -> None:
         (folder / "rows.json").write_text(json.dumps(retry(look, _may_pass, _PAUSES)), encoding="utf-8")
@@ -209,9 +212,11 @@ def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = 
             try:
                 good = _training_row(record)
                 shown = held_out and (good["id"] in held_out or stored_hash(good["image"]["bytes"]) in held_out)
-                is_other = None not in (record.split, source.file_split) and record.split != source.file_split
-                why = OF_ANOTHER_SPLIT if is_other else SHOWN_IN_VALIDATION if shown else None
-                row: Row = f"shard {url}, row {number}: {why}" if why else good
+                row: Row = good
+                if source.file_split is not None and record.split not in (None, source.file_split):
+                    row = f"shard {url}, row {number}: {OF_ANOTHER_SPLIT}"
+                elif shown:
+                    row = f"shard {url}, row {number}: {SHOWN_IN_VALIDATION}"
             except Fault as fault:
                 row = f"shard {url}, row {number}: {fault.reason}: {fault.detail}"
             yield row
@@ -256,11 +261,9 @@ def _training_row(record: Record | BadRow) -> dict[str, Any]:
     captions, faults, _ = check_captions(record.captions, CheckArguments())
     if not captions:
         raise faults[-1]
-    image: dict[str, Any] = {
-        "bytes": content,
-        "path": record.image.name,
-    }  # which says the size of raw pixels, and else is of no use
-    image["path"] = record.image.name if raw_size(image) else None
+    image: dict[str, Any] = {"bytes": content, "path": record.image.name}
+    if not raw_size(image):
+        image["path"] = None  # it is of use where it says the size of raw pixels
     return {"id": record.id or stored_hash(content), "image": image, "captions": captions}
 
 

@@ -70,8 +70,10 @@ class OwnSlice(EmbeddingTerm):
     def loss(self, own: Encoded, batch: GlobalBatch) -> Tensor:
         """Put the own rows in place of those that were gathered."""
         mine = slice(batch.offset, batch.offset + len(own))
-        image_NE, text_NE = batch.image_NE.clone(), batch.text_NE.clone()
-        image_NE[mine], text_NE[mine] = own.embeds["image"], own.embeds["text"]
+        image_NE = batch.image_NE.clone()
+        text_NE = batch.text_NE.clone()
+        image_NE[mine] = own.embeds["image"]
+        text_NE[mine] = own.embeds["text"]
         return clip_loss()(image_NE, text_NE, own.scale)
 
 
@@ -124,7 +126,9 @@ def collectives(profile: torch.profiler.profile) -> tuple[Counter[str], float]:
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    given, busy, until = Counter[str](), 0.0, 0.0
+    given = Counter[str]()
+    busy = 0.0
+    until = 0.0
     calls = [event for event in events if event.get("name", "").startswith("gloo:") and "dur" in event]
     for event in sorted(calls, key=lambda event: event["ts"]):
         for kind, shape in zip(event["args"]["Input type"], event["args"]["Input Dims"], strict=True):

@@ -276,8 +276,9 @@ def parse_args(
 
 def _check_ranges(parsed: Sequence[Any]) -> None:
     """Raise ValueError for a number outside of its flag's bounds; NaN is outside of all."""
-    for args, field in [(args, field) for args in parsed for field in dataclasses.fields(args)]:
-        value = getattr(args, field.name)
+    pairs = [(args, field) for args in parsed for field in dataclasses.fields(args)]
+    for holder, field in pairs:
+        value = getattr(holder, field.name)
         flag = field.metadata["help"]
         if not isinstance(value, (int, float)) or flag.least <= value <= flag.most:
             continue

@@ -111,7 +111,8 @@ def changed_since_sums(folder: Path) -> list[str]:
         summed = _touched(file)
     except (OSError, ValueError):
         return []
-    sums = {folder / name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    parts = [line.partition("  ") for line in lines]
+    sums = {folder / name: digest for digest, _, name in parts}
     files = [path for path in sorted(folder.glob("*.*")) if path in sums and path.suffix in OF_MODEL]
     touched = [path for path in files if _touched(path) >= summed]
     changed = [path.name for path in touched if sha256(path) != sums[path]]

@@ -119,7 +119,8 @@ def main(
                 stage=stage,
             )
             context.metrics = trainer.train(resume_from, context.evaluates_start, context.metrics)
-            context.choice, resume_from = f"{context.choice} {trainer.choice}".strip(), None
+            context.choice = f"{context.choice} {trainer.choice}".strip()
+            resume_from = None
             if trainer.ends_run:
                 break
 

@@ -35,11 +35,16 @@ class AccuracyAndF1(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
-        guess, label = np.array(predictions), np.array(references)
+        guess = np.array(predictions)
+        label = np.array(references)
         classes = int(max(guess.max(), label.max())) + 1
-        hits, guessed, occurs = (
-            np.bincount(values[values >= 0], minlength=classes) for values in (guess[guess == label], guess, label)
-        )
+
+        def count(values: np.ndarray) -> np.ndarray:
+            return np.bincount(values[values >= 0], minlength=classes)
+
+        hits = count(guess[guess == label])
+        guessed = count(guess)
+        occurs = count(label)
         known = guessed + occurs > 0
         f1 = 2 * hits[known] / (guessed + occurs)[known]
         return {"accuracy": float((guess == label).mean()), "macro_f1": float(f1.mean())}

@@ -133,7 +133,8 @@ def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | N
 
 
 def _newest(output_dir: Path) -> Path | None:
-    folders, whole = checkpoint_folders(output_dir), list[Path]()
+    folders = checkpoint_folders(output_dir)
+    whole = list[Path]()
     for path in sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if wrong := verify(path):
             logger.warning("%s is damaged and passed over: %s", path, "; ".join(wrong))

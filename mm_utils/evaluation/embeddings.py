@@ -192,10 +192,8 @@ def embed_split(
     batches_held = min(distributed.gather_sizes(len(cache.batches), device))
     key_T, text_key_T = (distributed.gather(torch.cat(each), caption_sizes) for each in (caption_keys, text_keys))
     pairs_2P = torch.stack([text_key_T, key_T]).unique(dim=1)  # fewer texts than these: one belongs to two images
-    image_ME, text_TE = (
-        distributed.gather(torch.cat(images), sizes),
-        distributed.gather(torch.cat(texts), caption_sizes),
-    )
+    image_ME = distributed.gather(torch.cat(images), sizes)
+    text_TE = distributed.gather(torch.cat(texts), caption_sizes)
     check_embeddings("images", image_ME)
     check_embeddings("texts", text_TE)
     return Embeddings(

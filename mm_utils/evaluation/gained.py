@@ -80,7 +80,8 @@ def recall_gained(
             difference of each query.
     """
     split, ranks = evaluator.split, evaluator.directions
-    images, apart = len(split.image_key_M), len(split.group_M.unique())
+    images = len(split.image_key_M)
+    apart = len(split.group_M.unique())
     if apart < min(images, FEW_GROUPS):
         left = f"{apart} independent group{'s' * (apart > 1)} of {images:,} {medium}s"
         return f"recall says nothing of what was learnt: equal captions leave {left}."

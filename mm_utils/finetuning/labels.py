@@ -160,8 +160,12 @@ def label_of(answers: Iterable[str]) -> str:
 
 def check_single(answers: Sequence[Sequence[str]], title: str) -> None:
     """Name the rows that have several labels, equally often; ValueError if most have, as no label is the class of such a row."""
-    firsts = [Counter(row).most_common(2) for row in answers]
-    tied = [row for row, first in zip(answers, firsts, strict=True) if len({count for _, count in first}) < len(first)]
+
+    def is_tied(row: Sequence[str]) -> bool:
+        counts = [count for _, count in Counter(row).most_common(2)]
+        return len(counts) == 2 and counts[0] == counts[1]
+
+    tied = list(filter(is_tied, answers))
     if not tied:
         return
     said = f"{title}; {len(tied):,} of {len(answers):,} rows have several labels, such as {', '.join(tied[0][:3])}"

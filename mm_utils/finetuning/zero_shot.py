@@ -180,7 +180,8 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         )
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
     title, paths = sources[0].title, PathArguments(args.image_root, args.allow_outside_root)
-    there, labels_of_all = defaultdict[str, set[str]](set), set[str]()  # the sources of each split
+    there = defaultdict[str, set[str]](set)  # the sources of each split
+    labels_of_all = set[str]()
     for source in sources:
         for row in rows_of(source, paths):
             if isinstance(row, Record):
@@ -229,25 +230,21 @@ def _readable_names(known: Sequence[str], given: dict[str, str], file: str | Non
     if file is not None:
         in_order = [given[str(place)] for place in range(len(given)) if str(place) in given]
         missing = [name for name in known if class_key(name) not in given]
+        is_same = {*map(readable, known)} <= {*given.values()}  # a list of what the data says itself
         if known and not missing:
             found = [given[class_key(name)] for name in known]
             if others := [name for key, name in given.items() if key not in {*map(class_key, known)}]:
-                logger.warning(
-                    "%s; %d classes of %s, such as %s, are without a row, and no choice",
-                    title,
-                    len(others),
-                    file,
-                    others[0],
+                why = f"classes without a row here are no choice ({len(others):,}, such as {others[0]})"
+                logger.warning("%s, --classes %s; %s", title, file, why)
+        elif not is_same:
+            if (
+                not len(missing) == len(known) == len(in_order) > 0
+            ):  # a file that names some of them is one of keys, not of places
+                raise ValueError(
+                    f"the names of the classes are those of {file}; it has {len(given)} names for {len(known)} classes and none for "
+                    f"{missing[0] if missing else 'label 0'}. Write lines 'id name', or a name a line for every class."
                 )
-        elif {*map(readable, known)} <= {*given.values()}:  # a list of what the data says itself
-            found = list(known)
-        elif len(missing) == len(known) == len(in_order) > 0:
             found = in_order
-        else:  # a file that names some of them is one of keys, not of places
-            raise ValueError(
-                f"the names of the classes are those of {file}; it has {len(given)} names for {len(known)} classes and none for "
-                f"{missing[0] if missing else 'label 0'}. Write lines 'id name', or a name a line for every class."
-            )
     coded = next(filter(WORDNET_ID.fullmatch, found), None)
     if not found or coded:
         shown = f"its class {coded} is a WordNet id" if coded else "its labels are numbers"

@@ -81,12 +81,15 @@ def load_tower(name: str, tower: str) -> tuple[PreTrainedModel, str]:
 def check_weights(name: str, model: nn.Module) -> None:
     """Raise ValueError if a loaded weight is not finite, or if all weights of a tower or a projection are zero: 0.5 s a GB."""
     file = Path(name) / "model.safetensors"
-    where, highest = str(file if file.is_file() else name), dict[str, float]()
+    where = str(file if file.is_file() else name)
+    highest = dict[str, float]()
     advice = (
         "no figure can come of it. Take an earlier checkpoint, or train again with a lower --learning_rate or in fp32."
     )
     for weight, values in model.named_parameters():
-        low, high = (end.item() for end in values.detach().aminmax())
+        ends = values.detach().aminmax()
+        low = ends.min.item()
+        high = ends.max.item()
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError(f"The weight {weight} in {where} is not finite; {advice}")
         part = weight.partition(".")[0]

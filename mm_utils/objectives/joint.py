@@ -162,7 +162,8 @@ class JointObjective(Objective):
 
     def plan(self, encoded: Encoded, batch: Batch, step: int) -> Plan:
         """Take the gradient of all embedding terms at the embeddings; let the row terms plan."""
-        lengths, width = batch.get("lengths", []), 0 if self.groups_texts else batch["input_ids"].shape[1]
+        lengths = batch.get("lengths", [])
+        width = 0 if self.groups_texts else batch["input_ids"].shape[1]
         self.workload.end(batch["ids"].device, [] if "text_pooled" in batch else lengths, width)
         shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"], batch.get("roll_call"))
         # Before the loss: a host then reads what is drawn while the device still computes that.

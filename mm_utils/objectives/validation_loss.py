@@ -29,14 +29,16 @@ class ValidationLoss:
 
     def __init__(self, terms: Iterable[Term], retrieval: RetrievalEvaluator, batch_size: int):
         self.term = next((term for term in terms if isinstance(term, InfoNCE | PairwiseSigmoid)), None)
-        self.retrieval, self.batch_size = retrieval, batch_size
+        self.retrieval = retrieval
+        self.batch_size = batch_size
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Measure the embeddings that `retrieval` holds."""
         if self.term is None:
             return {}
-        split, images = self.retrieval.split, len(self.retrieval.split.image_ME)
+        split = self.retrieval.split
+        images = len(self.retrieval.split.image_ME)
         captions = torch.arange(len(split.text_TE), device=split.text_TE.device)
         first_M = split.rows_M.new_zeros(images).scatter_reduce(0, split.owner_T, captions, "amin", include_self=False)
         captions_T = captions if split.text_key_T is None else split.text_key_T
@@ -46,12 +48,16 @@ class ValidationLoss:
         if model.logit_bias is not None:
             bias = distributed.full_tensor(model.logit_bias.detach()).float().squeeze()
         order_M = torch.randperm(images, generator=torch.Generator().manual_seed(0)).to(first_M.device)
-        size, world, losses = min(self.batch_size, images), distributed.world_size(), list[float]()
+        size = min(self.batch_size, images)
+        world = distributed.world_size()
+        losses = list[float]()
         shares = [distributed.share(size, rank, world) for rank in range(world)]
         mine = slice(shares[distributed.rank()].start, shares[distributed.rank()].stop)
         for low in range(0, images, size):
             part = order_M[min(low, images - size) :][:size]
-            image, text, ids = split.image_ME[part], split.text_TE[first_M[part]], ids_M2[part]
+            image = split.image_ME[part]
+            text = split.text_TE[first_M[part]]
+            ids = ids_M2[part]
             batch = GlobalBatch(image, text, ids, list(map(len, shares)), mine.start, split.text_key_T is not None)
             own = Encoded({"image": image[mine], "text": text[mine]}, scale, bias)
             losses.append(self.term.loss(own, batch).item())

@@ -13,7 +13,8 @@ class Workload:
     """The tokens of this process and the time that it takes to embed, since they were last asked for."""
 
     def __init__(self) -> None:
-        self._computed, self._real = 0, 0
+        self._computed = 0
+        self._real = 0
         self._begin: Any = None
         self._spans: list[tuple[Any, Any]] = []
 
@@ -36,7 +37,8 @@ class Workload:
         """
         seconds = sum(_seconds(*span) for span in self._spans)
         everyone = distributed.gather_on_hosts([self._computed, self._real, round(1e6 * seconds)], device)
-        self._computed, self._real = 0, 0
+        self._computed = 0
+        self._real = 0
         self._spans.clear()
         computed, real, times = zip(*everyone, strict=True)
         found = {"tokens_per_real": sum(computed) / sum(real)} if sum(real) else {}

@@ -55,7 +55,8 @@ class RetrievalRecall(evaluate.Metric):
                 for found, right in zip(predictions, references)  # noqa: B905
             ]
             ranks = [hit or len(found) + 1 for hit, found in zip(hits, predictions)]  # noqa: B905
-        ranks, middle = sorted(ranks), len(ranks) // 2
+        ranks = sorted(ranks)
+        middle = len(ranks) // 2
         return {
             **{f"recall@{cut}": sum(0 < hit <= cut for hit in hits) / len(hits) for cut in k},
             "mean_rank": sum(ranks) / len(ranks),

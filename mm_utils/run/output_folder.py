@@ -108,8 +108,10 @@ def occupied(folder: Path, resume_from: str | None, is_restart: bool = False) ->
     """
     paths = list(folder.iterdir()) if folder.is_dir() else []
     names, has_checkpoints = {path.name for path in paths}, bool(checkpoint_folders(folder))
-    is_finished, was_pushed = "model.safetensors" in names, LAST_CHECKPOINT in names
-    goes_on, remedy = is_restart, "Continue it with --resume_from_checkpoint latest, or give another folder"
+    is_finished = "model.safetensors" in names
+    was_pushed = LAST_CHECKPOINT in names
+    goes_on = is_restart
+    remedy = "Continue it with --resume_from_checkpoint latest, or give another folder"
     if resume_from == "latest":
         goes_on |= has_checkpoints or not (is_finished or was_pushed)
     elif resume_from is not None:

@@ -39,9 +39,10 @@ def prepare(
     if isinstance(objective, FSDPModule):  # for which that has sharded it
         return objective, accelerator.prepare_optimizer(optimizer)
     backend = accelerator.distributed_type.value
-    if backend in ("FSDP", "DEEPSPEED"):
-        configure = configure_fsdp if backend == "FSDP" else configure_deepspeed
-        configure(accelerator, objective, args.batch_sizes.at(0), max_grad_norm)
+    if backend == "FSDP":
+        configure_fsdp(accelerator, objective, args.batch_sizes.at(0))
+    elif backend == "DEEPSPEED":
+        configure_deepspeed(accelerator, objective, args.batch_sizes.at(0), max_grad_norm)
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     place_encoders(args, accelerator, objective)
     if isinstance(wrapped, FSDPModule):
@@ -74,10 +75,8 @@ def unsharded(objective: nn.Module) -> Iterator[None]:
 
 
 # -- FSDP2 and DeepSpeed -------------------------------------------------------------------------------------------------
-def configure_fsdp(
-    accelerator: Accelerator, objective: Objective, global_batch_size: int, max_grad_norm: float
-) -> None:
-    """Configure FSDP2, which clips as DDP does; called before `accelerator.prepare`, as the other is.
+def configure_fsdp(accelerator: Accelerator, objective: Objective, global_batch_size: int) -> None:
+    """Configure FSDP2; called before `accelerator.prepare`, as the other is.
 
     Raises:
         ValueError: if accelerate's configuration or the objective is not supported with it.

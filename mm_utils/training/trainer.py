@@ -332,7 +332,8 @@ class Trainer:
                 "--num_train_epochs."
             )
         state, run = self.captured.restore(path, self.identity, self.flags)
-        self.step.nonfinite.count, self._resumed_from = run["nonfinite_steps"], path.resolve()
+        self.step.nonfinite.count = run["nonfinite_steps"]
+        self._resumed_from = path.resolve()
         state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
         state.is_world_process_zero = self.state.is_world_process_zero
         state.is_local_process_zero = self.state.is_local_process_zero

@@ -316,10 +316,8 @@ def test_bad_media_are_set_aside_and_good_ones_are_kept(column: str, cases: Case
 
 def test_silence_before_a_sound_is_as_long_as_its_window_says_at_another_rate() -> None:
     sound = Sound(Wav2Vec2FeatureExtractor(1, 1000, do_normalize=False), 2.0, min_share=0.5)
-    value = {
-        "bytes": write_wav(np.full(8000, 9000, np.int16), 4000),
-        "path": None,
-    }  # two seconds, at four times the rate
+    two_seconds = write_wav(np.full(8000, 9000, np.int16), 4000)  # at four times the rate
+    value = {"bytes": two_seconds, "path": None}
     silences = []
     for seed in range(20):
         shown, (_, window) = sound.read(value, random.Random(seed))

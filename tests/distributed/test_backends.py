@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,18 +82,8 @@ def test_sharded_and_plain_runs_learn_the_same_and_go_on(config: str, tiny_flags
     With FSDP2 a run goes on from one without, and the reverse; DeepSpeed reads its own checkpoints.
     """
     # Adam would enlarge the rounding of its first gradients.
-    flags = [
-        *tiny_flags,
-        "--optim",
-        "sgd",
-        "--learning_rate",
-        "0.1",
-        "--global_batch_size",
-        "7",
-        "--max_grad_norm",
-        "0.5",
-    ]
-    flags += ["--save_steps", "2", "--eval_steps", "2"]
+    flags = [*tiny_flags, "--optim", "sgd", "--learning_rate", "0.1", "--global_batch_size", "7"]
+    flags += ["--max_grad_norm", "0.5", "--save_steps", "2", "--eval_steps", "2"]
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
     pretrain.main([*flags, "--output_dir", str(plain)])
     run(flags, sharded, config=config)
@@ -135,9 +126,10 @@ def accelerator(kind: str, precision: str = "bf16", **plugin: Any) -> Any:
 )
 def test_what_they_cannot_do_is_said_at_the_start(given: Any, reason: str) -> None:
     objective = tiny_objective("contrastive")
-    configure = configure_fsdp if given.distributed_type == DistributedType.FSDP else configure_deepspeed
+    is_fsdp = given.distributed_type == DistributedType.FSDP
+    configure: Any = configure_fsdp if is_fsdp else partial(configure_deepspeed, max_grad_norm=1.0)
     with pytest.raises(ValueError, match=reason):
-        configure(given, objective, 8, 1.0)
+        configure(given, objective, 8)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def test_classes_are_those_of_the_whole_set_and_splits_may_be_files(
     set_of = files(tmp_path / "set", {f"{place}.png": grey(9) for place in ("train/a/0", "train/b/1", "val/a/2")})
     (tmp_path / "names.txt").write_text("a\tant\nb\tbee\nc\tcow\n")
     assert labelled_of(dataset_name=set_of, classes=str(tmp_path / "names.txt")).classes == ["ant", "bee"]
-    assert "names.txt, such as cow, are without a row, and no choice" in caplog.text
+    assert "names.txt; classes without a row here are no choice (1, such as cow)" in caplog.text
 
 
 def test_several_labels_of_a_row_are_named_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -148,7 +148,8 @@ class Reach(NamedTuple):
 
 def unread(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int, what: str) -> list[str]:
     """Return sentences on what is lost of texts, `what` in words: those that are cut, and many unknown tokens."""
-    reach, said = Reach.of(tokenizer, most), []
+    reach = Reach.of(tokenizer, most)
+    said = []
     ids = token_ids(tokenizer, list(texts), 1 << 30) if texts else []
     lengths = list(map(len, ids))
     if longer := sum(length > most for length in lengths):

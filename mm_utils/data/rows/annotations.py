@@ -38,7 +38,8 @@ _NEXT = 1 << 16  # bytes after the beginning of a list that tell Karpathy's spli
 
 def format_of(path: Path, head: str) -> str | None:
     """Return `coco`, `karpathy`, `flickr`, or `csv` for a list with more columns, by a text file and its beginning; None for others."""
-    suffix, first = path.suffix.lower(), head.split("\n", 1)[0].strip()
+    suffix = path.suffix.lower()
+    first = head.split("\n", 1)[0].strip()
     if suffix in (".json", ".jsonl"):
         return _format_of_document(path) if suffix == ".json" and head.lstrip().startswith("{") else None
     is_table, has_header = suffix in (".csv", ".tsv"), _FLICKR_HEADER.match(head) is not None
@@ -52,7 +53,8 @@ def format_of(path: Path, head: str) -> str | None:
 def _format_of_document(path: Path) -> str | None:
     """Return the format of a file that begins with an object; None if its first line is one, and others follow."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        first, more = file.readline(LONGEST_LINE), file.read(4096).strip()
+        first = file.readline(LONGEST_LINE)
+        more = file.read(4096).strip()
         with suppress(ValueError, RecursionError):
             if more and first.endswith(b"\n") and isinstance(json.loads(first), dict):
                 return None

@@ -103,15 +103,17 @@ def refuse_unread(source: Source, read: tuple[str, ...] = ()) -> None:
     if source.labelled and source.format != "classes" and "label_column" not in read:
         wanted.append("a label")
     if wanted:
+        only = f", only {', '.join(read)}" if read else ""
         raise ValueError(
-            f"{source.title}, {wanted[0]}; the format {source.format} does not read that{', only ' * bool(read)}{', '.join(read)}. "
-            "Leave it out, or write a table (JSONL, CSV or Parquet) of the files."
+            f"{source.title}, {wanted[0]}; the format {source.format} does not read that{only}. Leave it out, or write a table "
+            "(JSONL, CSV or Parquet) of the files."
         )
 
 
 def _of_split(rows: Iterator[Record | BadRow], source: Source) -> Iterator[Record | BadRow]:
     """Yield the rows that say the split their file is given as, or none; count the others. ValueError if all say another."""
-    others, read = Counter[str](), 0
+    others = Counter[str]()
+    read = 0
     for row in rows:
         if row.split in (None, source.file_split):
             row.split = source.file_split
@@ -121,14 +123,14 @@ def _of_split(rows: Iterator[Record | BadRow], source: Source) -> Iterator[Recor
             others[row.split] += 1
     if not others:
         return
-    shown = (
-        f"{', '.join(f'{count:,} {split}' for split, count in others.items())} by the split that they say themselves"
-    )
+    counts = ", ".join(f"{count:,} {split}" for split, count in others.items())
     if not read:
         raise ValueError(
-            f"{source.title}; its rows are {shown}. Give it as the file of that split, or remove the column split."
+            f"{source.title}; by their own split, its rows are {counts}. Give it as the file of that split, or remove the column split."
         )
-    tell_once(f"{source.title}; rows that are {shown} are not read as {source.file_split}")
+    tell_once(
+        f"{source.title}; some rows say another split themselves and are not read as {source.file_split}: {counts}"
+    )
 
 
 def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
@@ -161,8 +163,11 @@ def detect(source: Source) -> str:
 def metadata_files(folder: Path) -> list[Path]:
     """Return the metadata files of an image folder and of the folders in it, one of each."""
     inside = sorted(item for item in folder.iterdir() if item.is_dir() and not is_service(item.name))
-    files = ([place / name for name in METADATA_FILES if os.path.isfile(place / name)] for place in (folder, *inside))
-    return [found[0] for found in files if found]
+    files = list[Path]()
+    for place in (folder, *inside):
+        name = next((name for name in METADATA_FILES if os.path.isfile(place / name)), None)
+        files += [place / name] if name else []
+    return files
 
 
 @dataclass
@@ -200,10 +205,12 @@ def _of_folder(path: Path, source: Source) -> str:
         return "datasets"
     if metadata_files(path):
         return "imagefolder"
-    held, medium = _contents(str(path)), _medium_of_folder(source)
+    held = _contents(str(path))
+    medium = _medium_of_folder(source)
     media = sum(held.counts[suffix] for suffix in SUFFIXES[medium])
     is_captioned = not held.captioned.isdisjoint(SUFFIXES[medium])
-    tables, shards = [file for suffix in TABLES for file in held.files[suffix]], held.files[".tar"]
+    tables = [file for suffix in TABLES for file in held.files[suffix]]
+    shards = held.files[".tar"]
     if shards and len(shards) >= media and not is_captioned:  # fewer than media are no data set, but a copy of it
         # img2dataset writes 00000.parquet beside 00000.tar
         other = next((file for file in tables if f"{os.path.splitext(file)[0]}.tar" not in shards), None)

@@ -29,18 +29,8 @@ logger = logging.getLogger(__name__)
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
 WORDNET_ID = re.compile(r"n\d{8}")
 _KEYS = (
-    "id",
-    "index",
-    "idx",
-    "number",
-    "class_id",
-    "label_id",
-    "class_index",
-    "wnid",
-    "synset",
-    "folder",
-    "label",
-    "class",
+    *("id", "index", "idx", "number", "class_id", "label_id", "class_index"),
+    *("wnid", "synset", "folder", "label", "class"),
 )
 _NAMES = ("name", "names", "class_name", "label_name", "title", "category", "class", "classes", "label", "labels")
 _LISTS = ("id2label", "names", "categories", "classes", "labels")  # where files of other programs keep them
@@ -153,9 +143,14 @@ def _is_divided(folder: str) -> bool:
     with os.scandir(folder) as entries:
         folders = [entry for entry in entries if entry.is_dir() and not is_service(entry.name)]
     splits = [entry for entry in folders if split_named(entry.name)]
-    open_ones = [entry.path for entry in splits if os.access(entry.path, os.R_OK | os.X_OK)]
-    inside = [[item.is_dir() for item in os.scandir(place) if not is_service(item.name)] for place in open_ones]
-    return bool(splits) and (len(splits) == len(folders) or any(held and all(held) for held in inside))
+    if not splits or len(splits) == len(folders):
+        return bool(splits)
+    for place in splits:
+        if os.access(place.path, os.R_OK | os.X_OK):
+            inside = [item.is_dir() for item in os.scandir(place.path) if not is_service(item.name)]
+            if inside and all(inside):
+                return True
+    return False
 
 
 def class_names(source: Source) -> dict[str, str]:
@@ -169,12 +164,8 @@ def class_names(source: Source) -> dict[str, str]:
     title = f"{source.title}, classes={source.classes}"
     try:
         text = read_file(source.classes, _LONGEST_NAMES).decode("utf-8-sig").strip()
-        is_document = text[:1] in ("{", "[") or source.classes.endswith((".yaml", ".yml"))
-        found = (
-            _names_of_document(text)
-            if is_document
-            else _names_of_lines([*filter(None, map(str.strip, text.splitlines()))])
-        )
+        is_document = text.startswith(("{", "[")) or source.classes.endswith((".yaml", ".yml"))
+        found = _names_of_document(text) if is_document else _names_of_lines(text)
     except (ValueError, LookupError, StopIteration, yaml.YAMLError) as error:
         reason = error.detail if isinstance(error, Fault) else one_line(error)
         raise ValueError(f"{title}; it cannot be read ({reason}). Write lines of 'id name'.") from error
@@ -188,7 +179,8 @@ def class_key(name: str) -> str:
     return str(int(name)) if name.isdecimal() else unicodedata.normalize("NFC", name.strip())
 
 
-def _names_of_lines(lines: list[str]) -> dict[str, str]:
+def _names_of_lines(text: str) -> dict[str, str]:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     head = lines[0].lower() if lines else ""
     sign = next((sign for sign in "\t;|," if sign in head), None)
     words = [word.strip('" ') for word in head.split(sign)]

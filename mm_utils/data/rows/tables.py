@@ -43,7 +43,8 @@ Table = tuple[Columns, Rows]
 
 def read_tables(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read a file of Parquet, JSONL, JSON, CSV or TSV, or a folder of such files, whose names may begin with a split's."""
-    path, kind = Path(source.path), f".{source.format}"
+    path = Path(source.path)
+    kind = f".{source.format}"
     if not path.is_dir():
         yield from RecordBuilder(source, safety).records(*_table(path, source, kind))
         return
@@ -67,7 +68,9 @@ def _read_folder(
     source: Source, safety: PathArguments, files: list[Path], is_metadata: bool = False
 ) -> Iterator[Record | BadRow]:
     """Read tables of a folder, each with the paths relative to itself; count what they do not name, and all other files."""
-    named, root, unread = set(map(os.path.abspath, files)), os.path.abspath(source.path), Unread()
+    named = set(map(os.path.abspath, files))
+    root = os.path.abspath(source.path)
+    unread = Unread()
     for path in files:
         name = os.path.relpath(path, source.path)
         split = split_of_path(name, by_words=not is_metadata)
@@ -88,7 +91,8 @@ def _read_folder(
 
 def _agreeing(files: list[Path], source: Source) -> list[Path]:
     """Return those of several kinds of tables that hold pairs; ValueError if their columns differ, or none holds any."""
-    found, faults = dict[Path, list[str]](), list[ValueError]()
+    found = dict[Path, list[str]]()
+    faults = list[ValueError]()
     for file in files:
         try:
             held, _ = _table(file, source)
@@ -139,7 +143,8 @@ def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | Ba
 
 def table_of(rows: Rows, source: Source, file: str | Path) -> Table:
     """Return rows with their columns, which the first hundred tell; ValueError if there is none, or the first is a fault of the file."""
-    title, head = _title(source, file), list(itertools.islice(rows, 100))
+    title = _title(source, file)
+    head = list(itertools.islice(rows, 100))
     if not head:
         raise ValueError(f"{title}; the file holds no rows. Give a file with one image and its caption per row.")
     place, values = head[0]

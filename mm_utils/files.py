@@ -103,7 +103,7 @@ def sha256(path: Path) -> str:
 def changed_since_sums(folder: Path) -> list[str]:
     """Return the names of a model's files that differ from the sums beside them; none where there are no sums.
 
-    Only files that were touched after the sums are read. So are those of a copy, whose sums are then dated anew if all is well.
+    Only files that were touched after the sums were written are read. Of a copy, that is all of them; if they agree, its sums are dated anew.
     """
     file = folder / SUMS_FILE
     try:

@@ -53,8 +53,8 @@ class MiningArguments:
     def __post_init__(self) -> None:
         if self.num_negatives > self.num_candidates:
             raise ValueError(
-                f"--num_negatives is {self.num_negatives} and --num_candidates {self.num_candidates}; they are chosen among these. "
-                "Give no fewer candidates."
+                f"--num_negatives is {self.num_negatives} and --num_candidates {self.num_candidates}; negatives are chosen among the "
+                "candidates. Give at least as many candidates."
             )
 
 

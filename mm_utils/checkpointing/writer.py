@@ -36,11 +36,13 @@ class CheckpointWriter:
     Attributes:
         failures: failed checkpoints in succession.
         problem: the message of the last failure.
+        diverged: whether that was weights that are not finite, so nothing can be resumed.
     """
 
     def __init__(self, output_dir: Path, limit: int):
         self.output_dir, self.limit = output_dir, limit
         self.failures, self.problem = 0, ""
+        self.diverged = False
         self._thread: threading.Thread | None = None
         self._saved: list[int] = []  # steps whose completion `saved` has not returned yet
 
@@ -72,6 +74,7 @@ class CheckpointWriter:
             self._write(step, snapshot, keep)
         except distributed.RunError as error:
             self.failures, self.problem = MOST_FAILURES, str(error)
+            self.diverged = True
         except Exception as error:  # of any kind: the training loop must know
             why = f"{type(error).__name__}: {error}"
             if errno_of(error) in _FULL:

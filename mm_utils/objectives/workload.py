@@ -33,7 +33,7 @@ class Workload:
         """Return the figures of all ranks and begin anew; called on all ranks.
 
         tokens_per_real: tokens computed for each real one, where a text tower runs. slowest_rank: with several ranks, the time
-        in which the slowest has its embeddings, to the mean of all; 1 is even.
+        that the slowest takes to embed, divided by the mean of all; 1 is even.
         """
         seconds = sum(_seconds(*span) for span in self._spans)
         everyone = distributed.gather_on_hosts([self._computed, self._real, round(1e6 * seconds)], device)

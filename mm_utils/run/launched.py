@@ -28,7 +28,7 @@ _ACCEPTED = {
     "FSDP_ACTIVATION_CHECKPOINTING": (_OFF, "it renames weights. Set it to false, and give --gradient_checkpointing"),
     "FSDP_IGNORED_MODULES": (("",), "all weights are sharded. Leave it out"),
 }
-"""The values of variables of Accelerate with which a run learns what it says; what speaks against others, and what to do."""
+"""Variables of Accelerate: the values that a run can follow, and why it refuses others and what to do instead."""
 
 
 def refuse_settings(environment: Mapping[str, str]) -> None:
@@ -44,7 +44,7 @@ def launched_processes(environment: Mapping[str, str]) -> tuple[int, str]:
     if environment.get("WORLD_SIZE", "").isdecimal():
         return int(environment["WORLD_SIZE"]), "WORLD_SIZE"
     known = {name: environment[name] for name in (*_SIZES, *_RANKS) if environment.get(name, "").isdecimal()}
-    counts = [(int(value) + (name in _RANKS), name) for name, value in known.items()]
+    counts = [(int(value) + (name in _RANKS), name) for name, value in known.items()]  # ranks count from 0
     return max(counts, default=(1, ""))
 
 
@@ -55,9 +55,7 @@ def check_processes(launched: tuple[int, str], seen: int) -> None:
         return
     remedy = "On a machine without GPUs, set ACCELERATE_USE_CPU=true."
     if name != "WORLD_SIZE":
-        remedy = (
-            "Start them with accelerate launch, torchrun, or scripts/launch_ray.py; for runs apart, set WORLD_SIZE=1."
-        )
+        remedy = "Start them with accelerate launch, torchrun, or scripts/launch_ray.py; for separate runs, set WORLD_SIZE=1."
     raise RunError(
         f"{count} processes were launched, by {name}, but each sees {seen}; they would train apart and write over each other. "
         f"{remedy}"

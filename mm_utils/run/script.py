@@ -135,12 +135,9 @@ def explained(error: Exception) -> str:
     if isinstance(error, RunError):
         return str(error)
     if isinstance(error, (ValueError, FloatingPointError)):
-        # Of a data worker's error, torch's message is a traceback
-        text = (
-            str(error).rpartition(f"\n{type(error).__name__}: ")[2]
-            if "\nOriginal Traceback" in str(error)
-            else str(error)
-        )
+        text = str(error)
+        if "\nOriginal Traceback" in text:  # torch's message on an error of a data worker
+            text = text.rpartition(f"\n{type(error).__name__}: ")[2]
         return "" if passes_own_code(error) else text
     number, place = errno_of(error), getattr(error, "filename", None)
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -432,11 +432,10 @@ class Trainer:
             error.add_note(f"Resume: {self.args.resume_command}")
 
     def _fail_after_save_errors(self) -> NoReturn:
-        problem = distributed.on_first(lambda: self.writer.problem)
-        resume = (
-            "" if problem.endswith(".") else f". Then resume: {self.args.resume_command}"
-        )  # what is not finite stays so
-        raise distributed.RunError(f"{problem}{resume}")
+        problem, diverged = distributed.on_first(lambda: (self.writer.problem, self.writer.diverged))
+        if diverged:
+            raise distributed.RunError(problem)
+        raise distributed.RunError(f"{problem}. Then resume: {self.args.resume_command}")
 
     # -- small parts ------------------------------------------------------------------------------------------------
 

@@ -83,8 +83,8 @@ class CollapseWarning(RunCallback):
         if row.get("grad_norm") == 0 and row.get("contrastive_loss") == 0:
             yield (
                 "captions",
-                f"contrastive_loss and grad_norm are 0 at step {row['step']}; the captions of a batch are equal, or as far as they are "
-                "read, so none is a wrong one for an image. Give captions that tell the images apart.",
+                f"contrastive_loss and grad_norm are 0 at step {row['step']}; the captions of a batch are equal, at least as far as they "
+                "are read, so no image has a wrong one. Give captions that tell the images apart.",
             )
         elif row.get("grad_norm") == 0:
             yield (

@@ -294,7 +294,7 @@ def test_names_of_classes_are_read_in_the_usual_forms_or_refused(folder: Path) -
         names = str(write(folder / "names.txt", form))
         good, _ = read(folder / "set", format="classes", classes=names, templates=("{}",))
         assert [record.captions[0] for record in good] == ["cat", "dog", "red fox"], form
-    with pytest.raises(ValueError, match=r"it names 0, 1, 2, and no folder is called so"):
+    with pytest.raises(ValueError, match=r"it names 0, 1, 2, and no folder has such a name"):
         read(folder / "other", format="classes", classes=names)
     for form, message in {
         "2010 cat\n1999 dog": "every line begins with a number, which may be a label or part of the name",

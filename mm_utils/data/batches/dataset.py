@@ -90,7 +90,7 @@ class TrainingTransform(EvaluationTransform):
 
     seed: int = 0
     horizontal_flip: bool = False
-    reach: Reach | None = None  # by which captions are equal that are read alike
+    reach: Reach | None = None  # with it, captions that are read alike count as equal
 
     @property
     def columns(self) -> set[str]:

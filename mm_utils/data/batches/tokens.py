@@ -125,7 +125,7 @@ def caption_key(caption: str) -> int:
 
 
 class Reach(NamedTuple):
-    """How far texts are read: up to `most` tokens; words of the token `unknown`, of which each text has `bare`, are all alike."""
+    """How far texts are read: up to `most` tokens; all words that a tokenizer lacks are `unknown`, which a blank text has `bare` times."""
 
     most: int
     unknown: int | None
@@ -147,15 +147,21 @@ class Reach(NamedTuple):
 
 
 def unread(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int, what: str) -> list[str]:
-    """Return sentences on what is lost of texts, `what` in words: those that are cut, and many unknown tokens."""
+    """Return a sentence each on texts that are cut and on many unknown tokens; `what` is what the texts are, in words."""
     reach = Reach.of(tokenizer, most)
     said = []
     ids = token_ids(tokenizer, list(texts), 1 << 30) if texts else []
     lengths = list(map(len, ids))
     if longer := sum(length > most for length in lengths):
-        number = "it has" if len(texts) == 1 else f"{longer:,} of {len(texts):,} ({longer / len(texts):.1%}) have"
-        cut = f"{number} more than {most} tokens, at most {max(lengths):,}, and what is beyond is cut"
-        said.append(f"{what}: {cut}. --max_seq_length of the training says where.")
+        many = (
+            ""
+            if len(texts) == 1
+            else f"{longer:,} of {len(texts):,} ({longer / len(texts):.1%}) are longer; the longest "
+        )
+        said.append(
+            f"{what}: the model reads {most} tokens. {many or 'It '}has {max(lengths):,}, and the rest is cut. Training sets the number by "
+            "--max_seq_length."
+        )
     unknown = sum(map(reach.unknown_words, ids))
     words = sum(lengths) - len(ids) * len(encode_captions(tokenizer, [""], most)[0])
     if unknown > _MANY_UNKNOWN * words:

@@ -217,8 +217,8 @@ def _of_folder(path: Path, source: Source) -> str:
         if other is None:
             return "webdataset"
         raise ValueError(
-            f"{source.title}; this folder holds tables, such as {other}, and tar shards, such as {shards[0]}; they are not "
-            "read together. Give the ones or the others, or move what is no data set elsewhere."
+            f"{source.title}; this folder holds tables, such as {other}, and tar shards, such as {shards[0]}, which are not read "
+            "together. Give the path of one of them, or move the others out of this folder."
         )
     in_folders = is_captioned or not held.nested.isdisjoint(SUFFIXES[medium])
     if source.labelled and media and not (readable(tables, source) if in_folders else tables):

@@ -133,8 +133,8 @@ def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
             yield f"file {path}", {"image": path, "captions": captions, "label": [label], "split": split}
     if not matched:
         raise ValueError(
-            f"{source.title}, classes={source.classes}; it names {', '.join([*names][:3])}, and no folder is called so. Write lines of "
-            "the folder's name, a tab and the name."
+            f"{source.title}, classes={source.classes}; it names {', '.join([*names][:3])}, and no folder has such a name. Write lines of "
+            "the folder's name, a tab and the name of the class."
         )
 
 

@@ -106,7 +106,7 @@ def _agreeing(files: list[Path], source: Source) -> list[Path]:
         if its_columns != columns:
             raise ValueError(
                 f"{source.title}; {first.name} has the columns {', '.join(columns)}, and {other.name} {', '.join(its_columns)}; "
-                "tables of several kinds are read together where these are equal. Rename the columns, or give each alone."
+                "tables of several kinds are read together only if these names are equal. Rename the columns, or give one table."
             )
     return list(found)
 

@@ -4,8 +4,8 @@ The splits are ``train``, ``validation`` and, if the source has one, ``test``. R
 """
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict
@@ -93,16 +93,16 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
     """Return the sources that the flags name, none for the embedded scenes; `labelled` are fields of those of labelled rows."""
     if args.dataset_name:
         name, title, fields = args.dataset_name, f"--dataset_name is {args.dataset_name}", {**args.columns, **labelled}
-        kind = detect(Source(name, title=title, **fields)) if Path(name).is_dir() else "datasets"
+        kind = detect(Source(name, title=title, **fields)) if os.path.isdir(name) else "datasets"
         return [Source(name, kind, name, title=title, **fields)]
     given = {split: file for split, file in args.files.items() if file}
     sources = []
     for split, file in given.items():
         title = f"--{split}_file is {file}"
-        if not Path(file).is_file() and not file.lower().endswith(".tar"):
+        if not os.path.isfile(file) and not file.lower().endswith(".tar"):
             kind = (
                 "a folder. Give it as --dataset_name."
-                if Path(file).is_dir()
+                if os.path.isdir(file)
                 else "a pipe or device. Write it to a file."
             )
             what = missing(file, is_local=True) or f"that is {kind}"

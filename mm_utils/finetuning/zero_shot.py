@@ -22,7 +22,7 @@ from torch.nn.functional import normalize, one_hot
 from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import arg
-from mm_utils.data.batches.tokens import Reach, encode_captions, pad_captions
+from mm_utils.data.batches.tokens import Reach, encode_captions, pad_captions, unread
 from mm_utils.data.media import Image, medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
@@ -72,7 +72,7 @@ class ZeroShotArguments(LabelArguments):
     def __post_init__(self) -> None:
         if self.split is not None and self.split.lower() not in SPLIT_NAMES:
             raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
-        if self.templates is not None and len(self.templates) == 1 and Path(self.templates[0]).is_file():
+        if self.templates is not None and len(self.templates) == 1 and os.path.isfile(self.templates[0]):
             lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
             self.templates = [line.strip().replace("{c}", "{}") for line in lines if line.strip()]
         without = [template for template in self.templates or () if "{}" not in template]
@@ -104,6 +104,8 @@ class ZeroShotEvaluator:
             )
         self.images, self.templates = images, len(templates)
         texts = [template.replace("{}", name) for name in images.classes for template in templates]
+        for said in unread(tokenizer, texts, max_seq_length, "The texts of the classes"):
+            logger.warning("%s", said)
         self.tokens = pad_captions(encode_captions(tokenizer, texts, max_seq_length), tokenizer.pad_token_id)
         self.guesses = torch.empty(0, 2, dtype=torch.long)  # class and predicted class of every row that could be read
 
@@ -171,7 +173,7 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         ValueError: in one line, if there is no such split or column, no image, a label that is not a class, or a class
             without a name.
     """
-    if labels.classes is not None and not Path(labels.classes).is_file():
+    if labels.classes is not None and not os.path.isfile(labels.classes):
         raise ValueError(f"--classes is {labels.classes}; there is no such file. Write one with a name a line.")
     sources = labelled_sources(args, labels, medium)
     if not sources:
@@ -242,9 +244,13 @@ def _readable_names(known: Sequence[str], given: dict[str, str], file: str | Non
             ):  # a file that names some of them is one of keys, not of places
                 raise ValueError(
                     f"the names of the classes are those of {file}; it has {len(given)} names for {len(known)} classes and none for "
-                    f"{missing[0] if missing else 'label 0'}. Write lines 'id name', or a name a line for every class."
+                    f"{missing[0] if missing else 'label 0'}. Write lines 'id name', or a name a line for every class from 0 on."
                 )
             found = in_order
+            logger.warning(
+                "%s; %s names the classes in their order, %s as %s. Write lines 'id name' if that is not so",
+                *(title, file, known[0], found[0]),
+            )
     coded = next(filter(WORDNET_ID.fullmatch, found), None)
     if not found or coded:
         shown = f"its class {coded} is a WordNet id" if coded else "its labels are numbers"

@@ -59,6 +59,8 @@ class ObjectiveArguments:
         weights = {}
         for term in self.objectives.split(","):
             name, _, weight = term.strip().partition(":")
+            if name in weights:
+                raise ValueError(f"--objectives is {self.objectives!r}; it has {name} twice. Keep one of them.")
             try:
                 weights[name] = float(weight or 1)
             except ValueError:

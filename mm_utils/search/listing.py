@@ -101,7 +101,8 @@ def folder_listing(
                 skipped.append(skip(path, fault))
     skipped += (skip(fault.detail.partition(": ")[0], fault) for fault in unread.faults)
     for reason in unread.passed:
-        logger.info("--images is %s; %s", folder, unread.says(reason))
+        remedy = ". Unpack archives, and write other kinds as JPEG or PNG" if reason == "not_read" else ""
+        logger.info("--images is %s; %s%s", folder, unread.says(reason), remedy)
     if not names:
         raise ValueError(
             f"--images is {folder}; it holds no {medium} that can be read ({', '.join(suffixes)}). Check the path; links to "

@@ -21,6 +21,7 @@ MISTAKES = [
     ("scripts.eval_retrieval", "", "required: --model_name_or_path"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --split dev2", "--split is dev2; a split is train"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo"),
+    ("scripts.eval_zero_shot", f"--model_name_or_path x --dataset_name y --templates {'a' * 300}", "a template says with {}"),  # no name of a file
     ("scripts.embed", "--model_name_or_path x --index_dir x --images x --split test", "has no splits"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout tf", "--layout is tf; choose one of plain, immich, open_clip"),
     ("scripts.export", "--model_name_or_path x --output_dir y --precision fp16", "--precision is fp16; give fp32 or int8."),
@@ -33,6 +34,7 @@ MISTAKES = [
     ("scripts.pretrain", "--objectives captioning:1", "no term of it compares images and texts"),
     ("scripts.pretrain", "--objectives contrastive,sigmoid", "share one temperature"),
     ("scripts.pretrain", "--objectives contrastive:-1", "a weight is a finite number"),
+    ("scripts.pretrain", "--objectives contrastive:1,contrastive:2", "it has contrastive twice"),
     ("scripts.pretrain", "--objectives contrastive,distillation", "Give --teacher_name_or_path"),
     ("scripts.pretrain", "--vision_config huge", "--vision_config is 'huge'; give tiny, small, base"),
     ("scripts.pretrain", "--lr_scheduler_type cubic", "--lr_scheduler_type"),

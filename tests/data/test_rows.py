@@ -129,6 +129,13 @@ def test_of_several_columns_of_captions_the_one_that_is_read_is_named(
         assert caplog.text.count("could be it") == 1
 
 
+def test_a_column_of_splits_of_another_name_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, value, told in (("subset", "Train", True), ("split", "test", False), ("kind", "photo", False)):
+        caplog.clear()
+        read(listed(folder, {"image": "a.jpg", "caption": "a", name: value}))
+        assert (f"the column {name} has {value} and is not read" in caplog.text) is told
+
+
 def test_splits_and_nulls_have_many_names_and_no_others() -> None:
     found = [split_of(name) for name in ("Training", "restval", " val ", "dev", "TEST", "eval")]
     assert found == [*["train"] * 2, *["validation"] * 2, *["test"] * 2]
@@ -180,6 +187,7 @@ def test_templates_and_groups_are_read_of_any_table(folder: Path) -> None:
         (template | {"caption_column": "title"}, "it takes the place of caption_column"),
         ({"group_column": "whom"}, r"there is no such column .*Did you mean 'who'"),
         ({"group_column": "who", "format": "classes"}, "the format classes does not read that"),
+        ({"templates": ("a {}",)}, r"templates=a {}; .* only image_root, .*, group_column\. Leave it out"),
     ):
         with pytest.raises(ValueError, match=message):
             read(folder / "rows.jsonl", **wrong)

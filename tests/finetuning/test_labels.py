@@ -129,7 +129,7 @@ def test_names_are_kept_numbers_are_sorted_and_nearly_equal_ones_named(
     assert "the classes 'CAT', 'Cat', 'cat' are nearly equal" in caplog.text
 
 
-def test_names_for_prompts(tmp_path: Path) -> None:
+def test_names_for_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first synonym, unless two classes share it; a file names WordNet ids and numbers."""
     names = ["crane, bird", "crane, machine", "maillot", "tub, vat", "sea_lion"]
     name = save(tmp_path / "a", [0, 4], ClassLabel(names=names))
@@ -158,6 +158,8 @@ def test_names_for_prompts(tmp_path: Path) -> None:
         flags = {"dataset_name": source} | ({"classes": str(file)} if lines else {})
         if isinstance(expected, list):
             assert labelled_of(**flags).classes == expected
+            assert ("in their order, n01440764 as tench" in caplog.text) is (lines == three)
+            caplog.clear()
             continue
         with pytest.raises(ValueError, match=expected):
             labelled_of(**flags)
@@ -212,6 +214,9 @@ def test_names_that_the_tokenizer_does_not_know_are_named(caplog: pytest.LogCapt
     images = LabelledImages(Dataset.from_dict({}), torch.tensor([0]), ["cat", "жзж"], "test")
     ZeroShotEvaluator(images, own, 32, ZeroShotArguments())
     assert "1 of 2 classes have words that the tokenizer does not know, and are not found by them: жзж" in caplog.text
+    ZeroShotEvaluator(images, own, 8, ZeroShotArguments(templates=[f"{'a cat ' * 9}{{}}", "жзж жзж жзж {}"]))
+    assert "The texts of the classes: 2 of 4 (50.0%) have more than 8 tokens" in caplog.text
+    assert "of the tokens are unknown to the tokenizer" in caplog.text
 
 
 def test_the_table_of_classes_by_hand(tmp_path: Path) -> None:

@@ -124,12 +124,14 @@ def find_columns(
     needed = {"label": label, "image": image} if wanted.labelled else {"image": image, "caption": caption}
     if missing := next((kind for kind, column in needed.items() if column is None), None):
         advice = f"Set --{missing}_column, or write it behind the path: ,{missing}_column=NAME."
+        advice = "Set --label_column." if missing == "label" else advice
         shown = medium if missing == "image" else missing
         raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
     if (kind := typed.get(str(image), medium)) != medium:
         raise ValueError(
             f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
         )
+    _tell_splits([name for name in names if name not in (image, caption, label, group, *wanted.parts)], first, title)
     key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
     key = None if wanted.labelled or key == image else key
     classes = tuple(labels.get(str(label), ()))
@@ -204,6 +206,16 @@ def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequen
             "%s; the %s is the column %s; %s could be it, too, and is not read. --%s_column, or %s_column= behind the path, "
             "names another",
             *(title, kind, shortened(read), ", ".join(map(shortened, others)), kind, kind),
+        )
+
+
+def _tell_splits(names: Sequence[str], first: Mapping[str, Any], title: str) -> None:
+    """Log, once, that a column names splits, is not called so, and is not read."""
+    says = [name for name in names if str(first.get(name)).lower() in SPLIT_NAMES]
+    if says and not any(map(is_split, names)):
+        tell_once(
+            f"{title}; the column {shortened(says[0])} has {first[says[0]]} and is not read. If it names splits, call it split, or "
+            "all its rows are trained on."
         )
 
 

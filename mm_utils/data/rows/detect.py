@@ -103,7 +103,8 @@ def refuse_unread(source: Source, read: tuple[str, ...] = ()) -> None:
     if source.labelled and source.format != "classes" and "label_column" not in read:
         wanted.append("a label")
     if wanted:
-        only = f", only {', '.join(read)}" if read else ""
+        options = [name for name in read if source.labelled or name != "label_column"]  # which is a flag alone
+        only = f", only {', '.join(options)}" if options else ""
         raise ValueError(
             f"{source.title}, {wanted[0]}; the format {source.format} does not read that{only}. Leave it out, or write a table "
             "(JSONL, CSV or Parquet) of the files."
@@ -294,6 +295,6 @@ def _of_file(path: Path, source: Source) -> str:
         return suffix[1:]
     known = ", ".join((*TEXT_SUFFIXES, ".parquet", ".tar"))
     raise ValueError(
-        f"{source.title}; its format is not known by '{path.suffix}'. Known are {known} (unpack a zip); prepare_data takes "
+        f"{source.title}; its format is not known by '{path.suffix}'. Known are {known} (unpack a .zip or .gz); prepare_data takes "
         f"format=, one of {', '.join(FORMATS)}."
     )

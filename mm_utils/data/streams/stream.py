@@ -34,6 +34,7 @@ from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders
 from mm_utils.data.batches.order import BatchSizes, replacement_rows
 from mm_utils.data.batches.tokens import tokenize_rows, tokenize_splits
 from mm_utils.data.batches.workers import worker_loader
+from mm_utils.data.faults import REASONS
 from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out, split_of_path
@@ -162,8 +163,10 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         found, unread = {}, Unread()
         for file in own_files(name, tuple(SHARDS), data.allow_outside_root, title, unread):
             found.setdefault(split_of_path(file, by_words=True) or "train", []).append(str(folder / file))
-        for fault in (*unread.faults, *map(unread.says, unread.passed)):
+        for fault in unread.faults:
             logger.warning("%s; %s", title, fault)
+        for reason in unread.passed:
+            logger.warning("%s; %s. %s", title, unread.says(reason), REASONS[reason])
         return found
     with blamed_on(title):
         data_files = open_builder(name).config.data_files

@@ -111,10 +111,7 @@ FOUND_LATER = [  # pretrain's words behind those of a tiny run, and what the lin
     ("--max_train_samples 1", "needs at least 2 pairs"),
     ("--batch_size_schedule 0:4,2:500", "--global_batch_size is 500, and the training split has 16 images"),
     ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint is nowhere"),
-    (
-        "--metric_for_best_model accuracy",
-        "--metric_for_best_model is accuracy; no evaluation measures it. Choose of text",
-    ),
+    ("--metric_for_best_model accuracy", "accuracy; no evaluation measures it. Choose of text"),
     ("--fusion_layers 0", "--fusion_layers"),
     ("--wise_ft", "--wise_ft is set; the run does not start from a model"),
 ]
@@ -153,12 +150,8 @@ def test_a_model_that_is_none_is_answered_with_what_to_give(
     for folder, kind in kinds.items():
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": kind}))
-    for file in (
-        "adapter/adapter_config.json",
-        "open_clip/open_clip_config.json",
-        "sentences/modules.json",
-        "sentences/0_CLIPModel/config.json",
-    ):
+    files = "adapter/adapter_config.json open_clip/open_clip_config.json sentences/modules.json sentences/0_CLIPModel/config.json"
+    for file in files.split():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")
     for step in (2, 12):

@@ -366,12 +366,8 @@ def test_hostile_captions_ids_and_names_stay_text(tmp_path: Path) -> None:
     rows = [split("train", 1, id=text, captions=[text] * 2)[0] for text in [*HOSTILE, ""]]
     pairs = DatasetDict({"../up|b](x)": Dataset.from_list(rows, features=FEATURES)})
     copies = {**SUMMARY["duplicates"], "examples": [[text, HOSTILE[0]] for text in HOSTILE]}
-    shared = {
-        "distinct": 1,
-        "long": 0,
-        "not_latin": 0,
-        "shared": [{"caption": text, "images": 20} for text in HOSTILE],
-    }
+    alike = [{"caption": text, "images": 20} for text in HOSTILE]
+    shared = {"distinct": 1, "long": 0, "not_latin": 0, "shared": alike}
     sources = [{**SOURCE, "name": text, "path": text, "format": text} for text in HOSTILE]
     text = report(tmp_path, pairs, duplicates=copies, captions=shared, sources=sources)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jpg", "report.md"]

@@ -74,9 +74,7 @@ def in_worker(deed: Callable[[], Any], then: Callable[[], Any] = bool) -> None:
 def end_as_python_does(function: Callable[[], Any], log: Path) -> None:
     """Call `function` by `run_script` in a session of its own, and exit as an interpreter."""
     os.setsid()
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # of workers, as in a script; here it would be that of this process
+    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a script
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1), os.dup2(out, 2)
@@ -126,10 +124,8 @@ def pretrain(flags: list[str], workers: int, act: Act, before: Callable[[], Any]
     scripts.pretrain.main([*flags, "--dataloader_num_workers", str(workers)], callbacks=[act])
 
 
-STOPPED, AFTER = (
-    "Stopped by a signal after step 2. Resume: ",
-    "Stopped by a signal, after the last step of a stage. Resume: ",
-)
+STOPPED = "Stopped by a signal after step 2. Resume: "
+AFTER = "Stopped by a signal, after the last step of a stage. Resume: "
 WAYS: dict[str, tuple[Act, int, str]] = {
     "bug": (Act("on_step_end", partial(raises, KeyError("a bug"))), 1, "KeyError: 'a bug'"),
     "mistake": (Act("on_evaluate", partial(raises, ValueError("a mistake"))), 1, "in raises"),
@@ -168,9 +164,12 @@ def sleep(*_: Any) -> None:
 def prepare(words: list[str]) -> None:
     """As on a terminal: Ctrl-C while the processes work."""
     ingest.ingest = sleep  # type: ignore[assignment]
-    threading.Timer(
-        1.0, lambda: (print("it begins", time.time(), file=sys.stderr), os.killpg(0, signal.SIGINT))
-    ).start()
+
+    def interrupt() -> None:
+        print("it begins", time.time(), file=sys.stderr)
+        os.killpg(0, signal.SIGINT)
+
+    threading.Timer(1.0, interrupt).start()
     scripts.prepare_data.main(words)
 
 

@@ -39,11 +39,8 @@ def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags,
     assert f"No checkpoint in {tmp_path}: the run begins at step 0" in caplog.messages
     last = max(losses(tmp_path))
     assert last < 20
-    stops = [
-        text
-        for text in caplog.messages
-        if text.startswith(("Training stopped early", "The encoders' stage stopped early"))
-    ]
+    starts = ("Training stopped early", "The encoders' stage stopped early")
+    stops = [text for text in caplog.messages if text.startswith(starts)]
     assert all("in 1 evaluations (--early_stopping_patience), eval_" in text for text in stops)
     card, summary = (tmp_path / "README.md").read_text(), caplog.messages[-1]
     assert stops

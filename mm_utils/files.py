@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536  # the limit that a run asks for; data workers and shards use most of it
 SUMS_FILE = "SHA256SUMS"  # of a checkpoint or a finished model; `sha256sum -c` reads it, too
-OF_MODEL = (".safetensors", ".json", ".model", ".py", ".txt")
+_OF_MODEL = (".safetensors", ".json", ".model", ".py")
+_WORDS = ("vocab.txt", "merges.txt")
+_REPORTS = ("environment.json", "results.json", "metrics.json", "wise_ft.json")
 _BLOCK = 2**22
 _Result = TypeVar("_Result")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what only writing meets
@@ -100,6 +102,11 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_of_model(path: Path) -> bool:
+    """Return whether a file of a run's folder is part of its model; its reports, and logs that somebody keeps there, are not."""
+    return path.name in _WORDS or (path.suffix in _OF_MODEL and path.name not in _REPORTS)
+
+
 def changed_since_sums(folder: Path) -> list[str]:
     """Return the names of a model's files that differ from the sums beside them; none where there are no sums.
 
@@ -113,7 +120,7 @@ def changed_since_sums(folder: Path) -> list[str]:
         return []
     parts = [line.partition("  ") for line in lines]
     sums = {folder / name: digest for digest, _, name in parts}
-    files = [path for path in sorted(folder.glob("*.*")) if path in sums and path.suffix in OF_MODEL]
+    files = [path for path in sorted(folder.glob("*.*")) if path in sums and is_of_model(path)]
     touched = [path for path in files if _touched(path) >= summed]
     changed = [path.name for path in touched if sha256(path) != sums[path]]
     if touched and not changed:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mm_utils import distributed
-from mm_utils.files import OF_MODEL, SUMS_FILE, readable, replace_folder, restore_folder, sha256, write_atomic
+from mm_utils.files import SUMS_FILE, is_of_model, readable, replace_folder, restore_folder, sha256, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,8 @@ def remove_unfinished(output_dir: Path) -> None:
 
 def seal_model(folder: Path) -> None:
     """Write the SHA-256 of the files of a finished model, and of the stock one in `dual_encoder/`."""
-    paths = sorted(path for path in (*folder.glob("*.*"), *folder.glob("dual_encoder/*.*")) if path.suffix in OF_MODEL)
-    _write_sums(folder, (path for path in paths if path.name != "environment.json"))
+    paths = (*folder.glob("*.*"), *folder.glob("dual_encoder/*.*"))
+    _write_sums(folder, sorted(filter(is_of_model, paths)))
 
 
 def _write_sums(folder: Path, paths: Iterable[Path]) -> None:

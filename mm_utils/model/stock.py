@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from mm_utils.model.join import has_bert_pooler, join_backbones, probe
@@ -126,6 +126,9 @@ def to_dual_encoder(model: FusionDualEncoderModel) -> PreTrainedModel:
 
 
 def _fit_dual_encoder(model: FusionDualEncoderModel, weights: dict[str, Tensor], configs: dict[str, Any]) -> None:
+    kind = model.text_model.config.model_type
+    if type(model.text_model.config) not in MODEL_MAPPING:  # SigLIP's, whose images have a projection now
+        raise ValueError(f"the stock class has no text tower of the kind {kind}")
     vision = probe(model.vision_model, "vision")
     if model.config.vision_pooling != "pooler" or vision["pooler_output"].dim() != 2:
         raise ValueError("the stock class takes one pooled vector per image from the vision tower, and here is none")

@@ -21,12 +21,12 @@ from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import ProgressBar, Throughput
 from mm_utils.training.feature_cache import CacheFeatures
-from mm_utils.training.starts import ClosedFormStart, WiseFT
+from mm_utils.training.starts import BlockStart, ClosedFormStart, WiseFT
 from mm_utils.training.teacher import CacheTeacher
 from mm_utils.training.trackers import Tracking
 from mm_utils.training.warnings import CollapseWarning
 
-KINDS = (CacheFeatures, CacheTeacher, ClosedFormStart, WiseFT, CollapseWarning, HubPusher, Tracking)
+KINDS = (CacheFeatures, CacheTeacher, ClosedFormStart, BlockStart, WiseFT, CollapseWarning, HubPusher, Tracking)
 """The callbacks that flags ask for, in the order in which they are started."""
 
 

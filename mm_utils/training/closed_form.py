@@ -9,9 +9,12 @@ Hotelling 1936 (doi 10.1093/biomet/28.3-4.321), with four changes:
 - If the vision tower has a classifier with named classes, the names that it sees in an image, embedded by the text tower, are a
   second caption of the image. Their weight is chosen out of fold as well, and 0 is an answer.
 
+A pretrained image-text model has maps already. What they know and what the pairs say become two blocks of one map (`stack`).
+
 Shape letters: M images, T captions, A and B channels of image and text features, E embedding width.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +24,13 @@ from torch.nn import functional as F
 FOLDS = 4
 SHRINKAGES = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03)  # in mean variances of a feature, in the order of trial
 NAME_WEIGHTS = (0.0, 0.3, 1.0, 2.0)  # of the class names; a caption has 1
+PAIR_WEIGHTS = (1.0, 0.9, 0.75, 0.6, 0.5, 0.4, 0.25, 0.0)  # of what the pairs say beside what a model knew
 SCALES = tuple(2 ** (power / 2) for power in range(2, 14))  # inverse temperatures, 2 to 91
 
 _ALIKE = 1e-10  # variance of unit features that differ by rounding alone
+
+MapPair = tuple[Tensor, Tensor]
+"""Maps from image features `[A, E]` and from text features `[B, E]` to embeddings."""
 
 
 @dataclass
@@ -106,13 +113,42 @@ class ClosedForm:
     candidates: int  # images that these were found among
     image_mean_A: Tensor  # of the unit features
     text_mean_B: Tensor
+    pair_weight: float = 1.0  # beside what a model knew; 0: its maps are the best
 
 
-def fit(features: Features, width: int) -> ClosedForm:
+def stack(known: MapPair | None, fitted: MapPair, weight: float, features: Features) -> MapPair:
+    """Return maps `[A, K + E]` and `[B, K + E]` whose cosine is about 1 - weight times the known one plus weight times the fitted.
+
+    Each block is divided by the mean norm of its outputs, so that both cosines count as the weight says. Of weight 0 or 1, one
+    of the blocks is returned alone.
+    """
+    if known is None or weight == 1:
+        return fitted
+    if weight == 0:
+        return known
+    rows = (features.image_MA, features.text_TB)
+    image, text = (
+        torch.cat([math.sqrt(1 - weight) * _level(old, each), math.sqrt(weight) * _level(new, each)], 1)
+        for old, new, each in zip(known, fitted, rows, strict=True)
+    )
+    return image, text
+
+
+def _level(map_CE: Tensor, rows_NC: Tensor) -> Tensor:
+    """Return a map whose outputs have a mean norm of 1; a map to zero stays."""
+    norm = (rows_NC @ map_CE).norm(dim=1).mean()
+    return map_CE / norm if norm > 0 else map_CE
+
+
+def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedForm:
     """Fit the maps to all pairs, with settings and scale best for pairs left out, in 4 folds.
 
     The best have the lowest InfoNCE among the images of a fold; recall, which is coarse, is only reported. If images or captions
     are all alike, the maps are zero.
+
+    Args:
+        width: of the fitted maps.
+        known: maps `[A, K]` and `[B, K]` of a model that is kept, as the first block of the maps; its weight is chosen, too.
 
     Raises:
         ValueError: with fewer than two images a fold, or if a feature is not finite.
@@ -133,12 +169,14 @@ def fit(features: Features, width: int) -> ClosedForm:
     fold_M = torch.arange(images) % FOLDS
     held_out, total = [features.take(fold_M == fold) for fold in range(FOLDS)], features.moments()
     others = [Maps([whole - part for whole, part in zip(total, fold.moments(), strict=True)]) for fold in held_out]
+    known = None if known is None else (known[0].cpu().double(), known[1].cpu().double())
 
-    def judge(shrinkage: float, name_weight: float) -> tuple[float, float, float, float]:
+    def judge(shrinkage: float, name_weight: float, pair_weight: float = 1.0) -> tuple[float, float, float, float]:
         """Return the lowest loss, the scale that has it, and both recalls."""
-        found = [
-            _judge(part, *rest.of(shrinkage, name_weight, width)) for part, rest in zip(held_out, others, strict=True)
-        ]
+        found = []
+        for part, rest in zip(held_out, others, strict=True):
+            maps = stack(known, rest.of(shrinkage, name_weight, width), pair_weight, features)
+            found.append(_judge(part, *maps))
         losses, recalls = (torch.stack(column) for column in zip(*found, strict=True))
         best = int(losses.mean(0).argmin())
         return losses[:, best].mean().item(), SCALES[best], *recalls.mean(0).tolist()
@@ -153,9 +191,18 @@ def fit(features: Features, width: int) -> ClosedForm:
     if features.names_MB is not None:
         judged |= {(shrinkage, weight): judge(shrinkage, weight) for weight in NAME_WEIGHTS[1:]}
     shrinkage, name_weight = min(judged, key=judged.__getitem__)
-    _, scale, *recalls = judged[shrinkage, name_weight]
-    maps, means = Maps(total).of(shrinkage, name_weight, width), (total[1] / total[0], total[2] / total[0])
-    return ClosedForm(*maps, scale, shrinkage, name_weight, (recalls[0], recalls[1]), images // FOLDS, *means)
+    best, pair_weight = judged[shrinkage, name_weight], 1.0
+    if known is not None:
+        tried = {(shrinkage, weight): judge(shrinkage, name_weight, weight) for weight in PAIR_WEIGHTS}
+        _, pair_weight = min(tried, key=tried.__getitem__)
+        # Beside what a model knew, what the pairs say may be shrunk more or less.
+        tried |= {(other, pair_weight): judge(other, name_weight, pair_weight) for other in SHRINKAGES}
+        shrinkage, pair_weight = min(tried, key=tried.__getitem__)
+        best = tried[shrinkage, pair_weight]
+    _, scale, *recalls = best
+    fitted, means = Maps(total).of(shrinkage, name_weight, width), (total[1] / total[0], total[2] / total[0])
+    maps, shown = stack(known, fitted, pair_weight, features), (recalls[0], recalls[1])
+    return ClosedForm(*maps, scale, shrinkage, name_weight, shown, images // FOLDS, *means, pair_weight)
 
 
 def _judge(held_out: Features, image_AE: Tensor, text_BE: Tensor) -> tuple[Tensor, Tensor]:

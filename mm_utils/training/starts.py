@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,15 +30,17 @@ from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import in_turn
-from mm_utils.files import write_atomic
+from mm_utils.files import append_rows, write_atomic
 from mm_utils.model.adapt import merged
 from mm_utils.model.encoding import vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import (
+    DUAL_ENCODERS,
     FusionDualEncoderModel,
     ResidualProjection,
     is_trained,
     pool_output,
 )
+from mm_utils.training.arguments import METRICS_FILE
 from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.class_names import read_classes
 from mm_utils.training.closed_form import ClosedForm, Features, fit
@@ -46,6 +48,7 @@ from mm_utils.training.closed_form import ClosedForm, Features, fit
 logger = logging.getLogger(__name__)
 
 IMAGES = 10_000  # of training, from which the closed form is computed, in 5 s of a core; more than ten times the width change little
+BLOCK_WIDTH = 256  # of what the pairs say
 FEWEST_IMAGES = 8  # of the closed form's cross-validation in four parts
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -74,6 +77,98 @@ class ClosedFormStart(RunCallback):
         rows = min(len(run.data.splits["train"]), IMAGES)
         work = partial(start_projections, IMAGES, self.vision_name, run.data, run.model, run.run.accelerator)
         run.timed_pass(rows, IMAGES, work)
+
+
+class BlockStart(RunCallback):
+    """Start a whole model between frozen towers from two blocks of one linear map: what it knew, and what the pairs say."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @classmethod
+    def attach(cls, given: Parsed) -> "BlockStart | None":
+        """Return the callback where a pre-training learns nothing but the projections of a whole model."""
+        whole = given["model_name_or_path"] and not given["text_model_name_or_path"]
+        frozen = given["freeze_vision"] and given["freeze_text"]
+        return cls(given["model_name_or_path"]) if whole and frozen and given["objectives"] else None
+
+    def on_start(self, run: Any) -> None:
+        """Measure the model as it is, fit the second block, and put both into the projections; a checkpoint has them already."""
+        model, rows = run.model, min(run.data.num_rows, IMAGES)
+        if not can_stack(model) or run.given["streaming"] or rows < FEWEST_IMAGES:
+            return
+        if run.resume_from is not None and not run.given["wise_ft"]:
+            width = json.loads((run.resume_from / "config.json").read_text(encoding="utf-8"))["projection_dim"]
+            write_blocks(model, [torch.zeros(width, 1)] * 2)
+            return
+        accelerator = run.run.accelerator
+        if run.resume_from is None and run.data.eval_loader is not None:
+            model.to(accelerator.device).eval()
+            metrics = in_turn(*run.evaluators)(model, run.data.evaluation("validation"), accelerator)
+            before = {"step": 0, **{f"eval_{name}": value for name, value in metrics.items()}}
+            distributed.on_first(partial(append_rows, run.run.output_dir / METRICS_FILE, [before]))
+        run.timed_pass(rows, IMAGES, partial(start_blocks, IMAGES, run.data, model, accelerator))
+
+
+def can_stack(model: FusionDualEncoderModel) -> bool:
+    """Return whether both projections are linear or none, and their embedding no wider than a tower: it is widened only once."""
+    config = model.config
+    for projection, width in (
+        (model.visual_projection, config.vision_pooled_width),
+        (model.text_projection, config.text_width),
+    ):
+        if type(projection) not in (nn.Linear, nn.Identity) or config.projection_dim > width:
+            return False
+        if isinstance(projection, nn.Identity) and config.projection_dim != width:
+            return False
+    return True
+
+
+def start_blocks(images: int, data: TrainingData, model: FusionDualEncoderModel, accelerator: Accelerator) -> None:
+    """Put what a whole model knew and what at most N training images say into its projections, and set its temperature.
+
+    Called on all ranks, before the model is prepared.
+
+    Raises:
+        ValueError: on all ranks, if fewer images than are needed can be read, or a tower's output is not finite.
+    """
+    begin = time.monotonic()
+    features = paired_features(model, images, data, accelerator, None, pooled_images=True)
+    known = _map_of(model.visual_projection, features.image_MA), _map_of(model.text_projection, features.text_TB)
+    found = distributed.on_first(partial(fit, features, BLOCK_WIDTH, known))
+    logger.info(
+        "The projections start from what the model knew and, with weight %g, from the closed form of %s pairs (shrinkage %g, "
+        "%.0f s): recall@1 of pairs left out of the fit %.3f text to image and %.3f image to text, among %d",
+        *(found.pair_weight, f"{len(features.image_MA):,}", found.shrinkage, time.monotonic() - begin),
+        *(*found.recalls, found.candidates),
+    )
+    if found.pair_weight:
+        write_blocks(model, [found.image_AE.T, found.text_BE.T])
+        if model.logit_bias is None:
+            model.logit_scale.data.fill_(math.log(found.scale))
+
+
+def _map_of(projection: nn.Module, features: Tensor) -> Tensor:
+    """Return the map `[C, E]` of a projection, or of none."""
+    if isinstance(projection, nn.Linear):
+        return projection.weight.detach().T
+    return torch.eye(features.shape[1])
+
+
+@torch.no_grad()
+def write_blocks(model: FusionDualEncoderModel, weights: Sequence[Tensor]) -> None:
+    """Give a model projections of as many rows as `weights`, those of images and of texts, have; and their values.
+
+    SigLIP, whose images have no projection, becomes a `VisionTextDualEncoderModel`.
+    """
+    for name, weight in zip(("visual_projection", "text_projection"), weights, strict=True):
+        width = model.config.vision_pooled_width if name.startswith("visual") else model.config.text_width
+        made = nn.Linear(width, len(weight), bias=False).to(model.logit_scale)
+        made.weight.copy_(weight.expand_as(made.weight))
+        setattr(model, name, made)
+    model.config.projection_dim = len(weights[0])
+    if model.config.dual_encoder_type == "siglip":
+        model.config.dual_encoder_type = DUAL_ENCODERS[0]
 
 
 def start_projections(
@@ -108,11 +203,17 @@ def start_projections(
 
 @torch.no_grad()
 def paired_features(
-    model: FusionDualEncoderModel, images: int, data: TrainingData, accelerator: Accelerator, vision_name: str | None
+    model: FusionDualEncoderModel,
+    images: int,
+    data: TrainingData,
+    accelerator: Accelerator,
+    vision_name: str | None,
+    pooled_images: bool = False,
 ) -> Features:
     """Run both towers over at most N training rows, shared by ranks; return all features in the rows' order.
 
-    Where a frozen tower has run over the rows already, its stored output is read.
+    Where a frozen tower has run over the rows already, its stored output is read. Images are pooled outputs of the tower with
+    `vision_name` or `pooled_images`, else embeddings.
 
     Raises:
         ValueError: if no image can be decoded.
@@ -120,8 +221,9 @@ def paired_features(
     was_training, home, device = model.training, model.logit_scale.device, accelerator.device
     model.eval().to(device)  # type: ignore[arg-type]
     config, keeps_text = model.config, not is_trained(model.text_projection)
+    pooled_images = pooled_images or vision_name is not None
     widths = (
-        config.vision_pooled_width if vision_name else config.projection_dim,
+        config.vision_pooled_width if pooled_images else config.projection_dim,
         (config.projection_dim if keeps_text else config.text_width),
     )
     pooled, texts = ([torch.empty(0, width, device=device)] for width in widths)
@@ -154,7 +256,7 @@ def paired_features(
             if not len(batch["rows"]):
                 continue
             seen_BC, _ = vision_features(model, batch, with_taps=False)
-            pooled.append((seen_BC if vision_name else model.project_image(seen_BC, ())[0]).float())
+            pooled.append((seen_BC if pooled_images else model.project_image(seen_BC, ())[0]).float())
             if classes is not None:
                 seen.append(classes.probabilities(pooled[-1] if "vision_pooled" in batch else None) @ name_NB)
             texts.append(text_features(batch))

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForAudioClassification,
     AutoModelForImageClassification,
     AutoTokenizer,
+    CLIPModel,
     VisionTextDualEncoderModel,
 )
 
@@ -30,15 +31,16 @@ from mm_utils.model.processor import train_tokenizer
 from mm_utils.objectives.build import ObjectiveArguments, build_objective
 from mm_utils.training import closed_form
 from mm_utils.training.class_names import TEMPERATURE, read_classes
-from mm_utils.training.closed_form import FOLDS, Features, Maps, fit
+from mm_utils.training.closed_form import FOLDS, Features, Maps, fit, stack
 from mm_utils.training.starts import interpolate, paired_features, start_projections, weights_of_start
-from scripts import pretrain
+from scripts import eval_retrieval, pretrain
 from tests.kit.corpora import COLOURS, SHAPES
 from tests.kit.models import IMAGE, TOWER, write_towers
 from tests.kit.numbered_rows import new_tokenizer, rows_of, training_data
 from tests.kit.processes import logged, run_on_ranks
 from tests.kit.processes import rows_of as logged_rows
 from tests.kit.processes import weights as saved_weights
+from tests.kit.stock_folders import write_stock
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +286,58 @@ def test_features_that_are_all_alike_or_not_finite(side: str) -> None:
         fit(dataclasses.replace(features, **{side: rows / 0}), 4)
     with pytest.raises(ValueError, match="is not finite"):
         fit(dataclasses.replace(features, names_MB=torch.full((40, 9), float("nan"))), 4)
+
+
+# -- what a model knew beside what the pairs say ------------------------------------------------------------------------
+
+
+def test_the_cosine_of_two_blocks_is_the_mean_of_theirs() -> None:
+    """Where all outputs of a block have one norm, it is so exactly."""
+    draw = torch.Generator().manual_seed(0)
+    turn, other = (torch.linalg.qr(torch.randn(9, 9, generator=draw, dtype=torch.double))[0] for _ in range(2))
+    rows = F.normalize(torch.randn(50, 9, generator=draw, dtype=torch.double), dim=-1)
+    features = Features(rows, rows.flip(0), torch.arange(50))
+    known, fitted = (3 * turn, turn), (other, 5 * other)
+    stacked = scores(features, stack(known, fitted, 0.3, features))
+    torch.testing.assert_close(stacked, 0.7 * scores(features, (turn, turn)) + 0.3 * scores(features, (other, other)))
+    assert stack(known, fitted, 0.0, features) is known
+    assert stack(known, fitted, 1.0, features) is fitted
+
+
+def test_the_weight_of_the_pairs_follows_from_what_each_side_knows() -> None:
+    every = pairs(2040, noise=2.0).unit()
+    few, many = every.take(torch.arange(2040) >= 2000), every.take(torch.arange(2040) < 2000)
+    knowing = Maps(many.moments()).of(0.1, 0.0, 4)
+    draw = torch.Generator().manual_seed(1)
+    ignorant = tuple(torch.randn(channels, 4, generator=draw, dtype=torch.double) for channels in (12, 9))
+    assert fit(few, 4, knowing).pair_weight < fit(few, 4, ignorant).pair_weight
+    assert fit(many, 4, ignorant).pair_weight == 1
+    alone = fit(many, 4)
+    torch.testing.assert_close(fit(many, 4, ignorant).image_AE, alone.image_AE)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_whole_model_between_frozen_towers_keeps_what_it_knew(
+    kind: str, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    """The model as it is is measured first; the saved one opens in a stock class; a resumed run ends with the same weights."""
+    stock = write_stock(tmp_path / kind, kind)
+    frozen = ["--freeze_vision", "--freeze_text", "--cache_features", "--objectives", "contrastive:1"]
+    flags = [*tiny_flags[:2], *tiny_flags[4:10], "--model_name_or_path", stock, *frozen, "--save_steps", "2"]
+    pretrain.main([*flags, "--fusion_layers", "0", "--output_dir", str(tmp_path / "run")])
+    before, *_ = logged_rows(tmp_path / "run")
+    plain = eval_retrieval.main([*tiny_flags[:2], "--model_name_or_path", stock, "--split", "validation"])
+    assert (before["step"], before["eval_mean_recall"]) == (0, plain["mean_recall"])
+    model = FusionDualEncoderModel.from_pretrained(tmp_path / "run").eval()
+    assert model.config.projection_dim > 32 - 8 * (kind == "clip")
+    if kind == "clip":  # SiglipModel has no projection of images
+        pixels, opened = torch.randn(2, 3, 32, 32), CLIPModel.from_pretrained(tmp_path / "run/dual_encoder").eval()
+        found = opened.get_image_features(pixel_values=pixels).pooler_output
+        torch.testing.assert_close(F.normalize(found, dim=-1), model.encode_image(pixels)[0], rtol=0, atol=1e-6)
+    resume = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-2")]
+    pretrain.main([*flags, "--fusion_layers", "0", *resume, "--output_dir", str(tmp_path / "again")])
+    for name, weight in saved_weights(tmp_path / "run").items():
+        assert torch.equal(saved_weights(tmp_path / "again")[name], weight), name
 
 
 # -- class names ---------------------------------------------------------------------------------------------------------

@@ -38,18 +38,21 @@ def gained(
         difference: the gain of the same rows and half the width of its interval; without it, `half` stands for that.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
-    first: dict[str, float] = next((row for row in rows if metric in row), {})
+    starts: list[float] = [row[metric] for row in rows if metric in row and row.get("step") == 0]
     stated = f"{figure} {after:.3f} ± {half:.3f}, {floor_name} {floor:.3f}"
     if after - half <= floor:
         return f"{stated}: by this figure, nothing was learnt. {advice}".rstrip()
-    if first.get("step") != 0:
+    if not starts:
         return f"{stated}."
-    before = first[metric]
-    if next((row["saved_step"] for row in reversed(rows) if "saved_step" in row), None) == 0:
+    before = starts[0]  # of a whole model as it is; a second one is of what a closed form added to it
+    saves_start = next((row["saved_step"] for row in reversed(rows) if "saved_step" in row), None) == 0
+    if saves_start and len(starts) == 1:
         begin = f"{figure} {before:.3f} before the first step, {floor_name} {floor:.3f}, and no later step was better"
         return f"{begin}: training gained nothing over its start. {advice}".rstrip()
     gain, half = difference or (after - before, half)
     ends = f"{figure} {before:.3f} before training, {after:.3f} after: {gain:+.3f} ± {half:.3f}"
+    if saves_start:
+        ends += ", by the closed form alone, as no step was better"
     if gain > half:
         return f"{ends}."
     if gain < -half:

@@ -277,7 +277,7 @@ def _retrieval_summary(context: RunContext, evaluator: RetrievalEvaluator) -> li
     whole, *starts = (run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
     gain = recall_gained(
         *(evaluator, run.output_dir / "metrics.jsonl", medium),
-        is_paired=context.evaluates_start and context.resume_from is None,
+        is_paired=context.resume_from is None,
         from_scratch=not (whole or all(starts)),
     )
     return [

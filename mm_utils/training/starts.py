@@ -111,8 +111,10 @@ class BlockStart(RunCallback):
 
 
 def can_stack(model: FusionDualEncoderModel) -> bool:
-    """Return whether both projections are linear or none, and their embedding no wider than a tower: it is widened only once."""
+    """Return whether a model has no head and projections that are linear or none, no wider than a tower: they are widened once."""
     config = model.config
+    if model.fusion is not None:
+        return False
     for projection, width in (
         (model.visual_projection, config.vision_pooled_width),
         (model.text_projection, config.text_width),

@@ -6,7 +6,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -167,7 +167,12 @@ def in_turn(*evaluators: Evaluate) -> Evaluate:
     def measure(model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         found: dict[str, float] = {}
         for evaluate in evaluators:
-            for name, value in evaluate(model, loader, accelerator).items():
+            figures = evaluate(model, loader, accelerator)
+            if not isinstance(figures, Mapping):
+                raise ValueError(
+                    f"an evaluator returns {figures!r}; figures are a dict of numbers by name. Return one."
+                )
+            for name, value in figures.items():
                 if name in found:
                     raise ValueError(f"two evaluators return {name}; one would replace the other. Rename one of them.")
                 try:

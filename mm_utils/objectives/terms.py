@@ -130,6 +130,11 @@ class EmbeddingTerm(Term):
         )
         scale = own.scale.detach() + (own.scale - own.scale.detach()) / world  # every rank has all of its gradient
         value = self.of_batch(image_NE, text_NE, scale, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shown = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"of_batch of {type(self).__name__} returns {shown}; a loss is a tensor of one number. Return a mean."
+            )
         return value.detach() + world * (value - value.detach())
 
     def metrics(self, value: Tensor, own: Encoded) -> Report:

@@ -55,6 +55,13 @@ def run_script(main: Callable[[], Any]) -> None:
         raise
     except SystemExit as end:
         status = end.code
+        if not status and passes_own_code(end):  # whoever started the run would take it for done
+            status = 1
+            logging.getLogger("mm_utils").error(
+                "sys.exit(0) in code of yours ended the run before its end. Set control.should_training_stop = True in a callback to "
+                "end a stage, or go on with --resume_from_checkpoint latest."
+            )
+            sys.exit(status)
         raise
     except Exception as error:
         line = explained(error)

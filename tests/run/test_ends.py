@@ -131,6 +131,11 @@ WAYS: dict[str, tuple[Act, int, str]] = {
     "mistake": (Act("on_evaluate", partial(raises, ValueError("a mistake"))), 1, "in raises"),
     "refusal": (Act("on_train_begin", partial(raises, RunError("a is b; c."))), 1, "ERROR a is b; c."),
     "exit": (Act("on_step_end", partial(sys.exit, 3)), 3, ""),
+    "exit as if done": (
+        Act("on_step_end", partial(sys.exit, 0)),
+        1,
+        "ended the run before its end. Set control.should",
+    ),
     "worker's bug": (Act("on_evaluate_begin", partial(in_worker, partial(raises, KeyError("a bug")))), 1, "KeyError"),
     "worker hangs": (
         Act("on_evaluate_begin", partial(in_worker, partial(time.sleep, 60), partial(raises, KeyError("a bug")))),

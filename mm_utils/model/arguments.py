@@ -130,6 +130,8 @@ class ModelArguments(TowerArguments):
                     f"--{name} is {getattr(self, name)}, and --model_name_or_path is {self.model_name_or_path}; a whole model "
                     "has its own, and the flag would change nothing. Drop one of the two."
                 )
+        if blank := [word for word in self.new_tokens if len(word.split()) > 1]:
+            raise ValueError(f"--add_tokens has {blank[0]!r}; a token holds no blank. Put commas between tokens.")
         if self.joins_whole:
             self.freeze_vision = True
         if self.add_tokens is not None and (self.freeze_text or self.lora_rank):

@@ -42,6 +42,7 @@ MISTAKES = [
     ("scripts.pretrain", "--global_batch_size 1", "at least 2 pairs"),
     ("scripts.pretrain", "--micro_batch_size 0", "--micro_batch_size is 0; give at least 1, 'auto'"),
     ("scripts.pretrain", "--early_stopping_patience 1", "--eval_steps"),
+    ("scripts.pretrain", "'--add_tokens=<en> <de>'", "--add_tokens has '<en> <de>'; a token holds no blank"),
     ("scripts.pretrain", "--evaluators math.pi", "--evaluators has math.pi; that is not a function"),
     ("scripts.prepare_data", "", "--sources is empty"),
     ("scripts.prepare_data", "--sources x --output_dir s3://b/set", "--output_dir is s3://b/set; a folder of this machine is written"),

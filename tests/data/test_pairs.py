@@ -155,7 +155,7 @@ def test_the_holdout_depends_on_the_ids_alone(folder: Path, caplog: pytest.LogCa
 
 
 def test_a_split_column_divides_the_rows(folder: Path) -> None:
-    names = ["train", "train", "restval", "val", "dev", "Validation", "test", "nowhere"]
+    names = ["train", "train", "restval", "val", "dev", "Validation", "heldout", "nowhere"]
     loaded = load_pairs(saved(folder, DatasetDict({"test": embedded(folder, rows_of()).add_column("split", names)})))
     assert sizes(loaded) == {"train": 3, "validation": 3, "test": 1}
     assert loaded["test"][0]["captions"] == ["scene 6", "view, 6"]

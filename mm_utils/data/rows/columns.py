@@ -47,7 +47,7 @@ SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training", "restval"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "heldout"), "test"),
 }
 _OF_SETS = {"set", "split", "data", "dataset", "image", "images", "img", "imgs", "photos", "pictures", "files"}
 HOLDOUT_FRACTION, HOLDOUT_LEAST, HOLDOUT_MOST = 0.05, 30, 2000

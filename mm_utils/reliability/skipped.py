@@ -43,7 +43,7 @@ class NonfiniteSteps:
         gradient under a loss scaler changes nothing either, but does not count.
 
         Raises:
-            FloatingPointError: if one step too many was not finite.
+            RunError: if one step too many was not finite.
         """
         loss, norm = torch.stack([loss.float(), grad_norm.float()]).tolist()
         if math.isfinite(loss) and (self.has_scaler or math.isfinite(norm)):
@@ -55,7 +55,7 @@ class NonfiniteSteps:
             append_rows(self.path, [{"step": step, **figures, "image_ids": image_ids}])
             logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, self.path)
         if self.count >= MAX_NONFINITE_STEPS:
-            raise FloatingPointError(
+            raise distributed.RunError(
                 f"{self.count} steps had a loss or a gradient that is not finite, the last one step {step}. Look at the images in {self.path}, lower --learning_rate, and start anew, or train in bf16 or fp32."
             )
         return False

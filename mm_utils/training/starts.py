@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,15 +82,12 @@ class ClosedFormStart(RunCallback):
 class BlockStart(RunCallback):
     """Start a whole model between frozen towers from two blocks of one linear map: what it knew, and what the pairs say."""
 
-    def __init__(self, name: str):
-        self.name = name
-
     @classmethod
     def attach(cls, given: Parsed) -> "BlockStart | None":
         """Return the callback where a pre-training learns nothing but the projections of a whole model."""
         whole = given["model_name_or_path"] and not given["text_model_name_or_path"]
         frozen = given["freeze_vision"] and given["freeze_text"]
-        return cls(given["model_name_or_path"]) if whole and frozen and given["objectives"] else None
+        return cls() if whole and frozen and given["objectives"] else None
 
     def on_start(self, run: Any) -> None:
         """Measure the model as it is, fit the second block, and put both into the projections; a checkpoint has them already."""
@@ -98,8 +95,9 @@ class BlockStart(RunCallback):
         if not can_stack(model) or run.given["streaming"] or rows < FEWEST_IMAGES:
             return
         if run.resume_from is not None and not run.given["wise_ft"]:
-            width = json.loads((run.resume_from / "config.json").read_text(encoding="utf-8"))["projection_dim"]
-            write_blocks(model, [torch.zeros(width, 1)] * 2)
+            stored = json.loads((run.resume_from / "config.json").read_text(encoding="utf-8"))
+            if any(stored[name] != getattr(model.config, name) for name in ("projection_dim", "dual_encoder_type")):
+                widen(model, stored["projection_dim"])
             return
         accelerator = run.run.accelerator
         if run.resume_from is None and run.data.eval_loader is not None:
@@ -145,7 +143,10 @@ def start_blocks(images: int, data: TrainingData, model: FusionDualEncoderModel,
         *(*found.recalls, found.candidates),
     )
     if found.pair_weight:
-        write_blocks(model, [found.image_AE.T, found.text_BE.T])
+        widen(model, found.image_AE.shape[1])
+        for projection, map_CE in ((model.visual_projection, found.image_AE), (model.text_projection, found.text_BE)):
+            assert isinstance(projection, nn.Linear)
+            projection.weight.data.copy_(map_CE.T)
         if model.logit_bias is None:
             model.logit_scale.data.fill_(math.log(found.scale))
 
@@ -157,20 +158,17 @@ def _map_of(projection: nn.Module, features: Tensor) -> Tensor:
     return torch.eye(features.shape[1])
 
 
-@torch.no_grad()
-def write_blocks(model: FusionDualEncoderModel, weights: Sequence[Tensor]) -> None:
-    """Give a model projections of as many rows as `weights`, those of images and of texts, have; and their values.
+def widen(model: FusionDualEncoderModel, width: int) -> None:
+    """Give a model new projections to an embedding of `width`, whose weights are to be written or loaded.
 
     SigLIP, whose images have no projection, becomes a `VisionTextDualEncoderModel`.
     """
-    for name, weight in zip(("visual_projection", "text_projection"), weights, strict=True):
-        width = model.config.vision_pooled_width if name.startswith("visual") else model.config.text_width
-        made = nn.Linear(width, len(weight), bias=False).to(model.logit_scale)
-        made.weight.copy_(weight.expand_as(made.weight))
-        setattr(model, name, made)
-    model.config.projection_dim = len(weights[0])
-    if model.config.dual_encoder_type == "siglip":
-        model.config.dual_encoder_type = DUAL_ENCODERS[0]
+    config = model.config
+    model.visual_projection = nn.Linear(config.vision_pooled_width, width, bias=False).to(model.logit_scale)
+    model.text_projection = nn.Linear(config.text_width, width, bias=False).to(model.logit_scale)
+    config.projection_dim = width
+    if config.dual_encoder_type == "siglip":
+        config.dual_encoder_type = DUAL_ENCODERS[0]
 
 
 def start_projections(

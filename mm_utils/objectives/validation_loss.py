@@ -38,7 +38,7 @@ class ValidationLoss:
         if self.term is None:
             return {}
         split = self.retrieval.split
-        images = len(self.retrieval.split.image_ME)
+        images = len(split.image_ME)
         captions = torch.arange(len(split.text_TE), device=split.text_TE.device)
         first_M = split.rows_M.new_zeros(images).scatter_reduce(0, split.owner_T, captions, "amin", include_self=False)
         captions_T = captions if split.text_key_T is None else split.text_key_T

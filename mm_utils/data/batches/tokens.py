@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns, arrow_batches, fingerprint_of, picked
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.distributed import available_cores
+from mm_utils.distributed import available_cores, rank
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
 from mm_utils.stored import open_rows, stored
 
@@ -174,8 +174,13 @@ def unread(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int, 
 
 def unread_captions(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, most: int, what: str) -> list[str]:
     """Return what `unread` says of the captions of rows; of many, of some that are evenly spread."""
-    seen = rows.select_columns(["captions"]).select(range(0, len(rows), 1 + len(rows) // _LOOKED_AT))
+    seen = evenly_spread(rows.select_columns(["captions"]))
     return unread(tokenizer, list(itertools.chain.from_iterable(seen["captions"])), most, what)
+
+
+def evenly_spread(rows: datasets.Dataset) -> datasets.Dataset:
+    """Return at most `_LOOKED_AT` rows, at equal distances; all of fewer."""
+    return rows.select(range(0, len(rows), 1 + len(rows) // _LOOKED_AT))
 
 
 def fingerprint(rows: datasets.Dataset) -> str:
@@ -213,8 +218,9 @@ def tokenize_splits(
     """Tokenise the captions of every split, see `tokenize_captions`, and add the columns of readers; log what is not read."""
     found = {name: tokenize_captions(rows, tokenizer, max_seq_length) for name, rows in pairs.items()}
     name = "train" if "train" in found else next(iter(found))
-    for said in unread_captions(found[name], tokenizer, max_seq_length, f"The captions of {name}"):
-        logger.warning("%s", said)
+    if rank() == 0:  # all ranks would say the same
+        for said in unread_captions(found[name], tokenizer, max_seq_length, f"The captions of {name}"):
+            logger.warning("%s", said)
     for reader in readers:
         for name, rows in found.items():
             found[name] = reader.prepare(rows, name, tokenizer, max_seq_length)

@@ -139,6 +139,7 @@ def own_files(folder: str, suffixes: tuple[str, ...], allow_outside: bool, title
         unread.pass_by(folder, place, names, suffixes)
         paths = (os.path.join(place, name) for name in names if name.lower().endswith(suffixes))
         found += (os.path.relpath(path, folder) for path in paths)
-    for name in sorted(found):
+    found.sort()
+    for name in found:
         check_own_file(os.path.join(folder, name), folder, allow_outside, title)
-    return sorted(found)
+    return found

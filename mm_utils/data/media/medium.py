@@ -318,7 +318,7 @@ def squares(
         window = Window(left / across, top / down, (left + size) / across, (top + size) / down)
         return torch.stack([center_square(PictureFile.fromarray(frame), size) for frame in frames]), window
     left, top, right, bottom = _random_box(width, height, min_area, rng)
-    # Cut here: `resized_crop` takes a quarter longer, as it copies the colours of a part into planes.
+    # The part is cut before it is resized: torchvision's `resized_crop` takes a quarter longer, because it copies the part once more.
     cut = np.stack([frame[top:bottom, left:right] for frame in frames])
     frames_first = torch.from_numpy(cut).permute(0, 3, 1, 2)
     shown = functional.resize(frames_first, [size, size], InterpolationMode.BICUBIC)

@@ -88,7 +88,7 @@ _LINES = [
         "duplicate_key": [line()[:-1] + ', "caption": "another"}'],
         "bad_encoding": [line().encode()[:-2] + wrong + b'"}' for wrong in (_LATIN, _CUT, _OVERLONG, _SURROGATE)],
         "missing_column": [line(caption=...), line(image=...)],
-        "unknown_split": [line(split="holdout"), line(split=0)],
+        "unknown_split": [line(split="gallery"), line(split=0)],
     }),
     *_good(line() + "\r", "\n \n" + line(), line(extra={"deep": [1, float("inf")]}), line(split="VAL"), line(split="")),
 ]  # fmt: skip
@@ -449,7 +449,7 @@ _COCO: list[tuple[str, list[str | None], dict[str, Any]]] = [  # reason, caption
     ("missing_column", ["a dog"], {"file_name": ...}),
     ("duplicate_id", [], {"id": "first"}),
     ("missing_column", [], {"id": ...}),
-    ("unknown_split", ["a dog"], {"split": "holdout"}),
+    ("unknown_split", ["a dog"], {"split": "gallery"}),
     ("caption_null", [None], {}),
     ("not_an_object", [], {}),
     ("", [_CAPTION], {}),
@@ -467,7 +467,7 @@ _KARPATHY: list[tuple[str, dict[str, Any]]] = [
     ("not_an_object", {"sentences": ["a dog"]}),
     ("missing_column", {"filename": ...}),
     ("image_missing", {"filename": "none.png"}),
-    ("unknown_split", {"split": "holdout"}),
+    ("unknown_split", {"split": "gallery"}),
     ("", {}),
 ]
 
@@ -595,5 +595,5 @@ def _cells(corpus: Corpus) -> None:
     for split in ("train", "validation"):
         rows = Dataset(_table_of_cells(corpus, "saved", f"split {split}, row {{}}"))
         splits[split] = rows.cast_column("image", ImageFeature())
-    corpus.expect("saved", "a split of another name", "split holdout", "unknown_split")
-    DatasetDict({**splits, "holdout": splits["train"].select([0])}).save_to_disk(str(path))
+    corpus.expect("saved", "a split of another name", "split gallery", "unknown_split")
+    DatasetDict({**splits, "gallery": splits["train"].select([0])}).save_to_disk(str(path))

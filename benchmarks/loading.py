@@ -20,6 +20,7 @@ import importlib.util
 import json
 import logging
 import random
+import shutil
 import tempfile
 import time
 import warnings
@@ -80,7 +81,10 @@ def make_once(folder: Path, write: Callable[[Path], Any]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         new = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
         write(new)
-        new.rename(folder)
+        try:
+            new.rename(folder)
+        except OSError:  # another contestant, which starts at the same time, was first
+            shutil.rmtree(new)
     return folder
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.prepare.arguments import parse_source
-from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_named, split_of
+from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_named, split_of, tell_once
 from mm_utils.data.rows.records import FileImage
 from mm_utils.data.rows.source import DataArguments, PathArguments
 from mm_utils.data.rows.tars import read_shard
@@ -132,8 +132,14 @@ def test_of_several_columns_of_captions_the_one_that_is_read_is_named(
 def test_a_column_of_splits_of_another_name_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, value, told in (("subset", "Train", True), ("split", "test", False), ("kind", "photo", False)):
         caplog.clear()
-        read(listed(folder, {"image": "a.jpg", "caption": "a", name: value}))
-        assert (f"the column {name} has {value} and is not read" in caplog.text) is told
+        row = {"image": "a.jpg", "caption": "a", name: value}
+        parquet = folder / f"{name}.parquet"
+        pq.write_table(pa.Table.from_pylist([row]), parquet)
+        for path in (listed(folder, row), parquet):
+            tell_once.cache_clear()
+            caplog.clear()
+            read(path)
+            assert (f"the column {name} has {value} and is not read" in caplog.text) is told
 
 
 def test_splits_and_nulls_have_many_names_and_no_others() -> None:

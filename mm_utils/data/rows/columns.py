@@ -131,7 +131,7 @@ def find_columns(
         raise ValueError(
             f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
         )
-    _tell_splits([name for name in names if name not in (image, caption, label, group, *wanted.parts)], first, title)
+    tell_splits([name for name in names if name not in (image, caption, label, group, *wanted.parts)], first, title)
     key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
     key = None if wanted.labelled or key == image else key
     classes = tuple(labels.get(str(label), ()))
@@ -209,7 +209,7 @@ def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequen
         )
 
 
-def _tell_splits(names: Sequence[str], first: Mapping[str, Any], title: str) -> None:
+def tell_splits(names: Sequence[str], first: Mapping[str, Any], title: str) -> None:
     """Log, once, that a column names splits, is not called so, and is not read."""
     says = [name for name in names if str(first.get(name)).lower() in SPLIT_NAMES]
     if says and not any(map(is_split, names)):

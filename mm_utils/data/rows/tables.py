@@ -3,7 +3,7 @@
 import itertools
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from mm_utils.data.rows.columns import (
     is_null,
     is_split,
     split_of_path,
+    tell_splits,
 )
 from mm_utils.data.rows.folders import TABLES, Unread, own_files, walk
 from mm_utils.data.rows.records import BadRow, CellImage, ImageRef, Record, RecordBuilder, StoredImage
@@ -171,6 +172,7 @@ def _parquet_table(path: Path, source: Source) -> Table:
         raise ValueError(f"{title}; it cannot be read as Parquet ({one_line(error)}). Write it anew.") from error
     schema, about = opened.schema, opened.file.metadata
     columns = find_table_columns(schema, title, source.columns)
+    tell_table_splits(schema, columns, lambda names: opened.cells(names, 1), title)
     image, embeds = str(columns.image), _holds_media(schema, columns, title)
     is_mixed = False
     # The file's statistics tell whether cells have no bytes; these are paths.
@@ -200,6 +202,17 @@ def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Column
     kinds = {name: getattr(feature, "feature", feature) for name, feature in features.items()}  # of lists, of items
     labels = {name: kind.names for name, kind in kinds.items() if isinstance(kind, ClassLabel)}
     return find_columns(schema.names, title, wanted, spare, typed, labels=labels)
+
+
+def tell_table_splits(
+    schema: pa.Schema, columns: Columns, read: Callable[[list[str]], Iterator[dict[str, Any] | Fault]], title: str
+) -> None:
+    """Log, once, that a column of texts names splits and is not read; `read` yields the cells of some columns."""
+    used = (columns.image, columns.caption, columns.label, columns.group, *columns.parts)
+    texts = [each.name for each in schema if each.name not in used and pa.types.is_string(each.type)]
+    first = next(read(texts), None) if texts else None
+    if isinstance(first, dict):
+        tell_splits([name for name in schema.names if name not in used], first, title)
 
 
 def _item(kind: pa.DataType) -> pa.DataType:
@@ -240,6 +253,7 @@ def _rows(
 def _dataset_table(dataset: Dataset, title: str, source: Source) -> Table:
     schema = dataset.features.arrow_schema
     columns = find_table_columns(schema, title, source.columns)
+    tell_table_splits(schema, columns, lambda names: iter(dataset.select_columns(names).take(1)), title)
     image, embeds = str(columns.image), _holds_media(schema, columns, title)
     refs: Iterable[ImageRef | None] = itertools.repeat(None)
     if embeds:

@@ -32,7 +32,7 @@ from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, is_null, is_split
 from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.data.rows.tables import find_table_columns, read_columns
+from mm_utils.data.rows.tables import find_table_columns, read_columns, tell_table_splits
 from mm_utils.data.rows.tars import (
     KEY,
     MEDIUM,
@@ -194,7 +194,13 @@ def check_columns(url: str, source: Source) -> None:
                     source.title,
                     source.file_split,
                 )
-            medium = find_table_columns(shard.schema, source.title, source.columns).medium
+            columns = find_table_columns(shard.schema, source.title, source.columns)
+            medium = columns.medium
+
+            def head(names: list[str]) -> Iterator[dict[str, Any] | Fault]:
+                return shard.cells(names, 1) if isinstance(shard, ParquetRows) else _arrow_cells(shard, names, 0)
+
+            tell_table_splits(shard.schema, columns, head, source.title)
     if medium != "image":
         raise ValueError(f"{source.title}; it holds {medium}s, and images alone are streamed. Drop --streaming.")
 

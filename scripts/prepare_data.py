@@ -67,4 +67,4 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "What was read is kept beside --output_dir, in .partial; the same command goes on there.")

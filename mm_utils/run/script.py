@@ -38,21 +38,24 @@ _REMEDIES |= dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "Give a folder, or the
 _SHARED = "Pass a lower --dataloader_num_workers, or 0, or start the container with a larger --shm-size, and resume."
 
 
-def run_script(main: Callable[[], Any]) -> None:
+def run_script(main: Callable[[], Any], left: str = "What was not complete is not kept.") -> None:
     """Call a script's `main`; what ends it is logged in one line, or with its traceback, and the exit status is 1.
 
     Whatever ends it, its workers end, and after a failure so does the process, seconds later. When one of several processes has
-    failed, its launcher ends the others.
+    failed, its launcher ends the others. `left` says what a stopped script leaves on disk.
     """
     _outlive_readers()
+    _stop_at_sigterm()
     status: Any = 1
     try:
         main()
         status = 0
-    except KeyboardInterrupt:
-        sys.excepthook = lambda *_: None  # the exit status stays that of the signal, without Python's report
-        status = 128 + signal.SIGINT
-        raise
+    except KeyboardInterrupt as stop:
+        number = next(iter(stop.args), signal.SIGINT)
+        status = 128 + number
+        if distributed.rank() == 0:
+            logging.getLogger("mm_utils").warning("Stopped by %s. %s", signal.Signals(number).name, left)
+        sys.exit(status)
     except SystemExit as end:
         status = end.code
         if not status and passes_own_code(end):  # whoever started the run would take it for done
@@ -81,20 +84,46 @@ def run_script(main: Callable[[], Any]) -> None:
             from mm_utils.data.batches.workers import end_workers
 
             end_workers()
-        if status:
-            _end_soon(status if isinstance(status, int) else 1)
+        _end_soon(status if status is None or isinstance(status, int) else 1)
 
 
-def _end_soon(status: int) -> None:
-    """Leave little time to what Python waits for at its exit: a push that hangs, a process group whose peer is gone."""
+def _stop_at_sigterm() -> None:
+    """Let SIGTERM end a script as Ctrl-C does, in this process and in none that is forked."""
+    process = os.getpid()
+
+    def stop(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == process:
+            raise KeyboardInterrupt(number)
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, stop)
+
+
+def _end_soon(status: int | None) -> None:
+    """Leave little time to what Python waits for at its exit: a push that hangs, a process group whose peer is gone.
+
+    Of a run that is done, only threads that go on are not waited for.
+    """
 
     def end() -> None:
-        threading.main_thread().join()  # in a test or a notebook it goes on
+        main = threading.main_thread()
+        main.join()  # in a test or a notebook it goes on
         time.sleep(CLEANUP_SECONDS)
-        os._exit(status)
+        names = [each.name for each in threading.enumerate() if not each.daemon and each is not main]
+        if names:
+            logging.getLogger("mm_utils").warning(
+                "Of the threads of this run, %s still runs and is ended now. Whoever starts one ends it in on_train_end.",
+                ", ".join(names),
+            )
+        if status or names:
+            with suppress(OSError):
+                sys.stdout.flush()
+            os._exit(status or 0)
 
     threading.Thread(target=end, daemon=True).start()
-    if distributed.world_size() > 1:  # also where no thread of Python runs any more
+    if status and distributed.world_size() > 1:  # also where no thread of Python runs any more
         nowhere = os.open(os.devnull, os.O_WRONLY)
         faulthandler.dump_traceback_later(CLEANUP_SECONDS + 1, exit=True, file=nowhere)
 

@@ -51,6 +51,10 @@ def raises(error: BaseException) -> None:
     raise error
 
 
+def start_thread() -> None:
+    threading.Thread(target=time.sleep, args=(60,), name="mine").start()
+
+
 def signals(number: int, times: int = 1) -> None:
     """As a keyboard or a scheduler does: to every process of the run."""
     for _ in range(times):
@@ -130,6 +134,11 @@ WAYS: dict[str, tuple[Act, int, str]] = {
     "bug": (Act("on_step_end", partial(raises, KeyError("a bug"))), 1, "KeyError: 'a bug'"),
     "mistake": (Act("on_evaluate", partial(raises, ValueError("a mistake"))), 1, "in raises"),
     "refusal": (Act("on_train_begin", partial(raises, RunError("a is b; c."))), 1, "ERROR a is b; c."),
+    "a thread that stays": (
+        Act("on_publish", start_thread),
+        0,
+        "mine still runs and is ended now",
+    ),
     "exit": (Act("on_step_end", partial(sys.exit, 3)), 3, ""),
     "exit as if done": (
         Act("on_step_end", partial(sys.exit, 0)),
@@ -166,13 +175,13 @@ def sleep(*_: Any) -> None:
     time.sleep(60)
 
 
-def prepare(words: list[str]) -> None:
-    """As on a terminal: Ctrl-C while the processes work."""
+def prepare(words: list[str], number: int) -> None:
+    """Ctrl-C on a terminal while the processes work, or SIGTERM to the script alone."""
     ingest.ingest = sleep  # type: ignore[assignment]
 
     def interrupt() -> None:
         print("it begins", time.time(), file=sys.stderr)
-        os.killpg(0, signal.SIGINT)
+        os.killpg(0, number) if number == signal.SIGINT else os.kill(os.getpid(), number)
 
     threading.Timer(1.0, interrupt).start()
     scripts.prepare_data.main(words)
@@ -180,9 +189,11 @@ def prepare(words: list[str]) -> None:
 
 def test_preparing_ends_with_its_processes(corpus: Path, tmp_path: Path) -> None:
     words = ["--sources", str(corpus), "--num_proc", "2", "--output_dir", str(tmp_path / "prepared")]
-    found, seconds, left, text = outcome(partial(prepare, words), tmp_path / "log")
-    assert (found, left) == (130, 0), text
-    assert seconds < SECONDS
+    for number in (signal.SIGINT, signal.SIGTERM):
+        found, seconds, left, text = outcome(partial(prepare, words, number), tmp_path / number.name)
+        assert (found, left) == (128 + number, 0), text
+        assert f"Stopped by {number.name}. " in text
+        assert seconds < SECONDS
 
 
 def fail(script: str, words: list[str]) -> None:

@@ -377,24 +377,29 @@ def in_notebook() -> bool:
     return "kernel_launcher" in Path(sys.argv[0]).name
 
 
+def python() -> str:
+    """Return this interpreter as the user's shell finds it."""
+    found = shutil.which("python")
+    is_on_path = found is not None and Path(found).parent == Path(sys.executable).parent
+    return "python" if is_on_path else shlex.quote(sys.executable)
+
+
 def launcher() -> str:
     """Return what stands before the script in the command that starts this run once more, as the user's shell finds it."""
     if LAUNCH_VARIABLE in os.environ:
         return os.environ[LAUNCH_VARIABLE]
-    found = shutil.which("python")
-    is_on_path = found is not None and Path(found).parent == Path(sys.executable).parent
-    python = "python" if is_on_path else shlex.quote(sys.executable)
+    name, is_on_path = python(), python() == "python"
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and is_alone:
-        return python
+        return name
     is_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES
     variable = "ACCELERATE_USE_CPU=true " if is_on_cpu and not is_alone else ""
     with suppress(psutil.Error, ValueError):  # ValueError: another process is in between
         words = psutil.Process(os.getppid()).cmdline()  # python /venv/bin/accelerate launch --config_file FILE SCRIPT
-        _, name, *flags = words[: words.index(sys.argv[0])]
-        program = [python, name] if name == "-m" or not is_on_path else [Path(name).name]
+        _, started, *flags = words[: words.index(sys.argv[0])]
+        program = [name, started] if started == "-m" or not is_on_path else [Path(started).name]
         return variable + shlex.join([*program, *flags])
-    return variable + ("accelerate launch" if is_on_path else f"{python} -m accelerate.commands.launch")
+    return variable + ("accelerate launch" if is_on_path else f"{name} -m accelerate.commands.launch")
 
 
 def launch_command(script: str, words: Sequence[str], before: str | None = None) -> str:

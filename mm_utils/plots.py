@@ -4,22 +4,25 @@ import functools
 import json
 import logging
 import math
-import re
 import textwrap
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.gridspec import SubplotSpec
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 from PIL import Image, ImageOps
 
 from mm_utils.files import optional_file
+
+if TYPE_CHECKING:  # a preparation, which draws too, needs no torch
+    from mm_utils.evaluation.gained import Gain
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +31,19 @@ Points = tuple[list[int], list[float]]
 INK, MUTED, LIGHT = "#1f2937", "#6b7280", "#e5e7eb"
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 
-# Title of each panel of the training curves, and the names of its values.
-_PANELS = {
-    "Recall": r"eval_(.+_)?recall@\d+",
-    "Loss": r"(.*_)?loss",
-    "Mean recall": "eval_mean_recall",
-    "Accuracy": "train_accuracy|eval_accuracy|eval_macro_f1",
-    "Learning rate": "learning_rate",
-    "Temperature": "temperature",
-    "Logit scale": "logit_scale",
-    "Pairs per second": "pairs_per_second",
-    "Waiting for data": "data_wait",
-    "GPU use": "gpu",
-    "Gradient norm": "grad_norm",
+# What a run is judged by, and the lines of its large panel: by the two encoders, and what is better or stricter than that.
+_JUDGED = {
+    "Mean recall": {"eval_mean_recall": "encoders", "eval_rerank_mean_recall": "re-ranked"},
+    "Accuracy": {"eval_accuracy": "accuracy", "eval_macro_f1": "macro F1", "train_accuracy": "training rows"},
 }
-
-_LABELS = {"loss": "total", "eval_mean_recall": "unseen images"}
+_SMALL = {  # what is beside that: for whoever looks for a fault
+    "learning_rate": "Learning rate",
+    "temperature": "Temperature",
+    "logit_scale": "Logit scale",
+    "grad_norm": "Gradient norm",
+    "pairs_per_second": "Pairs per second",
+    "gpu": "GPU use",
+}
 
 # Fonts with Chinese, Japanese and Korean letters, which matplotlib's own font lacks; used where they are installed.
 _WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
@@ -81,38 +81,44 @@ def font_families() -> list[str]:
     return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in known)]
 
 
-def plot_training(metrics_path: Path, out_path: Path) -> list[str]:
+def plot_training(metrics_path: Path, out_path: Path, gain: "Gain | None" = None) -> list[str]:
     """Draw the values of `metrics_path`, JSON lines, as panels; return the titles of the panels.
 
-    A panel without values is left out, and one of single points where there are others; without any panel nothing is
+    Two are large: the figure that a run is judged by, beside what `gain` has of it, and the loss by term. Of a figure that was
+    measured once there are bars. Panels without values are left out, and small ones of single points; without any nothing is
     written. Lines that are not JSON are skipped. A step that occurs twice, as after a resume, has its later value.
     """
     series = _read_series(metrics_path)
-    shown = {title: {name for name in series if re.fullmatch(pattern, name)} for title, pattern in _PANELS.items()}
-    # A short run's single points say nothing, but for the recalls of one evaluation.
     several = {name for name, (steps, _) in series.items() if len(steps) > 1}
-    panels = [title for title, names in shown.items() if names & several or (names and title == "Recall")]
-    panels = panels or [title for title, names in shown.items() if names]
-    if not panels:
+    judged = [title for title, names in _JUDGED.items() if next(iter(names)) in series]
+    terms = {name: series[name] for name in sorted(series, key="eval_loss".__eq__) if name.endswith("loss")}
+    if sum(name.endswith("_loss") and name != "eval_loss" for name in terms) > 0:
+        terms.pop("loss", None)  # the weighted sum of the terms
+    large, small = judged + ["Loss"] * bool(terms), [name for name in _SMALL if name in several]
+    if not large + small:
         logger.warning("%s has no values to plot; %s is not written", metrics_path, out_path)
         return []
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = new_figure(4.2 * columns, 3.1 * rows)
-    for place, title in enumerate(panels, start=1):
-        ax = figure.add_subplot(rows, columns, place)
-        ax.spines[["top", "right", "left"]].set_visible(False)
-        ax.spines["bottom"].set_color(LIGHT)
-        ax.grid(axis="y", color=LIGHT, linewidth=0.8)
-        ax.tick_params(labelsize=8, labelcolor=MUTED, length=0)
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_locator(MaxNLocator(5))
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        _draw_lines(ax, {name: series[name] for name in shown[title]})
-        ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
-        ax.set_xlabel("step", fontsize=8, color=MUTED)
+    heights = [3.4] * bool(large) + [1.3] * bool(small)
+    figure = new_figure(9.4, sum(heights))
+    rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    for ax, title in zip(_row(figure, rows[0], len(large)), large, strict=True):
+        ax.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+        if title == "Loss":
+            names = {name: name.removesuffix("_loss").replace("_", " ") for name in terms}
+            _label_ends(ax, _draw_lines(ax, terms, {**names, "eval_loss": "validation"}))
+            continue
+        figures = {name: series[name] for name in _JUDGED[title] if name in series}
+        if figures.get("eval_rerank_mean_recall") == figures.get("eval_mean_recall"):  # a head that reorders nothing
+            figures.pop("eval_rerank_mean_recall", None)
+        if any(len(steps) > 1 for steps, _ in figures.values()):
+            _draw_judged(ax, figures, _JUDGED[title], gain)
+        else:
+            _draw_bars(ax, figures, _JUDGED[title], gain)
+    for ax, name in zip(_row(figure, rows[-1], len(small)), small, strict=True):
+        ax.set_title(_SMALL[name], loc="left", fontsize=9, color=MUTED)
+        _draw_lines(ax, {name: series[name]}, {})
     save_figure(figure, out_path)
-    return panels
+    return large + [_SMALL[name] for name in small]
 
 
 def _read_series(path: Path) -> dict[str, Points]:
@@ -128,30 +134,107 @@ def _read_series(path: Path) -> dict[str, Points]:
     return {name: (sorted(points), [points[step] for step in sorted(points)]) for name, points in values.items()}
 
 
-def _draw_lines(ax: Axes, series: dict[str, Points]) -> None:
-    """Draw a line for each name, in one style per cut-off; shorter names come first. The only term of a loss is the total."""
-    terms = [name for name in series if name.endswith("_loss") and not name.startswith("eval_")]
-    names = sorted(series.keys() - ({"loss"} if len(terms) == 1 else set()), key=lambda name: (len(name), name))
-    kinds, cutoffs = (list(dict.fromkeys(name.partition("@")[at] for name in names)) for at in (0, 2))
-    for name in names:
-        kind, _, cutoff = name.partition("@")
-        label = _LABELS.get(name) or name.removesuffix("_loss").removeprefix("eval_").replace("_recall@", " @")
-        label = label.replace("_to_", " → ").replace("rerank_", "re-ranked ").replace("_", " ")
-        steps, values = series[name]
-        look: dict[str, Any] = {"color": COLORS[kinds.index(kind) % len(COLORS)]}
-        if (half := len(values) // 50) >= 2:  # from 100 values on their running mean, over the values drawn faintly
-            ax.plot(steps, values, linewidth=0.7, alpha=0.25, **look)
-            values = [float(np.mean(values[max(0, at - half) : at + half + 1])) for at in range(len(values))]
-        look |= {"linewidth": 1.5, "linestyle": ("-", "--", ":")[min(cutoffs.index(cutoff), 2)]}
-        ax.plot(steps, values, label=label, marker="o" * (len(steps) < 30), markersize=3, **look)
-    if len(names) > 1:  # above the axes, right of the title, where it covers no curve
-        place: dict[str, Any] = {
-            "loc": "lower right",
-            "bbox_to_anchor": (1.02, 0.98),
-            "ncols": 3,
-            "columnspacing": 1.2,
-        }
-        ax.legend(fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, **place)
+def _row(figure: Figure, place: SubplotSpec, count: int) -> list[Axes]:
+    """Return axes beside each other, in the common style."""
+    grid = place.subgridspec(1, max(1, count))
+    axes = [figure.add_subplot(grid[column]) for column in range(count)]
+    for ax in axes:
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.spines["bottom"].set_color(LIGHT)
+        ax.grid(axis="y", color=LIGHT, linewidth=0.8)
+        ax.tick_params(labelsize=9, labelcolor=MUTED, length=0)
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.yaxis.set_major_formatter(_short)
+    return axes
+
+
+@FuncFormatter
+def _short(value: float, _: object = None) -> str:
+    """Format a tick: 6k, 0.25, 2.4e-4."""
+    if abs(value) >= 1000:
+        return EngFormatter(sep="")(value)
+    text = f"{value:.3g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+    return text.replace(".0e", "e").replace("e-0", "e-")
+
+
+def _figure(value: float) -> str:
+    """Format a figure with three digits."""
+    return f"{value:#.3g}".rstrip(".") if value >= 0.1 else f"{value:.3f}"
+
+
+def _draw_lines(ax: Axes, series: dict[str, Points], labels: dict[str, str]) -> list[tuple[float, str, str]]:
+    """Draw a line for each name, of many values their running mean; return the last values, with their labels and colours."""
+    ends = []
+    for place, (name, (steps, values)) in enumerate(series.items()):
+        color, shown = COLORS[place % len(COLORS)], np.asarray(values)
+        if (half := len(values) // 50) >= 2:
+            ax.plot(steps, values, linewidth=0.7, alpha=0.25, color=color)
+            sums, at = np.cumsum([0.0, *values]), np.arange(len(values))
+            first, end = np.maximum(0, at - half), np.minimum(len(values), at + half + 1)
+            shown = (sums[end] - sums[first]) / (end - first)
+        ax.plot(steps, shown, linewidth=1.8, color=color, marker="o" * (len(steps) < 30), markersize=3.5)
+        ends.append((float(shown[-1]), f"{labels.get(name, '')} {_figure(shown[-1])}".strip(), color))
+    every = np.concatenate([values for _, values in series.values()])
+    ax.set_ylim(min(0.0, 1.1 * float(every.min())), max(1.1 * float(every.max()), 1e-9))
+    return ends
+
+
+def _label_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
+    """Write labels right of the axes, at the height of their values but a line apart."""
+    low, high = ax.get_ylim()
+    gap, least = (high - low) / 14, low
+    for value, label, color in sorted(ends):
+        height = max(value, least)
+        least = height + gap
+        ax.annotate(label, (1.02, height), xycoords=("axes fraction", "data"), va="center", fontsize=9.5, color=color,
+                    annotation_clip=False)  # fmt: skip
+
+
+def _beside(gain: "Gain | None") -> list[tuple[float, str, str]]:
+    """Return what a figure is compared with: its value, in words, and the colour."""
+    if gain is None:
+        return []
+    before = [] if gain.before is None else [(gain.before, "before training", INK)]
+    return [(gain.floor, gain.floor_name, MUTED), *before]
+
+
+def _draw_judged(ax: Axes, series: dict[str, Points], labels: dict[str, str], gain: "Gain | None") -> None:
+    """Draw a figure at each evaluation, what it is compared with, and the saved one with its interval."""
+    ends = _draw_lines(ax, series, labels)
+    for value, words, color in _beside(gain):
+        ax.axhline(value, linewidth=1.2, linestyle="--", color=color)
+        ends.append((value, f"{words} {_figure(value)}", color))
+    last = max(steps[-1] for steps, _ in series.values())
+    if gain:
+        step = last if gain.saved_step is None else gain.saved_step
+        ax.errorbar(step, gain.after, gain.half, fmt="o", color=INK, markersize=8, markerfacecolor="none", capsize=4)
+        side = "left" if step < last / 2 else "right"
+        ax.annotate(f"saved: {_figure(gain.after)} ± {_figure(gain.half)}", (step, gain.after + gain.half), (0, 6),
+                    textcoords="offset points", ha=side, va="bottom", fontsize=9.5, color=INK)  # fmt: skip
+    ax.set_ylim(0, 1.15 * max(ax.get_ylim()[1], gain.after + gain.half if gain else 0))
+    _label_ends(ax, ends)
+
+
+def _draw_bars(ax: Axes, series: dict[str, Points], labels: dict[str, str], gain: "Gain | None") -> None:
+    """Draw a figure that was measured once as a bar, beside what it is compared with."""
+    bars = _beside(gain)
+    bars += [(values[-1], labels[name], COLORS[place]) for place, (name, (_, values)) in enumerate(series.items())]
+    values, names, colors = zip(*bars, strict=True)
+    ax.barh(range(len(bars)), values, height=0.5, color=colors)
+    labels_of = [_figure(value) for value in values]
+    reach = list(values)
+    if gain:  # the last bar is that of what is saved
+        ax.errorbar(values[-1], len(bars) - 1, xerr=gain.half, color=INK, capsize=4)
+        labels_of[-1] += f" ± {_figure(gain.half)}"
+        reach[-1] += gain.half
+    for place, (value, label) in enumerate(zip(reach, labels_of, strict=True)):
+        ax.text(value, place, f"  {label}", va="center", fontsize=9.5, color=INK)
+    ax.set(xlim=(0, 1.35 * max(reach)), ylim=(len(bars), -1), xticks=[], yticks=range(len(bars)), yticklabels=names)
+    ax.tick_params(axis="y", labelsize=9.5, labelcolor=INK)
+    ax.grid(visible=False)
+    ax.spines["bottom"].set_visible(False)
 
 
 @dataclass

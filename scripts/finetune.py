@@ -95,6 +95,7 @@ def main(
         flags=given.learnt,
     )
     with Leaving(run.args.resume_command):
+        context.stages = [trainer.stage]
         context.metrics = trainer.train(resume_from)
         context.choice = trainer.choice
 

@@ -43,7 +43,7 @@ def test_card_says_how_the_model_was_made_how_to_load_it_and_what_was_measured(t
     assert (data.library_name, data.pipeline_tag) == ("transformers", "feature-extraction")
     assert (data.datasets, data.base_model) == (["me/pairs"], ["me/base"])
     for part in (
-        'folder = "me/tiny-retriever"\n',
+        'folder = "me/tiny-retriever"  # where',
         "AutoModel.from_pretrained(folder, trust_remote_code=True)",
         'VisionTextDualEncoderModel.from_pretrained(folder, subfolder="dual_encoder")',
         "| text to image, encoders alone | 0.432 |",
@@ -109,9 +109,7 @@ def test_card_shows_any_text_literally(tmp_path: Path) -> None:
     assert not re.search(r"(?<!\\)<script|(?<!\\)\]\(javascript", body)
 
 
-def test_card_holds_no_secret_and_no_folder_of_the_machine_but_in_the_code_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_card_holds_no_secret_and_no_folder_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("TRACKER_API_KEY", "0123456789abcdef")
     place = "/mnt/jane doe/secret plans/model"
@@ -129,7 +127,7 @@ def test_card_holds_no_secret_and_no_folder_of_the_machine_but_in_the_code_that_
     text = write_model_card(tmp_path, planted).read_text(encoding="utf-8")
     assert [secret for secret in ("Plain", "0123456789abcdef", TOKEN[3:]) if secret in text] == []
     assert "`bert`" in text
-    assert [line for line in text.splitlines() if "/mnt" in line] == [f'folder = "{place}"']
+    assert "/mnt" not in text
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -143,11 +141,11 @@ POINTS = [{"step": 10, **TRAINING, **RECALLS}, *({"step": step, "eval_mean_recal
 @pytest.mark.parametrize(
     ("rows", "panels"),
     [
-        (LONG, "Recall, Loss, Learning rate, Gradient norm"),
-        ([{"step": 1, "loss": 1.0, "logit_scale": 14.3, "grad_norm": None}], "Loss, Logit scale"),  # without values
+        (LONG, "Loss, Learning rate, Gradient norm"),
+        ([{"step": 1, "loss": 1.0, "logit_scale": 14.3, "grad_norm": None}], "Loss"),  # without values
         ([{"step": 1, "epoch": 0.5}], ""),
-        ([NAN], "Learning rate, Pairs per second"),
-        (POINTS, "Recall, Mean recall"),  # single points, beside others
+        ([NAN], ""),
+        (POINTS, "Mean recall, Loss"),
         (['{"step": 40, "lo', "[1, 2]", {"loss": 7.0}, {"step": 1, "loss": 7.0}], "Loss"),  # killed while it wrote
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -17,47 +18,69 @@ NEVER = torch.iinfo(torch.long).max  # a rank that counts for no recall
 _MORE_PAIRS = "More pairs help more than more epochs."
 
 
-def gained(
-    figure: str,
-    after: float,
-    half: float,
-    floor_name: str,
-    floor: float,
-    log: Path,
-    metric: str,
-    difference: tuple[float, float] | None = None,
-    advice: str = "",
-) -> str:
-    """Return in a sentence what training gained by a figure.
+@dataclass(frozen=True)
+class Gain:
+    """What training gained by a figure.
 
-    Args:
-        after, half: its value after training, and half the width of its interval.
+    Attributes:
+        figure, metric: its name in words and in the run's log.
+        after, half: its value of the saved model, and half the width of its interval; 0 if there is no interval.
         floor_name, floor: what a model without knowledge reaches, in words and as a number.
-        log: the run's `metrics.jsonl`, which has the value before the first step, if it was measured.
-        metric: the figure's name there.
+        starts: the log's rows before the first step: of a whole model as it is, then of what a closed form added to it.
+        saved_step: the step whose weights are saved; None for those of the end.
         difference: the gain of the same rows and half the width of its interval; without it, `half` stands for that.
+        note: a sentence in place of that on the gain.
     """
+
+    figure: str
+    metric: str
+    after: float
+    half: float
+    floor_name: str
+    floor: float
+    starts: list[dict[str, float]]
+    saved_step: int | None
+    difference: tuple[float, float] | None = None
+    advice: str = ""
+    note: str = ""
+
+    @property
+    def before(self) -> float | None:
+        """The figure before training, re-ranked by a head that the model had; None if it was not measured."""
+        row = self.starts[0] if self.starts else {}
+        return row.get("eval_rerank_mean_recall", row.get(self.metric))
+
+    @property
+    def sentence(self) -> str:
+        """What was gained, for logs and the card."""
+        figure, after, floor = self.figure, f"{self.after:.3f}", f"{self.floor_name} {self.floor:.3f}"
+        if self.note:
+            return self.note
+        if self.after - self.half <= self.floor:
+            learnt = f"{figure} {after} ± {self.half:.3f}, {floor}: by this figure, nothing was learnt."
+            return f"{learnt} {self.advice}".rstrip()
+        if self.before is None:
+            return f"{figure} {floor}, {after} after training: {self.after - self.floor:+.3f} ± {self.half:.3f}."
+        begin = f"{figure} {self.before:.3f} before training"
+        if self.saved_step == 0 and len(self.starts) == 1:
+            nothing = f"{begin}, {floor}; nothing later was better: training added nothing, and the model is saved as it was."
+            return f"{nothing} {self.advice}".rstrip()
+        gain, half = self.difference or (self.after - self.before, self.half)
+        ends = f"{begin}, {after} after: {gain:+.3f} ± {half:.3f}"
+        if self.saved_step == 0:
+            ends += ", by the closed form alone, as no step was better"
+        if gain > half:
+            return f"{ends}."
+        if gain < -half:
+            return f"{ends}: training lost. Lower --learning_rate, or freeze the encoders."
+        return f"{ends}, within noise. {self.advice}".rstrip()
+
+
+def read_log(log: Path, metric: str) -> tuple[list[dict[str, float]], int | None]:
+    """Return the rows of a `metrics.jsonl` that measure a figure before the first step, and the step that is saved, if it says so."""
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
-    starts: list[float] = [row[metric] for row in rows if metric in row and row.get("step") == 0]
-    stated = f"{figure} {after:.3f} ± {half:.3f}, {floor_name} {floor:.3f}"
-    if after - half <= floor:
-        return f"{stated}: by this figure, nothing was learnt. {advice}".rstrip()
-    if not starts:
-        return f"{stated}."
-    before = starts[0]  # of a whole model as it is; a second one is of what a closed form added to it
-    saves_start = next((row["saved_step"] for row in reversed(rows) if "saved_step" in row), None) == 0
-    if saves_start and len(starts) == 1:
-        begin = f"{figure} {before:.3f} before the first step, {floor_name} {floor:.3f}, and no later step was better"
-        return f"{begin}: training gained nothing over its start. {advice}".rstrip()
-    gain, half = difference or (after - before, half)
-    ends = f"{figure} {before:.3f} before training, {after:.3f} after: {gain:+.3f} ± {half:.3f}"
-    if saves_start:
-        ends += ", by the closed form alone, as no step was better"
-    if gain > half:
-        return f"{ends}."
-    if gain < -half:
-        return f"{ends}: training lost. Lower --learning_rate, or freeze the encoders."
-    return f"{ends}, within noise. {advice}".rstrip()
+    starts = [row for row in rows if metric in row and row.get("step") == 0]
+    return starts, next((row["saved_step"] for row in reversed(rows) if "saved_step" in row), None)
 
 
 def chance(split: Embeddings, direction: str) -> list[float]:
@@ -74,38 +97,37 @@ def chance(split: Embeddings, direction: str) -> list[float]:
 
 def recall_gained(
     evaluator: RetrievalEvaluator, log: Path, medium: str, *, is_paired: bool, from_scratch: bool
-) -> str:
-    """Return in a sentence what training gained by mean recall.
+) -> Gain:
+    """Return what training gained by mean recall.
 
     Args:
         evaluator: that of the validation split, whose last evaluation was of the saved model.
+        log: the run's `metrics.jsonl`.
         is_paired: whether the evaluator's first evaluation was before the first step: then the interval is one of the
             difference of each query.
     """
     split, ranks = evaluator.split, evaluator.directions
-    images = len(split.image_key_M)
-    apart = len(split.group_M.unique())
-    if apart < min(images, FEW_GROUPS):
-        left = f"{apart} independent group{'s' * (apart > 1)} of {images:,} {medium}s"
-        return f"recall says nothing of what was learnt: equal captions leave {left}."
+    images, apart = len(split.image_key_M), len(split.group_M.unique())
     groups = {name: each.queries.group for name, each in ranks.items()}
-    after = {name: each.cosine_Q if each.reranked_Q is None else each.reranked_Q for name, each in ranks.items()}
-    by_head = (
-        " after re-ranking" if any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items()) else ""
-    )
+    after = {name: each.best_Q for name, each in ranks.items()}
+    reranks = any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items())
+    figure = "mean recall after re-ranking" if reranks else "mean recall"
     never = {name: torch.full_like(rank_Q, NEVER) for name, rank_Q in after.items()}
     recall, half, _ = mean_gain((never[name], after[name], groups[name]) for name in ranks)
-    by_chance = mean(value for name in ranks for value in chance(split, name))
-    if too_few(len(split.image_key_M), medium):  # the summary says so
-        return f"mean recall{by_head} {recall:.3f} ± {half:.3f}, by chance {by_chance:.3f}."
-    earlier, difference = evaluator.first if is_paired else {}, None  # a resumed run has no ranks of the start
+    by_chance, note = mean(value for name in ranks for value in chance(split, name)), ""
+    if apart < min(images, FEW_GROUPS):
+        left, half = f"{apart} independent group{'s' * (apart > 1)} of {images:,} {medium}s", 0.0
+        note = f"recall says nothing of what was learnt: equal captions leave {left}."
+    elif too_few(images, medium):  # the summary says so
+        note = f"{figure} {recall:.3f} ± {half:.3f}, by chance {by_chance:.3f}."
+    log_rows = read_log(log, "eval_mean_recall")
+    earlier, difference = (
+        evaluator.first if is_paired and log_rows[0] else {},
+        None,
+    )  # a resumed run has no ranks of the start
     if all(name in earlier and len(earlier[name]) == len(after[name]) for name in ranks):
         difference = mean_gain((earlier[name], after[name], groups[name]) for name in ranks)[:2]
     learns_little = recall - half <= by_chance
-    advice = (
-        "Encoders from scratch need many pairs, pretrained ones few."
-        if from_scratch and learns_little
-        else _MORE_PAIRS
-    )
-    figure = f"mean recall{by_head}"
-    return gained(figure, recall, half, "by chance", by_chance, log, "eval_mean_recall", difference, advice)
+    few = "Encoders from scratch need many pairs, pretrained ones few."
+    advice = few if from_scratch and learns_little else _MORE_PAIRS
+    return Gain(figure, "eval_mean_recall", recall, half, "by chance", by_chance, *log_rows, difference, advice, note)

@@ -75,6 +75,11 @@ class DirectionRanks:
     reranked_items: Tensor | None = None
     reranked_scores: Tensor | None = None
 
+    @property
+    def best_Q(self) -> Tensor:
+        """The ranks of a search: after re-ranking, where there is a head."""
+        return self.cosine_Q if self.reranked_Q is None else self.reranked_Q
+
 
 @dataclass
 class PairScores:

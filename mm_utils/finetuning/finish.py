@@ -8,13 +8,23 @@ from pathlib import Path
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.rows.source import EvaluatedDataArguments
-from mm_utils.evaluation.gained import gained
+from mm_utils.evaluation.gained import Gain, read_log
 from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classes
 from mm_utils.finetuning.labels import LabelArguments, LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
-from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, encoders, millions, quoted
+from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, quoted
 from mm_utils.run.callbacks import RunContext
-from mm_utils.run.finish import SOURCES, chosen_on_validation, closing_lines, finish, run_card
+from mm_utils.run.finish import (
+    SOURCES,
+    chosen_on_validation,
+    closing_lines,
+    describe_sizes,
+    describe_towers,
+    finish,
+    run_card,
+    sentence_case,
+)
+from mm_utils.training.arguments import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +51,29 @@ def finish_finetuning(
         report_classes(evaluator.guesses, task.classes, folder)
         (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
 
+    gain = _accuracy_gained(context)
     finish(
-        *(context, write),
+        *(context, gain, write),
         card=lambda: classification_card(context, model, task, argv),
-        summary=lambda: _summary(context, model, task),
+        summary=lambda: _summary(context, model, task, gain),
     )
+
+
+def _accuracy_gained(context: RunContext) -> Gain | None:
+    """Return what training gained by the accuracy on the validation split; None if it was not measured."""
+    metrics, name = context.metrics, "eval_accuracy"
+    if name not in metrics:
+        return None
+    half = (metrics[f"{name}_high"] - metrics[f"{name}_low"]) / 2
+    floor, log = metrics["eval_majority"], read_log(context.run.output_dir / METRICS_FILE, name)
+    return Gain("accuracy", name, metrics[name], half, "by always the most frequent class", floor, *log)
 
 
 def classification_card(
     context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask, argv: Sequence[str] | None
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
-    run, metrics = context.run, context.metrics
-    start, medium = str(run.settings["model_name_or_path"]), model.config.medium
+    run, metrics, medium = context.run, context.metrics, model.config.medium
     rows = []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
@@ -62,12 +82,10 @@ def classification_card(
                 for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
             )
             rows.append([split, accuracy, f"{low} to {high}", f1, majority])
-    names = [model.vision_model.config.model_type, model.text_model.config.model_type]
-    size = millions(sum(weight.numel() for weight in model.parameters()))
     what = f"It classifies into {len(task.classes)} classes by {classifier_input(model)}."
     return run_card(
         *(context, argv),
-        about=f"{what} {encoders(names, (False, False), medium)}: {size} parameters in all.",
+        about=f"{what} {describe_towers(context, model)}: {describe_sizes(context, model)}.",
         usage=usage(run.model, medium, model.config.classifier_inputs),
         medium=medium,
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
@@ -76,7 +94,6 @@ def classification_card(
         dataset_fingerprint=context.data.fingerprint,
         tags=("classification", "dual-encoder"),
         pipeline_tag=None,  # no pipeline reads such inputs with this class
-        base_models=[start] if not Path(start).exists() else [],
     )
 
 
@@ -102,7 +119,9 @@ def classifier_input(model: FusionDualEncoderForClassification) -> str:
     return _INPUTS[model.config.classifier_inputs].replace("an image", an(model.config.medium))
 
 
-def _summary(context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask) -> list[str]:
+def _summary(
+    context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask, gain: Gain | None
+) -> list[str]:
     run, metrics = context.run, context.metrics
     lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
@@ -112,11 +131,9 @@ def _summary(context: RunContext, model: FusionDualEncoderForClassification, tas
             others = f"macro F1 {found['macro_f1']:.3f}   most frequent class {found['majority']:.3f}"
             lines.append(f"  {split:<12}accuracy {accuracy}   {others}")
     commands = []
-    if "eval_accuracy" in metrics:
-        floor, half = metrics["eval_majority"], (metrics["eval_accuracy_high"] - metrics["eval_accuracy_low"]) / 2
-        measured = gained("Accuracy", metrics["eval_accuracy"], half, "by always the most frequent class", floor,
-                          run.output_dir / "metrics.jsonl", "eval_accuracy")  # fmt: skip
-        lines.append(f"  {too_few(len(task.splits['validation']), 'row', figure='accuracy') or measured}")
+    if gain:
+        few = too_few(len(task.splits["validation"]), "row", figure="accuracy")
+        lines.append(f"  {few or sentence_case(gain.sentence)}")
     if model.config.classifier_inputs == "image" and any(run.settings[name] for name in SOURCES):
         # What the start does without training.
         words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]

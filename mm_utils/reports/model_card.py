@@ -19,11 +19,6 @@ DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"
 MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
 
 
-def model_title(name: str) -> str:
-    """Return a model's name for people: that on the Hub, or the last two parts of a path."""
-    return "/".join(Path(name).absolute().parts[-2:]) if Path(name).exists() else name
-
-
 EXAMPLES = {  # of code: the folder of a person's files, which files, and a text
     "image": ("pictures", "*.jpg", "something red"),
     "clip": ("clips", "*.mp4", "something turns red"),  # pip install av
@@ -43,7 +38,7 @@ class CardInfo:
 
     Attributes:
         about: a sentence on what the model is, in Markdown.
-        usage: code that uses the model and runs as pasted, in any folder.
+        usage: code that uses the model.
         medium: the kind of media, of `mm_utils.data.media.COLUMNS`.
         table, table_note: titles and rows of the results, and a sentence below them.
         metrics: all metrics by name.
@@ -78,13 +73,12 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items() if not name.endswith("_spread")]
     hyperparameters = without_secrets(card.hyperparameters, publishable)
     pictures = {"Training curves": "training.png", "Retrieved {}s": "retrieval.png"}
-    usage = _fenced("python", card.usage)
     parts = [
         f"---\n{_front_matter(card).to_yaml()}\n---",
         f"# {_text(card.name)}",
         card.about,
         "## Use",
-        usage,
+        _fenced("python", card.usage),
         "## Results",
         markdown_table(list(map(_text, titles)), [list(map(_text, row)) for row in rows]),
         card.table_note,
@@ -111,8 +105,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
         "candidates; they are not probabilities. Measure it on your own data before relying on it.",
     ]
     path = output_dir / "README.md"
-    # The code alone names the folder in full, until there is a repository: it runs as pasted.
-    shown = "\n\n".join(part if part is usage else publishable(part) for part in parts if part)
+    shown = "\n\n".join(publishable(part) for part in parts if part)
     with optional_file(path):
         path.write_text(f"{shown}\n", encoding="utf-8")
     return path
@@ -162,10 +155,10 @@ def quoted(name: str) -> str:
 
 
 def search_code(name: str, medium: str, has_fusion: bool, dual_encoder: str) -> str:
-    """Return code that searches and runs as pasted, in any folder.
+    """Return code that searches; it runs as pasted where the model's name leads to it.
 
     Args:
-        name: the model: the absolute path of its folder, or its repository on the Hub.
+        name: the model: its folder, or its repository on the Hub.
         dual_encoder: the class in the folder `dual_encoder/`, "" without one.
     """
     stock = f", {dual_encoder}" if dual_encoder else ""
@@ -175,7 +168,7 @@ from pathlib import Path
 
 from transformers import AutoModel{stock}
 
-folder = {quoted(name)}
+folder = {quoted(name)}  # where this card lies, or a name of the Hub
 model = AutoModel.from_pretrained(folder, trust_remote_code=True)  # its code comes with it
 
 # Embed your own {media} and a text: vectors of length 1.

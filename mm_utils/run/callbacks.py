@@ -21,6 +21,7 @@ from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
 from mm_utils.training.callbacks import ProgressBar, Throughput
 from mm_utils.training.feature_cache import CacheFeatures
+from mm_utils.training.stages import Stage
 from mm_utils.training.starts import BlockStart, ClosedFormStart, WiseFT
 from mm_utils.training.teacher import CacheTeacher
 from mm_utils.training.trackers import Tracking
@@ -42,6 +43,7 @@ class RunContext:
         retrieval: in pre-training, the evaluator of the validation split, which is among `evaluators`.
         metrics, choice: after training, those of the saved model; which weights are saved, and what chose them.
         passes: passes over training rows at the start: seconds, rows, and the most rows that a whole run takes.
+        stages: all stages of the run, what each trains included.
     """
 
     run: Run
@@ -56,6 +58,7 @@ class RunContext:
     metrics: dict[str, float] = field(default_factory=dict)
     choice: str = ""
     passes: list[tuple[float, int, int]] = field(default_factory=list)
+    stages: Sequence[Stage] = ()
     callbacks: Sequence[TrainerCallback] = ()
 
     @property

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
-from mm_utils.arguments import launch_command, to_words
+from mm_utils.arguments import launch_command, python, to_words
 from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.tokens import unread_captions
@@ -21,11 +22,11 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.embeddings import Embeddings, right_items
-from mm_utils.evaluation.gained import chance, recall_gained
+from mm_utils.evaluation.gained import Gain, chance, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
-from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, is_trained
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import UnreadableError
 from mm_utils.objectives.build import ObjectiveArguments
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
@@ -37,13 +38,13 @@ from mm_utils.reports.model_card import (
     encoders,
     listed,
     millions,
-    model_title,
     search_code,
     write_model_card,
 )
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.restarts import device_name
 from mm_utils.text import markdown_text, printable
+from mm_utils.training.arguments import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -52,55 +53,70 @@ _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
 
 
-def retrieval_card(context: RunContext, split: Embeddings, argv: Sequence[str] | None) -> CardInfo:
+def retrieval_card(context: RunContext, split: Embeddings, gain: Gain, argv: Sequence[str] | None) -> CardInfo:
     """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
-    run, model, data = context.run, context.model, context.data
-    whole, medium = run.settings.get("model_name_or_path"), data.medium
-    bases = [whole or run.settings.get(f"{tower}_model_name_or_path") for tower in ("vision", "text")]
-    towers = (model.vision_model, model.text_model)
-    names = [
-        model_title(base) if base else f"{tower.config.model_type}, from scratch"
-        for base, tower in zip(bases, towers, strict=True)
-    ]
-    frozen = [not is_trained(tower) for tower in towers]
-    images = len(split.image_key_M)
+    run, model, data, medium = context.run, context.model, context.data, context.data.medium
     shown, stock = _with_head(context.metrics, model), run.output_dir / "dual_encoder"
     has_fusion = model.fusion is not None and bool(stored_weights(model))
     counted, queries = independent_queries(split, medium)
     seen = next(name for name in ("train", "validation") if name in data.splits)
+    images = len(split.image_key_M)
     note = [
         f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
         too_few(images, medium),
+        sentence_case(gain.sentence),
         chosen_on_validation(context, model),
         describe_weights(model),
         *unread_captions(data.splits[seen], data.processor.tokenizer, data.max_seq_length, f"The captions of {seen}"),
     ]
-    size, trained = (
-        millions(sum(weight.numel() for weight in model.parameters() if weight.requires_grad or every))
-        for every in (True, False)
-    )
-    size = f"{size} parameters in all{f', of which {trained} were trained' if any(frozen) else ''}"
     terms = [name.rpartition(".")[2].replace("_", " ") for name in context.given[ObjectiveArguments].weights]
     losses = f"the {markdown_text(listed(terms))} loss{'es' * (len(terms) > 1)}"
     head = ", and a cross-attention fusion head that re-ranks the best candidates" if has_fusion else ""
-    made = f"{'joined' if all(frozen) else 'trained together'} with {losses}{head}"
-    about = (
-        f"{encoders(names, frozen, medium)}, {made}: {size}. It finds {medium}s for a text and texts for {an(medium)}."
-    )
+    about = f"{describe_towers(context, model)}, trained with {losses}{head}: {describe_sizes(context, model)}."
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(
         *(context, argv),
-        about=about,
+        about=f"{about} It finds {medium}s for a text and texts for {an(medium)}.",
         usage=search_code(run.model, medium, has_fusion, dual_encoder),
         medium=medium,
-        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium)),
+        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium, gain)),
         table_note=" ".join(filter(None, note)),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
         tags=(f"{COLUMNS[medium]}-text-retrieval", "dual-encoder", "contrastive-learning"),
         pipeline_tag="feature-extraction",
-        base_models=[base for base in dict.fromkeys(bases) if base and not Path(base).exists()],
     )
+
+
+def _bases(context: RunContext) -> list[str | None]:
+    """Return what the encoders of media and of texts started from; None for one from scratch."""
+    settings = context.run.settings
+    return [
+        settings.get(f"{tower}_model_name_or_path") or settings["model_name_or_path"] for tower in ("vision", "text")
+    ]
+
+
+def describe_towers(context: RunContext, model: Any) -> str:
+    """Return what the encoders are, what they started from and whether a stage trained them, as the beginning of a sentence."""
+    trained = [name for stage in context.stages for name in stage.trains]
+    names, frozen = [], []
+    for tower, base in zip(("vision_model", "text_model"), _bases(context), strict=True):
+        start = f"the local folder {Path(base).absolute().name}" if base and Path(base).exists() else base
+        kind = model.get_submodule(tower).config.model_type
+        names.append(f"{kind} of {start}" if start else f"{kind}, from scratch")
+        frozen.append(not any(name.startswith(f"model.{tower}.") for name in trained))
+    return encoders(names, frozen, context.data.medium)
+
+
+def describe_sizes(context: RunContext, model: Any) -> str:
+    """Return how many parameters a model has, and how many of them each stage trained."""
+    every = sum(weight.numel() for weight in model.parameters())
+    sizes = [sum(size for name, size in stage.trains.items() if name.startswith("model.")) for stage in context.stages]
+    said = f"{millions(every)} parameters in all"
+    if len(sizes) > 1:
+        first, last = map(millions, sizes)
+        return f"{said}; {first} of them were trained first, with the encoders, and {last} then, with the fusion head"
+    return f"{said}, of which {millions(sizes[0])} were trained" if sizes[0] < every else said
 
 
 def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> dict[str, float]:
@@ -125,8 +141,10 @@ def chosen_on_validation(context: RunContext, model: FusionDualEncoderModel | No
     return " ".join(filter(None, [context.choice, also]))
 
 
-def _retrieval_rows(metrics: Mapping[str, float], split: Embeddings, queries: int, medium: str) -> list[list[str]]:
-    """Return both directions' recalls: encoders, re-ranked, the head's gain, by chance."""
+def _retrieval_rows(
+    metrics: Mapping[str, float], split: Embeddings, queries: int, medium: str, gain: Gain | None = None
+) -> list[list[str]]:
+    """Return both directions' recalls: before training, encoders, re-ranked, the head's gain, by chance."""
     rows: list[list[str]] = []
     for direction, title in DIRECTIONS.items():
         shown = title.replace("image", medium)
@@ -134,6 +152,11 @@ def _retrieval_rows(metrics: Mapping[str, float], split: Embeddings, queries: in
             prefix: [metrics[name] for k in CUTOFFS if (name := f"{prefix}{direction}_recall@{k}") in metrics]
             for prefix in MEASURED
         }
+        names = [f"eval_{direction}_recall@{k}" for k in CUTOFFS]
+        if gain and gain.starts and names[0] in gain.starts[0]:
+            rows.append(
+                [f"{shown}, before training", *(_with_interval(gain.starts[0][name], queries) for name in names)]
+            )
         for prefix, recalls in found.items():
             if recalls:
                 rows.append([f"{shown}, {MEASURED[prefix]}", *(_with_interval(recall, queries) for recall in recalls)])
@@ -179,6 +202,7 @@ def run_card(context: RunContext, argv: Sequence[str] | None, **values: Any) -> 
             "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
             "processes": accelerator.num_processes,
         },
+        base_models=[base for base in dict.fromkeys(_bases(context)) if base and not Path(base).exists()],
         **values,
     )
 
@@ -190,22 +214,34 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
     """
     evaluator, rows = context.retrieval, context.data.splits["validation"]
     assert evaluator is not None
+    whole, *towers = (context.run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
+    work = partial(
+        recall_gained,
+        *(evaluator, context.run.output_dir / METRICS_FILE, context.data.medium),
+        is_paired=context.resume_from is None,
+        from_scratch=not (whole or all(towers)),
+    )
+    gain = distributed.on_first(work)
     finish(
-        context,
+        *(context, gain),
         lambda folder: draw_examples(rows, evaluator, folder / "retrieval.png"),
-        lambda: retrieval_card(context, evaluator.split, argv),
-        lambda: _retrieval_summary(context, evaluator),
+        lambda: retrieval_card(context, evaluator.split, gain, argv),
+        lambda: _retrieval_summary(context, evaluator, gain),
     )
 
 
 def finish(
-    context: RunContext, write: Callable[[Path], None], card: Callable[[], CardInfo], summary: Callable[[], list[str]]
+    context: RunContext,
+    gain: Gain | None,
+    write: Callable[[Path], None],
+    card: Callable[[], CardInfo],
+    summary: Callable[[], list[str]],
 ) -> None:
     """Draw `training.png`, let `write` write into the folder, write the card, let callbacks publish the folder, log a summary."""
     run, folder = context.run, context.run.output_dir
 
     def write_all() -> None:
-        plot_training(folder / "metrics.jsonl", folder / "training.png")
+        plot_training(folder / METRICS_FILE, folder / "training.png", gain=gain)
         write(folder)
         write_model_card(folder, card())
         seal_model(folder)
@@ -256,11 +292,13 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 # -- summaries ----------------------------------------------------------------------------------------------------------
 
 
-def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str, name: str) -> list[str]:
+def recall_lines(
+    metrics: Mapping[str, float], split: Embeddings, medium: str, name: str, gain: Gain | None = None
+) -> list[str]:
     """Return the lines of a screen with recalls on `name`, such as "the test split", their intervals, and chance."""
     images = len(split.image_key_M)
     counted, queries = independent_queries(split, medium)
-    rows = _retrieval_rows(metrics, split, queries, medium)
+    rows = _retrieval_rows(metrics, split, queries, medium, gain)
     width = max((len(name) for name, *_ in rows), default=0) + 2
     lines = [
         f"  {name:<{width}}" + "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False)).rstrip()
@@ -268,23 +306,22 @@ def recall_lines(metrics: Mapping[str, float], split: Embeddings, medium: str, n
     ]
     few = too_few(images, medium, "The split")
     title = f"Retrieval on the {images:,} {medium}s of {name}:"
-    return ["", title, *lines, f"  {counted[0].upper()}{counted[1:]}.", *([f"  {few}"] if few else [])]
+    return ["", title, *lines, f"  {sentence_case(counted)}.", *([f"  {few}"] if few else [])]
 
 
-def _retrieval_summary(context: RunContext, evaluator: RetrievalEvaluator) -> list[str]:
-    run, model, medium = context.run, context.model, context.data.medium
-    held_out = "the validation split, which were not trained on"
-    whole, *starts = (run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
-    gain = recall_gained(
-        *(evaluator, run.output_dir / "metrics.jsonl", medium),
-        is_paired=context.resume_from is None,
-        from_scratch=not (whole or all(starts)),
-    )
+def _retrieval_summary(context: RunContext, evaluator: RetrievalEvaluator, gain: Gain) -> list[str]:
+    model, held_out = context.model, "the validation split, which were not trained on"
+    metrics = _with_head(context.metrics, model)
     return [
-        *recall_lines(_with_head(context.metrics, model), evaluator.split, medium, held_out),
-        *(f"  {said[0].upper()}{said[1:]}" for said in (gain, describe_weights(model)) if said),
+        *recall_lines(metrics, evaluator.split, context.data.medium, held_out, gain),
+        *(f"  {sentence_case(said)}" for said in (gain.sentence, describe_weights(model)) if said),
         *closing_lines(context, next_commands(context), model),
     ]
+
+
+def sentence_case(text: str) -> str:
+    """Return a sentence with a capital in front."""
+    return text[0].upper() + text[1:]
 
 
 def closing_lines(
@@ -315,7 +352,7 @@ def next_commands(context: RunContext) -> list[str]:
     query = printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")
     words = ["--model_name_or_path", str(folder), *rows, "--index_dir", index]
     found = ["--index_dir", index, "--query", query]
-    return [*commands, launch_command("embed", words), launch_command("search", found, "python")]
+    return [*commands, launch_command("embed", words), launch_command("search", found, python())]
 
 
 def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str:

@@ -51,8 +51,9 @@ class Run:
 
     @property
     def model(self) -> str:
-        """What `from_pretrained` takes: the repository on the Hub, or the absolute path of the folder."""
-        return self.repository or str(self.output_dir.resolve())
+        """What a card names: the repository on the Hub, or the folder, without those of this machine that it lies in."""
+        folder, here = self.output_dir.resolve(), Path.cwd()
+        return self.repository or str(folder.relative_to(here) if folder.is_relative_to(here) else folder.name)
 
     def settled(self, data: TrainingData, has_baseline: bool = False) -> "Run":
         """Return this run with the arguments that depend on the data, and on whether its first weights are a model."""

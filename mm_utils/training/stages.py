@@ -35,7 +35,7 @@ class Stage:
     name: str  # "encoders", or "head" if the head is trained
     begin: int  # steps are counted over the whole run; checkpoints are named by them
     end: int
-    trains: frozenset[str]  # the names of the objective's parameters that learn
+    trains: Mapping[str, int]  # the objective's parameters that learn, by name, and their sizes
     metric: str  # chooses the best evaluation: encoders are judged by their own figure, heads by what they add to it
     is_last: bool = True
     asked: str | None = (
@@ -65,13 +65,14 @@ class Stage:
         what = "with the fusion head of" if self.name == "head" else "of"
         values, name = self._values(history), f"eval_{self.metric}"
         if not values:
-            return None, f"Saved is the model {what} step {step}, the last one, as no evaluation measured re-ranking."
-        best = f"the best of {len(values)} evaluations by {name} ({values[step]:.4g})"
+            return None, f"The model {what} step {step} is saved, the last one, as no evaluation measured re-ranking."
+        several = f"the best of {len(values)} evaluations" if len(values) > 1 else "the only one that was evaluated,"
+        best = f"{several} by {name} ({values[step]:.4g})"
         if step != (first := self.ranked(history)[0]):
             best = (
                 f"with {name} {values[step]:.4g}, as the checkpoint of step {first} ({values[first]:.4g}) is not there"
             )
-        return name, f"Saved is the model {what} step {step}, {best}."
+        return name, f"The model {what} step {step} is saved, {best}."
 
     def lost_recall(self, history: Sequence[Mapping[str, Any]], step: int, reranks: bool) -> bool:
         """Return whether the projections of a step, re-ranked where that is on, are worse than those at `begin` alone."""
@@ -105,7 +106,7 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
         head_share: `--head_share`, the share of the steps, the last, in which the head learns; 0 for all at once.
     """
     steps, metric = args.total_steps(num_rows), args.metric_for_best_model
-    trained = frozenset(name for name, weight in objective.named_parameters() if weight.requires_grad)
+    trained = {name: weight.numel() for name, weight in objective.named_parameters() if weight.requires_grad}
     if not objective.pairs_per_image:
         return [Stage("encoders", 0, steps, trained, metric)]
     of_head = "head_mean_recall" if metric in ("mean_recall", "loss") else metric  # the head changes neither
@@ -121,7 +122,7 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
         return [head]
     begin = round((1 - head_share) * steps)
     without_head, without_encoders = (
-        frozenset(name for name in trained if not name.startswith(part)) for part in (HEAD, ENCODERS)
+        {name: size for name, size in trained.items() if not name.startswith(part)} for part in (HEAD, ENCODERS)
     )
     encoders = Stage("encoders", 0, begin, without_head, metric, begin == steps)
     head = replace(head, begin=begin, trains=without_encoders, rate=HEAD_RATE)

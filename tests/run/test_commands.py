@@ -132,9 +132,12 @@ def test_the_images_of_the_run_are_embedded_and_searched(
     assert " ".join(parsed(search)[1][-1].split()) in table
 
 
-def test_the_code_of_the_card_runs_in_any_folder(trained: Finished, tmp_path: Path) -> None:
+def test_the_code_of_the_card_names_no_folder_of_the_machine_and_runs_with_its_path(
+    trained: Finished, tmp_path: Path
+) -> None:
     """`tests/scripts/test_finetune.py` runs that of a classifier's card."""
     [search] = re.findall(r"```python\n(.*?)\n```", (trained.folder / "README.md").read_text(), re.DOTALL)
+    search = search.replace('folder = "out/my model"', f'folder = "{trained.folder.resolve()}"')
     (tmp_path / "pictures").mkdir()
     for colour in ("red", "green", "blue"):
         Image.new("RGB", (60, 60), colour).save(tmp_path / f"pictures/{colour}.jpg")

@@ -118,7 +118,7 @@ def test_losses_and_ranks_are_better_when_lower(metric: str, best: int) -> None:
     args = TrainingArguments(metric_for_best_model=metric)
     name = args.metric_for_best_model
     history = [{"step": 2, f"eval_{name}": 3.0}, {"step": 4, f"eval_{name}": 2.0}]
-    assert Stage("encoders", 0, 4, frozenset(), name).ranked(history)[0] == best
+    assert Stage("encoders", 0, 4, {}, name).ranked(history)[0] == best
     assert args.greater_is_better == (best == 2)
 
 
@@ -353,8 +353,8 @@ def log(metric: str, *values: float) -> list[dict[str, Any]]:
 
 
 def test_of_equal_evaluations_encoders_keep_the_first_and_heads_the_longest_trained() -> None:
-    encoders = Stage("encoders", 0, 9, frozenset(), "mean_recall")
-    head = Stage("head", 0, 9, frozenset(), "head_mean_recall", asked="mean_recall")
+    encoders = Stage("encoders", 0, 9, {}, "mean_recall")
+    head = Stage("head", 0, 9, {}, "head_mean_recall", asked="mean_recall")
     assert encoders.ranked(log("mean_recall", 0.3, 0.5, 0.5)) == [2, 3, 1]
     assert head.ranked(log("head_mean_recall", 0.3, 0.5, 0.5)) == [3, 2, 1]
 

@@ -142,7 +142,7 @@ def test_a_run_begins_with_its_baseline_and_does_not_end_below_it(
     *_, evaluated, chosen = logged_rows(tmp_path / "run")
     assert evaluated["step"] == 4  # the evaluation behind the pictures is not logged twice
     assert (chosen["saved_part"], chosen["saved_projections_step"]) == ("head", begin)
-    sentence = f"Saved is the model with the fusion head of step {chosen['saved_step']}, the best of"
+    sentence = f"The model with the fusion head of step {chosen['saved_step']} is saved, "
     assert sentence in caplog.text
     assert sentence in (tmp_path / "run" / "README.md").read_text()
     assert ("trained from the first step on, without --head_share" in caplog.text) == frozen

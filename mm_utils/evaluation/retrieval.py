@@ -86,20 +86,13 @@ class RetrievalEvaluator:
         self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
         self.fits = fits
         self.directions: dict[str, DirectionRanks] = {}  # its ranks
-        self.first: dict[
-            str, Tensor
-        ] = {}  # the ranks of the start, which is evaluated first where nobody says otherwise
+        self.first: dict[str, Tensor] = {}  # the ranks of the first evaluation
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Evaluate `model` on the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
         metrics = self._measure(model, loader, accelerator)
-        if not self.first:
-            self.take_for_start()
+        self.first = self.first or {name: ranks.best_Q for name, ranks in self.directions.items()}
         return metrics
-
-    def take_for_start(self, reranks: bool = True) -> None:
-        """Take the last evaluation for that of the weights before training, whose head does not rerank if it is new."""
-        self.first = {name: ranks.best_Q if reranks else ranks.cosine_Q for name, ranks in self.directions.items()}
 
     def _measure(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         weights = self._weights(model) if self.args.rerank_top_k > 0 and model.fusion is not None else {}

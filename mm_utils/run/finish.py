@@ -116,7 +116,7 @@ def describe_sizes(context: RunContext, model: Any) -> str:
     if len(sizes) > 1:
         first, last = map(millions, sizes)
         return f"{said}; {first} of them were trained first, with the encoders, and {last} then, with the fusion head"
-    return f"{said}, of which {millions(sizes[0])} were trained" if sizes[0] < every else said
+    return said if millions(sizes[0]) == millions(every) else f"{said}, of which {millions(sizes[0])} were trained"
 
 
 def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> dict[str, float]:

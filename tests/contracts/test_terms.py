@@ -149,7 +149,7 @@ def test_a_stage_trains_its_part_as_all_at_once_would(kind: str) -> None:
         found = step(objective, batch, 5)
         term = TERMS[kind].split(",")[1].split(":")[0]
         assert (f"{term}_loss" in found["report"]) == (stage.name == "head")
-        assert {name for name, value in found["gradients"].items() if value.any()} <= stage.trains
+        assert {name for name, value in found["gradients"].items() if value.any()} <= stage.trains.keys()
         assert all(parameter.grad is None for parameter in objective.parameters() if not parameter.requires_grad)
     same_gradients(found["gradients"], {name: whole(kind)["gradients"][name] for name in stages[1].trains})
 

@@ -20,11 +20,10 @@ import importlib.util
 import json
 import logging
 import random
-import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,6 +48,7 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.processor import load_processor
+from mm_utils.stored import stored
 from scripts import prepare_data
 
 Batches = Iterator[dict[str, Any]]
@@ -75,27 +75,13 @@ def photographs(folder: Path, images: int) -> Path:
     return folder / "pairs.jsonl"
 
 
-def make_once(folder: Path, write: Callable[[Path], Any]) -> Path:
-    """The folder, which `write` fills if it is not there; it is complete or does not exist."""
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
-        write(new)
-        try:
-            new.rename(folder)
-        except OSError:  # another contestant, which starts at the same time, was first
-            shutil.rmtree(new)
-    return folder
-
-
 class Bench:
     """What all readers share: the prepared pairs, their tokens, the order, and the crop."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.folder = args, Path(args.cache_dir)
-        photos = self.folder / "photographs"
+        self.args = args
         self.source = Path(
-            args.train_file or make_once(photos, lambda new: photographs(new, args.images)) / "pairs.jsonl"
+            args.train_file or self.made("photographs", partial(photographs, images=args.images)) / "pairs.jsonl"
         )
         self.loader_args = LoaderArguments(dataloader_num_workers=str(args.num_workers))
         processor = load_processor(ModelArguments(image_size=args.image_size), ("a photograph",))
@@ -112,12 +98,14 @@ class Bench:
         self.tokens: list[list[int]] = [captions[0] for captions in self.rows["input_ids"]]
         self.order = GlobalOrder(len(self.rows), BatchSizes((0,), (args.batch_size,)), SEED)
 
+    def made(self, name: str, write: Callable[[Path], Any]) -> Path:
+        """Return a folder of this benchmark, which `write` fills if it is not there; all contestants share it."""
+        return stored("loading", f"{self.args.key}-{name}", write, self.args.cache_dir)
+
     def prepared(self, store: str) -> datasets.Dataset:
         """The training pairs that scripts/prepare_data.py makes of the source."""
         flags = ["--sources", str(self.source), "--store", store, "--image_size", str(self.args.image_size)]
-        folder = make_once(
-            self.folder / store, lambda new: prepare_data.main([*flags, "--output_dir", str(new / "pairs")])
-        )
+        folder = self.made(store, lambda new: prepare_data.main([*flags, "--output_dir", str(new / "pairs")]))
         return load_pairs(DataArguments(dataset_name=str(folder / "pairs")))["train"]
 
     def tokenized(self, rows: datasets.Dataset) -> datasets.Dataset:
@@ -186,7 +174,7 @@ class LmdbPairs(Dataset):
     def __init__(self, bench: Bench):
         self.bench = bench
         self.transaction: Any = None
-        self.folder = make_once(bench.folder / f"lmdb-{bench.count}", self.write)
+        self.folder = bench.made(f"lmdb-{bench.count}", self.write)
 
     def write(self, folder: Path) -> None:
         """Write all prepared images."""
@@ -268,8 +256,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--cache_dir", help="where the stores are made; default: in the cache of datasets")
     args = parser.parse_args(argv)
     named = json.dumps([args.image_size, args.images, args.train_file and str(Path(args.train_file).resolve())])
-    digest = hashlib.blake2b(named.encode(), digest_size=8).hexdigest()
-    args.cache_dir = str(Path(args.cache_dir or datasets.config.HF_DATASETS_CACHE, "tandem_loading", digest))
+    args.key = hashlib.blake2b(named.encode(), digest_size=8).hexdigest()
     present = [name for name in args.contestants if name != "lmdb" or importlib.util.find_spec("lmdb")]
     rows: list[dict[str, Any]] = []
     for name, contestant, turns in compete(Reader, present, args, (0, 2), args.batches, args.rounds):

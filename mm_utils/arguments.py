@@ -388,7 +388,8 @@ def launcher() -> str:
     """Return what stands before the script in the command that starts this run once more, as the user's shell finds it."""
     if LAUNCH_VARIABLE in os.environ:
         return os.environ[LAUNCH_VARIABLE]
-    name, is_on_path = python(), python() == "python"
+    name = python()
+    is_on_path = name == "python"
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and is_alone:
         return name

@@ -84,17 +84,20 @@ def font_families() -> list[str]:
 def plot_training(metrics_path: Path, out_path: Path, gain: "Gain | None" = None) -> list[str]:
     """Draw the values of `metrics_path`, JSON lines, as panels; return the titles of the panels.
 
-    Two are large: the figure that a run is judged by, beside what `gain` has of it, and the loss by term. Of a figure that was
-    measured once there are bars. Panels without values are left out, and small ones of single points; without any nothing is
-    written. Lines that are not JSON are skipped. A step that occurs twice, as after a resume, has its later value.
+    Two panels are large: the figure that a run is judged by, beside what `gain` says of it, and the loss by term. A figure that
+    was measured only once is drawn as bars. Panels without values are left out, as are small ones of single points; without any
+    panel nothing is written. Lines that are not JSON are skipped. A step that occurs twice, as after a resume, has its later value.
     """
     series = _read_series(metrics_path)
     several = {name for name, (steps, _) in series.items() if len(steps) > 1}
     judged = [title for title, names in _JUDGED.items() if next(iter(names)) in series]
-    terms = {name: series[name] for name in sorted(series, key="eval_loss".__eq__) if name.endswith("loss")}
-    if sum(name.endswith("_loss") and name != "eval_loss" for name in terms) > 0:
-        terms.pop("loss", None)  # the weighted sum of the terms
-    large, small = judged + ["Loss"] * bool(terms), [name for name in _SMALL if name in several]
+    terms = {name: values for name, values in series.items() if name.endswith("_loss") and name != "eval_loss"}
+    if not terms and "loss" in series:  # else the weighted sum of the terms
+        terms["loss"] = series["loss"]
+    if "eval_loss" in series:
+        terms["eval_loss"] = series["eval_loss"]
+    large = [*judged, "Loss"] if terms else judged
+    small = [name for name in _SMALL if name in several]
     if not large + small:
         logger.warning("%s has no values to plot; %s is not written", metrics_path, out_path)
         return []

@@ -101,7 +101,8 @@ def main(
     )
     context.call("on_start")
     optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, attached)
-    stages = context.stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
+    stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
+    context.stages = stages
     compile_if_repaid(model, model_args.torch_compile, stages[-1].end, run.accelerator.device)
     with Leaving(run.args.resume_command):
         for stage in remaining(stages, resume_from):

@@ -132,9 +132,9 @@ class Jail:
         real = os.path.realpath(path) if follow else os.path.join(self._real_folder(folder), leaf)
         if not any(f"{real}{os.sep}".startswith(root) for root in self._real_roots):
             leads = "is" if name == real else f"leads to {real},"
-            hint = "; that is an address in Label Studio: download the files, and write their paths" * name.startswith(
-                ("/data/upload/", "/data/local-files/")
-            )
+            hint = ""
+            if name.startswith(("/data/upload/", "/data/local-files/")):
+                hint = "; that is an address in Label Studio: download the files, and write their paths"
             raise Fault("outside_root", f"{name} {leads} outside {self.root}{hint}")
 
     def _similar_name(self, written: str) -> str:

@@ -114,20 +114,32 @@ def recall_gained(
     figure = "mean recall after re-ranking" if reranks else "mean recall"
     never = {name: torch.full_like(rank_Q, NEVER) for name, rank_Q in after.items()}
     recall, half, _ = mean_gain((never[name], after[name], groups[name]) for name in ranks)
-    by_chance, note = mean(value for name in ranks for value in chance(split, name)), ""
+    by_chance = mean(value for name in ranks for value in chance(split, name))
+    note = ""
     if apart < min(images, FEW_GROUPS):
-        left, half = f"{apart} independent group{'s' * (apart > 1)} of {images:,} {medium}s", 0.0
+        left = f"{apart} independent group{'s' * (apart > 1)} of {images:,} {medium}s"
+        half = 0.0
         note = f"recall says nothing of what was learnt: equal captions leave {left}."
     elif too_few(images, medium):  # the summary says so
         note = f"{figure} {recall:.3f} ± {half:.3f}, by chance {by_chance:.3f}."
-    log_rows = read_log(log, "eval_mean_recall")
-    earlier, difference = (
-        evaluator.first if is_paired and log_rows[0] else {},
-        None,
-    )  # a resumed run has no ranks of the start
+    starts, saved_step = read_log(log, "eval_mean_recall")
+    earlier = evaluator.first if is_paired and starts else {}  # a resumed run has no ranks of the start
+    difference = None
     if all(name in earlier and len(earlier[name]) == len(after[name]) for name in ranks):
         difference = mean_gain((earlier[name], after[name], groups[name]) for name in ranks)[:2]
     learns_little = recall - half <= by_chance
     few = "Encoders from scratch need many pairs, pretrained ones few."
     advice = few if from_scratch and learns_little else _MORE_PAIRS
-    return Gain(figure, "eval_mean_recall", recall, half, "by chance", by_chance, *log_rows, difference, advice, note)
+    return Gain(
+        figure=figure,
+        metric="eval_mean_recall",
+        after=recall,
+        half=half,
+        floor_name="by chance",
+        floor=by_chance,
+        starts=starts,
+        saved_step=saved_step,
+        difference=difference,
+        advice=advice,
+        note=note,
+    )

@@ -61,12 +61,22 @@ def finish_finetuning(
 
 def _accuracy_gained(context: RunContext) -> Gain | None:
     """Return what training gained by the accuracy on the validation split; None if it was not measured."""
-    metrics, name = context.metrics, "eval_accuracy"
+    metrics = context.metrics
+    name = "eval_accuracy"
     if name not in metrics:
         return None
     half = (metrics[f"{name}_high"] - metrics[f"{name}_low"]) / 2
-    floor, log = metrics["eval_majority"], read_log(context.run.output_dir / METRICS_FILE, name)
-    return Gain("accuracy", name, metrics[name], half, "by always the most frequent class", floor, *log)
+    starts, saved_step = read_log(context.run.output_dir / METRICS_FILE, name)
+    return Gain(
+        figure="accuracy",
+        metric=name,
+        after=metrics[name],
+        half=half,
+        floor_name="by always the most frequent class",
+        floor=metrics["eval_majority"],
+        starts=starts,
+        saved_step=saved_step,
+    )
 
 
 def classification_card(

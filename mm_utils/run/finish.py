@@ -114,8 +114,10 @@ def describe_sizes(context: RunContext, model: Any) -> str:
     sizes = [sum(size for name, size in stage.trains.items() if name.startswith("model.")) for stage in context.stages]
     said = f"{millions(every)} parameters in all"
     if len(sizes) > 1:
-        first, last = map(millions, sizes)
-        return f"{said}; {first} of them were trained first, with the encoders, and {last} then, with the fusion head"
+        return (
+            f"{said}; {millions(sizes[0])} of them were trained first, with the encoders, and {millions(sizes[1])} then, with the "
+            "fusion head"
+        )
     return said if millions(sizes[0]) == millions(every) else f"{said}, of which {millions(sizes[0])} were trained"
 
 

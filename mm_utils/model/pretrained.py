@@ -159,6 +159,15 @@ def explained(what: str, name: str) -> Iterator[None]:
                 "run any code, are not read. Convert it where nothing can be lost: "
                 "AutoModel.from_pretrained(...).save_pretrained(...)."
             ) from error
+        if type(error).__name__ == "SafetensorError":
+            raise ValueError(
+                f"{what}; its weights are damaged or not whole ({one_line(error)}). Copy or download them again."
+            ) from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise ValueError(
+                f"{what}; its weights have other shapes than its config.json says, as the table above shows. Take the "
+                "config.json that they were saved with."
+            ) from error
         raise ValueError(f"{what}; it cannot be loaded: {one_line(error)}") from error
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ class NonfiniteSteps:
         """Return how many its file names."""
         return len(self.path.read_text(encoding="utf-8").splitlines()) if self.path.is_file() else 0
 
-    def may_move(self, step: int, loss: Tensor, grad_norm: Tensor, image_ids: list[str]) -> bool:
+    def may_move(self, step: int, report: Mapping[str, Tensor], image_ids: list[str]) -> bool:
         """Note the figures of a step, counted from 0; return whether it may change weights. Called on all ranks.
+
+        `report` has the loss, the losses of its terms and the norm of the gradient, the same on all ranks.
 
         A batch without a row has a gradient of 0, and momentum and weight decay would still move the weights. An infinite
         gradient under a loss scaler changes nothing either, but does not count.
@@ -45,13 +48,14 @@ class NonfiniteSteps:
         Raises:
             RunError: if one step too many was not finite.
         """
-        loss, norm = torch.stack([loss.float(), grad_norm.float()]).tolist()
+        loss, norm = torch.stack([report["loss"].float(), report["grad_norm"].float()]).tolist()
         if math.isfinite(loss) and (self.has_scaler or math.isfinite(norm)):
             return math.isfinite(norm) and norm != 0
         self.count += 1
         image_ids, step = gather_object(image_ids), step + 1
         if distributed.rank() == 0:
-            figures = {"loss": str(loss), "grad_norm": str(norm)}
+            terms = {name: str(float(value)) for name, value in report.items() if not torch.isfinite(value).all()}
+            figures = {**terms, "loss": str(loss), "grad_norm": str(norm)}
             append_rows(self.path, [{"step": step, **figures, "image_ids": image_ids}])
             logger.warning("Step %d was skipped: %s; its images are in %s", step, figures, self.path)
         if self.count >= MAX_NONFINITE_STEPS:

@@ -73,7 +73,7 @@ class TrainStep:
         report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
         scaler = self.accelerator.scaler
         # The one place of a step where the host waits for its device.
-        if self.nonfinite.may_move(step, report["loss"], report["grad_norm"], batch["image_ids"]):
+        if self.nonfinite.may_move(step, report, batch["image_ids"]):
             self.optimizer.step()
             if (highest := self.unwrapped.highest_scale) is not None:
                 with torch.no_grad():  # CLIP keeps the inverse temperature in 1 to 100 (arXiv 2103.00020)

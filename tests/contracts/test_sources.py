@@ -321,8 +321,19 @@ FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[
         {**_SIX, "c.json": lines(*({**row, "annotations": [{}]} for row in _rows(0, 6)))}, "c.json", {}, 6, (),
     ),
     "an object over lines": (
+        {"c.json": json.dumps({"version": "1", "image": "0.png"}, indent=1)}, "c.json", {}, None,
+        (r"c\.json holds one object with version, image over several lines\. Write rows",),
+    ),
+    "an object of splits": (
+        {"c.json": json.dumps({"train": _rows(0, 6), "test": _rows(0, 6)})}, "c.json", {}, None,
+        (r"c\.json holds one object, with rows in train, test\. Write each list to a file of its own",),
+    ),
+    "an object of rows over lines": (
         {"c.json": json.dumps({"version": 1, "data": _rows(0, 6)}, indent=1)}, "c.json", {}, None,
-        (r"c\.json holds one object with version, data over several lines\. Write rows",),
+        (r"c\.json holds one object, with rows in data\.",),
+    ),
+    "one row with regions": (
+        {**_SIX, "c.json": json.dumps({**_rows(0, 1)[0], "regions": []})}, "c.json", {}, 1, (),
     ),
     "lines with commas": (
         {"c.jsonl": ",\n".join(map(json.dumps, _rows(0, 6)))}, "c.jsonl", {}, None, (r"divided by commas",),

@@ -223,7 +223,7 @@ def test_steps_that_are_not_finite_are_counted_over_the_run(tmp_path: Path, monk
     def poisoned(self: TrainStep, batch: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
         report = usual(self, batch, step)
         if step in (1, 6):
-            report["loss"] = torch.tensor(math.nan)
+            report["loss"] = report["contrastive_loss"] = torch.tensor(math.nan)
         return report
 
     monkeypatch.setattr(TrainStep, "_backward", poisoned)
@@ -233,6 +233,8 @@ def test_steps_that_are_not_finite_are_counted_over_the_run(tmp_path: Path, monk
             trainer.train(None if number else checkpoint)
             counts.append(trainer.step.nonfinite.count)
     assert counts == [1, 2, 2]
+    rows = map(json.loads, (tmp_path / NONFINITE_FILE).read_text().splitlines())
+    assert [(row["contrastive_loss"], row["loss"]) for row in rows] == [("nan", "nan")] * 2  # the term is named
 
 
 def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -340,6 +340,33 @@ def test_a_whole_model_between_frozen_towers_keeps_what_it_knew(
         assert torch.equal(saved_weights(tmp_path / "again")[name], weight), name
 
 
+def test_a_siglip_that_the_pairs_add_nothing_to_is_resumed_as_it_is(
+    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_pairs(*given: Any) -> Any:
+        return dataclasses.replace(fit(*given), pair_weight=0.0)
+
+    monkeypatch.setattr("mm_utils.training.starts.fit", without_pairs)
+    stock = write_stock(tmp_path / "siglip", "siglip")
+    frozen = [
+        "--freeze_vision",
+        "--freeze_text",
+        "--cache_features",
+        "--objectives",
+        "contrastive:1",
+        "--fusion_layers",
+        "0",
+    ]
+    flags = [*tiny_flags[:2], *tiny_flags[4:10], "--model_name_or_path", stock, *frozen, "--save_steps", "2"]
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "run")])
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert (config["dual_encoder_type"], config["projection_dim"]) == ("siglip", 32)
+    resume = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-2")]
+    pretrain.main([*flags, *resume, "--output_dir", str(tmp_path / "again")])
+    for name, weight in saved_weights(tmp_path / "run").items():
+        assert torch.equal(saved_weights(tmp_path / "again")[name], weight), name
+
+
 # -- class names ---------------------------------------------------------------------------------------------------------
 NAMES = {0: "tench, Tinca tinca", 1: "great white shark", 2: "cock"}
 SMALL = TOWER | IMAGE

@@ -44,13 +44,18 @@ def text_rows(path: Path, kind: str | None = None) -> Rows:
 
 
 def _check_lines(path: Path) -> None:
-    """Raise ValueError if the objects of a file of JSON extend over lines, or are divided by commas."""
+    """Raise ValueError if the objects of a file of JSON extend over lines, are divided by commas, or are one with lists of rows."""
+    lines = read_lines(path)
+    first = next(lines, "{}")
     try:
-        json.loads(first := next(read_lines(path), "{}"))
-        return
+        item = json.loads(first)
     except (ValueError, RecursionError):
         if not first.startswith("{"):
             return
+    else:
+        if not any(map(str.strip, lines)):
+            _check_whole(path, item)
+        return
     try:
         text = read_document(path).lstrip()
         item, end = json.JSONDecoder().raw_decode(text)
@@ -60,11 +65,28 @@ def _check_lines(path: Path) -> None:
         raise ValueError(
             f"{path}: its objects are divided by commas. Write one object a line, without commas, or a list."
         )
+    if not text[end:].strip():
+        _check_whole(path, item)
     if "\n" in text[:end]:
         what = "objects" if text[end:].strip() else f"one object with {', '.join(map(shortened, [*item][:5]))}"
         raise ValueError(
             f"{path} holds {what} over several lines. Write rows: one object a line, or a list of objects."
         )
+
+
+def _check_whole(path: Path, item: Any) -> None:
+    """Raise ValueError if the only object of a file has its rows in lists of its own, such as one a split."""
+    lists = [name for name, value in item.items() if _is_rows(value)] if isinstance(item, dict) else []
+    if set(lists) - {"regions", "moments"} and not any(isinstance(value, str) for value in item.values()):
+        names = ", ".join(map(shortened, lists))
+        raise ValueError(
+            f"{path} holds one object, with rows in {names}. Write each list to a file of its own, whose name may begin with a "
+            "split's, such as train.json."
+        )
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
 
 
 def _open(path: Path, newline: str | None = None) -> TextIO:

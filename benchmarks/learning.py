@@ -238,7 +238,7 @@ def tandem(bench: Bench, judge: Judge, args: argparse.Namespace) -> None:
     flags = [f"--{name}={getattr(args, name)}" for name in chosen if getattr(args, name) is not None]
     flags += [f"--{name}" for name in ("freeze_vision", "freeze_text") if getattr(args, name)]
     if args.freeze_vision and args.freeze_text:
-        flags.append("--config=recipes/photographs.yaml")
+        flags.append("--config=recipes/two_encoders.yaml")
     flags.append(f"--seed={args.seed}")
     budget = 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
@@ -218,6 +218,7 @@ def parse_args(
     doc: str | None = None,
     rest: str = "",
     recipe: str | None = None,
+    without: Collection[str] = (),
 ) -> Parsed:
     """Parse the command line into one instance of each dataclass.
 
@@ -230,6 +231,7 @@ def parse_args(
         doc: the script's docstring, which becomes the description in ``--help``.
         rest: the name of a flag whose value may also be given without it, such as the text of a search.
         recipe: a file of flags that stands behind that of `--config`.
+        without: the names of flags that are not taken from `recipe`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for kind in arg_classes:
@@ -252,10 +254,9 @@ def parse_args(
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
     named, in_config = {action.dest for action in actions if action is not None}, list[str]()
     try:
-        for file in filter(None, (recipe, path)):
-            for key, entry in read_flat_yaml(file).items():
-                _set_default(parser, known, key, entry, file)
-                in_config.append(key)
+        for key, entry, file in _entries(path, recipe, without):
+            _set_default(parser, known, key, entry, file)
+            in_config.append(key)
         *parsed, unknown = parser.parse_args_into_dataclasses(
             words, return_remaining_strings=True, look_for_args_file=False
         )
@@ -272,6 +273,13 @@ def parse_args(
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
     return Parsed(parsed, path or recipe, named, in_config)
+
+
+def _entries(config: str | None, recipe: str | None, without: Collection[str]) -> Iterator[tuple[str, "Entry", str]]:
+    """Yield the flags of a recipe, then those of the file of `--config`, which are stronger, with their file."""
+    for file, left_out in ((recipe, without), (config, ())):
+        entries = read_flat_yaml(file) if file else {}
+        yield from ((key, entry, file or "") for key, entry in entries.items() if key not in left_out)
 
 
 def _check_ranges(parsed: Sequence[Any]) -> None:

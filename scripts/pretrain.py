@@ -3,10 +3,11 @@
 On a laptop, with the embedded data set, in about four minutes:
     python scripts/pretrain.py
 
-Your own pairs, from two frozen pretrained encoders (recipes/photographs.yaml):
+Your own pairs, from a frozen CLIP (recipes/photographs.yaml):
     python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine
 
-From a pretrained CLIP, or from scratch with 100,000 pairs and more:
+From two encoders of your choice, all of a CLIP, or from scratch with 100,000 pairs and more:
+    python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine --config recipes/two_encoders.yaml
     python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine --config recipes/clip.yaml
     python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine --vision_config small --text_config small
 
@@ -41,7 +42,7 @@ from mm_utils.run import flags
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach, has_baseline
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.finish import finish_run
-from mm_utils.run.recipes import announce, recipe_for
+from mm_utils.run.recipes import recipe_for
 from mm_utils.run.start import run_script, start_run
 from mm_utils.training.optim import build_optimizer
 from mm_utils.training.stages import remaining, stages_of
@@ -60,8 +61,9 @@ def main(
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(*flags.PRETRAINING, argv=argv, doc=__doc__)
-    if recipe := recipe_for(given):  # pairs of one's own, and no start is named: not from scratch
-        given = parse_args(*flags.PRETRAINING, argv=argv, doc=__doc__, recipe=recipe)
+    recipe = recipe_for(given)  # of pairs of one's own, by the start that is named
+    if recipe.path:
+        given = parse_args(*flags.PRETRAINING, argv=argv, doc=__doc__, recipe=recipe.path, without=recipe.without)
     flags.check_flags(given)
     attached = attach(given, callbacks)
     model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
@@ -69,8 +71,7 @@ def main(
         return dry_run(main, "pretrain", argv, given[flags.TrainingArguments], given.settings)
     run = start_run("pretrain", given)
     args = run.args
-    if recipe:
-        announce(recipe)
+    recipe.announce()
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
     opening = (args, partial(load_processor, model_args), objective_args.readers)

@@ -112,7 +112,7 @@ class ModelArguments(TowerArguments):
     cache_features: bool = arg(
         False,
         "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
-        "then seen as their centre square, without crops.",
+        "then seen as their centre square, without crops, and clips as the mean of their frames.",
     )
     fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True, most=100)
     torch_compile: bool | None = arg(

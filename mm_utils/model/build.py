@@ -65,6 +65,8 @@ def build_model(
                     f"trained weights. Give --{tower}_model_name_or_path."
                 )
     make_trainable(model, args)
+    if args.freeze_vision and args.cache_features:
+        model.vision_model.requires_grad_(False)  # layers over frames too, since what is stored is the tower's output
     return model
 
 

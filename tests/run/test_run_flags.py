@@ -6,6 +6,7 @@ import logging
 import shutil
 from dataclasses import Field, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,60 +216,108 @@ def test_a_script_ends_with_one_line_or_a_traceback(caplog: pytest.LogCaptureFix
 
 
 # -- what a run starts from --------------------------------------------------------------------------------------------
-IMAGES, SOUNDS, CLIPS = '{"image": "a.png"', '{"audio": "a.wav"', '{"video": "a.mp4"'
+IMAGES, SOUNDS, CLIPS = (
+    f'{{"{name}": "a.{kind}", "caption": "a dog"'
+    for name, kind in [("image", "png"), ("audio", "wav"), ("video", "mp4")]
+)
+GERMAN = '{"image": "a.png", "caption": "ein Hund mit einem Ball"'
+STARTS = " ".join(recipes.STARTS)
+
+
+FROZEN, TWO = (
+    "--freeze_vision --freeze_text",
+    "--vision_model_name_or_path some/vit --text_model_name_or_path some/bert",
+)
 
 
 @pytest.mark.parametrize(
-    ("words", "row", "recipe"),
+    ("words", "row", "recipe", "left_out"),
     [
-        ("", IMAGES, "photographs"),
-        ("", SOUNDS, "sounds"),
-        ("", CLIPS, "photographs"),
-        ("--streaming --max_steps 9", IMAGES, "clip"),
-        ("--vision_config small", IMAGES, None),
-        ("--model_name_or_path some/clip", SOUNDS, None),
-        ("--vision_model_name_or_path some/vit", IMAGES, None),
-        ("", None, None),
+        ("", IMAGES, "photographs", ""),
+        ("", GERMAN, "multilingual", ""),
+        ("", SOUNDS, "sounds", ""),
+        ("", CLIPS, "photographs", ""),
+        ("--streaming --max_steps 9", IMAGES, "clip", "cache_features num_train_epochs"),
+        ("--max_steps 9 --fusion_layers 2", IMAGES, "photographs", "num_train_epochs objectives"),
+        ("--objectives contrastive:1,captioning:1", IMAGES, "photographs", "fusion_layers"),
+        ("--objectives contrastive:1 --fusion_layers 0", IMAGES, "photographs", ""),
+        ("--horizontal_flip", IMAGES, "photographs", "cache_features"),
+        ("--lora_rank 4", IMAGES, "photographs", "freeze_vision freeze_text cache_features backbone_learning_rate"),
+        ("--vision_config small", IMAGES, None, ""),
+        ("--model_name_or_path some/clip", IMAGES, "clip", STARTS),
+        ("--model_name_or_path some/clip", GERMAN, "clip", STARTS),
+        ("--model_name_or_path some/clip", SOUNDS, "sounds", STARTS),
+        (f"--model_name_or_path some/clip {FROZEN}", IMAGES, "photographs", STARTS),
+        (f"--model_name_or_path some/clip {FROZEN}", SOUNDS, None, ""),
+        ("--model_name_or_path some/head", IMAGES, None, ""),
+        ("--vision_model_name_or_path some/vit", IMAGES, None, ""),
+        (TWO, IMAGES, "two_encoders", STARTS),
+        (f"{TWO} {FROZEN}", CLIPS, "two_encoders", STARTS),
+        ("--model_name_or_path some/clip --text_model_name_or_path some/bert", IMAGES, None, ""),
+        (f"{TWO} --freeze_vision", IMAGES, None, ""),
+        (f"{TWO} --lora_rank 4", IMAGES, None, ""),
+        (f"--config {ROOT}/recipes/clip.yaml --model_name_or_path some/clip", IMAGES, None, ""),
+        ("", None, None, ""),
     ],
 )
-def test_a_run_without_a_start_takes_the_recipe_of_its_data(words, row, recipe, tmp_path, monkeypatch) -> None:
+def test_what_a_run_starts_from_decides_its_recipe(words, row, recipe, left_out, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(recipes, "_unreachable", lambda _: "")
+    layers = {"some/head": 2}
+    monkeypatch.setattr(recipes, "check_model", lambda name: SimpleNamespace(fusion_layers=layers.get(name, 0)))
     if row is not None:
         for name in ("a.png", "a.wav", "a.mp4"):
             (tmp_path / name).touch()
-        (tmp_path / "rows.jsonl").write_text(f'{row}, "caption": "a dog"}}\n' * 3, encoding="utf-8")
+        (tmp_path / "rows.jsonl").write_text(row + "}\n", encoding="utf-8")
         words = f"{words} --train_file {tmp_path / 'rows.jsonl'}"
-    given = parse_args(*flags.PRETRAINING, argv=words.split())
-    found = recipes.recipe_for(given)
-    assert found == (recipe and str(ROOT / f"recipes/{recipe}.yaml"))
+    found = recipes.recipe_for(parse_args(*flags.PRETRAINING, argv=words.split()))
+    assert found.path == (recipe and str(ROOT / f"recipes/{recipe}.yaml"))
+    assert found.without == set(left_out.split())
+    assert bool(found.reason) == (recipe is not None or TWO in words)
 
 
-def test_what_cannot_be_had_is_one_line_that_says_what_to_do(corpus: Path) -> None:
+@pytest.mark.parametrize(
+    ("captions", "is_english"),
+    [
+        (["A dog runs on the beach.", "Two men at a café"], True),
+        (["red kayak 2-seat", "SKU-10001 paddle, blue"], True),
+        ([], True),
+        (["Ein Hund rennt am Strand."], False),
+        (["Un chien court sur la plage"], False),
+        (["một con chó chạy trên bãi biển"], False),
+        (["一只狗在海滩上奔跑"], False),
+        (["seekor anjing dan bola di pantai"], False),
+        (["A dog runs on the beach."] * 3 + ["Ein Hund mit einem Ball"], True),
+    ],
+)
+def test_captions_that_are_not_english(captions: list[str], is_english: bool) -> None:
+    assert recipes.is_english(captions) == is_english
+
+
+def test_what_cannot_be_had_is_said_in_three_lines(corpus: Path) -> None:
     with pytest.raises(ValueError, match=r"^--train_file is gone\.jsonl; there is no such file\. Check the path\.$"):
         pretrain.main(["--train_file", "gone.jsonl"])
-    folders = "--vision_model_name_or_path FOLDER --text_model_name_or_path FOLDER"
-    with pytest.raises(
-        ValueError, match=rf"it takes google/mobilenet.*--config \S+photographs.yaml {folders}, or --vision"
-    ):
+    said = r"\S+photographs.yaml applies\.\nIt takes laion/CLIP\S+, which is not on this machine.*\.\nGive a copy of it by --model_name_or_path FOLDER, "
+    with pytest.raises(ValueError, match=said):
         pretrain.main(["--train_file", str(corpus)])
 
 
 def test_a_run_takes_its_start_from_the_hub(corpus: Path, tmp_path: Path, monkeypatch, caplog) -> None:
-    """Both encoders lie in the cache of the Hub and are frozen; the command line wins over the recipe."""
+    """The model lies in the cache of the Hub, and its towers are frozen; the command line wins over the recipe."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     clip, recipe = Path(write_stock(tmp_path / "clip", "clip")), ROOT / "recipes/photographs.yaml"
-    names = [str(entry.value) for entry in read_flat_yaml(str(recipe)).values()][:2]
-    for name in names:
-        cached = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
-        shutil.copytree(clip, cached / "snapshots" / "0")
-        (cached / "refs").mkdir()
-        (cached / "refs/main").write_text("0")
+    name = str(read_flat_yaml(str(recipe))["model_name_or_path"].value)
+    cached = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(clip, cached / "snapshots" / "0")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0")
     words = ["--train_file", str(corpus), "--num_train_epochs", "2", "--output_dir", str(tmp_path / "out")]
     with caplog.at_level(logging.INFO):
         pretrain.main([*words, "--dataloader_num_workers", "0"])
-    assert f"No start is named, so this run takes {recipe}: a frozen image encoder" in caplog.text
+    assert (
+        f"No start is named, so this run takes {recipe}: model_name_or_path {name}, freeze_vision True" in caplog.text
+    )
     config = {name: entry.value for name, entry in read_flat_yaml(str(tmp_path / "out/config.yaml")).items()}
-    assert [config[f"{tower}_model_name_or_path"] for tower in ("vision", "text")] == names
+    assert config["model_name_or_path"] == name
     assert (config["freeze_vision"], config["freeze_text"], config["num_train_epochs"]) == (True, True, 2)
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert any(row["step"] == 0 and "eval_mean_recall" in row for row in rows)

@@ -206,7 +206,7 @@ def test_a_run_between_frozen_towers_runs_each_tower_once(
 
         monkeypatch.setattr(FusionDualEncoderModel, name, noted)
     monkeypatch.setattr(pretrain, "caption_probes", lambda *_, **__: Probes.none())
-    flags = ["--config", "recipes/photographs.yaml", "--train_file", str(corpus)]
+    flags = ["--config", "recipes/two_encoders.yaml", "--train_file", str(corpus)]
     towers = write_towers(tmp_path, "resnet", ["red", "blue", "round"], new_tokenizer())
     flags += [word for name, folder in towers.items() for word in (f"--{name}", folder)]
     small = ["--max_steps", "4", "--dataloader_num_workers", "0"]  # fewer rows than the default batch

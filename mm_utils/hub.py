@@ -7,14 +7,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, hf_hub_download, metadata_load
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.files import CONFIG_FILE, LAST_CHECKPOINT, checkpoint_folders, size_of
-from mm_utils.text import one_line
+from mm_utils.text import one_line, printable
 from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,16 @@ def repository_name(output_dir: Path) -> str:
     """Return the folder's name without characters that the Hub refuses."""
     name = re.sub(r"[^A-Za-z0-9_.]+|\.\.+|--+", "-", output_dir.resolve().name.removesuffix(".git"))
     return name[:96].strip("-.") or "model"
+
+
+def licence_of(name: str) -> str:
+    """Return the licence that a model's card states, `name` a folder or a Hub id; "" if none is stated or the card is not to be had."""
+    try:
+        card = Path(name, "README.md") if Path(name).is_dir() else hf_hub_download(name, "README.md")
+        found = metadata_load(card) or {}
+    except Exception:  # of whatever library the Hub's client uses
+        return ""
+    return printable(str(found.get("license") or ""))[:100]
 
 
 def _failure(push: Future[None], timeout: float) -> str:

@@ -242,21 +242,25 @@ def _draw_bars(ax: Axes, series: dict[str, Points], labels: dict[str, str], gain
 
 @dataclass
 class RetrievalExample:
-    """A caption and images found, best first; `correct` marks its own, `note` where that is."""
+    """A caption and images found, best first; `correct` marks its own, `note` where that is; `own` where it is not among them."""
 
     caption: str
     images: list[Image.Image]
     scores: list[float]
     correct: list[bool]
     note: str = ""
+    own: Image.Image | None = None
 
 
-def draw_retrieval(queries: list[RetrievalExample], out_path: Path) -> None:
-    """Draw each query's caption and its five best images, the true one in a green frame."""
+def draw_retrieval(queries: list[RetrievalExample], out_path: Path, about: str = "") -> None:
+    """Draw each query's caption and its five best images, the true one in a green frame, as a sixth if it is not among these.
+
+    `about` is a line at the bottom, which says what the numbers are.
+    """
     if not queries:
         raise ValueError("queries is empty; there is nothing to draw. Pass at least one RetrievalExample.")
-    figure = new_figure(10.2, 1.7 * len(queries))
-    grid = figure.add_gridspec(len(queries), 6, width_ratios=[2.1, 1, 1, 1, 1, 1])
+    figure = new_figure(11.9, 1.7 * len(queries) + 0.3)
+    grid = figure.add_gridspec(len(queries), 7, width_ratios=[2.1, 1, 1, 1, 1, 1, 1])
     for row, query in enumerate(queries):
         ax = figure.add_subplot(grid[row, 0])
         ax.set_axis_off()
@@ -265,9 +269,16 @@ def draw_retrieval(queries: list[RetrievalExample], out_path: Path) -> None:
         found = list(zip(query.images, query.scores, query.correct, strict=True))
         for rank, (image, score, hit) in enumerate(found[:5]):
             ax = figure.add_subplot(grid[row, rank + 1])
-            ax.imshow(np.asarray(ImageOps.pad(image.convert("RGB"), (256, 256), color="#f8fafc")))
-            ax.set(xticks=[], yticks=[])
-            ax.spines[:].set(color="#16a34a" if hit else "#d1d5db", linewidth=3.5 if hit else 1.0)
-            label, weight = f"{score:.3f}" + "  ✓" * hit, "bold" if hit else "normal"
-            ax.set_xlabel(label, fontsize=8.5, color="#15803d" if hit else MUTED, fontweight=weight)
+            _draw_image(ax, image, f"{score:.2f}" + "  ✓" * hit, is_own=hit)
+        if query.own is not None:
+            _draw_image(figure.add_subplot(grid[row, 6]), query.own, "the right one", is_own=True)
+    figure.supxlabel(about, x=0.01, ha="left", fontsize=8.5, color=MUTED)
     save_figure(figure, out_path)
+
+
+def _draw_image(ax: Axes, image: Image.Image, label: str, is_own: bool) -> None:
+    ax.imshow(np.asarray(ImageOps.pad(image.convert("RGB"), (256, 256), color="#f8fafc")))
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set(color="#16a34a" if is_own else "#d1d5db", linewidth=3.5 if is_own else 1.0)
+    weight = "bold" if is_own else "normal"
+    ax.set_xlabel(label, fontsize=8.5, color="#15803d" if is_own else MUTED, fontweight=weight)

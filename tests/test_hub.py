@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.cli.hf import app
 from transformers import TrainerControl, TrainerState
 
-from mm_utils.hub import HubPusher, repository_name
+from mm_utils.hub import HubPusher, licence_of, repository_name
 from scripts import pretrain
 from tests.kit.hub import TOKEN, Hub
 
@@ -115,3 +115,13 @@ def test_a_bad_token_and_silence_are_named_and_the_printed_command_pushes_later(
 
 def test_folders_name_repositories(tmp_path: Path) -> None:
     assert [repository_name(tmp_path / name) for name in ("my run", "a..b.git", "--")] == ["my-run", "a-b", "model"]
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [("---\nlicense: mit\n---\n", "mit"), ("no front matter", ""), ("---\nlicense: [\n---\n", ""), (None, "")],
+)
+def test_the_licence_of_a_start_is_that_of_its_card(card: str | None, licence: str, tmp_path: Path) -> None:
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert licence_of(str(tmp_path)) == licence

@@ -169,6 +169,7 @@ def test_retrieval_grid_shows_any_caption(tmp_path: Path) -> None:
     modes = {"RGB": (30, 20), "L": (20, 30), "RGBA": (1, 900), "P": (64, 64), "1": (5, 5)}
     images = [Image.new(mode, size) for mode, size in modes.items()]
     examples = [RetrievalExample(text, images, [0.5] * 5, [False, True, False, False, False]) for text in captions]
-    draw_retrieval(examples, tmp_path / "retrieval.png")
+    examples.append(RetrievalExample("not among them", images, [0.5] * 5, [False] * 5, own=images[0]))
+    draw_retrieval(examples, tmp_path / "retrieval.png", "what they are")
     with Image.open(tmp_path / "retrieval.png") as image:
         assert image.height > 1000

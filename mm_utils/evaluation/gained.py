@@ -60,7 +60,9 @@ class Gain:
             learnt = f"{figure} {after} ± {self.half:.3f}, {floor}: by this figure, nothing was learnt."
             return f"{learnt} {self.advice}".rstrip()
         if self.before is None:
-            return f"{figure} {floor}, {after} after training: {self.after - self.floor:+.3f} ± {self.half:.3f}."
+            return (
+                f"{figure} is {after} after training, and {floor}: {self.after - self.floor:+.3f} ± {self.half:.3f}."
+            )
         begin = f"{figure} {self.before:.3f} before training"
         if self.saved_step == 0 and len(self.starts) == 1:
             nothing = f"{begin}, {floor}; nothing later was better: training added nothing, and the model is saved as it was."

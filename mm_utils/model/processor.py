@@ -26,10 +26,12 @@ from transformers import (
     ClapFeatureExtractor,
     ClapProcessor,
     CLIPImageProcessor,
+    GemmaTokenizer,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     ProcessorMixin,
     SequenceFeatureExtractor,
+    Siglip2Tokenizer,
     VisionTextDualEncoderProcessor,
 )
 
@@ -103,8 +105,12 @@ def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixi
             of_sounds = "sampling_rate" in SequenceFeatureExtractor.get_feature_extractor_dict(name)[0]
         kind: Any = ClapProcessor if of_sounds else VisionTextDualEncoderProcessor
         processor = kind.from_pretrained(name, trust_remote_code=False)
+        config = load_config(what, name)
+        if config.model_type == "siglip" and isinstance(processor.tokenizer, GemmaTokenizer):
+            # SigLIP 2 was trained on lower-case texts, and the tokenizer in its folders leaves them as they are
+            processor.tokenizer = Siglip2Tokenizer.from_pretrained(name)
         complete(processor.tokenizer)
-    words = getattr(getattr(load_config(what, name), "text_config", None), "vocab_size", None)
+    words = getattr(getattr(config, "text_config", None), "vocab_size", None)
     if words is not None:
         check_words(what, processor.tokenizer, words)
     if kind is ClapProcessor:

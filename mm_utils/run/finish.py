@@ -26,6 +26,7 @@ from mm_utils.evaluation.gained import Gain, chance, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.hub import licence_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import UnreadableError
 from mm_utils.objectives.build import ObjectiveArguments
@@ -102,6 +103,8 @@ def describe_towers(context: RunContext, model: Any) -> str:
     names, frozen = [], []
     for tower, base in zip(("vision_model", "text_model"), _bases(context), strict=True):
         start = f"the local folder {Path(base).absolute().name}" if base and Path(base).exists() else base
+        if base and (licence := licence_of(base)):
+            start = f"{start}, licence {licence}"
         kind = model.get_submodule(tower).config.model_type
         names.append(f"{kind} of {start}" if start else f"{kind}, from scratch")
         frozen.append(not any(name.startswith(f"model.{tower}.") for name in trained))
@@ -159,9 +162,10 @@ def _retrieval_rows(
             rows.append(
                 [f"{shown}, before training", *(_with_interval(gain.starts[0][name], queries) for name in names)]
             )
-        for prefix, recalls in found.items():
-            if recalls:
-                rows.append([f"{shown}, {MEASURED[prefix]}", *(_with_interval(recall, queries) for recall in recalls)])
+        named = dict(MEASURED) if found["eval_rerank_"] or gain is None else {"eval_": "after training"}
+        for prefix, title in named.items():
+            if recalls := found[prefix]:
+                rows.append([f"{shown}, {title}", *(_with_interval(recall, queries) for recall in recalls)])
         gains = [after - before for before, after in zip(*found.values(), strict=False)]
         if gains:
             rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
@@ -270,16 +274,22 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
             note = f"right {kind}: place {towers:,}"
         first = int((split.caption_key_T == own).nonzero()[0])
         row = rows[int(split.rows_M[int((split.image_key_M == own).nonzero()[0])])]
+        correct = right_items(texts.take(slice(query, query + 1)), images, found[None])[0].tolist()
         examples.append(
             RetrievalExample(
                 row["captions"][query - first],
                 [_picture(rows[int(split.rows_M[place])]["image"], kind) for place in found.tolist()],
                 scores.tolist(),
-                right_items(texts.take(slice(query, query + 1)), images, found[None])[0].tolist(),
+                correct,
                 f"{note} of {len(split.image_ME):,}",
+                None if any(correct) else _picture(row["image"], kind),
             )
         )
-    draw_retrieval(examples, out_path)
+    score = "cosine with the text" if ranks.reranked_Q is None else "score after re-ranking"
+    about = f"Captions at equal distances over the validation split, and what each finds, the best first. Below each {kind}: its {score}."
+    if kind == "sound":
+        about += " A sound is drawn over its time, its highest frequency on top."
+    draw_retrieval(examples, out_path, about)
 
 
 def _picture(value: dict[str, Any], kind: str) -> Image.Image:

@@ -29,6 +29,9 @@ from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation.gained import read_log
+from mm_utils.evaluation.metrics import mean_gain
+from mm_utils.evaluation.reranking import DirectionRanks
 from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.files import append_rows, write_atomic
 from mm_utils.model.adapt import merged
@@ -321,14 +324,15 @@ class WiseFT(RunCallback):
         self.start = weights_of_start(run.model, run.objective.added)
 
     def on_finish(self, run: Any) -> None:
-        """Measure weights between those of the start and the end; save the best, and `wise_ft.json`.
+        """Measure weights between those of the start and the end; save those of `nearest_to_start`, and `wise_ft.json`.
 
-        The run's metric chooses, after re-ranking where that is measured; among equals, the highest alpha wins.
+        The run's metric chooses, after re-ranking where that is measured. Alpha 0 is the evaluation before training.
         """
         folder, args = run.run.output_dir, run.run.args
         run.model = model = type(run.model).from_pretrained(folder).to(run.run.accelerator.device).eval()
         end = {name: value.detach().clone() for name, value in model.state_dict().items()}
         loader, measured = run.data.evaluation("validation"), dict[float, dict[str, float]]()
+        ranks, retrieval = dict[float, dict[str, DirectionRanks]](), run.retrieval
 
         def measure(alpha: float) -> dict[str, float]:
             model.load_state_dict(interpolate(self.start, end, alpha))
@@ -339,21 +343,47 @@ class WiseFT(RunCallback):
             measured[alpha] = measure(alpha)
             metric = f"rerank_{metric}" if f"rerank_{metric}" in measured[alpha] else metric
             logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
+            if retrieval is not None:
+                ranks[alpha] = dict(retrieval.directions)
+        is_first = not read_log(folder / METRICS_FILE, f"eval_{args.metric_for_best_model}")[0]
+        if retrieval is not None and is_first:
+            retrieval.first = {name: each.best_Q for name, each in ranks[0.0].items()}
         sign = 1 if args.greater_is_better else -1
-        chosen = max(ALPHAS, key=lambda alpha: (sign * measured[alpha][metric], alpha))
+        chosen = nearest_to_start({alpha: sign * found[metric] for alpha, found in measured.items()}, ranks, metric)
         measure(chosen)  # so that the evaluator holds the predictions of the chosen weights
         rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
+        logged = [{"step": 0, **{f"eval_{name}": value for name, value in measured[0.0].items()}}]
+        if chosen == 0:
+            logged.append({"step": 0, "saved_step": 0})
         report = {"metric": metric, "saved_alpha": chosen, "measured": rows}
 
         def write() -> None:
             retrieves = run.run.name == "pretrain"
             write_model(folder, model, run.data.processor) if retrieves else model.save_pretrained(folder)
             write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
+            append_rows(folder / METRICS_FILE, logged)
 
         distributed.on_first(write)
         run.metrics = {f"eval_{name}": value for name, value in measured[chosen].items()} | {
             "eval_wise_ft_alpha": chosen
         }
+
+
+def nearest_to_start(
+    figures: Mapping[float, float], ranks: Mapping[float, Mapping[str, DirectionRanks]], metric: str
+) -> float:
+    """Return the alpha of the highest figure; of those that are equal, or that the split cannot tell from it, the least.
+
+    What is chosen by mean recall is told apart by the 95 % interval of the difference of each query; `ranks` has the ranks of each alpha.
+    """
+    best = max(figures, key=lambda alpha: (figures[alpha], -alpha))
+    for alpha in sorted(figures):
+        if alpha < best and ranks and metric.endswith("mean_recall"):
+            pairs = ((ranks[alpha][name], ranks[best][name]) for name in ranks[best])
+            gain, half, _ = mean_gain((one.best_Q, other.best_Q, other.queries.group) for one, other in pairs)
+            if gain <= half:
+                return alpha
+    return best
 
 
 def weights_of_start(model: FusionDualEncoderModel, added: Collection[str] = ()) -> dict[str, Tensor]:

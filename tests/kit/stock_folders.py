@@ -18,6 +18,7 @@ from transformers import (
     CLIPImageProcessor,
     CLIPProcessor,
     CLIPTokenizer,
+    GemmaTokenizer,
     PreTrainedTokenizerFast,
     SiglipImageProcessor,
     SiglipProcessor,
@@ -63,6 +64,14 @@ def siglip_tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
     return _letter_tokenizer(("<unk>", "</s>"), "$A </s>", **options)
 
 
+def gemma_tokenizer() -> GemmaTokenizer:
+    """It ends texts in <eos>, and knows capitals, as that of a SigLIP 2 of one size does."""
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *LETTERS, *LETTERS.upper()]
+    places = {word: place for place, word in enumerate(dict.fromkeys(words))}
+    ends = {"add_bos_token": False, "add_eos_token": True, "padding_side": "right", "model_max_length": 64}
+    return GemmaTokenizer(vocab=places, merges=[], **ends)
+
+
 def chinese_tokenizer() -> BertTokenizer:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     return BertTokenizer(vocab={word: place for place, word in enumerate(words)}, model_max_length=512)
@@ -85,7 +94,8 @@ def write_stock(folder: Path, kind: str, **text: Any) -> str:
         made = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
         made = ChineseCLIPProcessor(made, tokenizer)
     else:
-        tokenizer = siglip_tokenizer()
+        tokenizer = gemma_tokenizer() if kind == "siglip2" else siglip_tokenizer()
+        kind = "siglip"
         text = {**TOWER, "projection_size": 32, "max_position_embeddings": 64, "pad_token_id": 1, **text}
         config = {}
         made = SiglipProcessor(SiglipImageProcessor(size={"height": SIDE, "width": SIDE}), tokenizer)

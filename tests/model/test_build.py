@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -27,6 +28,7 @@ from transformers import (
     CLIPModel,
     EfficientNetImageProcessor,
     PreTrainedTokenizerFast,
+    Siglip2Tokenizer,
     SiglipConfig,
     SiglipModel,
     TimmWrapperConfig,
@@ -46,7 +48,7 @@ from mm_utils.data.media.riff import write_wav
 from mm_utils.model import processor as processors
 from mm_utils.model.adapt import load_weights, multiply_patches, use_channels_last
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.build import build_model, check_positions, load_model
+from mm_utils.model.build import build_model, check_positions, load_model, open_model
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.pretrained import load_tower
@@ -406,6 +408,21 @@ def words(tmp_path: Path) -> str:
     AutoModel.from_config(BertConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path / "words")
     tokenizer.save_pretrained(tmp_path / "words")
     return str(tmp_path / "words")
+
+
+def test_siglip_2_reads_lower_case_as_its_own_tokenizer_does(tmp_path: Path) -> None:
+    """Its texts are those of the stock class and tokenizer, to 1e-6, also of what is saved and opened by other tools."""
+    name = write_stock(tmp_path / "siglip2", "siglip2")
+    texts, stock = ["A Red Circle", "a red circle", "BLUE"], AutoModel.from_pretrained(name).eval()
+    tokens = Siglip2Tokenizer.from_pretrained(name)(texts, padding="max_length", max_length=64, return_tensors="pt")
+    with torch.no_grad():
+        right = F.normalize(stock.get_text_features(input_ids=tokens.input_ids).pooler_output, dim=-1)
+    model, processor = open_model(name)
+    torch.testing.assert_close(model.encode(texts=texts), right, rtol=0, atol=1e-6)
+    model.save_pretrained(tmp_path / "run")
+    processor.save_pretrained(tmp_path / "run")
+    saved = AutoModel.from_pretrained(tmp_path / "run", trust_remote_code=True)
+    torch.testing.assert_close(saved.encode(texts=texts), right, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])

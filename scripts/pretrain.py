@@ -32,7 +32,7 @@ from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
-from mm_utils.model.build import build_model, check_positions
+from mm_utils.model.build import build_model, fit_positions
 from mm_utils.model.compile import compile_if_repaid
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective
@@ -85,7 +85,7 @@ def main(
     # 3. Model and objective.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     model = build_model(model_args, data.processor.tokenizer, data.medium)
-    check_positions(model, data.max_seq_length)
+    fit_positions(model, data.max_seq_length)
     rows = data.splits.get("train")
     objective = build_objective(model, objective_args, args.seed, rows, data.processor.tokenizer)
     is_model = has_baseline(given, data, attached)  # before the first step

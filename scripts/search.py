@@ -68,11 +68,10 @@ from mm_utils.text import printable, shortened
 
 def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:
     """Return a head, and a line for each hit."""
-    reads = any(hit.by_captions is not None for hit in hits)
-    lines = [f"rank   score{'  captions' if reads else ''}{'  re-ranked' if reranks else ''}  {medium}"]
+    lines = [f"rank   score{'  re-ranked' if reranks else ''}  {medium}"]
     for hit in hits:
-        scores = (hit.by_captions, 10 * reads), (hit.reranked, 11 * reranks)
-        again = "".join(f"{'' if score is None else f'{score:.3f}':>{width}}" for score, width in scores if width)
+        again = "" if hit.reranked is None else f"{hit.reranked:.3f}"
+        again = f"{again:>11}" if reranks else ""
         words = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
         words += f"  +{len(hit.copies)} near copies" if hit.copies else ""
         lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{words}"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
@@ -37,6 +38,7 @@ from mm_utils.model.stock import load_stock
 from mm_utils.places import missing
 
 logger = logging.getLogger(__name__)
+_KEPT_POSITIONS = 20  # of a text tower whose positions are stretched
 
 
 def build_model(
@@ -280,10 +282,31 @@ def _config_of_whole(title: str, name: str) -> Any:
     )
 
 
-def check_positions(model: FusionDualEncoderModel, max_seq_length: int) -> None:
-    """Raise ValueError if the text tower cannot read captions of so many tokens."""
-    most = text_positions(model.text_model)
-    if most is not None and max_seq_length > most:
+@torch.no_grad()
+def fit_positions(model: FusionDualEncoderModel, max_seq_length: int) -> None:
+    """Let the text tower read captions of so many tokens: a CLIP's table of positions is stretched (Long-CLIP, arXiv 2403.15378).
+
+    Its first rows stay as they are, since few captions of CLIP's training were longer; those behind are interpolated linearly.
+
+    Raises:
+        ValueError: if another tower has positions for fewer tokens.
+    """
+    tower: Any = model.text_model
+    most = text_positions(tower)
+    if most is None or max_seq_length <= most:
+        return
+    if tower.config.model_type != "clip_text_model":
         raise ValueError(
             f"--max_seq_length is {max_seq_length}; the text backbone has positions for {most} tokens. Give at most {most}."
         )
+    part = next(each for each in tower.modules() if hasattr(each, "position_embedding"))
+    table = part.position_embedding.weight
+    behind = F.interpolate(
+        table[_KEPT_POSITIONS:].T[None], max_seq_length - _KEPT_POSITIONS, mode="linear", align_corners=True
+    )[0].T
+    rows = torch.cat([table[:_KEPT_POSITIONS], behind])
+    part.position_embedding = nn.Embedding.from_pretrained(rows, freeze=not table.requires_grad)
+    part.register_buffer("position_ids", torch.arange(max_seq_length)[None], persistent=False)
+    tower.config.max_position_embeddings = max_seq_length
+    model.config.text_config = tower.config
+    logger.info("The text tower reads %d tokens in place of %d; its positions are stretched", max_seq_length, most)

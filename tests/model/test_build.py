@@ -48,7 +48,7 @@ from mm_utils.data.media.riff import write_wav
 from mm_utils.model import processor as processors
 from mm_utils.model.adapt import load_weights, multiply_patches, use_channels_last
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.model.build import build_model, check_positions, load_model, open_model
+from mm_utils.model.build import build_model, fit_positions, load_model, open_model
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
 from mm_utils.model.pretrained import load_tower
@@ -316,7 +316,7 @@ def test_a_whole_model_is_trained_in_float32_with_its_own_head(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"--fusion_layers is 3; the head of .* and stays as it is"):
         build_model(ModelArguments(small, fusion_layers=3), processor.tokenizer)
     with pytest.raises(ValueError, match=r"--max_seq_length is 513; the text backbone has positions for 512 tokens"):
-        check_positions(model, 513)
+        fit_positions(model, 513)
 
 
 def edited(folder: Path, name: str, **entries: Any) -> None:
@@ -408,6 +408,42 @@ def words(tmp_path: Path) -> str:
     AutoModel.from_config(BertConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path / "words")
     tokenizer.save_pretrained(tmp_path / "words")
     return str(tmp_path / "words")
+
+
+def test_a_clip_reads_longer_captions_by_stretched_positions(tiny_flags: list[str], tmp_path: Path) -> None:
+    """Texts of up to 20 tokens are embedded as before; saved, resumed and opened by the stock class."""
+    name = write_stock(tmp_path / "clip", "clip")
+    plain, model = (build_model(ModelArguments(model_name_or_path=name), NO_TOKENIZER).eval() for _ in range(2))
+    fit_positions(model, 248)
+    ids = torch.randint(3, 30, (2, 248))
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        for length, equal in ((77, False), (20, True)):
+            ids[:, length - 1] = model.config.text_config.eos_token_id
+            found, right = (each.encode_text(ids[:, :length], mask[:, :length])[0] for each in (model, plain))
+            assert torch.allclose(found, right, atol=1e-6) == equal
+        assert model.encode_text(ids, mask)[0].shape == (2, 24)
+    table, before = (each.get_submodule("text_model").state_dict() for each in (model, plain))
+    rows, old = (each["embeddings.position_embedding.weight"] for each in (table, before))
+    torch.testing.assert_close((rows[20], rows[-1]), (old[20], old[-1]))
+    flags = [
+        *tiny_flags[:2],
+        *tiny_flags[4:10],
+        "--model_name_or_path",
+        name,
+        "--max_seq_length",
+        "100",
+        "--save_steps",
+        "1",
+    ]
+    flags += ["--objectives", "contrastive", "--fusion_layers", "0", "--max_steps", "2"]
+    pretrain.main([*flags, "--output_dir", str(tmp_path / "run")])
+    stock = AutoModel.from_pretrained(tmp_path / "run/dual_encoder")
+    assert stock.config.text_config.max_position_embeddings == 100
+    resume = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-1")]
+    pretrain.main([*flags, *resume, "--output_dir", str(tmp_path / "again")])
+    saved = [load_file(tmp_path / place / "model.safetensors") for place in ("run", "again")]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
 def test_siglip_2_reads_lower_case_as_its_own_tokenizer_does(tmp_path: Path) -> None:

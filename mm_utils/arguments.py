@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 import psutil
 import yaml
-from transformers.hf_argparser import HfArgumentParser
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from mm_utils.command import scripts_folder
 from mm_utils.places import missing
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
 _YES = {"yes", "true", "t", "y", "1", "on"}
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
+_WIDTH, _HELP_COLUMN = 140, 35  # of a line of `--help`, and where its text begins
+_KINDS: dict[Any, str] = {int: "N", float: "X"}
 _MANY = 40  # flags, above which `--help` shows the usual ones
 _MOST = 10**9  # of a number whose flag names no other bound
 _NAMES_HERE = {  # of flags that other trainers call otherwise, where letters that are alike would mislead
@@ -208,8 +210,25 @@ class _Parser(HfArgumentParser):
         return super().format_help()
 
 
-class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keep the docstring's line breaks, and show defaults."""
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keep the docstring's line breaks, name each flag once, and show its default where it has one."""
+
+    def __init__(self, prog: str):
+        width = max(_WIDTH, shutil.get_terminal_size().columns - 2)
+        super().__init__(prog, max_help_position=_HELP_COLUMN, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = action.option_strings[-1:] if action.dest == "help" else action.option_strings[:1]
+        takes = (
+            ""
+            if action.nargs == 0 or action.type is string_to_bool
+            else f" {action.metavar or _KINDS.get(action.type, 'TEXT')}"
+        )
+        return f"{names[0]}{takes}" if names else super()._format_action_invocation(action)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        shown = f" (default: {action.default})" if action.default and action.dest not in ("help", "help_all") else ""
+        return "" if action.help is None else action.help.rstrip() + shown.replace("%", "%%")
 
 
 def parse_args(

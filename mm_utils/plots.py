@@ -259,8 +259,9 @@ def draw_retrieval(queries: list[RetrievalExample], out_path: Path, about: str =
     """
     if not queries:
         raise ValueError("queries is empty; there is nothing to draw. Pass at least one RetrievalExample.")
-    figure = new_figure(11.9, 1.7 * len(queries) + 0.3)
-    grid = figure.add_gridspec(len(queries), 7, width_ratios=[2.1, 1, 1, 1, 1, 1, 1])
+    images = 5 + any(query.own is not None for query in queries)
+    figure = new_figure(3.5 + 1.4 * images, 1.7 * len(queries) + 0.3)
+    grid = figure.add_gridspec(len(queries), images + 1, width_ratios=[2.1, *[1] * images])
     for row, query in enumerate(queries):
         ax = figure.add_subplot(grid[row, 0])
         ax.set_axis_off()

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.distributed import RunError
-from mm_utils.model.encoding import stored_text, vision_features
+from mm_utils.model.encoding import embed_texts, stored_text, vision_features
 from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
@@ -172,8 +172,10 @@ def embed_split(
             continue
         with accelerator.autocast():
             image_bE, keys_values = model.project_image(*vision_features(model, batch, cache.has_room))
-            stored = stored_text(model, batch, with_states=False)
-            text_tE, _ = stored or model.encode_text(batch["input_ids"], batch["attention_mask"])
+            if (stored := stored_text(model, batch, with_states=False)) is not None:
+                text_tE, _ = stored
+            else:
+                text_tE = embed_texts(model, batch["input_ids"], batch["attention_mask"])
         cache.add(keys_values)
         images.append(image_bE.float())
         texts.append(text_tE.float())

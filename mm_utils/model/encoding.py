@@ -101,6 +101,17 @@ def encode_in_groups(
     return embeds, torch.cat(states) if with_states else no_states
 
 
+def embed_texts(model: FusionDualEncoderModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the unit embeddings `[n, E]` of n texts `[n, L]` in any order, which are read in groups of about one length."""
+    if model.config.text_padding is not None:  # it reads all texts at one length
+        return model.encode_text(input_ids, attention_mask, with_states=False)[0]
+    lengths = attention_mask.sum(1)
+    order = lengths.argsort(descending=True, stable=True)
+    counts = lengths[order].clamp(min=1).tolist()
+    embeds, _ = encode_in_groups(model, input_ids[order], attention_mask[order], counts, with_states=False)
+    return embeds[order.argsort()]
+
+
 @contextmanager
 def knows_padding(has_padding: bool) -> Iterator[None]:
     """Let the towers within know whether any text is padded, see `use_known_padding`."""

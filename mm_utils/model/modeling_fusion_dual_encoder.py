@@ -765,9 +765,15 @@ class FusionDualEncoderModel(PreTrainedModel):
                 parts = [self.encode_image(each, False)[0] for each in self._inputs(media, kind, batch_size)]
                 found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
         if texts is not None:
-            batches = _batches([texts] if isinstance(texts, str) else list(texts), batch_size)
-            parts = [self.encode_text(*self.text_inputs(batch), with_states=False)[0] for batch in batches]
-            found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
+            every = [texts] if isinstance(texts, str) else list(texts)
+            order = sorted(
+                range(len(every)), key=lambda place: -len(str(every[place]))
+            )  # texts of one length pad little
+            batches = _batches([every[place] for place in order], batch_size)
+            parts = [
+                self.encode_text(*self.text_inputs(batch), with_states=False)[0].float().cpu() for batch in batches
+            ]
+            found.append(torch.cat([empty, *parts])[torch.tensor(order, dtype=torch.long).argsort()])
         if not found:
             raise ValueError("encode was given nothing. Pass images=..., texts=..., or both.")
         return found[0] if len(found) == 1 else tuple(found)

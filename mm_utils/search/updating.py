@@ -30,6 +30,7 @@ from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.evaluation.embeddings import check_embeddings
 from mm_utils.files import folder_lock
+from mm_utils.model.encoding import embed_texts
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.search.index import (
     KEY,
@@ -195,7 +196,7 @@ def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator:
         pixels_b = embedder.medium.features(torch.cat(parts).to(model.device))
         images_bE, _ = model.encode_image(pixels_b, with_keys_values=False)
         text_inputs = (model.text_inputs(texts[low : low + size]) for low in range(0, len(texts), size))
-        texts_tE = [model.encode_text(*inputs, with_states=False)[0] for inputs in text_inputs]
+        texts_tE = [embed_texts(model, *inputs) for inputs in text_inputs]
     images = _means(images_bE, list(map(len, parts)))
     captions = _means(torch.cat([images_bE[:0], *texts_tE]), [len(each["captions"]) for each in examples])
     vectors = zip(examples, images, captions, strict=True)

@@ -78,7 +78,7 @@ class TruthfulModel:
             normalize(torch.randn(count, 6, generator=generator), dim=1) for count in (images, len(self.owner))
         )
         self.scored, self.seen = 0, 0
-        self.config = SimpleNamespace(projection_dim=6, rerank_weights=None)
+        self.config = SimpleNamespace(projection_dim=6, rerank_weights=None, text_padding={"length": 3})
         self.logits: Tensor | None = None
 
     @classmethod
@@ -98,7 +98,9 @@ class TruthfulModel:
             number.float()[None, :, None, None, None].expand(2, -1, 1, 1, 1),
         ) if taps else None
 
-    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_text(
+        self, input_ids: Tensor, attention_mask: Tensor, with_states: bool = True
+    ) -> tuple[Tensor, Tensor]:
         assert (attention_mask[:, :3] == 1).all()
         return self.text[input_ids[:, 1]], input_ids[:, :, None].float()
 

@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoProcessor, VisionTextDualEncoderModel, p
 from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
+from mm_utils.model.encoding import embed_texts
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 from mm_utils.model.stock import to_dual_encoder
@@ -97,6 +98,17 @@ def test_rerank_adds_what_the_head_says(
     found = model.rerank(TEXTS[0], PICTURES, batch_size=2)
     assert [place for place, _ in found] == sorted(range(len(PICTURES)), key=lambda place: -expected[place])
     assert [score for _, score in sorted(found)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_texts_in_groups_of_about_one_length_are_those_of_one_batch(
+    folder: Path, model: FusionDualEncoderModel
+) -> None:
+    given = inputs(folder)
+    ids, mask = given["input_ids"], given["attention_mask"]
+    with torch.no_grad():
+        for order in (torch.arange(len(ids)), torch.randperm(len(ids))):
+            right = model.encode_text(ids[order], mask[order])[0]
+            torch.testing.assert_close(embed_texts(model, ids[order], mask[order]), right, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -43,7 +43,6 @@ from mm_utils.finetuning.labels import (
     labelled_sources,
     warn_of_alike,
 )
-from mm_utils.model.encoding import embed_texts
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import shortened
 
@@ -132,7 +131,7 @@ class ZeroShotEvaluator:
         embeds = []
         for low in range(0, len(input_ids), TEXTS):
             with accelerator.autocast():
-                text_tE = embed_texts(model, input_ids[low : low + TEXTS], attention_mask[low : low + TEXTS])
+                text_tE, _ = model.encode_text(input_ids[low : low + TEXTS], attention_mask[low : low + TEXTS])
             embeds.append(text_tE.float())
         text_tE = torch.cat(embeds)
         check_embeddings("class names", text_tE)

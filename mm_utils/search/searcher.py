@@ -11,6 +11,7 @@ import copy
 import datetime
 import logging
 import os
+import re
 import threading
 import warnings
 from collections.abc import Sequence
@@ -55,7 +56,8 @@ class Hit:
     Attributes:
         row, id, path, captions: as the index has them.
         rank: its place in the answer, from 1.
-        score: what orders the hits: the cosine of the query with the image or, for a text, with the image and its captions (`fused`).
+        score: what orders the hits: the cosine of the query with the image or, for a text, with the image and its captions (`fused`);
+            1 more for an image whose id or captions have the text, if that is a code.
         cosine: that of the query and the image alone.
         reranked: score with what the fusion head adds, by which the first hits are ordered; None if the head has not seen it.
         copies: ids of images of lower rank that show the same picture.
@@ -188,6 +190,7 @@ class Searcher:
             ids, mask = self._model.text_inputs([text])
             query_1E, states = self._model.encode_text(ids, mask)
             scored = self._score(query_1E[0], max(top_k, self.rerank_top_k), self._reads_captions)
+            scored = scored._replace(by_n=scored.by_n + self._with_code(text)[scored.rows])
             places, copies = self._folded(scored, max(top_k, self.rerank_top_k))
             first = places[: self.rerank_top_k] if rerank and self.reranks else []
             added = dict(zip(first, self._head(scored.rows[first], states, mask, ids) if first else [], strict=True))
@@ -206,6 +209,12 @@ class Searcher:
         """Return the images that are most similar to an image of the index, without itself; IndexError without such a row."""
         scored = self._score(torch.tensor(self.stored(row, "embedding")), top_k)
         return self._hits(scored, *self._folded(scored, top_k, row))
+
+    def browse(self, count: int) -> list[Hit]:
+        """Return images at equal distances over the index, for a page that has no query yet."""
+        count = min(count, len(self))
+        rows = [place * len(self) // count for place in range(count)]
+        return [Hit(row, rank, 0.0, 0.0, None, **self._texts[row], copies=[]) for rank, row in enumerate(rows, 1)]
 
     def copies(self) -> list[list[dict[str, Any]]]:
         """Return groups of images that show the same picture: row, id and path."""
@@ -265,6 +274,19 @@ class Searcher:
             by_n, slope_n = fused(cosine_n, captions_N[rows], self._agree_N[rows])
         kept = self._mask_N[rows]
         return _Scored(rows[kept], cosine_n[kept], by_n[kept], slope_n[kept])
+
+    def _with_code(self, text: str) -> Tensor:
+        """Return 1 for rows whose id or captions have the text as a word, if it is one word with a digit, such as SKU-10001; else 0."""
+        has_N = np.zeros(len(self), np.float32)
+        word = text.strip()
+        if not any(map(str.isdigit, word)) or len(word.split()) > 1:
+            return torch.from_numpy(has_N)
+        pattern = rf"(?i)(^|\W){re.escape(word)}($|\W)"
+        has_N[pc.match_substring_regex(self._rows.data.column("id"), pattern).to_numpy()] = 1
+        captions = self._rows.data.column("captions").combine_chunks()
+        found = pc.match_substring_regex(pc.list_flatten(captions), pattern)
+        has_N[pc.list_parent_indices(captions).filter(found).to_numpy()] = 1
+        return torch.from_numpy(has_N)
 
     def _folded(self, scored: "_Scored", count: int, without: int = -1) -> tuple[list[int], dict[int, list[int]]]:
         """Return the places of the best images, best first, without a row; and the rows of their copies by place."""

@@ -113,6 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
             if not 0 < len(text) <= MOST_LETTERS:
                 raise _Refused(400, f"q has {len(text)} letters; give a text of 1 to {MOST_LETTERS}.")
             return self._hits(searcher, text)
+        if self.command == "GET" and path == "/browse":
+            hits = [{**asdict(hit), "score": None} for hit in searcher.browse(self._count())]
+            return "application/json", json.dumps({"total": len(searcher), "hits": hits}).encode()
         found = _ROW.fullmatch(path)
         if found is None or self.command != "GET":
             raise _Refused(404, "There is nothing at this address.")
@@ -130,22 +133,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _hits(self, searcher: Searcher, query: str | int | bytes) -> tuple[str, bytes]:
         """Return the hits of a text, a row or a file."""
-        count = self.asked.get("k", "24")
-        if not (count.isascii() and count.isdecimal() and len(count) < 5 and 1 <= int(count) <= MOST_HITS):
-            raise _Refused(400, f"k is not a number from 1 to {MOST_HITS}.")
+        count = self._count()
         part = {name: self.asked.get(name, "").strip() for name in ("folder", "since", "until")}
         try:
             searcher = searcher.within(**part)
         except ValueError as error:
             raise _Refused(400, str(error).removeprefix("--")) from error
         if isinstance(query, str):
-            hits = searcher.search_text(query, int(count))
+            hits = searcher.search_text(query, count)
         elif isinstance(query, int):
-            hits = searcher.similar(query, int(count))
+            hits = searcher.similar(query, count)
         else:
             try:
                 with self.server.decoding:
-                    hits = searcher.search_file(query, int(count))
+                    hits = searcher.search_file(query, count)
             except UnreadableError as error:
                 reason = re.sub("^(embedded image|the file): ", "", str(error))
                 if isinstance(error.__cause__, UnidentifiedImageError):
@@ -153,6 +154,12 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refused(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
         answer = {"total": searcher.searched, "hits": [asdict(hit) for hit in hits]}
         return "application/json", json.dumps(answer).encode()
+
+    def _count(self) -> int:
+        count = self.asked.get("k", "24")
+        if not (count.isascii() and count.isdecimal() and len(count) < 5 and 1 <= int(count) <= MOST_HITS):
+            raise _Refused(400, f"k is not a number from 1 to {MOST_HITS}.")
+        return int(count)
 
     def _body(self) -> bytes:
         length = self.headers.get("content-length", "")

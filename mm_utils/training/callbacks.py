@@ -1,6 +1,7 @@
 """Run a training loop's callbacks; the bar and the rates are among them."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -103,8 +104,15 @@ class ProgressBar(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start at the step where the run starts or resumes."""
         steps, others = (state.global_step, state.max_steps), not state.is_world_process_zero
+        seconds = 0.1 if sys.stderr.isatty() else 30.0  # between lines of a log
         self.bar = tqdm(
-            initial=steps[0], total=steps[1], desc="Training", unit="step", disable=others, dynamic_ncols=True
+            initial=steps[0],
+            total=steps[1],
+            desc="Training",
+            unit="step",
+            disable=others,
+            dynamic_ncols=True,
+            mininterval=seconds,
         )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

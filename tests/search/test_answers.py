@@ -171,6 +171,17 @@ def test_captions_count_twice_beside_the_images(
         assert head == pytest.approx({row: added[row] for row in head}, abs=0.02)
 
 
+def test_a_code_finds_the_images_that_have_it_first(captioned: Path) -> None:
+    """In an id or in a caption, as a word of its own, in any case."""
+    found = Searcher(captioned, device="cpu")
+    for text, name in (("003", "003.png"), ("003.PNG", "003.png"), ("dog-7a", "")):
+        hits = found.search_text(text, 24, rerank=False)
+        own = [hit for hit in hits if hit.score > 1]
+        assert hits[: len(own)] == own
+        assert [hit.id.rpartition("/")[2] for hit in own] == [name] * bool(name)
+    assert all(hit.score < 1 for hit in found.search_text("a dog 003", 24))
+
+
 def test_no_kind_of_image_loses_by_captions_of_the_others() -> None:
     """Of 400 images, half with a caption, each is searched by a text like its caption: both kinds find as many as without the others."""
     draw = torch.Generator().manual_seed(0)

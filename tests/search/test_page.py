@@ -77,6 +77,8 @@ def visit(context: Any, page: Served) -> Iterator[Visit]:
 def test_a_text_is_asked_by_keys_alone_and_re_ranking_is_told(visit: Visit, page: Served) -> None:
     hits = page.searcher.search_text("a green square", 40)
     visit.finds("Write what the image shows, or drop or paste an image on this page.")
+    expect(visit.tab.locator("#hits li")).to_have_count(40)  # some of the index, in its order and without scores
+    expect(visit.tab.locator(".scores").first).to_have_text("")
     expect(visit.tab.get_by_role("searchbox")).to_be_focused()
     visit.tab.keyboard.type("a green square")
     visit.tab.keyboard.press("Enter")
@@ -85,7 +87,7 @@ def test_a_text_is_asked_by_keys_alone_and_re_ranking_is_told(visit: Visit, page
     expect(visit.tab.get_by_role("searchbox")).to_have_value("a green square")
     assert visit.tab.title() == "a green square – Search images"
     scores = (("similarity", hits[0].score), ("re-ranked", hits[0].reranked))
-    said = "1: " + ", ".join(f"{name} {score:.3f}" for name, score in scores)
+    said = "1: " + ", ".join(f"{name} {score:.2f}" for name, score in scores)
     expect(visit.tab.locator(".scores").first).to_have_text(said)
     visit.tab.locator(".similar").first.focus()
     visit.tab.keyboard.press("Enter")

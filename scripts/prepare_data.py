@@ -1,7 +1,7 @@
 """Turn raw sources of images and captions into one verified pair data set, and a report on what was found.
 
 A file with one image and its caption, or captions, a row; what was found is in data/mine/report.md:
-    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine
+    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --test_fraction 0.1
 
 Several sources of any kind:
     python scripts/prepare_data.py --output_dir data/mixed --sources \\

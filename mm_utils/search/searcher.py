@@ -202,8 +202,13 @@ class Searcher:
         return self._search(center_square(open_picture(image), self._medium.image_size), top_k)
 
     def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
-        """Return what is most similar to a file, by path or bytes: an image, or a WAV; UnreadableError if it cannot be read."""
-        return self._search(read_query(file, self._medium), top_k)
+        """Return what is most similar to a file, by path or bytes: an image, or a WAV; UnreadableError if it cannot be read.
+
+        A file of the index is no hit of itself.
+        """
+        example = read_query(file, self._medium)
+        own = pc.index(self._rows.data.column("path"), os.path.abspath(file)).as_py() if isinstance(file, str) else -1
+        return self._search(example, top_k, own)
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an image of the index, without itself; IndexError without such a row."""
@@ -235,11 +240,11 @@ class Searcher:
             raise IndexError(f"there is no {column} of row {row}; the index has {len(self)} {self.info.medium}s")
         return self._rows.data.column(column)[row].as_py()
 
-    def _search(self, example: Tensor, top_k: int) -> list[Hit]:
+    def _search(self, example: Tensor, top_k: int, without: int = -1) -> list[Hit]:
         with self._lock, torch.no_grad():
             query_1E = self._model.encode_image(self._input([example]), with_keys_values=False)[0]
             scored = self._score(query_1E[0], top_k)
-            return self._hits(scored, *self._folded(scored, top_k))
+            return self._hits(scored, *self._folded(scored, top_k, without))
 
     def _input(self, examples: Sequence[Tensor]) -> Tensor:
         return self._medium.features(torch.stack(list(examples)).to(self._device))

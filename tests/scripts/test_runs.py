@@ -71,7 +71,8 @@ def flags_of(start: str, folder: Path, tiny: list[str], request: pytest.FixtureR
     stock = write_stock(folder / "stock", kind if kind in KINDS else "clip")
     if start in ("towers", "frozen"):
         towers = ["--vision_model_name_or_path", stock, "--text_model_name_or_path", stock]
-        frozen = ["--freeze_vision", "--freeze_text", "--cache_features"] if start == "frozen" else []
+        frozen = ["--freeze_vision", "--freeze_text", "--cache_features"]
+        frozen = frozen if start == "frozen" else ["--freeze_vision", "false", "--freeze_text", "false"]
         return [*data, *length, *towers, *frozen, *CHOSEN]
     objective = f"{'sigmoid' if 'siglip' in kind else 'contrastive'},matching"
     lora = ["--lora_rank", "2", "--freeze_text", "--learning_rate", "0.01"] if adapters else []

@@ -230,7 +230,9 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
     gain = distributed.on_first(work)
     finish(
         *(context, gain),
-        lambda folder: draw_examples(rows, evaluator, folder / "retrieval.png"),
+        lambda folder: draw_examples(
+            rows, evaluator, folder / "retrieval.png", context.model.logit_scale.exp().item()
+        ),
         lambda: retrieval_card(context, evaluator.split, gain, argv),
         lambda: _retrieval_summary(context, evaluator, gain),
     )
@@ -259,15 +261,18 @@ def finish(
     run.accelerator.end_training()
 
 
-def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_path: Path) -> None:
-    """Draw what captions spread over the split that was evaluated last find, re-ranked if the head re-ranks."""
+def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_path: Path, logit_scale: float) -> None:
+    """Draw what captions spread over the split that was evaluated last find, re-ranked if the head re-ranks.
+
+    Scores are cosines, with what the head adds divided by the logit scale, as those of a search are.
+    """
     split, ranks = evaluator.split, evaluator.directions["text_to_image"]
     (texts, images), examples = split.directions["text_to_image"], []
     count, kind = len(split.text_TE), kind_of(rows.features)
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
         own, towers = split.caption_key_T[query], int(ranks.cosine_Q[query])
         if ranks.reranked_Q is not None and ranks.reranked_items is not None and ranks.reranked_scores is not None:
-            found, scores = ranks.reranked_items[query, :_HITS], ranks.reranked_scores[query, :_HITS]
+            found, scores = ranks.reranked_items[query, :_HITS], ranks.reranked_scores[query, :_HITS] / logit_scale
             note = f"right {kind}: place {int(ranks.reranked_Q[query]):,}\nby the encoders alone: {towers:,}"
         else:
             scores, found = (split.text_TE[query] @ split.image_ME.T).topk(min(_HITS, len(split.image_ME)))
@@ -285,7 +290,7 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_pat
                 None if any(correct) else _picture(row["image"], kind),
             )
         )
-    score = "cosine with the text" if ranks.reranked_Q is None else "score after re-ranking"
+    score = "cosine with the text" if ranks.reranked_Q is None else "cosine with the text and what the head adds to it"
     about = f"Captions at equal distances over the validation split, and what each finds, the best first. Below each {kind}: its {score}."
     if kind == "sound":
         about += " A sound is drawn over its time, its highest frequency on top."

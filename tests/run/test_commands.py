@@ -236,7 +236,7 @@ def test_examples_are_in_the_order_that_was_measured(
     rows = Dataset.from_dict({"image": images, "captions": [["a"] * count for count in captions]}, features)
     drawn: list[RetrievalExample] = []
     monkeypatch.setattr(finish, "draw_retrieval", lambda examples, path, about: drawn.extend(examples))
-    draw_examples(rows, evaluator, tmp_path / "retrieval.png")
+    draw_examples(rows, evaluator, tmp_path / "retrieval.png", 2.0)
     rank_Q = ranks.reranked_Q if top_k else ranks.cosine_Q
     queries = [len(split.text_TE) * place // 6 for place in range(6)]
     assert len(drawn) == 6
@@ -244,6 +244,8 @@ def test_examples_are_in_the_order_that_was_measured(
         rank = int(rank_Q[query])
         assert example.correct == [place == rank for place in range(1, 6)]
         assert (example.own is None) == (rank <= 5)
+        if top_k and ranks.reranked_scores is not None:
+            assert example.scores[0] == pytest.approx(ranks.reranked_scores[query].max().item() / 2)
         assert example.scores == sorted(example.scores, reverse=True)
         assert f"right image: place {rank}" in example.note
         assert example.note.endswith(f"{int(ranks.cosine_Q[query])} of {len(images)}")

@@ -231,7 +231,7 @@ def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
     finish(
         *(context, gain),
         lambda folder: draw_examples(
-            rows, evaluator, folder / "retrieval.png", context.model.logit_scale.exp().item()
+            rows, evaluator, context.model.logit_scale.exp().item(), folder / "retrieval.png"
         ),
         lambda: retrieval_card(context, evaluator.split, gain, argv),
         lambda: _retrieval_summary(context, evaluator, gain),
@@ -261,7 +261,7 @@ def finish(
     run.accelerator.end_training()
 
 
-def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, out_path: Path, logit_scale: float) -> None:
+def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, logit_scale: float, out_path: Path) -> None:
     """Draw what captions spread over the split that was evaluated last find, re-ranked if the head re-ranks.
 
     Scores are cosines, with what the head adds divided by the logit scale, as those of a search are.

@@ -236,7 +236,7 @@ def test_examples_are_in_the_order_that_was_measured(
     rows = Dataset.from_dict({"image": images, "captions": [["a"] * count for count in captions]}, features)
     drawn: list[RetrievalExample] = []
     monkeypatch.setattr(finish, "draw_retrieval", lambda examples, path, about: drawn.extend(examples))
-    draw_examples(rows, evaluator, tmp_path / "retrieval.png", 2.0)
+    draw_examples(rows, evaluator, 2.0, tmp_path / "retrieval.png")
     rank_Q = ranks.reranked_Q if top_k else ranks.cosine_Q
     queries = [len(split.text_TE) * place // 6 for place in range(6)]
     assert len(drawn) == 6

@@ -410,6 +410,15 @@ def words(tmp_path: Path) -> str:
     return str(tmp_path / "words")
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_layers_over_frames_are_trained_unless_the_tower_is_stored(cached: bool, tmp_path: Path) -> None:
+    frozen = {"freeze_vision": True, "freeze_text": True, "cache_features": cached}
+    args = ModelArguments(model_name_or_path=write_stock(tmp_path / "clip", "clip"), fusion_layers=0, **frozen)
+    tower = build_model(args, NO_TOKENIZER, "clip").vision_model
+    trained = {name.split(".")[0] for name, weight in tower.named_parameters() if weight.requires_grad}
+    assert trained == (set() if cached else {"mix", "layers"})
+
+
 def test_a_clip_reads_longer_captions_by_stretched_positions(tiny_flags: list[str], tmp_path: Path) -> None:
     """Texts of up to 20 tokens are embedded as before; saved, resumed and opened by the stock class."""
     name = write_stock(tmp_path / "clip", "clip")

@@ -299,7 +299,7 @@ def fit_positions(model: FusionDualEncoderModel, max_seq_length: int) -> None:
         raise ValueError(
             f"--max_seq_length is {max_seq_length}; the text backbone has positions for {most} tokens. Give at most {most}."
         )
-    part = next(each for each in tower.modules() if hasattr(each, "position_embedding"))
+    part = tower.embeddings
     table = part.position_embedding.weight
     behind = F.interpolate(
         table[_KEPT_POSITIONS:].T[None], max_seq_length - _KEPT_POSITIONS, mode="linear", align_corners=True

@@ -105,11 +105,11 @@ def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixi
             of_sounds = "sampling_rate" in SequenceFeatureExtractor.get_feature_extractor_dict(name)[0]
         kind: Any = ClapProcessor if of_sounds else VisionTextDualEncoderProcessor
         processor = kind.from_pretrained(name, trust_remote_code=False)
-        config = load_config(what, name)
-        if config.model_type == "siglip" and isinstance(processor.tokenizer, GemmaTokenizer):
-            # SigLIP 2 was trained on lower-case texts, and the tokenizer in its folders leaves them as they are
-            processor.tokenizer = Siglip2Tokenizer.from_pretrained(name)
         complete(processor.tokenizer)
+    config = load_config(what, name)
+    if config.model_type == "siglip" and isinstance(processor.tokenizer, GemmaTokenizer):
+        # SigLIP 2 was trained on lower-case texts, and the tokenizer in its folders leaves them as they are
+        processor.tokenizer = complete(Siglip2Tokenizer.from_pretrained(name))
     words = getattr(getattr(config, "text_config", None), "vocab_size", None)
     if words is not None:
         check_words(what, processor.tokenizer, words)

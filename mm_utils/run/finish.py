@@ -163,9 +163,9 @@ def _retrieval_rows(
                 [f"{shown}, before training", *(_with_interval(gain.starts[0][name], queries) for name in names)]
             )
         named = dict(MEASURED) if found["eval_rerank_"] or gain is None else {"eval_": "after training"}
-        for prefix, title in named.items():
+        for prefix, words in named.items():
             if recalls := found[prefix]:
-                rows.append([f"{shown}, {title}", *(_with_interval(recall, queries) for recall in recalls)])
+                rows.append([f"{shown}, {words}", *(_with_interval(recall, queries) for recall in recalls)])
         gains = [after - before for before, after in zip(*found.values(), strict=False)]
         if gains:
             rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])

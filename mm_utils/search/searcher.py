@@ -108,11 +108,6 @@ class Searcher:
         self._embeddings = self._vectors("embedding")
         self._faiss = faiss_index(index_factory, torch.cat(self._embeddings).float()) if index_factory else None
         self._has_captions_N = torch.tensor(self._rows.data.column("caption_embedding").is_valid().to_numpy())
-        self._caption_embeddings = self._vectors("caption_embedding")
-        masks = self._has_captions_N.split(list(map(len, self._embeddings)))
-        blocks = zip(self._embeddings, masks, self._caption_embeddings, strict=True)
-        agree = [(images[has].float() * captions.float()).sum(1) for images, has, captions in blocks]
-        self._agree_N = torch.zeros(len(self)).masked_scatter(self._has_captions_N, torch.cat(agree))
         self._reads_captions = read_captions and bool(self._has_captions_N.any())
         name = model or self.info.model
         self._model, processor = open_model(name)
@@ -127,6 +122,9 @@ class Searcher:
                 "The captions in %s were embedded with another text side, and are not read. Run scripts/embed.py with this model.",
                 folder,
             )
+        if self._reads_captions:
+            self._caption_embeddings = self._vectors("caption_embedding")
+            self._agree_N = self._agreement()
         self._model.to(self._device)  # type: ignore[arg-type]
         weights = self._model.config.rerank_weights or {}
         helps = self._model.fusion is not None and any(weights.values())
@@ -257,6 +255,13 @@ class Searcher:
             blocks = [torch.from_numpy(chunk.reshape(-1, self.info.width)) for chunk in chunks]
         is_small = len(self) * self.info.width <= _KEPT
         return [block.float() for block in blocks] if is_small else blocks
+
+    def _agreement(self) -> Tensor:
+        """Return the cosine of each image with its captions, 0 without any."""
+        masks = self._has_captions_N.split(list(map(len, self._embeddings)))
+        blocks = zip(self._embeddings, masks, self._caption_embeddings, strict=True)
+        agree = [(images[has].float() * captions.float()).sum(1) for images, has, captions in blocks]
+        return torch.zeros(len(self)).masked_scatter(self._has_captions_N, torch.cat(agree))
 
     def _cosines(self, blocks: list[Tensor], query_E: Tensor) -> Tensor:
         """Return the products of stored unit vectors and a query; a block of the file stays in a core's cache."""

@@ -205,9 +205,8 @@ def test_no_kind_of_image_loses_by_captions_of_the_others() -> None:
 
     plain = torch.where(has, joined, cosine)
     assert share(score, has) > share(cosine, has) + 0.1
-    assert (
-        share(score, ~has) > share(plain, ~has) + 0.1
-    )  # which stand behind all with captions, if these are not handicapped
+    # Without a handicap they stand behind all with captions.
+    assert share(score, ~has) > share(plain, ~has) + 0.1
     assert share(score, ~has) > 0.8 * share(cosine, ~has)
 
 

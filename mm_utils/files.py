@@ -1,5 +1,6 @@
 """Read regular files, write atomically, retry, and keep JSON-lines logs for resumed runs."""
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -11,6 +12,7 @@ import re
 import resource
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -166,8 +168,12 @@ def flush(folder: Path) -> None:
 def replace_folder(new: Path, final: Path) -> None:
     """Put the folder `new` in the place of `final`, and remove what was there; both lie on one file system.
 
-    `final` is missing for a moment; after a crash in that moment `restore_folder` brings the old one back.
+    Where Linux cannot exchange two folders, as on NFS, and on macOS, `final` is missing for a moment; after a crash in that moment
+    `restore_folder` brings the old one back.
     """
+    if final.exists() and _exchange(new, final):
+        shutil.rmtree(new, ignore_errors=True)
+        return
     aside = _aside(final)
     if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -180,6 +186,15 @@ def restore_folder(final: Path) -> None:
     """Bring back a folder whose `replace_folder` was killed between two renames."""
     if not final.exists() and _aside(final).is_dir():
         _aside(final).rename(final)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step; return False where the system cannot (renameat2(2), RENAME_EXCHANGE)."""
+    if sys.platform != "linux":
+        return False
+    here, exchange = -100, 2  # AT_FDCWD: relative paths are those of the current folder
+    call = ctypes.CDLL(None).renameat2
+    return bool(call(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(exchange)) == 0)
 
 
 def _aside(final: Path) -> Path:

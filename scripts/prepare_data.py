@@ -10,6 +10,9 @@ Several sources of any kind:
 A table with columns of other names, its first thousand rows, to try:
     python scripts/prepare_data.py --sources photos.csv,image_column=Bild,caption_column=Text --output_dir data/try --max_rows 1000
 
+A table that grows: prepared anew, and images that the data set knows stay in their splits:
+    python scripts/prepare_data.py --sources pairs.jsonl --output_dir data/mine --test_fraction 0.1 --overwrite
+
 An interrupted run continues where it stopped when the same command is given again.
 """
 
@@ -22,7 +25,7 @@ from mm_utils.data.prepare.arguments import PrepareArguments, parse_source, work
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, check_kept, reconcile
 from mm_utils.data.prepare.ingest import Pool, ingest_sources, local_pool
-from mm_utils.data.prepare.on_disk import write_findings, write_pairs
+from mm_utils.data.prepare.on_disk import earlier_rows, write_findings, write_pairs
 from mm_utils.data.prepare.report import describe, summarize, write_data_card, write_report
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.source import PathArguments
@@ -46,17 +49,19 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
 
     start = time.perf_counter()
     with workspace(args) as work:
+        earlier = earlier_rows(args.output_dir)  # none, unless --overwrite allows some
+
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
         sources = [parse_source(item) for item in args.sources]
         ingested = ingest_sources(sources, paths, args.plan(checks, timed, pool), work)
 
         # 3. Rows together: duplicates, leaks, splits.
-        found = reconcile(ingested.parts, reconcile_args, work / "leaks.jsonl")
+        found = reconcile(ingested.parts, reconcile_args, work / "leaks.jsonl", earlier=earlier)
         check_kept(ingested, found, args.max_bad_fraction)
 
         # 4. Write the data set and the report.
         pairs = write_pairs(found, ingested.parts, work / "result")
-        summary = summarize(args, given.settings, ingested, found, pairs)
+        summary = summarize(args, given.settings, ingested, found, pairs, earlier)
         summary["seconds"] = round(time.perf_counter() - start, 1)
         write_findings(work / "result", summary, ingested.faults + found.faults)
         write_report(work / "result", pairs, summary)

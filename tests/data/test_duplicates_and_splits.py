@@ -61,7 +61,9 @@ def decide(rows: list[dict[str, Any]], folder: Path, **arguments: Any) -> Reconc
         parts.append(folder / f"part-{number}.arrow")
         with pa.OSFile(str(parts[-1]), "wb") as file, pa.ipc.new_stream(file, PART_SCHEMA) as writer:
             writer.write_batch(pa.RecordBatch.from_pylist(some, PART_SCHEMA))
-    return reconcile(parts, ReconcileArguments(**{"validation_fraction": 0.0, **arguments}), folder / "leaks.jsonl")
+    earlier = arguments.pop("earlier", None)
+    given = ReconcileArguments(**{"validation_fraction": 0.0, **arguments})
+    return reconcile(parts, given, folder / "leaks.jsonl", earlier=earlier)
 
 
 def split_of(found: Reconciled) -> dict[int, str]:
@@ -124,6 +126,27 @@ def test_a_small_set_has_a_fifth_for_validation_unless_a_share_is_given(tmp_path
     assert held_out(rows, **free) < 8
     rows = [row(place, group=f"site {place % 2}") for place in range(40)]
     assert held_out(rows, **free) == 0, "half of the images is more than twice a fifth"
+
+
+KNOWN = {"id": "x", "image_hash": row(0)["image_hash"]}
+OVERWRITTEN: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "the image, under another id": ([row(0, id="y")], ["test"]),
+    "the id, with another image": ([row(1, id="x")], ["test"]),
+    "a copy beside it": ([row(0), row(0, near=True)], ["test", "test"]),
+    "its group": ([row(0, group="p"), row(1, group="p")], ["test", "test"]),
+    "one that joins what was in train": ([row(0, group="p"), row(2, group="p")], ["test", "test"]),
+    "a split of its own": ([row(0, split="validation")], ["validation"]),
+    "another image": ([row(1)], ["train"]),
+}
+
+
+@pytest.mark.parametrize("how", OVERWRITTEN)
+def test_what_an_overwritten_set_knows_stays_in_its_split(how: str, tmp_path: Path) -> None:
+    rows, splits = OVERWRITTEN[how]
+    others = [{"id": "z", "image_hash": row(2)["image_hash"], "split": "train"}]
+    earlier = pa.Table.from_pylist([{**KNOWN, "split": "test"}, *others])
+    found = split_of(decide([*rows, row(9)], tmp_path, earlier=earlier))
+    assert [found[at] for at in range(len(rows))] == splits
 
 
 @pytest.mark.parametrize("name", ["validation_fraction", "test_fraction"])

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from PIL import Image
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare import ingest
+from mm_utils.data.prepare.on_disk import open_prepared
 from mm_utils.data.rows.source import DataArguments
+from mm_utils.files import replace_folder
 from mm_utils.model.processor import cached_tokenizer
 from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.negatives import Negatives
@@ -77,11 +81,86 @@ def test_what_a_failed_preparation_leaves_is_named_or_removed(
 def test_the_result_is_the_same_each_time(flags: list[str]) -> None:
     main(flags)
     first = digests(flags[3])
-    with pytest.raises(ValueError, match=r"is not empty\. Remove it"):
+    with pytest.raises(ValueError, match="holds a prepared data set"):
         main(flags)
     shutil.rmtree(flags[3])
     main([*flags, "--num_proc", "2"])
     assert digests(flags[3]) == first
+
+
+def test_a_table_that_grows_is_prepared_over_its_set_and_known_images_keep_their_splits(
+    flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def splits() -> dict[str, str]:
+        return {row["id"]: name for name, rows in load_from_disk(flags[3]).items() for row in rows}
+
+    main([*flags, "--overwrite", "--test_fraction", "0.2"])  # the first time there is none
+    first = splits()
+    rows = write_source(tmp_path / "raw", 120).read_text().splitlines()
+    Path(flags[1]).write_text("\n".join(rows[3:]))
+    assert set(first.values()) == {"train", "validation", "test"}
+    with caplog.at_level("INFO"):
+        main([*flags, "--overwrite", "--validation_fraction", "0.5"])  # other shares: of the new images alone
+    assert {name: split for name, split in splits().items() if name in first}.items() <= first.items()
+    counts = {"rows": 40, "new": 80, "gone": 3, "kept": 37, "moved": 0}
+    assert report_of(Path(flags[3]))["overwritten"] == counts
+    assert "80 are new, 3 gone, 37 kept" in caplog.text
+    assert {path.name for path in tmp_path.iterdir()} == {"raw", "out"}
+
+
+OTHERS = {
+    "a prepared set": ([], [], r"prepared data set\. --overwrite replaces it"),
+    "a file of somebody": (["--overwrite"], ["notes.txt"], "also holds notes.txt, which no preparation wrote"),
+    "negatives": (["--overwrite"], ["negatives.json"], "also holds negatives.json"),
+    "no prepared set": (["--overwrite"], [], "not empty, and holds no prepared data set"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_nothing_but_what_a_preparation_wrote_is_overwritten(
+    case: str, flags: list[str], saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, files, problem = OTHERS[case]
+    output = Path(shutil.copytree(saved, flags[3]))
+    for name in files:
+        (output / name).write_text("mine")
+    if case == "no prepared set":
+        (output / "report.json").unlink()
+    monkeypatch.setattr(ingest, "ingest_rows", lambda *_: pytest.fail("rows were read"))
+    before = digests(flags[3])
+    with pytest.raises(ValueError, match=problem):
+        main([*flags, *more])
+    assert digests(flags[3]) == before
+
+
+def test_a_set_that_is_opened_while_it_is_overwritten_is_the_old_one_or_the_new_one(
+    saved: Path, tmp_path: Path
+) -> None:
+    output, ends = shutil.copytree(saved, tmp_path / "out"), threading.Event()
+    sources = [saved, shutil.copytree(saved, tmp_path / "other")]
+    for split in ("train", "validation"):
+        state = sources[1] / split / "state.json"
+        shard = json.loads(state.read_text())["_data_files"][0]["filename"]
+        (sources[1] / split / shard).rename(sources[1] / split / "renamed.arrow")
+        state.write_text(
+            state.read_text().replace(shard, "renamed.arrow").replace('"_fingerprint": "', '"_fingerprint": "other')
+        )
+
+    def overwrite() -> None:
+        for number in range(200):
+            replace_folder(shutil.copytree(sources[number % 2], tmp_path / "new"), output)
+        ends.set()
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    seen = Counter[bool]()
+    while not ends.is_set():
+        pairs = open_prepared(str(output), "the set")
+        kinds = {rows._fingerprint.startswith("other") for rows in pairs.values()}
+        assert len(kinds) == 1
+        seen[kinds.pop()] += 1
+    thread.join()
+    assert set(seen) == {True, False}
 
 
 def test_an_output_that_is_a_link_is_followed_and_a_mount_point_is_refused_before_the_work(

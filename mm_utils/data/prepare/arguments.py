@@ -22,10 +22,11 @@ from mm_utils.arguments import arg
 from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.checks import CheckArguments
 from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool
+from mm_utils.data.prepare.on_disk import WRITTEN, is_prepared
 from mm_utils.data.prepare.timed import TimedArguments
 from mm_utils.data.rows.columns import close_to
 from mm_utils.data.rows.source import Source
-from mm_utils.files import flush
+from mm_utils.files import flush, replace_folder, restore_folder
 from mm_utils.text import redact
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ class PrepareArguments:
     )
     output_dir: str = arg(
         "", "The prepared data set goes to this folder; --dataset_name of a training script reads it."
+    )
+    overwrite: bool = arg(
+        False, "Replace the prepared data set in --output_dir; images that it knows stay in their splits."
     )
     image_size: int = arg(
         224, "The vision tower's input in pixels; images are kept 1.15 times as large.", least=16, most=2**14
@@ -114,16 +118,19 @@ def parse_source(item: str) -> Source:
 def workspace(args: PrepareArguments) -> Iterator[Path]:
     """Yield a folder to work in; its folder `result` takes the place of `args.output_dir`, whose links are followed, at the end.
 
+    Whoever opens a folder that is overwritten finds the old data set or the new one, and nothing else.
+
     Raises:
         ValueError: if the output folder is taken or cannot be written, or another process is at work there.
     """
     output = Path(args.output_dir).resolve()
     work = output.with_name(f"{output.name}.partial")
     try:
-        _refuse_taken(output, args.output_dir)
+        _refuse_taken(output, args)
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / "lock", blocking=False):
-            _refuse_taken(output, args.output_dir)  # again, as the last holder of the lock may be done
+            restore_folder(output)  # of a run that was killed while it replaced it
+            _refuse_taken(output, args)  # again, as the last holder of the lock may be done
             shutil.rmtree(work / "result", ignore_errors=True)  # of a run that was killed while writing
             try:
                 yield work
@@ -136,7 +143,7 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
                     shutil.rmtree(work, ignore_errors=True)
                 raise
             flush(work / "result")
-            (work / "result").replace(output)
+            replace_folder(work / "result", output)
         shutil.rmtree(work)
     except Timeout:
         raise ValueError(f"{work} is in use by another run. Wait for it, or give another folder.") from None
@@ -147,12 +154,23 @@ def workspace(args: PrepareArguments) -> Iterator[Path]:
         ) from error
 
 
-def _refuse_taken(output: Path, name: str) -> None:
-    """Refuse a folder that holds something, and one whose place no other folder can take."""
+def _refuse_taken(output: Path, args: PrepareArguments) -> None:
+    """Refuse a folder that holds something else than what may be overwritten, and one whose place no other folder can take."""
+    name = args.output_dir
     if os.path.ismount(output) or output == Path.cwd():
         kind = "the current folder" if output == Path.cwd() else "a mount point"
         raise ValueError(
             f"--output_dir is {name}; that is {kind}, and the result takes the place of a folder. Give a folder inside it."
         )
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"--output_dir is {name}; it is not empty. Remove it, or give another folder.")
+    held = {path.name for path in output.iterdir()} if output.exists() else set[str]()
+    if not held:
+        return
+    remedy = "Remove it, or give another folder."
+    if not is_prepared(str(output)):
+        raise ValueError(f"--output_dir is {name}; it is not empty, and holds no prepared data set. {remedy}")
+    if not args.overwrite:
+        raise ValueError(f"--output_dir is {name}; it holds a prepared data set. --overwrite replaces it. {remedy}")
+    if others := sorted(held - WRITTEN):
+        raise ValueError(
+            f"--output_dir is {name}; it also holds {others[0]}, which no preparation wrote and --overwrite would remove. Move it away."
+        )

@@ -5,8 +5,8 @@ Only the small columns of the parts are read, and they stay in their files, as i
 1. Rows form a group if their images are equal or nearly equal, or if they have the same id, or the same value of
    `group_column`: a patient, a site.
 2. A group that the sources put into several splits leaks; `--on_leakage` decides what happens.
-3. Rows whose source names no split go where their group is, or else where a hash of their group decides: no group is
-   divided, and new data moves no old row.
+3. Rows whose source names no split go where their group is, or was in the data set that is overwritten, or else where a hash of
+   their group decides: no group is divided, and new data moves no old row.
 4. Rows of the same image in one split become one, with the captions of all. An id that names two images is a fault of
    the later row.
 """
@@ -92,10 +92,17 @@ class Reconciled:
     leaks: str = ""
 
 
-def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, own_ids: bool = False) -> Reconciled:
+def reconcile(
+    parts: Sequence[Path],
+    args: ReconcileArguments,
+    leak_file: Path,
+    own_ids: bool = False,
+    earlier: pa.Table | None = None,
+) -> Reconciled:
     """Decide about the rows of all `parts`; ValueError if an image leaks and `on_leakage` is error.
 
-    Refused leaks are listed in `leak_file`. With `own_ids`, ids stay as the sources give them.
+    Refused leaks are listed in `leak_file`. With `own_ids`, ids stay as the sources give them. `earlier` is `earlier_rows` of the data
+    set that is overwritten.
     """
     found = Reconciled(facts := read_facts(parts, own_ids))
     state = _State(facts, args.near_duplicate_distance)
@@ -106,7 +113,7 @@ def reconcile(parts: Sequence[Path], args: ReconcileArguments, leak_file: Path, 
         "examples": [alike[at : at + 2] for at in range(0, len(alike), 2)],
     }
     _resolve_leaks(found, state, args.on_leakage, leak_file)
-    _fill_splits(state, facts, args.validation_fraction, args.test_fraction)
+    _fill_splits(state, facts, args.validation_fraction, args.test_fraction, earlier)
 
     rows = np.flatnonzero(state.keep_N & (state.id_N >= 0))
     first = _first_of(state.in_split(state.id_N), rows)
@@ -261,8 +268,16 @@ def _linked(state: _State, codes_N: np.ndarray) -> np.ndarray:
     return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
 
 
-def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test: float) -> None:
-    """Assign to rows without a split that of their group, or one by the hash of their group."""
+def places_of(rows: pa.Table, earlier: pa.Table) -> np.ndarray:
+    """Return the place among the `earlier` rows of the image of each row, or else of its id; -1 where there is neither."""
+    found = [pc.index_in(rows[name], earlier[name].combine_chunks()) for name in ("image_hash", "id")]
+    return pc.fill_null(pc.coalesce(*found), -1).to_numpy()
+
+
+def _fill_splits(
+    state: _State, facts: pa.Table, validation: float | None, test: float, earlier: pa.Table | None
+) -> None:
+    """Assign to rows without a split that of their group, that which it had `earlier`, or one by the hash of their group."""
     is_default = validation is None
     unknown = state.split_N < 0
     if not unknown.any():
@@ -283,6 +298,12 @@ def _fill_splits(state: _State, facts: pa.Table, validation: float | None, test:
     group_N = group_U[state.image_N]
     of_group = np.full(len(state.first_U), -1, dtype=np.int8)
     np.maximum.at(of_group, group_N, state.split_N)
+    if earlier is not None:
+        place_N = places_of(pa.table({"id": facts["name"], "image_hash": facts["image_hash"]}), earlier)
+        splits = np.append(pc.index_in(earlier["split"], pa.array(SPLITS)).to_numpy().astype(np.int8), np.int8(-1))
+        before = np.full_like(of_group, -1)
+        np.maximum.at(before, group_N, splits[place_N])  # the place -1 is the last
+        of_group = np.where(of_group >= 0, of_group, before)
     hashes = pieces(facts.select(["image_hash"]), state.first_U)
     keys = (key for piece in hashes for key in piece["image_hash"].to_pylist())
     images = len(np.unique(state.image_N[unknown]))

@@ -47,6 +47,7 @@ from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
 VERSION = 2
+WRITTEN = {*SPLITS, "dataset_dict.json", "report.json", "report.md", "quarantine.jsonl", "pairs.jpg", "README.md"}
 # `content_id` stands for images and captions; `languages` is a column of sets that were written until November 2026.
 _DECIDING = ("id", "content_id", "languages", "regions", NEGATIVES, "moments")
 SHARD_BYTES = 500 << 20
@@ -85,6 +86,17 @@ def open_prepared(name: str, title: str, allow_outside: bool = False) -> Dataset
         for split, rows in pairs.items():
             check_image_files(rows, f"{title}, split {split}", jail)
     return pairs
+
+
+def earlier_rows(folder: str) -> pa.Table:
+    """Return `id`, `image_hash` and `split` of all rows of a prepared data set, those of the test split first; none where there is none."""
+    tables = [pa.table({name: pa.array([], pa.string()) for name in ("id", "image_hash", "split")})]
+    if Path(folder).is_dir() and is_prepared(folder):
+        pairs = open_prepared(folder, f"--output_dir is {folder}")
+        for split in sorted(pairs, key=SPLITS.index, reverse=True):
+            rows = pairs[split].select_columns(["id", "image_hash"]).with_format("arrow")[:]
+            tables.append(rows.append_column("split", pa.array([split] * len(rows))))
+    return pa.concat_tables(tables).combine_chunks()
 
 
 def with_image(pairs: DatasetDict) -> DatasetDict:

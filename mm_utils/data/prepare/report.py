@@ -26,7 +26,7 @@ from mm_utils.data.faults import NOTES, REASONS
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.prepare.arguments import PrepareArguments
-from mm_utils.data.prepare.dedup_and_split import LEAKS, Reconciled
+from mm_utils.data.prepare.dedup_and_split import LEAKS, Reconciled, places_of
 from mm_utils.data.prepare.ingest import Ingested
 from mm_utils.data.rows.columns import count_held_out, too_few
 from mm_utils.plots import MUTED, draw_text, save_figure, wrap
@@ -49,7 +49,12 @@ _TASKS = {
 
 
 def summarize(
-    args: PrepareArguments, settings: dict[str, Any], ingested: Ingested, found: Reconciled, pairs: DatasetDict
+    args: PrepareArguments,
+    settings: dict[str, Any],
+    ingested: Ingested,
+    found: Reconciled,
+    pairs: DatasetDict,
+    earlier: pa.Table,
 ) -> dict[str, Any]:
     """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage, as they may be published."""
     of_source = Counter(found.facts["source"].take(np.concatenate(list(found.rows.values()))).to_pylist())
@@ -81,6 +86,8 @@ def summarize(
         "captions": captions,
         "storage": {"store": "originals" if args.keep_originals else args.store, "short_side": args.short_side},
     }
+    if len(earlier):
+        summary["overwritten"] = compare(pairs, earlier)
     return without_secrets(summary, publishable)
 
 
@@ -119,10 +126,29 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
     }
 
 
+def compare(pairs: DatasetDict, earlier: pa.Table) -> dict[str, int]:
+    """Count the rows that are new, gone and kept since the `earlier_rows`, and those that are in another split."""
+    places, moved = [np.zeros(0, np.int64)], 0
+    for split, rows in pairs.items():
+        place_N = places_of(rows.select_columns(["id", "image_hash"]).with_format("arrow")[:], earlier)
+        known = place_N[place_N >= 0]
+        moved += sum(name != split for name in earlier["split"].take(known).to_pylist())
+        places.append(place_N)
+    place_N = np.concatenate(places)
+    kept = int(np.count_nonzero(place_N >= 0))
+    gone = len(earlier) - len(np.unique(place_N[place_N >= 0]))
+    return {"rows": len(earlier), "new": len(place_N) - kept, "gone": gone, "kept": kept, "moved": moved}
+
+
 def describe(summary: dict[str, Any], folder: str) -> str:
     """Describe the findings in a few lines, with the next command."""
     splits = ", ".join(f"{name} {part['images']:,}" for name, part in summary["splits"].items())
     lines = [f"{summary['medium'].capitalize()}s: {splits}; {_total(summary, 'captions'):,} captions"]
+    if before := summary.get("overwritten"):
+        lines.append(
+            f"Overwritten: {before['rows']:,} rows. {before['new']:,} are new, {before['gone']:,} gone, {before['kept']:,} kept, "
+            f"{before['moved']:,} of them in another split than before. Runs that have cached features cache them again."
+        )
     if summary["quarantined"]:
         reasons = ", ".join(f"{reason} {part['count']:,}" for reason, part in summary["quarantined"].items())
         lines.append(f"Set aside, see {folder}/quarantine.jsonl: {reasons}")

@@ -42,7 +42,7 @@ def load_splits(name: str, title: str, allow_outside: bool = False, config: str 
         raise ValueError(f"{title}; {problem}")
     with blamed_on(title):
         if is_saved(folder):
-            return _open_saved(folder, Jail(name, allow_outside))
+            return _open_whole(folder, Jail(name, allow_outside))
         use_cache_without_network()
         builder = open_builder(name, config)
         builder.download_and_prepare()
@@ -107,6 +107,20 @@ def check_image_files(rows: Dataset, title: str, jail: Jail) -> None:
         except Fault as fault:
             if fault.reason in ("outside_root", "url_not_allowed", "not_a_file"):
                 raise ValueError(f"{title}; {fault.detail}. {REASONS[fault.reason]}") from fault
+
+
+def _open_whole(folder: Path, jail: Jail) -> DatasetDict:
+    """Open a folder of `save_to_disk`; once more where another took its place meanwhile, so that no split is of another preparation."""
+    while True:
+        opened = folder.stat()
+        try:
+            splits = _open_saved(folder, jail)
+        except (Fault, *_DAMAGE):
+            if os.path.samestat(opened, folder.stat()):
+                raise
+            continue
+        if os.path.samestat(opened, folder.stat()):
+            return splits
 
 
 def _open_saved(folder: Path, jail: Jail) -> DatasetDict:

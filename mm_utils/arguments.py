@@ -47,6 +47,7 @@ _NAMES_HERE = {  # of flags that other trainers call otherwise, where letters th
     "train_data": "train_file",
 }
 _LAUNCHED = {"bf16", "fp16", "precision", "mixed_precision"}
+_PREPARED = {"validation_fraction", "test_fraction"}
 _LEFT = {
     "ema_decay",
     "run_name",
@@ -353,6 +354,8 @@ def _did_you_mean(word: str, known: Collection[str]) -> str:
         return f". It is called '--{here}' here. See --help."
     if name in _LAUNCHED:
         return ". The launcher sets the precision: accelerate launch --mixed_precision bf16."
+    if name in _PREPARED:
+        return ". scripts/prepare_data.py has it: --dataset_name takes what it writes."
     if name in _LEFT:
         return ". It has left; CHANGELOG.md says what to do instead."
     close = difflib.get_close_matches(name, known, n=1)

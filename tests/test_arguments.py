@@ -101,6 +101,7 @@ def test_flags_of_other_trainers_are_answered_with_ours(capsys: pytest.CaptureFi
         "resume": "'--resume_from_checkpoint' here",
         "train-data": "'--train_file' here",
         "bf16 fp16 precision": "accelerate launch --mixed_precision",
+        "validation_fraction": "scripts/prepare_data.py has it",
         "ema_decay run_name save_total_limit adam_beta2": "It has left; CHANGELOG.md",
     }.items():
         for word in words.split():

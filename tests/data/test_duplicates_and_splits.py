@@ -150,9 +150,13 @@ def test_what_an_overwritten_set_knows_stays_in_its_split(how: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["validation_fraction", "test_fraction"])
-def test_a_share_of_rows_that_all_say_their_split_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_share_of_rows_that_all_say_their_split_is_refused_and_of_few_is_said(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ValueError, match=f"--{name} is 0.3; every row says its split"):
         decide([row(place, split="train") for place in range(9)], tmp_path, **{name: 0.3})
+    decide([row(0), *[row(place, split="train") for place in range(1, 9)]], tmp_path, **{name: 0.3})
+    assert f"--{name} is 0.3; it divides the rows that do not say their split, 1 of 9" in caplog.text
 
 
 def flipped(print_: bytes, bit: int) -> bytes:

@@ -280,13 +280,18 @@ def _fill_splits(
     """Assign to rows without a split that of their group, that which it had `earlier`, or one by the hash of their group."""
     is_default = validation is None
     unknown = state.split_N < 0
+    name, share = ("validation", validation) if validation else ("test", test)
+    if share and not unknown.any():
+        raise ValueError(
+            f"--{name}_fraction is {share}; every row says its split, in a column or by the name of its file or folder, and only rows that "
+            "say none are divided. Leave it out, or remove the column split."
+        )
+    if share and not unknown.all():
+        logger.warning(
+            "--%s_fraction is %s; it divides the rows that do not say their split, %s of %s",
+            *(name, share, f"{np.count_nonzero(unknown):,}", f"{len(unknown):,}"),
+        )
     if not unknown.any():
-        name, share = ("validation", validation) if validation else ("test", test)
-        if share:
-            raise ValueError(
-                f"--{name}_fraction is {share}; every row says its split, and only rows that say none are divided. Leave it out, or "
-                "remove the column split."
-            )
         return
     validation = HOLDOUT_FRACTION if validation is None else validation
     links_U2 = np.stack([state.group_U, np.arange(len(state.group_U))], axis=1)

@@ -258,7 +258,9 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
         remedy = "" if has_own else " --validation_fraction 0.1 makes one."
         found.append(f"There is no validation split; {held}.{remedy}")
     elif few := too_few(splits["validation"]["images"], kind):
-        found.append(f"{few} Add pairs, or set --validation_fraction.")
+        found.append(
+            f"{few} {'Name more rows validation in the column split.' if has_own else 'Add pairs, or set --validation_fraction.'}"
+        )
     if "test" not in splits:
         remedy = "name some rows test in the column split" if has_own else "--test_fraction 0.1 makes one"
         found.append(f"There is no test split; {remedy}.")

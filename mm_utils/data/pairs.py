@@ -42,7 +42,7 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool 
         pairs = open_prepared(args.dataset_name, title, allow_outside=args.allow_outside_root)
     else:
         paths = PathArguments(args.image_root, args.allow_outside_root)
-        pairs = load_or_prepare(sources, paths)
+        pairs = load_or_prepare(sources, paths, trains=need_train)
     if need_train and "train" not in pairs:
         raise ValueError(f"{title}; there is no train split, only {', '.join(pairs)}. Give pairs to train on.")
     parts, holds_out = dict(pairs), need_train if holds_out is None else holds_out

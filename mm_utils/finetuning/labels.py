@@ -8,7 +8,7 @@ a row without text has an empty one, which is not read.
 import hashlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,7 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
         check_single(rows["answers"], title)
         split_of = [split or "train" for split in rows["split"]]
         places = {split: [at for at, own in enumerate(split_of) if own == split] for split in SPLITS}
+        places["train"] = _unseen(places, rows, title)
         parts = {split: rows.select(places[split]) for split in SPLITS if places[split]}
     if "train" not in parts:
         raise ValueError(f"{title}; there is no train split, only {', '.join(parts)}. Give rows to train on.")
@@ -111,6 +112,16 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
     classes = _classes(known, _labels(parts["train"]), title)
     splits = {split: _task_split(parts[split], classes, split) for split in SPLITS if split in parts}
     return LabelledTask(DatasetDict(splits), classes, has_texts)
+
+
+def _unseen(places: Mapping[str, list[int]], rows: Dataset, title: str) -> list[int]:
+    """Return the places of the rows of train whose image, with the same texts, is in no other split."""
+    shown = [(of_image, *texts) for of_image, texts in zip(rows["content_id"], rows["captions"], strict=True)]
+    evaluated = {shown[at] for split, others in places.items() if split != "train" for at in others}
+    unseen = [at for at in places["train"] if shown[at] not in evaluated]
+    if count := len(places["train"]) - len(unseen):
+        logger.warning("%s; %s rows of train are in another split too, and are left out", title, f"{count:,}")
+    return unseen
 
 
 def labelled_sources(args: DataArguments, labels: LabelArguments, medium: str) -> list[Source]:

@@ -201,15 +201,17 @@ def test_limits_take_the_first_images_of_files_for_each_split(folder: Path) -> N
         load_pairs(alone)
 
 
-def test_images_in_two_splits_are_named_and_stay(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_in_two_splits_are_named_and_not_trained_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     train, other = (listed(folder / f"{low}.jsonl", rows_of(range(low, low + 6))).train_file for low in (0, 2))
-    for _ in range(2):  # from the cache, too
+    files = EvaluatedDataArguments(train_file=train, validation_file=other, test_file=other)
+    for need_train, count in ((True, 2), (True, 2), (False, 6)):  # from the cache, too; what is not trained on stays
         caplog.clear()
-        assert sizes(load_pairs(DataArguments(train_file=train, validation_file=other))) == {
-            "train": 6,
-            "validation": 6,
-        }
-        assert "4 rows have an image or group that is in another split too (4 the very same), such as" in caplog.text
+        assert sizes(load_pairs(files, need_train=need_train)) == {"train": count, "validation": 6, "test": 6}
+        assert "rows have an image or group that is in another split too" in caplog.text
+        assert ("the 4 rows of train that are the very same are left out" in caplog.text) == need_train
+    same = DataArguments(train_file=train, validation_file=train)
+    with pytest.raises(ValueError, match="there is no train split, only validation"):
+        load_pairs(same)
 
 
 BAD_PLACES = [

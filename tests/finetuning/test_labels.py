@@ -34,7 +34,7 @@ from tests.kit.reading import write_tar
 def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
     for row in rows:
         if isinstance(row.get("image"), str):
-            (folder / row["image"]).write_bytes(grey(40))
+            (folder / row["image"]).write_bytes(grey(sum(map(ord, row["image"])) % 256))
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / name)
 
@@ -171,6 +171,8 @@ def test_classes_are_those_of_the_whole_set_and_splits_may_be_files(
     accents = ["caf\u00e9", "cafe\u0301", "bar", "bar"]
     rows = [{"image": f"{at}.png", "label": label} for at, label in enumerate([*accents, "zoo"])]
     train, other = write(tmp_path, rows, "train.jsonl"), write(tmp_path, rows[:3], "other.jsonl")
+    assert named(task_of(train_file=train, validation_file=other), "train") == ["bar", "zoo"]
+    assert "3 rows of train are in another split too, and are left out" in caplog.text
     found = labelled_of(train_file=train, validation_file=other)
     assert (found.classes, len(found.rows)) == (["bar", "caf\u00e9", "zoo"], 3)
     set_of = files(tmp_path / "set", {f"{place}.png": grey(9) for place in ("train/a/0", "train/b/1", "val/a/2")})

@@ -17,7 +17,7 @@ from mm_utils import distributed
 from mm_utils.data.faults import REASONS
 from mm_utils.data.media import FEATURES
 from mm_utils.data.prepare.checks import PILLOW_PIXELS, CheckArguments
-from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, reconcile
+from mm_utils.data.prepare.dedup_and_split import SAME_FROM_TRAIN, ReconcileArguments, reconcile
 from mm_utils.data.prepare.ingest import (
     FIRST_CHUNK,
     IN_PLACE,
@@ -38,22 +38,22 @@ from mm_utils.text import redact
 logger = logging.getLogger(__name__)
 
 RAW_CHECKS = CheckArguments(max_image_pixels=PILLOW_PIXELS, min_image_side=1, max_aspect_ratio=math.inf)
-_RECONCILE = ReconcileArguments(validation_fraction=0.0, on_leakage="keep")
 _LABELLED = ("image", "seconds", "file_hash", "stored_hash", "captions", "answers", "split")  # columns
 _NAMED = 3  # places that a warning names
 
 
-def load_or_prepare(sources: list[Source], paths: PathArguments) -> DatasetDict:
+def load_or_prepare(sources: list[Source], paths: PathArguments, trains: bool = False) -> DatasetDict:
     """Load the rows of raw sources from the datasets cache; check all of them the first time.
 
     Files stay where they are; embedded images are stored as they came, clips and sounds in the form of prepared ones. Bad rows
-    and leaks between splits are logged every time.
+    and leaks between splits are logged every time. For a run that `trains`, the rows of train whose very image is in
+    another split too are left out.
 
     Raises:
         ValueError: if a source cannot be read, more than half of its rows are bad, an id names two images, or the cache
             cannot be written.
     """
-    folder, _ = _checked(sources, paths)
+    folder, _ = _checked(sources, paths, SAME_FROM_TRAIN if trains else "keep")
     return open_prepared(str(folder), ", ".join(source.name for source in sources), allow_outside=True)
 
 
@@ -65,12 +65,12 @@ def load_labelled_rows(sources: list[Source], paths: PathArguments) -> tuple[Dat
         it; of clips and sounds also `seconds`, and the `file_hash` that parts of a file have in common. And the names of all
         classes in order, if the source has them.
     """
-    (folder, classes), medium = _checked(sources, paths), sources[0].medium
+    (folder, classes), medium = _checked(sources, paths, "keep"), sources[0].medium
     found = open_rows(folder).cast_column("image", FEATURES[medium]).rename_column("stored_hash", "content_id")
     return found.remove_columns(["seconds", "file_hash"]) if medium == "image" else found, classes
 
 
-def _checked(sources: list[Source], paths: PathArguments) -> tuple[Path, tuple[str, ...]]:
+def _checked(sources: list[Source], paths: PathArguments, on_leakage: str) -> tuple[Path, tuple[str, ...]]:
     """Return the folder of what is made of the rows of the sources, once, and the names of all classes; log its warnings."""
     classes: dict[tuple[str, ...], None] = {}
 
@@ -84,7 +84,8 @@ def _checked(sources: list[Source], paths: PathArguments) -> tuple[Path, tuple[s
     title, hidden = f"Reading {redact(names)}", distributed.rank() > 0
     given = tqdm(rows(), desc=title, unit=" rows", leave=False, disable=hidden)
     storage = replace(IN_PLACE, captioned=not labelled)
-    key, count = key_of_rows(given, sources, paths, RAW_CHECKS, storage, _RECONCILE)
+    rules = ReconcileArguments(validation_fraction=0.0, on_leakage=on_leakage)
+    key, count = key_of_rows(given, sources, paths, RAW_CHECKS, storage, rules)
 
     def make(folder: Path) -> None:
         logger.info(
@@ -93,7 +94,7 @@ def _checked(sources: list[Source], paths: PathArguments) -> tuple[Path, tuple[s
         )  # fmt: skip
         workers = min(distributed.available_cores(), count // FIRST_CHUNK + 1)
         plan = IngestPlan(RAW_CHECKS, storage, workers, max_bad_fraction=0.5)
-        _prepare(folder, folder.parent / key, sources, paths, plan)
+        _prepare(folder, folder.parent / key, sources, paths, plan, rules)
 
     folder = stored("labels" if labelled else "pairs", key, make)
     if distributed.rank() == 0:
@@ -102,7 +103,14 @@ def _checked(sources: list[Source], paths: PathArguments) -> tuple[Path, tuple[s
     return folder, next(iter(classes), ())
 
 
-def _prepare(folder: Path, final: Path, sources: list[Source], paths: PathArguments, plan: IngestPlan) -> None:
+def _prepare(
+    folder: Path,
+    final: Path,
+    sources: list[Source],
+    paths: PathArguments,
+    plan: IngestPlan,
+    rules: ReconcileArguments,
+) -> None:
     """Write the result, whose folder will be named `final`, into `folder`."""
     ingested = ingest_sources(sources, paths, plan, folder)
     by_reason = defaultdict(list)
@@ -117,15 +125,16 @@ def _prepare(folder: Path, final: Path, sources: list[Source], paths: PathArgume
             f"{REASONS[reason]} {final / 'quarantine.jsonl'} lists all."
         )
     if plan.storage.captioned:
-        found = reconcile(ingested.parts, _RECONCILE, folder / "leaks.jsonl", own_ids=True)
-        if found.faults:  # images that share an id, as nothing else is set aside here
-            fault = found.faults[0]
+        found = reconcile(ingested.parts, rules, folder / "leaks.jsonl", own_ids=True)
+        for fault in (fault for fault in found.faults if fault["reason"] != "leaked"):  # images that share an id
             raise ValueError(f"{fault['source']}, {fault['where']}: {fault['detail']}. {REASONS[fault['reason']]}")
         if merged := found.duplicates["merged_rows"]:
             logger.info("%s rows merged into an earlier row of the same image", f"{merged:,}")
         if found.leaks:
-            what = "what is measured there is no measure of unseen images. prepare_data lists all."
-            warnings.append(f"{found.leaks}; {what}")
+            what = "what is measured there is no measure of unseen images"
+            if count := found.leakage["dropped"].get("train"):
+                what = f"the {count:,} rows of train that are the very same are left out"
+            warnings.append(f"{found.leaks}; {what}. prepare_data lists all.")
         write_pairs(found, ingested.parts, folder)
     else:
         schema = pa.schema([PART_SCHEMA.field(name) for name in _LABELLED])

@@ -36,6 +36,7 @@ _BESIDE = 3  # between the numbers of neighbours, at most
 _LIKE = 16  # bits of 64 in which pictures that are alike differ, at most
 # From this many ids that splits share without any shared image on, ids are taken for row numbers.
 _COUNTERS = 10
+SAME_FROM_TRAIN = "drop the very same from train"  # what a run on raw files does: what is evaluated stays whole
 LEAKS = {
     "exact": "the very same",
     "near": "nearly the same",
@@ -253,10 +254,11 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
             f"{found.leaks}; {leak_file} lists all. Add --on_leakage drop to the command (the image stays in the test, "
             "else in the validation split), or --on_leakage keep; what has been read is not read again."
         )
-    if policy == "drop":
-        state.keep_N[pairs[:, 0]] = False
-        found.faults += leaked
-        splits, counted = np.unique(state.split_N[pairs[:, 0]], return_counts=True)
+    if policy in ("drop", SAME_FROM_TRAIN):
+        dropped = (state.split_N[row_P] == 0) & (kind_P == 0) if policy == SAME_FROM_TRAIN else row_P >= 0
+        state.keep_N[row_P[dropped]] = False
+        found.faults += [fault for fault, is_dropped in zip(leaked, dropped, strict=True) if is_dropped]
+        splits, counted = np.unique(state.split_N[row_P[dropped]], return_counts=True)
         found.leakage["dropped"] = {SPLITS[at]: int(n) for at, n in zip(splits, counted, strict=True)}
 
 

@@ -79,6 +79,22 @@ def test_the_loss_of_validation_is_that_of_whole_batches(
         assert run_on_ranks(3, validation_loss, batch_size, bias) == [expected] * 3
 
 
+def gap_by_the_docs() -> float:
+    text = Path(mm_utils.__file__).parents[1].joinpath("docs/objectives.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(
+        next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def centroid_gap" in block),
+        names,
+    )
+    model = TruthfulModel()
+    found = names["centroid_gap"](model, model.batches(5, (3,)), ACCELERATOR)
+    return float(found["centroid_gap"])
+
+
+def test_the_evaluator_of_the_docs_is_the_same_on_any_number_of_processes() -> None:
+    assert run_on_ranks(2, gap_by_the_docs) == [pytest.approx(gap_by_the_docs())] * 2
+
+
 def test_scenes_have_probes(tmp_path: Any) -> None:
     rows = load_scenes(num_train=1, num_eval=30, cache_dir=tmp_path)["validation"]
     tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)

@@ -135,7 +135,8 @@ class ProgressBar(TrainerCallback):
             if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))
         ]
         if figures and state.is_world_process_zero:
-            self.bar.write(f"step {state.global_step}: {', '.join(figures)}")
+            medium = kwargs["data"].medium  # the names in files are those of images, whatever the medium is
+            self.bar.write(f"step {state.global_step}: {', '.join(figures).replace('image', medium)}")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the finished bar on the screen."""

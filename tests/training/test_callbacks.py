@@ -60,6 +60,15 @@ def test_the_log_says_how_busy_the_gpu_is(
     assert posted.text.partition("wait")[2].strip(", ") == shown
 
 
+@pytest.mark.parametrize("medium", ["image", "sound", "clip"])
+def test_the_figures_of_an_evaluation_are_called_by_their_medium(medium: str) -> None:
+    bar, lines, data = ProgressBar(), list[str](), SimpleNamespace(medium=medium)
+    bar.bar = SimpleNamespace(write=lines.append)
+    logs = {"eval_text_to_image_recall@1": 0.25, "eval_rerank_image_to_text_recall@1": 0.5, "eval_image_spread": 0.7}
+    bar.on_log(None, TrainerState(), TrainerControl(), logs=logs, data=data)
+    assert lines == [f"step 0: text to {medium} recall@1 0.250, rerank {medium} to text recall@1 0.500"]
+
+
 HEALTHY = {"loss": 2.6, "contrastive_loss": 2.0, "grad_norm": 5.0}
 STUCK = HEALTHY | {"contrastive_loss": CHANCE}
 COLLAPSED = HEALTHY | {"contrastive_loss": CHANCE - 0.001, "grad_norm": 6e-5}

@@ -184,6 +184,7 @@ REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: th
     ("a.xlsx", LINES, "", "its format is not known by '.xlsx'. Known are .jsonl"),
     ("a.jsonl", LINES, ",caption_column=captoin", "Did you mean 'caption'? The columns are"),
     ("a.csv", b"image,words\n0.png,a dog\n", "", "no caption column was recognised"),
+    ("a.json", b'[{"id": 1, "annotations": [], "data": {"image": "0.png"}}]', "", "Label Studio's full export: export JSON-MIN"),
     ("a.csv", b"image,caption,caption\n", "", "two columns caption; only one can be read. Rename one"),
     ("a.csv", b'"image,caption\n', "", "a.csv, line 1 is a row that cannot be read"),
     ("a.parquet", b"PAR1" + bytes(50), "", "cannot be read as Parquet"),

@@ -125,6 +125,8 @@ def find_columns(
     if missing := next((kind for kind, column in needed.items() if column is None), None):
         advice = f"Set --{missing}_column, or write it behind the path: ,{missing}_column=NAME."
         advice = "Set --label_column." if missing == "label" else advice
+        if {"annotations", "data"} <= {*names}:
+            advice = "That is Label Studio's full export: export JSON-MIN or CSV, which have a column for each field."
         shown = medium if missing == "image" else missing
         raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
     if (kind := typed.get(str(image), medium)) != medium:

@@ -16,9 +16,9 @@ import torch
 from accelerate import Accelerator
 
 from benchmarks.harness import flags_of, print_table
+from mm_utils.data.arguments import DataArguments
 from mm_utils.data.media.medium import read_by
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation.metrics import mean_interval
 from mm_utils.model.build import open_model
 from mm_utils.search.listing import Listing

@@ -52,16 +52,16 @@ from benchmarks.harness import (
     print_table,
     synchronize,
 )
-from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.compile import compile_layers
 from mm_utils.model.processor import load_processor
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.grad_cache import TooManyPairsError, is_out_of_memory
 from mm_utils.run.start import make_accelerator
-from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.arguments import OptimizerArguments, TrainingArguments
 from mm_utils.training.memory import peak_bytes, reset_peak
-from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.optim import build_optimizer
 from mm_utils.training.stages import stages_of
 from mm_utils.training.step import TrainStep
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from mm_utils import distributed
+from mm_utils.cores import available_cores
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.text import markdown_table
 
@@ -195,7 +195,7 @@ def machine() -> str:
     commit = ""
     with suppress(OSError):
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    cores = distributed.available_cores()
+    cores = available_cores()
     return f"{model}, {cores} cores; torch {torch.__version__}; {date.today()}; commit {commit or 'unknown'}"
 
 

@@ -39,13 +39,14 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 
 from benchmarks.harness import compete, cpu_seconds, flags_of, names, print_table
 from mm_utils.data import media
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder, RankBatches
+from mm_utils.data.arguments import DataArguments, LoaderArguments
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.order import GlobalOrder, RankBatches
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import pad_captions, tokenize_captions
 from mm_utils.data.images import read_pixels
 from mm_utils.data.media.medium import image_geometry, squares
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.processor import load_processor
 from mm_utils.stored import stored

@@ -33,12 +33,11 @@ from torchvision.transforms import (
 )
 
 from benchmarks.harness import add_model_flags, model_arguments
-from mm_utils import distributed
-from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.cores import cores_per_process
+from mm_utils.data.arguments import DataArguments, LoaderArguments
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.processor import load_processor
 from mm_utils.model.stock import to_dual_encoder
@@ -69,7 +68,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, seed: int = SEED):
         self.args, self.accelerator = args, make_accelerator()
         self.device, self.batch_size, self.max_tokens = self.accelerator.device, args.batch_size, args.max_seq_length
-        torch.set_num_threads(max(1, distributed.cores_per_process()))
+        torch.set_num_threads(max(1, cores_per_process()))
         transformers.logging.set_verbosity_error()
         datasets.logging.set_verbosity_error()  # it warns that it cannot hash a scripted transform
         datasets.disable_progress_bars()

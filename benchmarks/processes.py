@@ -37,7 +37,8 @@ from torch.multiprocessing import start_processes
 from benchmarks.harness import flags_of, numbers, print_table
 from benchmarks.peers import SEED, Bench, add_data_flags, clip_loss
 from benchmarks.training import tandem_batches
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.model.arguments import ObjectiveArguments
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import EmbeddingTerm, Encoded
 

@@ -52,12 +52,15 @@ from benchmarks.peers import (
     transformers_batches,
 )
 from mm_utils.data.batches.loaders import DeviceLoader, Loaders
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.media import Image
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.model.arguments import ObjectiveArguments
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.grad_cache import backward
+from mm_utils.training.arguments import OptimizerArguments
 from mm_utils.training.memory import peak_bytes
-from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.optim import build_optimizer
 
 Losses = Iterator[Any]
 """A contestant: the loss of one training step for each `next`."""

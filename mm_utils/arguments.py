@@ -12,6 +12,7 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -293,6 +294,23 @@ def parse_args(
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
     return Parsed(parsed, path or recipe, named, in_config)
+
+
+def parse_first(*arg_classes: Any, doc: str | None, argv: Sequence[str] | None = None, rest: str = "") -> None:
+    """Answer `--help` and mistakes in the words before a script imports what computes, which takes seconds.
+
+    Until `run_script` is called, Ctrl-C ends the process in one line.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_before_the_start)
+    parse_args(*arg_classes, argv=argv, doc=doc, rest=rest)
+
+
+def end_before_the_start(number: int, frame: Any) -> None:
+    """End at once: an exception may be lost in an import of a library."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"Stopped by SIGINT before the start. Nothing was written.\n")
+    os._exit(128 + number)
 
 
 def _entries(config: str | None, recipe: str | None, without: Collection[str]) -> Iterator[tuple[str, "Entry", str]]:

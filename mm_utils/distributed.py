@@ -4,7 +4,6 @@ Shape letters: n this rank's rows, N all ranks' rows.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -47,16 +46,6 @@ def world_size() -> int:
 def rank() -> int:
     """Return this process's rank, from 0."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cores_per_process() -> int:
-    """Return this process's share of the machine's cores."""
-    return available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def share(count: int, part: int, parts: int) -> range:

@@ -13,8 +13,9 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import TrainerControl, TrainerState
 
 from mm_utils.arguments import Parsed
-from mm_utils.checkpointing.files import CONFIG_FILE, LAST_CHECKPOINT, checkpoint_folders, size_of
+from mm_utils.checkpointing.files import LAST_CHECKPOINT, checkpoint_folders, size_of
 from mm_utils.text import one_line, printable
+from mm_utils.training.arguments import CONFIG_FILE
 from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from mm_utils import distributed
-from mm_utils.arguments import arg
+from mm_utils.data.arguments import MiningArguments
 from mm_utils.data.images import open_image
 from mm_utils.data.prepare.on_disk import write_splits
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint, groups, near_pairs
@@ -34,28 +34,6 @@ logger = logging.getLogger(__name__)
 REASONS = ("same_text", "same_image", "too_close")
 REPORT = "negatives.json"
 _KEPT, _PASSED = -1, -2  # what may be taken; own captions, and what is beyond the candidates
-
-
-@dataclass
-class MiningArguments:
-    """Which captions are negatives of an image."""
-
-    num_negatives: int = arg(5, "Captions for each training image, at most.", least=1)
-    num_candidates: int = arg(
-        50, "Captions of other images among which these are chosen: the most similar ones.", least=1
-    )
-    relative_margin: float = arg(
-        0.05,
-        "Leave out captions that score above (1 - this) x the image's best own caption: they may be true of it.",
-        most=0.999,
-    )
-
-    def __post_init__(self) -> None:
-        if self.num_negatives > self.num_candidates:
-            raise ValueError(
-                f"--num_negatives is {self.num_negatives} and --num_candidates {self.num_candidates}; negatives are chosen among the "
-                "candidates. Give at least as many candidates."
-            )
 
 
 @dataclass

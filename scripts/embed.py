@@ -11,19 +11,8 @@ import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from mm_utils import distributed
-from mm_utils.arguments import arg, launch_command, parse_args, required
-from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
-from mm_utils.data.batches.tokens import unread_captions
-from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import EvaluatedDataArguments
-from mm_utils.model.build import open_model
-from mm_utils.run.start import make_accelerator, run_script
-from mm_utils.search.index import SKIPPED
-from mm_utils.search.listing import folder_listing, pair_listing
-from mm_utils.search.updating import Embedder, update_index
-
-logger = logging.getLogger(__name__)
+from mm_utils.arguments import arg, launch_command, parse_args, parse_first, required
+from mm_utils.data.arguments import EvaluatedDataArguments, LoaderArguments
 
 
 @dataclass
@@ -47,10 +36,28 @@ class EmbedArguments:
             raise ValueError(f"--split is {self.split}; a folder of images has no splits. Drop one of the two.")
 
 
+FLAGS = (EmbedArguments, EvaluatedDataArguments)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
+from mm_utils import distributed
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
+from mm_utils.data.batches.tokens import unread_captions
+from mm_utils.data.pairs import load_pairs
+from mm_utils.model.build import open_model
+from mm_utils.run.start import make_accelerator, run_script
+from mm_utils.search.index import SKIPPED
+from mm_utils.search.listing import folder_listing, pair_listing
+from mm_utils.search.updating import Embedder, update_index
+
+logger = logging.getLogger(__name__)
+
+
 def main(argv: list[str] | None = None) -> dict[str, int]:
     """Run the script and return the numbers of images; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    given = parse_args(EmbedArguments, EvaluatedDataArguments, argv=argv, doc=__doc__)
+    given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     args, data_args = given[EmbedArguments], given[EvaluatedDataArguments]
     model_name, folder = str(args.model_name_or_path), Path(str(args.index_dir))
     source = data_args.dataset_name or data_args.train_file

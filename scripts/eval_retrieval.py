@@ -16,23 +16,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import DatasetDict
-
-from mm_utils import distributed
-from mm_utils.arguments import arg, parse_args, required
-from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
-from mm_utils.data.batches.tokens import tokenize_splits
-from mm_utils.data.pairs import load_split
-from mm_utils.data.rows.source import EvaluatedDataArguments
-from mm_utils.evaluation.metrics import half_widths
-from mm_utils.evaluation.probes import caption_probes
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
-from mm_utils.model.build import open_model
-from mm_utils.objectives.grounding.evaluation import of_split
-from mm_utils.run.finish import recall_lines
-from mm_utils.run.start import make_accelerator, report_metrics, run_script
-
-logger = logging.getLogger(__name__)
+from mm_utils.arguments import arg, parse_args, parse_first, required
+from mm_utils.data.arguments import EvaluatedDataArguments, ReadingArguments
+from mm_utils.evaluation.arguments import EvaluationArguments
 
 
 @dataclass
@@ -44,11 +30,32 @@ class EvalRetrievalArguments:
     output_dir: str | None = arg(None, "Write metrics.json, with all figures and their intervals, to this folder.")
 
 
+FLAGS = (EvalRetrievalArguments, EvaluationArguments, EvaluatedDataArguments, ReadingArguments)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
+from datasets import DatasetDict
+
+from mm_utils import distributed
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
+from mm_utils.data.batches.tokens import tokenize_splits
+from mm_utils.data.pairs import load_split
+from mm_utils.evaluation.metrics import half_widths
+from mm_utils.evaluation.probes import caption_probes
+from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
+from mm_utils.model.build import open_model
+from mm_utils.objectives.grounding.evaluation import of_split
+from mm_utils.run.finish import recall_lines
+from mm_utils.run.start import make_accelerator, report_metrics, run_script
+
+logger = logging.getLogger(__name__)
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (EvalRetrievalArguments, EvaluationArguments, EvaluatedDataArguments, ReadingArguments)
-    given = parse_args(*groups, argv=argv, doc=__doc__)
+    given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
     data_args, loader_args = given[EvaluatedDataArguments], given[ReadingArguments]
     accelerator = make_accelerator()

@@ -13,17 +13,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_utils import distributed
-from mm_utils.arguments import arg, parse_args, required
-from mm_utils.data.batches.loaders import EVALUATION_BATCH, ReadingArguments, make_loaders
-from mm_utils.data.media.medium import kind_of_processor
-from mm_utils.data.rows.source import EvaluatedDataArguments
-from mm_utils.finetuning.evaluator import report_classes
-from mm_utils.finetuning.zero_shot import ZeroShotArguments, ZeroShotEvaluator, accuracy_lines, load_labelled
-from mm_utils.model.build import open_model
-from mm_utils.run.start import make_accelerator, report_metrics, run_script
-
-logger = logging.getLogger(__name__)
+from mm_utils.arguments import arg, parse_args, parse_first, required
+from mm_utils.data.arguments import EvaluatedDataArguments, ReadingArguments
+from mm_utils.finetuning.arguments import ZeroShotArguments
 
 
 @dataclass
@@ -34,11 +26,26 @@ class EvalZeroShotArguments:
     output_dir: str | None = arg(None, "Also write metrics.json and classes.csv to this folder.")
 
 
+FLAGS = (EvalZeroShotArguments, EvaluatedDataArguments, ZeroShotArguments, ReadingArguments)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
+from mm_utils import distributed
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
+from mm_utils.data.media.medium import kind_of_processor
+from mm_utils.finetuning.evaluator import report_classes
+from mm_utils.finetuning.zero_shot import ZeroShotEvaluator, accuracy_lines, load_labelled
+from mm_utils.model.build import open_model
+from mm_utils.run.start import make_accelerator, report_metrics, run_script
+
+logger = logging.getLogger(__name__)
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (EvalZeroShotArguments, EvaluatedDataArguments, ZeroShotArguments, ReadingArguments)
-    given = parse_args(*groups, argv=argv, doc=__doc__)
+    given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     args, data_args = given[EvalZeroShotArguments], given[EvaluatedDataArguments]
     zero_shot_args, loader_args = given[ZeroShotArguments], given[ReadingArguments]
     given.refuse("max_train_samples", "nothing is trained")

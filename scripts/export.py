@@ -14,15 +14,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_utils.arguments import arg, parse_args, required
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
-from mm_utils.export.folder import LAYOUTS, PRECISIONS, check_output, export
-from mm_utils.export.open_clip import write_open_clip
-from mm_utils.files import atomic_folder
-from mm_utils.model.build import open_model
-from mm_utils.run.script import run_script, set_up_logging
+from mm_utils.arguments import arg, parse_args, parse_first, required
 
-logger = logging.getLogger(__name__)
+LAYOUTS = ("plain", "immich", "open_clip")
+PRECISIONS = ("fp32", "int8")
 
 
 @dataclass
@@ -46,10 +41,26 @@ class ExportArguments:
             raise ValueError("--layout is open_clip; it has no graphs, hence no --precision. Drop it.")
 
 
+FLAGS = (ExportArguments,)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
+from mm_utils.data.arguments import LoaderArguments
+from mm_utils.data.batches.loaders import make_loaders
+from mm_utils.export.folder import check_output, export
+from mm_utils.export.open_clip import write_open_clip
+from mm_utils.files import atomic_folder
+from mm_utils.model.build import open_model
+from mm_utils.run.script import run_script, set_up_logging
+
+logger = logging.getLogger(__name__)
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return the differences from torch by graph; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    args = parse_args(ExportArguments, argv=argv, doc=__doc__)[ExportArguments]
+    args = parse_args(*FLAGS, argv=argv, doc=__doc__)[ExportArguments]
     model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
     packages = ("onnx", "onnxruntime", "onnxscript") if args.layout != "open_clip" else ()
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:

@@ -18,18 +18,28 @@ A folder of images per class; adapters in a vision transformer, and weights betw
 import logging
 from collections.abc import Sequence
 
+from mm_utils.arguments import parse_args, parse_first
+from mm_utils.data.arguments import EvaluatedDataArguments, LoaderArguments
+from mm_utils.finetuning.arguments import ClassifierArguments, LabelArguments
+from mm_utils.training.arguments import FinetuningArguments, OptimizerArguments
+
+FLAGS = (
+    *(EvaluatedDataArguments, LabelArguments, LoaderArguments, ClassifierArguments),
+    *(OptimizerArguments, FinetuningArguments),
+)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
 import torch
 from transformers import TrainerCallback
 
-from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
-from mm_utils.data.batches.loaders import LoaderArguments
-from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.retrieval import Evaluate
-from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
+from mm_utils.finetuning.classifier import build_classifier
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
-from mm_utils.finetuning.labels import LabelArguments, open_task
+from mm_utils.finetuning.labels import open_task
 from mm_utils.finetuning.objective import ClassificationObjective
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
@@ -38,16 +48,10 @@ from mm_utils.run.callbacks import RunContext, all_callbacks, attach
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.flags import check_flags
 from mm_utils.run.start import run_script, start_run
-from mm_utils.training.arguments import FinetuningArguments
-from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.optim import build_optimizer
 from mm_utils.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-FLAGS = (
-    *(EvaluatedDataArguments, LabelArguments, LoaderArguments, ClassifierArguments),
-    *(OptimizerArguments, FinetuningArguments),
-)
 
 
 def main(

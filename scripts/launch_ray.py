@@ -29,8 +29,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mm_utils.arguments import parse_args
+from mm_utils.arguments import parse_args, parse_first
 from mm_utils.launch.arguments import LaunchArguments, read_command, split_words
+
+if __name__ == "__main__":
+    parse_first(LaunchArguments, doc=__doc__, argv=split_words(sys.argv[1:])[0])
+
 from mm_utils.run.script import run_script, set_up_logging
 
 

@@ -13,21 +13,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import DatasetDict
-
-from mm_utils import distributed
-from mm_utils.arguments import arg, launch_command, parse_args, required, to_dict
-from mm_utils.data.batches.loaders import EVALUATION_BATCH, LoaderArguments, make_loaders
-from mm_utils.data.batches.tokens import tokenize_splits
-from mm_utils.data.pairs import load_pairs
-from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.rows.source import DataArguments
-from mm_utils.evaluation.embeddings import embed_split
-from mm_utils.mining import MiningArguments, choose, same_pictures, write_mined
-from mm_utils.model.build import open_model
-from mm_utils.run.start import make_accelerator, run_script
-
-logger = logging.getLogger(__name__)
+from mm_utils.arguments import arg, launch_command, parse_args, parse_first, required, to_dict
+from mm_utils.data.arguments import DataArguments, LoaderArguments, MiningArguments
 
 
 @dataclass
@@ -41,10 +28,30 @@ class MineArguments:
     max_seq_length: int = arg(64, "Captions are cut to this many tokens; two of them are special.", least=3)
 
 
+FLAGS = (MineArguments, MiningArguments)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
+from datasets import DatasetDict
+
+from mm_utils import distributed
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
+from mm_utils.data.batches.tokens import tokenize_splits
+from mm_utils.data.pairs import load_pairs
+from mm_utils.data.prepare.on_disk import is_prepared
+from mm_utils.evaluation.embeddings import embed_split
+from mm_utils.mining import choose, same_pictures, write_mined
+from mm_utils.model.build import open_model
+from mm_utils.run.start import make_accelerator, run_script
+
+logger = logging.getLogger(__name__)
+
+
 def main(argv: list[str] | None = None) -> dict[str, int]:
     """Run the script and return how many negatives were found; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
-    given = parse_args(MineArguments, MiningArguments, argv=argv, doc=__doc__)
+    given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     args, mining = given[MineArguments], given[MiningArguments]
     if not is_prepared(args.dataset_name):
         raise ValueError(

@@ -20,15 +20,20 @@ import logging
 import time
 from pathlib import Path
 
-from mm_utils.arguments import parse_args
-from mm_utils.data.prepare.arguments import PrepareArguments, parse_source, workspace
-from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.dedup_and_split import ReconcileArguments, check_kept, reconcile
+from mm_utils.arguments import parse_args, parse_first
+from mm_utils.data.arguments import PathArguments
+from mm_utils.data.prepare.arguments import CheckArguments, PrepareArguments, ReconcileArguments, TimedArguments
+
+FLAGS = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
+from mm_utils.data.prepare.dedup_and_split import check_kept, reconcile
 from mm_utils.data.prepare.ingest import Pool, ingest_sources, local_pool
 from mm_utils.data.prepare.on_disk import earlier_rows, write_findings, write_pairs
 from mm_utils.data.prepare.report import describe, summarize, write_data_card, write_report
-from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.rows.source import PathArguments
+from mm_utils.data.prepare.workspace import parse_source, plan_of, workspace
 from mm_utils.run.script import run_script, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -41,8 +46,7 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
         pool: makes what does the work; default: the cores of this machine.
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
-    groups = (PrepareArguments, CheckArguments, TimedArguments, ReconcileArguments, PathArguments)
-    given = parse_args(*groups, argv=argv, doc=__doc__)
+    given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
     reconcile_args, paths = given[ReconcileArguments], given[PathArguments]
     set_up_logging()
@@ -53,7 +57,7 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
 
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
         sources = [parse_source(item) for item in args.sources]
-        ingested = ingest_sources(sources, paths, args.plan(checks, timed, pool), work)
+        ingested = ingest_sources(sources, paths, plan_of(args, checks, timed, pool), work)
 
         # 3. Rows together: duplicates, leaks, splits.
         found = reconcile(ingested.parts, reconcile_args, work / "leaks.jsonl", earlier=earlier)

@@ -24,9 +24,22 @@ Continue after an interruption, on any number of GPUs:
 from collections.abc import Sequence
 from functools import partial
 
+from mm_utils.arguments import parse_args, parse_first
+from mm_utils.data.arguments import DataArguments, LoaderArguments, StreamingArguments
+from mm_utils.evaluation.arguments import EvaluationArguments
+from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
+from mm_utils.training.arguments import OptimizerArguments, TrainingArguments
+
+FLAGS = (
+    *(DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments),
+    *(OptimizerArguments, TrainingArguments, EvaluationArguments, StreamingArguments),
+)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
 from transformers import TrainerCallback
 
-from mm_utils.arguments import parse_args
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
@@ -35,13 +48,13 @@ from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
 from mm_utils.model.build import build_model, fit_positions
 from mm_utils.model.compile import compile_if_repaid
 from mm_utils.model.processor import load_processor
-from mm_utils.objectives.build import build_objective
+from mm_utils.objectives.build import build_objective, readers_of
 from mm_utils.objectives.validation_loss import ValidationLoss
 from mm_utils.reliability.signals import Leaving
-from mm_utils.run import flags
 from mm_utils.run.callbacks import RunContext, all_callbacks, attach, has_baseline
 from mm_utils.run.dry_run import dry_run
 from mm_utils.run.finish import finish_run
+from mm_utils.run.flags import check_flags
 from mm_utils.run.recipes import recipe_for
 from mm_utils.run.start import run_script, start_run
 from mm_utils.training.optim import build_optimizer
@@ -60,26 +73,26 @@ def main(
         evaluators: called with (model, loader, accelerator) at every evaluation; their metrics are logged.
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
-    given = parse_args(*flags.PRETRAINING, argv=argv, doc=__doc__)
+    given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     recipe = recipe_for(given)  # of pairs of one's own, by the start that is named
     if recipe.path:
-        given = parse_args(*flags.PRETRAINING, argv=argv, doc=__doc__, recipe=recipe.path, without=recipe.without)
-    flags.check_flags(given)
+        given = parse_args(*FLAGS, argv=argv, doc=__doc__, recipe=recipe.path, without=recipe.without)
+    check_flags(given)
     attached = attach(given, callbacks)
-    model_args, objective_args = given[flags.ModelArguments], given[flags.ObjectiveArguments]
+    model_args, objective_args = given[ModelArguments], given[ObjectiveArguments]
     if given["dry_run"]:
-        return dry_run(main, "pretrain", argv, given[flags.TrainingArguments], given.settings)
+        return dry_run(main, "pretrain", argv, given[TrainingArguments], given.settings)
     run = start_run("pretrain", given)
     args = run.args
     recipe.announce()
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
-    opening = (args, partial(load_processor, model_args), objective_args.readers)
+    opening = (args, partial(load_processor, model_args), readers_of(objective_args))
     data: TrainingData
     if given["streaming"]:
         data = open_streamed(run.accelerator, given, *opening)
     else:
-        data_args, loader_args = given[flags.DataArguments], given[flags.LoaderArguments]
+        data_args, loader_args = given[DataArguments], given[LoaderArguments]
         data = open_data(run.accelerator, data_args, loader_args, *opening, fits_batch=run.fits_batch)
 
     # 3. Model and objective.
@@ -93,15 +106,15 @@ def main(
 
     # 4. Train, first the encoders, then the fusion head.
     probes = caption_probes(data.splits["validation"], data.processor.tokenizer, data.max_seq_length)
-    retrieval = RetrievalEvaluator(given[flags.EvaluationArguments], probes, fits=True)
+    retrieval = RetrievalEvaluator(given[EvaluationArguments], probes, fits=True)
     loss = ValidationLoss(objective.weights, retrieval, run.args.batch_sizes.sizes[-1])
-    own = given[flags.EvaluationArguments].own_evaluators()
+    own = given[EvaluationArguments].own_evaluators()
     measures: list[Evaluate] = [retrieval, loss, *objective.evaluators(data.medium), *own, *evaluators]
     context = RunContext(
         *(run, given, data, model, objective, measures, resume_from, is_model), retrieval=retrieval, callbacks=attached
     )
     context.call("on_start")
-    optimizer_args, every = given[flags.OptimizerArguments], all_callbacks(run, attached)
+    optimizer_args, every = given[OptimizerArguments], all_callbacks(run, attached)
     stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
     context.stages = stages
     compile_if_repaid(model, model_args.torch_compile, stages[-1].end, run.accelerator.device)

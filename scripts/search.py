@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from mm_utils.arguments import arg, parse_args, required
+from mm_utils.arguments import arg, parse_args, parse_first, required
 
 
 @dataclass
@@ -57,7 +57,7 @@ class SearchArguments:
 
 
 if __name__ == "__main__":
-    parse_args(SearchArguments, doc=__doc__, rest="query")  # so are flags
+    parse_first(SearchArguments, doc=__doc__, rest="query")
 
 from mm_utils.places import missing
 from mm_utils.run.script import run_script, set_up_logging

@@ -9,15 +9,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
-from mm_utils.arguments import arg, parse_args
-from mm_utils.checkpointing.files import checkpoint_folders, verify
-from mm_utils.distributed import RunError
-from mm_utils.files import SUMS_FILE
-from mm_utils.run.script import run_script, set_up_logging
-
-logger = logging.getLogger(__name__)
+from mm_utils.arguments import arg, parse_args, parse_first
 
 
 @dataclass
@@ -27,10 +19,25 @@ class VerifyArguments:
     output_dir: str = arg("outputs/pretrain-1", "The folder of a run.")
 
 
+FLAGS = (VerifyArguments,)
+
+if __name__ == "__main__":
+    parse_first(*FLAGS, doc=__doc__)
+
+from tqdm.auto import tqdm
+
+from mm_utils.checkpointing.files import checkpoint_folders, verify
+from mm_utils.distributed import RunError
+from mm_utils.files import SUMS_FILE
+from mm_utils.run.script import run_script, set_up_logging
+
+logger = logging.getLogger(__name__)
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return the number of checkpoints; raise RunError if one or the model is damaged."""
     # 1. Arguments.
-    args = parse_args(VerifyArguments, argv=argv, doc=__doc__)[VerifyArguments]
+    args = parse_args(*FLAGS, argv=argv, doc=__doc__)[VerifyArguments]
     set_up_logging()
     output_dir = Path(args.output_dir)
     folders = checkpoint_folders(output_dir)

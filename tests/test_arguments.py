@@ -1,15 +1,22 @@
 """Dataclass default < YAML < command line; every mistake ends with one line that names the flag."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import SchedulerType
 
 from mm_utils.arguments import arg, parse_args, to_dict, to_words
-from mm_utils.run.flags import PRETRAINING
-from mm_utils.training.optim import OptimizerArguments
+from mm_utils.model import arguments
+from mm_utils.model import modeling_fusion_dual_encoder as modeling
+from mm_utils.model.arguments import CLASSIFIER_INPUTS, PROJECTIONS
+from mm_utils.objectives.build import TERMS
+from mm_utils.objectives.terms import EmbeddingTerm
+from mm_utils.training.arguments import OptimizerArguments
+from mm_utils.training.optim import OPTIMIZERS
+from scripts.pretrain import FLAGS as PRETRAINING
 
 
 @dataclass
@@ -130,6 +137,15 @@ def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytes
     line = ended(capsys, 2, "--config", path).partition("error: ")[2]
     assert message in line
     assert line.startswith((path, "--batch_size"))
+
+
+def test_flags_offer_what_there_is() -> None:
+    choices = {field.name: field.metadata.get("choices") for field in fields(OptimizerArguments)}
+    assert choices["optim"] == list(OPTIMIZERS)
+    assert {*choices["lr_scheduler_type"]} == {*SchedulerType} - {"reduce_lr_on_plateau", "greedy"}
+    assert tuple(TERMS) == arguments.TERMS
+    assert tuple(name for name, term in TERMS.items() if issubclass(term, EmbeddingTerm)) == arguments.COMPARING
+    assert (PROJECTIONS, CLASSIFIER_INPUTS) == (modeling.PROJECTIONS, modeling.CLASSIFIER_INPUTS)
 
 
 def test_words_and_files_are_parsed_back_to_the_same_values(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ from mm_utils.files import changed_since_sums, sha256
 from mm_utils.model import adapt
 from mm_utils.model.adapt import add_adapters, load_weights
 from mm_utils.objectives.joint import JointObjective
-from mm_utils.training.optim import OptimizerArguments, build_optimizer
+from mm_utils.training.arguments import OptimizerArguments
+from mm_utils.training.optim import build_optimizer
 from scripts import verify_checkpoints
 from tests.kit.objectives import sharded, tiny_objective
 from tests.kit.processes import run_on_ranks

@@ -43,6 +43,26 @@ def test_the_list_of_commands_needs_no_library() -> None:
 
 
 @pytest.mark.slow
+def test_help_and_mistakes_are_answered_before_what_computes_is_imported() -> None:
+    """In one process, in which every script runs as if it was started; Ctrl-C then ends it in one line."""
+    code = """
+import glob, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for path in sorted(glob.glob("scripts/*.py")):
+    for word, status in (("--help", 0), ("--no_such_flag", 2)):
+        sys.argv = [path, word]
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            assert end.code == status, (path, word)
+        assert not {"torch", "datasets", "pyarrow", "scipy"} & sys.modules.keys(), (path, word)
+signal.raise_signal(signal.SIGINT)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "Stopped by SIGINT before the start. Nothing was written."
+
+
 def test_a_wheel_has_the_scripts_and_the_types(tmp_path: Path) -> None:
     build = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
     subprocess.run([sys.executable, "-m", *build], check=True)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from mm_utils.data.arguments import DataArguments, MiningArguments
 from mm_utils.data.batches.tokens import caption_key, image_key
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.evaluation import embeddings
 from mm_utils.evaluation.embeddings import Embeddings
-from mm_utils.mining import REASONS, Mined, MiningArguments, choose
+from mm_utils.mining import REASONS, Mined, choose
 from scripts import mine_negatives, prepare_data
 from tests.kit.fault_images import draw
 from tests.kit.reading import intact_rows

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from transformers import VisionTextDualEncoderModel
 
+from mm_utils.data.arguments import DataArguments
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from scripts import search

@@ -23,7 +23,6 @@ from mm_utils.files import SUMS_FILE, is_of_model, readable, replace_folder, res
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-CONFIG_FILE = "config.yaml"  # all arguments, in the folder of a run
 LAST_CHECKPOINT = "last-checkpoint"  # the newest one, in a repository on the Hub
 
 

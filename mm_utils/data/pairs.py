@@ -10,11 +10,12 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 
+from mm_utils.data.arguments import SPLITS, DataArguments, PathArguments
 from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
-from mm_utils.data.rows.columns import SPLITS, hold_out
+from mm_utils.data.rows.columns import hold_out
 from mm_utils.data.rows.detect import detect
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.scenes import load_scenes
 from mm_utils.places import missing
 

@@ -12,14 +12,14 @@ from datasets import DatasetDict
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
+from mm_utils.data.arguments import DataArguments, LoaderArguments
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.loaders import EVALUATION_BATCH, DeviceLoader, LoaderArguments, Loaders, make_loaders
+from mm_utils.data.batches.loaders import EVALUATION_BATCH, DeviceLoader, Loaders, make_loaders
 from mm_utils.data.batches.mirroring import has_sides
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.tokens import evenly_spread, fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
-from mm_utils.data.rows.source import DataArguments
 
 logger = logging.getLogger(__name__)
 

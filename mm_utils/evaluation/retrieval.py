@@ -7,14 +7,13 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from mm_utils.arguments import arg, load_own
 from mm_utils.distributed import full_tensor
+from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, cat_texts, embed_split
 from mm_utils.evaluation.metrics import helps, mean_recall, retrieval_metrics, spread
 from mm_utils.evaluation.probes import Probes, probe_cosines
@@ -37,30 +36,6 @@ logger = logging.getLogger(__name__)
 
 Evaluate = Callable[[FusionDualEncoderModel, Iterable, Accelerator], dict[str, float]]
 CACHE_GB = 8.0  # per process, for the head's keys and values of images; images that do not fit are encoded twice
-
-
-@dataclass
-class EvaluationArguments:
-    """Evaluations: re-ranking, and evaluators of your own."""
-
-    rerank_top_k: int = arg(
-        10,
-        "Also measure retrieval after the fusion head reorders the first K candidates of every query; 0 = do not.",
-        decides="report",
-    )
-    evaluators: str | None = arg(
-        None,
-        "Evaluators of your own, module.function[,module.function]: docs/objectives.md#what-you-can-attach.",
-        decides="report",
-    )
-
-    def __post_init__(self) -> None:
-        self.own_evaluators()  # complain now, not after the data is loaded
-
-    def own_evaluators(self) -> list[Evaluate]:
-        """Return the functions that `--evaluators` names."""
-        names = [name.strip() for name in (self.evaluators or "").split(",") if name.strip()]
-        return [load_own(name, "--evaluators") for name in names]
 
 
 class RetrievalEvaluator:

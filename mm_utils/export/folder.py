@@ -25,8 +25,6 @@ from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_table, markdown_text, publishable
 
-LAYOUTS = ("plain", "immich", "open_clip")
-PRECISIONS = ("fp32", "int8")
 IMMICH_NAMES = {
     512: "ViT-B-32__openai",
     640: "RN50x4__openai",
@@ -84,7 +82,7 @@ def export(
         name: of the model.
         model: in evaluation mode, on the CPU.
         processor: of the model.
-        layout, precision: one of `LAYOUTS`, and of `PRECISIONS`.
+        layout, precision: as scripts/export.py takes them.
         shape: of a clip or a sound, see `graphs_of`.
 
     Raises:

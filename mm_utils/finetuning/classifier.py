@@ -2,39 +2,14 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from mm_utils.arguments import arg, required
-from mm_utils.model.arguments import TowerArguments
+from mm_utils.finetuning.arguments import ClassifierArguments
 from mm_utils.model.build import load_model, make_trainable
 from mm_utils.model.modeling_fusion_dual_encoder import (
-    CLASSIFIER_INPUTS,
     FusionDualEncoderForClassification,
     FusionDualEncoderModel,
 )
 from mm_utils.model.row_noise import RowDropout
-
-
-@dataclass
-class ClassifierArguments(TowerArguments):
-    """The model to start from, and the input of its classifier."""
-
-    model_name_or_path: str = required(
-        "The model to start from: the output folder of pretrain, a checkpoint, or a Hub id.", usual=True
-    )
-    classifier_inputs: str | None = arg(
-        None,
-        "Input of the classifier: fused (the fusion head's [CLS] on image and text), pair (both embeddings side by side), "
-        "or image. Default: fused if the data and the model allow it, else pair, or image where there are no texts.",
-        decides="place",
-        usual=True,
-    )
-    classifier_dropout: float = arg(0.1, "Dropout before the last layer of the classifier.", most=0.999)
-
-    def __post_init__(self) -> None:
-        if self.classifier_inputs not in (None, *CLASSIFIER_INPUTS):
-            choices = ", ".join(CLASSIFIER_INPUTS)
-            raise ValueError(f"--classifier_inputs is {self.classifier_inputs!r}; choose one of {choices}.")
 
 
 def build_classifier(

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mm_utils.arguments import launch_command, to_words
+from mm_utils.data.arguments import EvaluatedDataArguments
 from mm_utils.data.rows.columns import too_few
-from mm_utils.data.rows.source import EvaluatedDataArguments
 from mm_utils.evaluation.gained import Gain, read_log
+from mm_utils.finetuning.arguments import LabelArguments
 from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classes
-from mm_utils.finetuning.labels import LabelArguments, LabelledTask
+from mm_utils.finetuning.labels import LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, quoted
 from mm_utils.run.callbacks import RunContext

@@ -18,8 +18,7 @@ from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_da
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
-from mm_utils.arguments import arg
-from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.arguments import SPLITS, DataArguments, LoaderArguments, PathArguments
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import is_hopeless
 from mm_utils.data.media import kind_of
@@ -27,22 +26,14 @@ from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.data.pairs import refuse_columns, sources_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.rows.columns import SPLITS, hold_out
+from mm_utils.data.rows.columns import hold_out
 from mm_utils.data.rows.media_folders import readable
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.scenes import colour_questions, load_scenes
 from mm_utils.data.training_data import TrainingData, make_data
+from mm_utils.finetuning.arguments import LabelArguments
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class LabelArguments:
-    """The column of labels. A row has a label and a medium, and perhaps a text (--caption_column)."""
-
-    label_column: str | None = arg(
-        None, "Column of classes or answers; found by type (ClassLabel) or usual names.", usual=True
-    )
 
 
 @dataclass

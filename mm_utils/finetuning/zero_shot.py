@@ -10,8 +10,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,21 +20,20 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.arguments import arg
+from mm_utils.data.arguments import SPLIT_NAMES, DataArguments, PathArguments
 from mm_utils.data.batches.tokens import Reach, encode_captions, pad_captions, unread
-from mm_utils.data.media import Image, medium_of
+from mm_utils.data.media import medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.ingest import rows_of
-from mm_utils.data.rows.columns import SPLIT_NAMES
 from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.media_folders import WORDNET_ID, class_key, class_names, readable
 from mm_utils.data.rows.records import Record
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.evaluation.embeddings import best_rank, check_embeddings
 from mm_utils.evaluation.metrics import evaluation_module, share_with_interval
+from mm_utils.finetuning.arguments import ZeroShotArguments
 from mm_utils.finetuning.evaluator import gather_rows
 from mm_utils.finetuning.labels import (
-    LabelArguments,
     check_single,
     first_of_classes,
     is_number,
@@ -49,35 +47,6 @@ from mm_utils.text import shortened
 logger = logging.getLogger(__name__)
 
 TEXTS = 256  # texts embedded at a time
-
-
-@dataclass
-class ZeroShotArguments(LabelArguments):
-    """Labelled images, clips or sounds, and the texts that stand for their classes."""
-
-    split: str | None = arg(None, "Split; default: the first there is of validation, test and train.")
-    classes: str | None = arg(
-        None,
-        "A file of names: lines 'id name' for folders such as n01440764, or one name a line in the order of the labels, or CSV with "
-        "a header, JSON or YAML. Default: the names that the data has.",
-    )
-    templates: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Texts with {} in place of the class's name, or one file with a text per line, as CLIP_benchmark writes it; default: "
-            f"'{Image.templates[0]}' and two like it, or such of clips and sounds."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.split is not None and self.split.lower() not in SPLIT_NAMES:
-            raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
-        if self.templates is not None and len(self.templates) == 1 and os.path.isfile(self.templates[0]):
-            lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
-            self.templates = [line.strip().replace("{c}", "{}") for line in lines if line.strip()]
-        without = [template for template in self.templates or () if "{}" not in template]
-        if without:
-            raise ValueError(f"--templates is {without[0]}; a template says with {{}} where the name goes. Add it.")
 
 
 @dataclass

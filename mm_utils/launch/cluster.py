@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mm_utils import distributed
+from mm_utils.cores import available_cores
 from mm_utils.distributed import RENDEZVOUS_TIMEOUT, RunError
 from mm_utils.launch.arguments import Command, LaunchArguments
 from mm_utils.launch.worker import work
@@ -42,7 +42,7 @@ def connect(args: LaunchArguments) -> Iterator[dict[str, float]]:
     address = args.address or os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {}
     if address is None:
-        own["num_cpus"] = max(distributed.available_cores(), args.workers[1] * args.cpus_per_worker)
+        own["num_cpus"] = max(available_cores(), args.workers[1] * args.cpus_per_worker)
         own |= {"object_store_memory": 100 << 20, "include_dashboard": False}  # next to nothing goes through the store
     try:
         ray.init(address=address or "local", runtime_env={"env_vars": _variables(args)}, **own)

@@ -1,14 +1,17 @@
-"""The flags of a model, and what its towers from scratch are made of."""
+"""The flags of a model and of its objective, and what towers from scratch are made of."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mm_utils.arguments import arg
-from mm_utils.model.modeling_fusion_dual_encoder import PROJECTIONS
 
+# As of the model, whose file loads torch:
+PROJECTIONS = ("linear", "mlp")
+CLASSIFIER_INPUTS = ("fused", "pair", "image")
 VISION_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "convnext", "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "num_stages": 3,
              "patch_size": 4, "image_size": 64, "layer_scale_init_value": 1.0, "initializer_range": 0.08},
@@ -28,6 +31,14 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
               "intermediate_size": 1536},
     "base": {"model_type": "bert"},
 }  # fmt: skip
+
+# Terms of `mm_utils.objectives.build`, and those of them that compare images and texts:
+TERMS = "contrastive", "sigmoid", "captioning", "matching", "masked_lm", "regions", "moments", "distillation"
+COMPARING = "contrastive", "sigmoid", "distillation"
+COMPARES_NOTHING = (
+    "--objectives is {!r}; no term of it compares images and texts. Add contrastive, sigmoid, or an EmbeddingTerm of your own, "
+    "with a weight above 0."
+)
 
 
 @dataclass(kw_only=True)
@@ -161,6 +172,62 @@ class ModelArguments(TowerArguments):
     def joins_whole(self) -> bool:
         """Whether a new text tower joins the image side of a whole model."""
         return bool(self.model_name_or_path and self.text_model_name_or_path)
+
+
+@dataclass
+class ObjectiveArguments:
+    """The terms of the loss and their weights."""
+
+    objectives: str = arg(
+        "contrastive:1,captioning:1",
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
+        "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
+        "sounds); distillation (soft targets of --teacher_name_or_path); or module.Class, a term of your own.",
+        usual=True,
+    )
+    teacher_name_or_path: str | None = arg(
+        None,
+        "A larger dual encoder whose similarities the towers learn as soft targets, a folder or a Hub id as of "
+        "--model_name_or_path, or st:FOLDER of a SentenceTransformer of images and texts; adds distillation:1 to --objectives unless it is there. It runs once over the training data.",
+        decides="place",
+    )
+
+    def __post_init__(self) -> None:
+        self.weights  # noqa: B018  (complain now, not after the data is loaded)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each term, by name."""
+        weights = {}
+        for term in self.objectives.split(","):
+            name, _, weight = term.strip().partition(":")
+            if name in weights:
+                raise ValueError(f"--objectives is {self.objectives!r}; it has {name} twice. Keep one of them.")
+            try:
+                weights[name] = float(weight or 1)
+            except ValueError:
+                raise ValueError(f"--objectives has {term!r}; write name:weight, e.g. matching:0.5.") from None
+        if self.teacher_name_or_path:
+            weights.setdefault("distillation", 1.0)
+        elif weights.get("distillation"):
+            raise ValueError(
+                f"--objectives is {self.objectives!r}; distillation learns from a teacher, and there is none. Give "
+                "--teacher_name_or_path."
+            )
+        found = {name: weight for name, weight in weights.items() if weight}
+        if not all(0 <= weight < math.inf for weight in weights.values()):
+            raise ValueError(f"--objectives is {self.objectives!r}; a weight is a finite number of at least 0.")
+        if {"contrastive", "sigmoid"} <= found.keys():
+            raise ValueError(
+                f"--objectives is {self.objectives!r}; contrastive and sigmoid share one temperature. Drop one of them."
+            )
+        if unknown := [name for name in weights if name not in TERMS and "." not in name]:
+            raise ValueError(
+                f"--objectives has {unknown[0]!r}; there is no such term. Choose of {', '.join(TERMS)}, or write module.Class."
+            )
+        if not any(name in COMPARING or "." in name for name in found):
+            raise ValueError(COMPARES_NOTHING.format(self.objectives))
+        return found
 
 
 def check_reads(name: str, reads: Sequence[str], medium: str) -> None:

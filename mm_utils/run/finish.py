@@ -15,21 +15,21 @@ from transformers import AutoConfig
 from mm_utils import distributed
 from mm_utils.arguments import launch_command, python, to_words
 from mm_utils.checkpointing.files import seal_model
-from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.arguments import DataArguments, LoaderArguments
 from mm_utils.data.batches.tokens import unread_captions
 from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
-from mm_utils.data.rows.source import DataArguments
+from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, right_items
 from mm_utils.evaluation.gained import Gain, chance, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.hub import licence_of
+from mm_utils.model.arguments import ObjectiveArguments
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import UnreadableError
-from mm_utils.objectives.build import ObjectiveArguments
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
     DIRECTIONS,

@@ -1,25 +1,14 @@
-"""The flags of the scripts that train, and the rules between them."""
+"""The rules between the flags of the scripts that train."""
 
 from pathlib import Path
 
 from mm_utils.arguments import Parsed, read_flat_yaml
 from mm_utils.checkpointing.files import checkpoint_folders
-from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.paths import shard_kind
 from mm_utils.data.prepare.on_disk import is_prepared
-from mm_utils.data.rows.source import DataArguments
-from mm_utils.data.streams.stream import StreamingArguments
-from mm_utils.evaluation.retrieval import EvaluationArguments
-from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.arguments import ObjectiveArguments
 from mm_utils.model.build import check_model
-from mm_utils.objectives.build import ObjectiveArguments, term_class
-from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.optim import OptimizerArguments
-
-PRETRAINING = (
-    *(DataArguments, LoaderArguments, ModelArguments, ObjectiveArguments),
-    *(OptimizerArguments, TrainingArguments, EvaluationArguments, StreamingArguments),
-)
+from mm_utils.objectives.build import check_terms, term_class
 
 
 def check_flags(given: Parsed) -> None:
@@ -60,7 +49,7 @@ def _check_pairs(given: Parsed) -> None:
         given.refuse("image_column caption_column image_root", "the data are a prepared set, whose columns are known")
     elif file and shard_kind(file) == "tar":
         given.refuse("image_root allow_outside_root", "tar shards hold what their captions describe")
-    args.check(given.settings)
+    check_terms(args, given.settings)
 
 
 def _check_place(config: Path, output_dir: str | None) -> None:

@@ -11,14 +11,16 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 
 from mm_utils.arguments import Parsed, read_flat_yaml
 from mm_utils.command import scripts_folder
+from mm_utils.data.arguments import DataArguments, PathArguments
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
 from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import Record
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import Source
+from mm_utils.model.arguments import ObjectiveArguments
 from mm_utils.model.build import check_model
-from mm_utils.objectives.build import ObjectiveArguments, term_class
+from mm_utils.objectives.build import term_class
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 

@@ -26,6 +26,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
+from mm_utils.arguments import end_before_the_start
 from mm_utils.distributed import RunError
 from mm_utils.files import errno_of
 from mm_utils.text import SafeFormatter, one_line, passes_own_code, printable, redact
@@ -90,6 +91,8 @@ def run_script(main: Callable[[], Any], left: str = "What was not complete is no
 def _stop_at_sigterm() -> None:
     """Let SIGTERM end a script as Ctrl-C does, in this process and in none that is forked."""
     process = os.getpid()
+    if signal.getsignal(signal.SIGINT) is end_before_the_start:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stop(number: int, frame: Any) -> None:
         signal.signal(number, signal.SIG_DFL)

@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import set_seed
 
-from mm_utils import distributed
+from mm_utils import cores, distributed
 from mm_utils.arguments import Parsed, to_dict
-from mm_utils.data.rows.columns import SPLIT_NAMES
+from mm_utils.data.arguments import SPLIT_NAMES
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
 from mm_utils.reports.model_card import library_versions
@@ -159,7 +159,7 @@ def use_cpu_well() -> None:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted == "1" and not {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):
         wanted = ""  # these launchers set 1 where nobody has set any
-    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) else max(1, distributed.cores_per_process()))
+    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) else max(1, cores.cores_per_process()))
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         for option, value in ((-4, 0), (-1, -1), (-2, 2**28)):

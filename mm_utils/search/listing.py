@@ -22,7 +22,8 @@ from mm_utils.data.media.medium import Medium, Sound
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.media.riff import store_clip, write_wav
 from mm_utils.data.paths import Jail, read_file
-from mm_utils.data.prepare.checks import CheckArguments, check_image
+from mm_utils.data.prepare.arguments import CheckArguments
+from mm_utils.data.prepare.checks import check_image
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, fingerprint
 from mm_utils.data.rows.columns import SUFFIXES

@@ -1,4 +1,4 @@
-"""The flags of the training loop, named as in `transformers.TrainingArguments`."""
+"""The flags of the training loop and of the optimizer, named as in `transformers.TrainingArguments`."""
 
 import shlex
 import sys
@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mm_utils.arguments import arg, in_notebook, launch_command, launcher
-from mm_utils.checkpointing.files import CONFIG_FILE as CONFIG_FILE
-from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.sizes import BatchSizes
 
 # In the output folder:
+CONFIG_FILE = "config.yaml"  # all arguments
 METRICS_FILE = "metrics.jsonl"  # a row per log and per evaluation
 NONFINITE_FILE = "nonfinite_steps.jsonl"  # step, figures and image ids
 
@@ -200,3 +200,52 @@ class FinetuningArguments(TrainingArguments):
     num_train_epochs: float = arg(3.0, "Passes over the training rows.", decides="length", usual=True)
     metric_for_best_model: str = arg("accuracy", "The metric of early stopping, of the best checkpoint and of alpha.")
     script = "finetune"
+
+
+@dataclass
+class OptimizerArguments:
+    """Optimizer and its schedule."""
+
+    learning_rate: float | None = arg(
+        None,
+        "Peak learning rate of newly initialised parameters; default: 1e-3, and less for a transformer from scratch that is "
+        "wider or deeper than the tiny one.",
+        usual=True,
+    )
+    backbone_learning_rate: float | None = arg(
+        None,
+        "Peak learning rate of the two backbones, and of projections that are not new; default: a tenth of --learning_rate if "
+        "pretrained, else that of new parameters.",
+    )
+    head_share: float = arg(
+        0.5,
+        "Share of the steps, the last ones, in which the fusion head is trained, on encoders that stay as they are; before them, "
+        "the encoders alone. 0 = all at once. It plays no part without a term of the head.",
+        most=0.999,
+    )
+    weight_decay: float = arg(
+        0.1,
+        "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions.",
+        most=100,
+    )
+    optim: str = arg(
+        "adamw_torch_fused",
+        "As in transformers: adamw_torch_fused, which is fused on a GPU, adamw_torch, sgd, adafactor.",
+        choices=["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"],
+    )
+    lr_scheduler_type: str = arg(
+        "cosine",
+        "As in transformers: cosine, linear, constant_with_warmup, warmup_stable_decay (which falls in the last fifth), "
+        "cosine_with_min_lr (to a tenth) and others.",
+        choices=[
+            *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+            *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+        ],
+    )
+    warmup_ratio: float | None = arg(
+        None,
+        "Share of the steps in which the rate rises linearly from zero; default: 0.05, but at least 20 steps, and at "
+        "most 0.4.",
+        most=1,
+    )
+    max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")

@@ -5,14 +5,13 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Adafactor, PreTrainedConfig, SchedulerType, get_scheduler
+from transformers import Adafactor, PreTrainedConfig, get_scheduler
 
-from mm_utils.arguments import arg
+from mm_utils.training.arguments import OptimizerArguments
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +22,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
 }
 """Classes by `transformers`' names, with their settings there."""
-SCHEDULES: dict[str, dict[str, Any]] = {
-    kind.value: {} for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy")
-} | {name: {"min_lr_rate": 0.1} for name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")}
-"""Those schedules of `transformers` that are functions of the step, with their settings."""
+_RATE_KEPT = 0.1  # of the peak, by schedules with a least rate
 BATCH_EXPONENT = 0.5  # of (batch size / first batch size) in the rate: 1/2 suits Adam (arXiv 2205.10287)
 _DECAY_SHARE = 0.2  # of the steps, in which warmup_stable_decay falls
 TOWERS = ("vision_model.", "text_model.")
@@ -40,57 +36,6 @@ _LEARNED_TOKENS = re.compile(
     r"position(?:al)?_(?:embedding|bias_table)|(?:embed|emb)_?positions?|(?:^|[._])pos_?emb|(?:^|\.)wpe\.|relative_attention_bias"
     r"|(?:cls|class|dist\w*|mask|register)_(?:token|embedding)s?$"
 )
-
-
-@dataclass
-class OptimizerArguments:
-    """Optimizer and its schedule."""
-
-    learning_rate: float | None = arg(
-        None,
-        "Peak learning rate of newly initialised parameters; default: 1e-3, and less for a transformer from scratch that is "
-        "wider or deeper than the tiny one.",
-        usual=True,
-    )
-    backbone_learning_rate: float | None = arg(
-        None,
-        "Peak learning rate of the two backbones, and of projections that are not new; default: a tenth of --learning_rate if "
-        "pretrained, else that of new parameters.",
-    )
-    head_share: float = arg(
-        0.5,
-        "Share of the steps, the last ones, in which the fusion head is trained, on encoders that stay as they are; before them, "
-        "the encoders alone. 0 = all at once. It plays no part without a term of the head.",
-        most=0.999,
-    )
-    weight_decay: float = arg(
-        0.1,
-        "Decay of matrices; never of norms, biases and scalars, class tokens and embeddings of positions.",
-        most=100,
-    )
-    optim: str = arg(
-        "adamw_torch_fused",
-        "As in transformers: adamw_torch_fused, which is fused on a GPU, adamw_torch, sgd, adafactor.",
-        choices=list(OPTIMIZERS),
-    )
-    lr_scheduler_type: str = arg(
-        "cosine",
-        "As in transformers: cosine, linear, constant_with_warmup, warmup_stable_decay (which falls in the last fifth), "
-        "cosine_with_min_lr (to a tenth) and others.",
-        choices=list(SCHEDULES),
-    )
-    warmup_ratio: float | None = arg(
-        None,
-        "Share of the steps in which the rate rises linearly from zero; default: 0.05, but at least 20 steps, and at "
-        "most 0.4.",
-        most=1,
-    )
-    max_grad_norm: float = arg(1.0, "Clip gradients to this norm; 0 turns clipping off.")
-
-    def __post_init__(self) -> None:
-        for name, known in (("lr_scheduler_type", SCHEDULES), ("optim", OPTIMIZERS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
 
 
 def scratch_rate(config: PreTrainedConfig) -> float:
@@ -128,7 +73,7 @@ def schedule(step: int, max_steps: int, args: OptimizerArguments) -> float:
 @functools.cache
 def _schedule_of(name: str, warmup: int, max_steps: int) -> Callable[[int], float]:
     """Return a schedule of `transformers` as a function of the step, so that a resumed run needs no state of it."""
-    settings = dict(SCHEDULES[name])
+    settings = {"min_lr_rate": _RATE_KEPT} if name.endswith("_with_min_lr") else {}
     if name == "warmup_stable_decay":
         settings["num_decay_steps"] = min(math.ceil(_DECAY_SHARE * max_steps), max_steps - warmup)
     peak = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)  # rates are then shares of it

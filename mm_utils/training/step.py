@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mm_utils import distributed
 from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.reliability.skipped import NonfiniteSteps
-from mm_utils.training.arguments import NONFINITE_FILE, TrainingArguments
-from mm_utils.training.optim import BATCH_EXPONENT, OptimizerArguments, schedule
+from mm_utils.training.arguments import NONFINITE_FILE, OptimizerArguments, TrainingArguments
+from mm_utils.training.optim import BATCH_EXPONENT, schedule
 from mm_utils.training.stages import Stage
 
 logger = logging.getLogger(__name__)

@@ -37,9 +37,8 @@ from mm_utils.evaluation.retrieval import in_turn
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives.joint import Objective
 from mm_utils.reliability.signals import Interruption
-from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, TrainingArguments
+from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, OptimizerArguments, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
-from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.prepared import prepare, unsharded
 from mm_utils.training.stages import HEAD, Stage, evaluations, stages_of
 from mm_utils.training.step import TrainStep

@@ -15,8 +15,9 @@ from transformers import TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
+from mm_utils.training.arguments import OptimizerArguments
 from mm_utils.training.callbacks import RunCallback
-from mm_utils.training.optim import OptimizerArguments, warmup_steps
+from mm_utils.training.optim import warmup_steps
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mm_utils.data import parquet
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.arguments import DataArguments
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
@@ -30,7 +32,6 @@ from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import MOST_FILES, expand_braces, files_of_pattern
 from mm_utils.data.rows import text_files
 from mm_utils.data.rows.records import CellImage
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.rows.text_files import text_rows
 from scripts.prepare_data import main
 from tests.kit.corpora import task_of

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mm_utils.data import paths
+from mm_utils.data.arguments import DataArguments, PathArguments
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import Fault
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.paths import Jail, read_file
 from mm_utils.data.rows import stored
-from mm_utils.data.rows.source import DataArguments, PathArguments
 from mm_utils.data.streams.stream import _find_urls
 from scripts import prepare_data
 from tests.kit.corpora import labelled_of, task_of

@@ -14,15 +14,17 @@ from torch.nn.functional import normalize
 
 from mm_utils.distributed import RunError
 from mm_utils.evaluation import embeddings, reranking, retrieval
+from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, count_right
 from mm_utils.evaluation.metrics import retrieval_metrics, wilson_interval
 from mm_utils.evaluation.probes import Probes
 from mm_utils.evaluation.reranking import rank_directions
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.finetuning import evaluator as classification
 from mm_utils.finetuning import zero_shot
+from mm_utils.finetuning.arguments import ZeroShotArguments
 from mm_utils.finetuning.evaluator import ClassificationEvaluator
-from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotArguments, ZeroShotEvaluator
+from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotEvaluator
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.processes import run_on_ranks
 from tests.kit.truthful_model import (

@@ -20,7 +20,7 @@ from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.adapt import freeze_unused, switch_off_dropout
-from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.encoding import encode_in_groups
 from mm_utils.model.image_size import resize
@@ -33,7 +33,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
 )
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.model.stock import stock_processor, to_dual_encoder
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from tests.kit.models import LAYERS, TEXT, TOWERS, VISION, Batch, batch_for, build
 from tests.kit.stock_folders import (
     KINDS,

@@ -15,11 +15,12 @@ from datasets import Dataset
 from PIL import Image
 
 from mm_utils.data import media
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.arguments import DataArguments, LoaderArguments
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import StreamLoader, open_stream
 from mm_utils.model.processor import train_tokenizer
 from scripts import prepare_data

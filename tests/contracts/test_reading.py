@@ -38,8 +38,9 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from mm_utils.data.arguments import LoaderArguments
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
-from mm_utils.data.batches.loaders import LoaderArguments, make_loaders
+from mm_utils.data.batches.loaders import make_loaders
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image, read_pixels, shrink
 from mm_utils.data.media.medium import (

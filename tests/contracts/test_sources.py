@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 
-from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.arguments import DataArguments, PathArguments
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.media import COLUMNS, FEATURES
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare.cache import load_labelled_rows
 from mm_utils.data.prepare.on_disk import open_prepared
 from mm_utils.data.rows.detect import detect
-from mm_utils.data.rows.source import DataArguments, PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.streams.shards import ShardReader
 from mm_utils.data.streams.stream import open_stream
 from scripts import prepare_data

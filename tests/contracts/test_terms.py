@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mm_utils import distributed
 from mm_utils.model.adapt import PatchProduct, multiply_patches
+from mm_utils.model.arguments import ObjectiveArguments
 from mm_utils.model.fusion import rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.losses import TILE_ELEMENTS

@@ -32,10 +32,11 @@ from transformers import (
 from mm_utils import distributed
 from mm_utils.arguments import parse_args
 from mm_utils.data import media
+from mm_utils.data.arguments import LoaderArguments
 from mm_utils.data.batches.dataset import Collator, TrainingPairs, TrainingTransform
-from mm_utils.data.batches.loaders import LoaderArguments
 from mm_utils.data.batches.mirroring import has_sides
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import (
     Reach,
     caption_key,
@@ -258,7 +259,7 @@ def test_workers_take_the_spare_cores_by_default(monkeypatch: pytest.MonkeyPatch
     parsed = parse_args(LoaderArguments, argv=["--dataloader_num_workers", "5"])[LoaderArguments]
     assert parsed.num_workers == 5
     for cores, local_ranks, expected in ((8, "1", 7), (8, "2", 3), (8, "64", 0), (400, "1", 16)):
-        monkeypatch.setattr("mm_utils.distributed.available_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("mm_utils.cores.available_cores", lambda cores=cores: cores)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
         assert LoaderArguments().num_workers == expected
 

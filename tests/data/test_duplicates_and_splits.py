@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
-from mm_utils.data.prepare.dedup_and_split import SPLITS, ReconcileArguments, Reconciled, check_kept, reconcile
+from mm_utils.data.arguments import SPLITS
+from mm_utils.data.prepare.arguments import RADIUS, ReconcileArguments
+from mm_utils.data.prepare.dedup_and_split import Reconciled, check_kept, reconcile
 from mm_utils.data.prepare.ingest import PART_SCHEMA, Ingested
 from mm_utils.data.prepare.perceptual_hash import (
     FINGERPRINT,
-    RADIUS,
     assign_splits,
     fingerprint,
     groups,

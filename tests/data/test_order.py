@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mm_utils import distributed
 from mm_utils.data.batches.order import (
     ATTEMPTS,
-    BatchSizes,
     Draw,
     GlobalOrder,
     RankBatches,
@@ -19,6 +18,7 @@ from mm_utils.data.batches.order import (
     evaluation_batches,
     replacement_rows,
 )
+from mm_utils.data.batches.sizes import BatchSizes
 
 
 def in_order(num_rows: int, batch_size: int, seed: int) -> GlobalOrder:

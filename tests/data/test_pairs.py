@@ -17,8 +17,8 @@ from PIL import Image as Picture
 
 from mm_utils.data import pairs as source_pairs
 from mm_utils.data import scenes as scenes_module
+from mm_utils.data.arguments import DataArguments, EvaluatedDataArguments
 from mm_utils.data.pairs import load_pairs, load_split
-from mm_utils.data.rows.source import DataArguments, EvaluatedDataArguments
 from mm_utils.data.scenes import load_scenes
 from tests.kit.corpora import write_corpus
 from tests.kit.fault_images import grey

@@ -20,16 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import NOTES, Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.prepare import cache
 from mm_utils.data.prepare import ingest as module
+from mm_utils.data.prepare.arguments import CheckArguments
 from mm_utils.data.prepare.cache import load_or_prepare
-from mm_utils.data.prepare.checks import CheckArguments, check_caption, check_image
+from mm_utils.data.prepare.checks import check_caption, check_image
 from mm_utils.data.prepare.ingest import ChunkResult, Storage, ingest, read_part, stored_hash
 from mm_utils.data.prepare.report import measure, write_report
 from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, ImageRef, Record
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.tars import MemberImage
 from scripts.prepare_data import main
 from tests.kit.corpora import write_corpus

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mm_utils.data.arguments import DataArguments, PathArguments
 from mm_utils.data.faults import Fault
-from mm_utils.data.prepare.arguments import parse_source
+from mm_utils.data.prepare.workspace import parse_source
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, find_columns, is_null, split_named, split_of, tell_once
 from mm_utils.data.rows.records import FileImage
-from mm_utils.data.rows.source import DataArguments, PathArguments
 from mm_utils.data.rows.tars import read_shard
 from tests.kit.fault_images import grey
 from tests.kit.reading import Member, content, lines, put, read, reasons, write, write_tar

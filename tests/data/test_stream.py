@@ -22,12 +22,13 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils import distributed
 from mm_utils.data import media
+from mm_utils.data.arguments import DataArguments, LoaderArguments
 from mm_utils.data.batches.dataset import Collator, Pairs, TrainingTransform
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.rows import tars
-from mm_utils.data.rows.source import DataArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.streams import shards as shard_files
 from mm_utils.data.streams.order import InterleavedOrder
 from mm_utils.data.streams.shards import Shard, ShardReader, check_columns, count_shards, expand, rows_from

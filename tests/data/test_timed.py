@@ -13,15 +13,15 @@ import pytest
 from datasets import Audio, load_from_disk
 from transformers import Wav2Vec2FeatureExtractor
 
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.images import open_image
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Sound
 from mm_utils.data.media.riff import read_avi, read_wav, store_clip, write_wav
-from mm_utils.data.prepare.checks import CheckArguments
+from mm_utils.data.prepare.arguments import CheckArguments, TimedArguments
 from mm_utils.data.prepare.ingest import IngestPlan, Storage, ingest_sources, read_part
 from mm_utils.data.prepare.on_disk import open_prepared
-from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.model.reading import read_frames, read_sound
 from scripts import prepare_data
 from tests.kit.fault_images import save

@@ -21,19 +21,19 @@ from safetensors.torch import load_file
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, make_loaders
+from mm_utils.data.arguments import DataArguments, LoaderArguments
+from mm_utils.data.batches.loaders import DeviceLoader, make_loaders
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import iterate_captions, load_pairs
-from mm_utils.data.rows.source import DataArguments
-from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.processor import load_processor
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
 from mm_utils.run.start import make_accelerator
-from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.optim import NEW_RATE, OPTIMIZERS, OptimizerArguments, build_optimizer
+from mm_utils.training.arguments import OptimizerArguments, TrainingArguments
+from mm_utils.training.optim import NEW_RATE, OPTIMIZERS, build_optimizer
 from mm_utils.training.trainer import Trainer
 from tests.kit.processes import let_accelerate_find_ranks, run_on_ranks
 from tests.kit.stock_folders import write_stock

@@ -17,12 +17,13 @@ import mm_utils
 from mm_utils.data.scenes import load_scenes
 from mm_utils.distributed import RunError
 from mm_utils.evaluation import retrieval
+from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
 from mm_utils.evaluation.gained import recall_gained
 from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.reranking import Listed, combine, fit_weights, rank_directions
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator, in_turn
+from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
 from mm_utils.model.processor import train_tokenizer
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.validation_loss import ValidationLoss

@@ -18,9 +18,9 @@ import torch
 from transformers import BertConfig, BertModel
 
 from mm_utils.arguments import arg, parse_args
-from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.arguments import DataArguments
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.pairs import load_pairs
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.data.streams.stream import open_stream
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model

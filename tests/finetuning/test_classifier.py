@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from mm_utils import distributed
-from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
+from mm_utils.finetuning.arguments import ClassifierArguments
+from mm_utils.finetuning.classifier import build_classifier
 from mm_utils.finetuning.objective import ClassificationObjective
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout

@@ -21,9 +21,10 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media.riff import read_wav, write_wav
 from mm_utils.data.scenes import load_scenes
 from mm_utils.finetuning import labels
+from mm_utils.finetuning.arguments import ZeroShotArguments
 from mm_utils.finetuning.evaluator import report_classes
 from mm_utils.finetuning.labels import LabelledTask
-from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotArguments, ZeroShotEvaluator, unknown_names
+from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotEvaluator, unknown_names
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.corpora import labelled_of, task_of
 from tests.kit.fault_images import grey

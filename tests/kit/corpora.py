@@ -81,8 +81,9 @@ def finetuning_flags(pretrained: str, questions: Path) -> list[str]:
 
 def task_of(medium: str = "image", **flags: Any) -> "LabelledTask":
     """Load the task that the flags of scripts/finetune.py name."""
-    from mm_utils.data.rows.source import EvaluatedDataArguments
-    from mm_utils.finetuning.labels import LabelArguments, load_task
+    from mm_utils.data.arguments import EvaluatedDataArguments
+    from mm_utils.finetuning.arguments import LabelArguments
+    from mm_utils.finetuning.labels import load_task
 
     own = {name: flags.pop(name) for name in ("label_column",) if name in flags}
     return load_task(EvaluatedDataArguments(**flags), LabelArguments(**own), medium)
@@ -90,8 +91,9 @@ def task_of(medium: str = "image", **flags: Any) -> "LabelledTask":
 
 def labelled_of(medium: str = "image", **flags: Any) -> "LabelledImages":
     """Load the labelled split that the flags of scripts/eval_zero_shot.py name."""
-    from mm_utils.data.rows.source import DataArguments
-    from mm_utils.finetuning.zero_shot import ZeroShotArguments, load_labelled
+    from mm_utils.data.arguments import DataArguments
+    from mm_utils.finetuning.arguments import ZeroShotArguments
+    from mm_utils.finetuning.zero_shot import load_labelled
 
     own = {name: flags.pop(name) for name in ("split", "label_column", "classes") if name in flags}
     return load_labelled(DataArguments(**flags), ZeroShotArguments(**own), medium)

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
+from mm_utils.data.arguments import LoaderArguments
 from mm_utils.data.batches.dataset import TrainingPairs, TrainingTransform
-from mm_utils.data.batches.loaders import LoaderArguments, Loaders
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.loaders import Loaders
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.training_data import TrainingData
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.fault_images import save

@@ -14,11 +14,12 @@ from torch.nn.functional import cross_entropy, normalize, softplus
 from transformers import AutoConfig, AutoModel
 
 from mm_utils import distributed
+from mm_utils.model.arguments import ObjectiveArguments
 from mm_utils.model.fusion import TokenHead
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives import EmbeddingTerm
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.contrastive import Distillation
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.objectives.joint import JointObjective, Objective

@@ -15,10 +15,11 @@ import pyarrow.parquet as pq
 from datasets import load_from_disk
 from PIL import Image
 
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.prepare.on_disk import content_id
 from mm_utils.data.rows.detect import read_rows
 from mm_utils.data.rows.records import BadRow, Record
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.model.reading import MOST_BYTES
 from tests.kit.fault_images import grey
 

@@ -22,9 +22,9 @@ from mm_utils.objectives.joint import JointObjective
 from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator
-from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.arguments import OptimizerArguments, TrainingArguments
 from mm_utils.training.callbacks import Throughput
-from mm_utils.training.optim import OPTIMIZERS, OptimizerArguments, build_optimizer
+from mm_utils.training.optim import OPTIMIZERS, build_optimizer
 from mm_utils.training.stages import remaining, stages_of
 from mm_utils.training.trainer import Trainer
 from tests.kit.objectives import tiny_objective

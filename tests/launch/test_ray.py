@@ -22,7 +22,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from mm_utils.distributed import available_cores
+from mm_utils.cores import available_cores
 from mm_utils.launch.arguments import LaunchArguments
 from mm_utils.run.start import run_script
 from scripts import launch_ray, prepare_data

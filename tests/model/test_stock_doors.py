@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoProcessor, VisionTextDualEncoderModel, pipeline
 
-from mm_utils.finetuning.classifier import ClassifierArguments, build_classifier
+from mm_utils.finetuning.arguments import ClassifierArguments
+from mm_utils.finetuning.classifier import build_classifier
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.encoding import embed_texts

@@ -12,10 +12,10 @@ from torch import Tensor
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.images import open_image
 from mm_utils.data.training_data import TrainingData
-from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor_of
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.contrastive import Distillation
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.feature_cache import cache_features

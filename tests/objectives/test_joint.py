@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from mm_utils import distributed
+from mm_utils.model.arguments import ObjectiveArguments
 from mm_utils.model.fusion import KeysValues, target_mask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.grad_cache import TooManyPairsError, backward_that_fits
 from mm_utils.objectives.joint import JointObjective, Objective

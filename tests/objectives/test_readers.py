@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder, choose_captions
+from mm_utils.data.batches.order import GlobalOrder, choose_captions
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.data.images import encode
 from mm_utils.data.media.medium import Window

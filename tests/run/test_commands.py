@@ -22,7 +22,8 @@ from datasets import Dataset, Features, Value
 from PIL import Image
 
 from mm_utils.arguments import LAUNCH_VARIABLE, launcher
-from mm_utils.evaluation.retrieval import EvaluationArguments, RetrievalEvaluator
+from mm_utils.evaluation.arguments import EvaluationArguments
+from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.plots import RetrievalExample
 from mm_utils.run import finish
 from mm_utils.run.finish import evaluation_command

@@ -22,7 +22,7 @@ from scripts import embed, finetune, pretrain, search
 from tests.kit.processes import ROOT
 from tests.kit.stock_folders import write_stock
 
-KINDS = {"pretrain": flags.PRETRAINING, "finetune": finetune.FLAGS}
+KINDS = {"pretrain": pretrain.FLAGS, "finetune": finetune.FLAGS}
 
 
 def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
@@ -32,7 +32,7 @@ def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
         assert len(found) == len({field.name for field in found}) <= most
         for field in found:
             assert decided.setdefault(field.name, field.metadata["help"].decides) == field.metadata["help"].decides
-    given = parse_args(*flags.PRETRAINING, argv=["--learning_rate", "0.5", "--save_steps", "3"])
+    given = parse_args(*pretrain.FLAGS, argv=["--learning_rate", "0.5", "--save_steps", "3"])
     assert given.learnt.items() >= {"learning_rate": 0.5, "seed": 42, "objectives": given["objectives"]}.items()
     assert given.learnt.keys().isdisjoint(["train_file", "micro_batch_size", "max_steps", "save_steps", "dry_run"])
 
@@ -40,7 +40,7 @@ def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
 def test_a_whole_model_without_a_head_is_trained_without_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "fusion-dual-encoder", "fusion_layers": 0}')
     for words, objectives in (([], "contrastive:1"), (["--objectives", "sigmoid:1"], "sigmoid:1")):
-        given = parse_args(*flags.PRETRAINING, argv=["--model_name_or_path", str(tmp_path), *words])
+        given = parse_args(*pretrain.FLAGS, argv=["--model_name_or_path", str(tmp_path), *words])
         flags.check_flags(given)
         assert (given["objectives"], given["fusion_layers"]) == (objectives, 0)
 
@@ -163,9 +163,9 @@ def test_a_moved_run_is_not_resumed_in_its_old_place(tmp_path: Path) -> None:
     config.write_text(f"output_dir: {tmp_path / 'old'}\n")
     words = ["--config", str(config), "--resume_from_checkpoint", "latest"]
     with pytest.raises(ValueError, match=f"Add --output_dir {tmp_path / 'new'} to go on with it there"):
-        flags.check_flags(parse_args(*flags.PRETRAINING, argv=words))
+        flags.check_flags(parse_args(*pretrain.FLAGS, argv=words))
     for others in (words[:2], [*words, "--output_dir", str(tmp_path / "new")]):  # run once more, or as it says
-        flags.check_flags(parse_args(*flags.PRETRAINING, argv=others))
+        flags.check_flags(parse_args(*pretrain.FLAGS, argv=others))
 
 
 # -- how a script ends --------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_what_a_run_starts_from_decides_its_recipe(words, row, recipe, left_out,
             (tmp_path / name).touch()
         (tmp_path / "rows.jsonl").write_text(row + "}\n", encoding="utf-8")
         words = f"{words} --train_file {tmp_path / 'rows.jsonl'}"
-    found = recipes.recipe_for(parse_args(*flags.PRETRAINING, argv=words.split()))
+    found = recipes.recipe_for(parse_args(*pretrain.FLAGS, argv=words.split()))
     assert found.path == (recipe and str(ROOT / f"recipes/{recipe}.yaml"))
     assert found.without == set(left_out.split())
     assert bool(found.reason) == (recipe is not None or TWO in words)
@@ -328,4 +328,4 @@ def test_a_resume_compares_every_flag_that_changes_what_is_learnt() -> None:
         "seed learning_rate backbone_learning_rate head_share weight_decay optim lr_scheduler_type warmup_ratio max_grad_norm "
         "objectives min_crop_area horizontal_flip max_seq_length wise_ft metric_for_best_model load_best_model_at_end"
     )
-    assert set(wanted.split()) <= parse_args(*flags.PRETRAINING, argv=[]).learnt.keys()
+    assert set(wanted.split()) <= parse_args(*pretrain.FLAGS, argv=[]).learnt.keys()

@@ -20,16 +20,16 @@ import yaml
 from accelerate import PartialState
 from transformers import TrainerControl, TrainerState
 
-from mm_utils import distributed
+from mm_utils import cores, distributed
 from mm_utils.arguments import Parsed, parse_args
 from mm_utils.distributed import RunError
 from mm_utils.run import output_folder, restarts
 from mm_utils.run import start as starting
-from mm_utils.run.flags import PRETRAINING
 from mm_utils.run.launched import check_processes, launched_processes, refuse_settings
 from mm_utils.run.rendezvous import rendezvous
 from mm_utils.run.start import start_run
 from mm_utils.training.arguments import TrainingArguments
+from scripts.pretrain import FLAGS as PRETRAINING
 from tests.kit.processes import PATIENCE, let_accelerate_find_ranks, run_on_ranks
 
 
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_threads_are_those_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
-    monkeypatch.setattr(distributed, "cores_per_process", lambda: 7)
+    monkeypatch.setattr(cores, "cores_per_process", lambda: 7)
     before = torch.get_num_threads()
     for variable, threads in (("3", 3), ("1", 7)):  # 1 is the launcher's, where nobody has set any
         monkeypatch.setenv("OMP_NUM_THREADS", variable)

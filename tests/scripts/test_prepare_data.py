@@ -12,11 +12,11 @@ import pytest
 from datasets import load_from_disk
 from PIL import Image
 
+from mm_utils.data.arguments import DataArguments
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.prepare import ingest
 from mm_utils.data.prepare.on_disk import open_prepared
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.files import replace_folder
 from mm_utils.model.processor import cached_tokenizer
 from mm_utils.objectives.grounding.regions import RegionReader

@@ -11,9 +11,9 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
+from mm_utils.data.arguments import DataArguments
 from mm_utils.data.images import encode
 from mm_utils.data.media.medium import read_by
-from mm_utils.data.rows.source import DataArguments
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from scripts import pretrain

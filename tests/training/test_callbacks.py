@@ -18,9 +18,8 @@ from mm_utils.distributed import RunError
 from mm_utils.objectives.contrastive import sigmoid_loss
 from mm_utils.objectives.losses import gather_batch, info_nce
 from mm_utils.training import trackers
-from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.arguments import OptimizerArguments, TrainingArguments
 from mm_utils.training.callbacks import ProgressBar, Throughput
-from mm_utils.training.optim import OptimizerArguments
 from mm_utils.training.trackers import Tracking
 from mm_utils.training.warnings import CollapseWarning, chance_loss
 from tests.kit.hub import FakeTracker

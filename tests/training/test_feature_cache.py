@@ -12,13 +12,14 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
 
-from mm_utils.data.batches.order import BatchSizes, GlobalOrder
+from mm_utils.data.batches.order import GlobalOrder
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.evaluation.probes import Probes
-from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.joint import Objective
 from mm_utils.training.feature_cache import cache_features
 from scripts import pretrain

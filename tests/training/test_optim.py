@@ -11,13 +11,8 @@ from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreT
 
 from mm_utils.model.adapt import add_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
-from mm_utils.training.optim import (
-    OPTIMIZERS,
-    OptimizerArguments,
-    build_optimizer,
-    schedule,
-    scratch_rate,
-)
+from mm_utils.training.arguments import OptimizerArguments
+from mm_utils.training.optim import OPTIMIZERS, build_optimizer, schedule, scratch_rate
 from tests.kit.models import build
 from tests.kit.objectives import tiny_model
 

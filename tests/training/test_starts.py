@@ -25,11 +25,11 @@ from transformers import (
 from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.reranking import DirectionRanks
-from mm_utils.model.arguments import ModelArguments
+from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, pool_output
 from mm_utils.model.processor import train_tokenizer
-from mm_utils.objectives.build import ObjectiveArguments, build_objective
+from mm_utils.objectives.build import build_objective
 from mm_utils.training import closed_form
 from mm_utils.training.class_names import TEMPERATURE, read_classes
 from mm_utils.training.closed_form import FOLDS, Features, Maps, fit, stack

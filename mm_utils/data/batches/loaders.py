@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from mm_utils import distributed
-from mm_utils.arguments import arg
+from mm_utils.data.arguments import ReadingArguments
 from mm_utils.data.batches.column_cache import OF_TEACHER, column_digest, empty_features, image_digest
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch, Collator, EvaluationTransform, Pairs, TrainingPairs, TrainingTransform
@@ -22,61 +21,7 @@ from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium, kind_of, read_by
 from mm_utils.data.rows.columns import NEGATIVES
 
-_MAX_WORKERS = 16  # of auto
-_MOST_WORKERS = 1024
-_MOST_FRAMES = 512  # of an example
 EVALUATION_BATCH = 64  # rows per process and forward pass; it does not change the result
-
-
-@dataclass
-class ReadingArguments:
-    """Settings of captions, windows and workers."""
-
-    max_seq_length: int = arg(64, "Captions are cut to this many tokens; two of them are special.", least=3)
-    dataloader_num_workers: str = arg(
-        "auto",
-        f"Processes that decode images, per rank, 0 for none; auto = one per spare core, at most {_MAX_WORKERS}.",
-        decides="speed",
-        usual=True,
-        per_machine=True,
-    )
-    clip_frames: int | None = arg(
-        None,
-        "Frames of a clip that a new model is shown, at equal distances; default 16, or what the video backbone was trained on.",
-        least=1,
-        most=_MOST_FRAMES,
-    )
-    # No flags where nothing is trained:
-    min_crop_area = 0.8
-    horizontal_flip = False
-
-    def __post_init__(self) -> None:
-        workers = str(self.dataloader_num_workers)
-        if workers != "auto" and not (workers.isdecimal() and int(workers) <= _MOST_WORKERS):
-            raise ValueError(
-                f"--dataloader_num_workers is {workers}; give a number of processes from 0 to {_MOST_WORKERS}, or auto."
-            )
-
-    @property
-    def num_workers(self) -> int:
-        """Workers of this rank; with `auto`, each training process keeps a core."""
-        if self.dataloader_num_workers != "auto":
-            return int(self.dataloader_num_workers)
-        return max(0, min(_MAX_WORKERS, distributed.cores_per_process() - 1))
-
-
-@dataclass
-class LoaderArguments(ReadingArguments):
-    """Settings of captions, windows, augmentation and workers."""
-
-    min_crop_area: float = arg(
-        0.8, "Training crops cover at least this share of the image or sound; 1 = no cropping.", least=0.01, most=1
-    )
-    horizontal_flip: bool = arg(
-        False,
-        "Mirror half of the training images, except those with boxes or with a caption that mentions a direction or "
-        "writing.",
-    )
 
 
 class DeviceLoader:

@@ -15,9 +15,10 @@ from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mm_utils.cores import available_cores
 from mm_utils.data.batches.column_cache import Columns, arrow_batches, fingerprint_of, picked
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.distributed import available_cores, rank
+from mm_utils.distributed import rank
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
 from mm_utils.stored import open_rows, stored
 

@@ -1,35 +1,17 @@
-"""The run of `scripts/prepare_data.py`: its arguments, and the folder that it works in.
+"""The flags of `scripts/prepare_data.py`."""
 
-All work is done in `<output_dir>.partial`, whose result is renamed to `output_dir` at the end; an interrupted run leaves it, and the
-same command resumes there.
-"""
-
-import dataclasses
-import logging
-import os
-import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from filelock import FileLock, Timeout
-
-from mm_utils import distributed
 from mm_utils.arguments import arg
 from mm_utils.data.paths import is_url
-from mm_utils.data.prepare.checks import CheckArguments
-from mm_utils.data.prepare.ingest import OVERSIZE, IngestPlan, Pool, Storage, local_pool
-from mm_utils.data.prepare.on_disk import WRITTEN, is_prepared
-from mm_utils.data.prepare.timed import TimedArguments
-from mm_utils.data.rows.columns import close_to
-from mm_utils.data.rows.source import Source
-from mm_utils.files import flush, replace_folder, restore_folder
+from mm_utils.model.reading import CLIP_FPS, LEAST_RATE, MOST_BYTES, MOST_RATE
 from mm_utils.text import redact
 
-logger = logging.getLogger(__name__)
+PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
+# Bits that may differ. Of 22 million pairs of real images 18 are within 7 bits, all of them copies or neighbouring shots;
+# of 50 more within 12 some 40 are neither. Copies cut by 5 % need about 6.
+RADIUS = 8
+OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
 
 
 @dataclass
@@ -79,98 +61,64 @@ class PrepareArguments:
         """Return the shorter side of stored images, in pixels; None keeps all as they are."""
         return None if self.keep_originals else round(OVERSIZE * self.image_size)
 
-    def plan(self, checks: CheckArguments, timed: TimedArguments, pool: Pool = local_pool) -> IngestPlan:
-        """Return the settings of `ingest_sources`; `pool` makes what does the work."""
-        storage = Storage(self.store, self.short_side, timed)
-        workers = self.num_proc or distributed.available_cores()
-        return IngestPlan(checks, storage, workers, self.max_bad_fraction, self.max_rows, pool)
+
+@dataclass
+class CheckArguments:
+    """Limits of images and captions."""
+
+    max_image_pixels: int = arg(
+        40_000_000, "Set larger images aside, before they are decoded.", least=1, most=PILLOW_PIXELS
+    )
+    max_image_bytes: int = arg(
+        MOST_BYTES, "Set larger image files aside, before they are decoded.", least=1, most=2**40
+    )
+    min_image_side: int = arg(
+        16, "Set images with a shorter side below this aside: spacers and tracking pixels.", least=1
+    )
+    max_aspect_ratio: float = arg(
+        8.0, "Set images longer than this times their shorter side aside: rules and banners.", least=1
+    )
+    max_caption_characters: int = arg(2000, "Cut longer captions at a word border.", least=1)
 
 
-def parse_source(item: str) -> Source:
-    r"""Read ``path,key=value,...``; a comma inside a value is written ``\,``, and templates are separated by ``|``.
+@dataclass
+class TimedArguments:
+    """How clips and sounds are kept: frames as JPEG at a constant rate, samples of 16 bits."""
 
-    Raises:
-        ValueError: for an unknown key or an impossible value.
-    """
-    path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
-    internal = ("path", "title", "labelled", "label_column", "file_split", "only")
-    known = [each.name for each in dataclasses.fields(Source) if each.name not in internal]
-    values: dict[str, Any] = {"path": path.strip()}
-    for part in rest:
-        key, equals, value = (text.strip() for text in part.partition("="))
-        if not equals:
-            raise ValueError(rf"--sources has {item}; '{key}' is not key=value. Write a comma in a path as '\,'.")
-        if key in values:
-            raise ValueError(f"--sources has {item}; {key} is given twice. Keep one of them.")
-        if key not in known:
-            raise ValueError(f"--sources has the key {key}; known are {', '.join(known)}.{close_to(key, known)}")
-        values[key] = tuple(value.split("|")) if key == "templates" else value
-    source = Source(**values)
-    if is_url(source.path):
-        raise ValueError(
-            f"{source.title}; files of this machine are read. Copy them first, for example with aws s3 sync, or train on shards with "
-            "--streaming."
-        )
-    return source
+    clip_fps: float = arg(CLIP_FPS, "Frames a second that are kept of clips.", least=0.01, most=60)
+    sound_rate: int = arg(
+        16_000,
+        "Samples a second that are kept of sounds: what the sound tower takes.",
+        least=LEAST_RATE,
+        most=MOST_RATE,
+    )
+    max_seconds: float = arg(
+        60.0, "Set longer clips and sounds aside, or longer parts of them by start and end.", least=0.01, most=3600
+    )
 
 
-@contextmanager
-def workspace(args: PrepareArguments) -> Iterator[Path]:
-    """Yield a folder to work in; its folder `result` takes the place of `args.output_dir`, whose links are followed, at the end.
+@dataclass
+class ReconcileArguments:
+    """Handling of duplicates, of leaks between splits, and of rows whose source names no split."""
 
-    Whoever opens a folder that is overwritten finds the old data set or the new one, and nothing else.
+    validation_fraction: float | None = arg(
+        None,
+        "Share of the rows without a split that is held out for validation. (default: 0.05, but at least 30 images, or a fifth "
+        "of fewer than 150)",
+        most=0.999,
+    )
+    test_fraction: float = arg(0.0, "Share of the rows without a split that is held out for the test.", most=0.999)
+    on_leakage: str = arg(
+        "error",
+        "The same image in two splits: error (stop and say which), drop (it stays in test, else in validation) or keep.",
+        choices=["error", "drop", "keep"],
+    )
+    near_duplicate_distance: int = arg(
+        RADIUS,
+        "Bits of 64 in which the perceptual hashes of images that look the same may differ; others differ in 20.",
+        most=16,
+    )
 
-    Raises:
-        ValueError: if the output folder is taken or cannot be written, or another process is at work there.
-    """
-    output = Path(args.output_dir).resolve()
-    work = output.with_name(f"{output.name}.partial")
-    try:
-        _refuse_taken(output, args)
-        work.mkdir(parents=True, exist_ok=True)
-        with FileLock(work / "lock", blocking=False):
-            restore_folder(output)  # of a run that was killed while it replaced it
-            _refuse_taken(output, args)  # again, as the last holder of the lock may be done
-            shutil.rmtree(work / "result", ignore_errors=True)  # of a run that was killed while writing
-            try:
-                yield work
-            except BaseException:
-                if any(path.is_file() and path.name != "lock" for path in work.rglob("*")):
-                    logger.warning(
-                        "%s keeps the rows that were read: the same command resumes there, or delete it", work
-                    )
-                else:
-                    shutil.rmtree(work, ignore_errors=True)
-                raise
-            flush(work / "result")
-            replace_folder(work / "result", output)
-        shutil.rmtree(work)
-    except Timeout:
-        raise ValueError(f"{work} is in use by another run. Wait for it, or give another folder.") from None
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir is {args.output_dir}; {error.filename or 'it'} cannot be written: {error.strerror}. Free some "
-            "space or give another folder; the same command resumes where this stopped."
-        ) from error
-
-
-def _refuse_taken(output: Path, args: PrepareArguments) -> None:
-    """Refuse a folder that holds something else than what may be overwritten, and one whose place no other folder can take."""
-    name = args.output_dir
-    if os.path.ismount(output) or output == Path.cwd():
-        kind = "the current folder" if output == Path.cwd() else "a mount point"
-        raise ValueError(
-            f"--output_dir is {name}; that is {kind}, and the result takes the place of a folder. Give a folder inside it."
-        )
-    held = {path.name for path in output.iterdir()} if output.exists() else set[str]()
-    if not held:
-        return
-    remedy = "Remove it, or give another folder."
-    if not is_prepared(str(output)):
-        raise ValueError(f"--output_dir is {name}; it is not empty, and holds no prepared data set. {remedy}")
-    if not args.overwrite:
-        raise ValueError(f"--output_dir is {name}; it holds a prepared data set. --overwrite replaces it. {remedy}")
-    if others := sorted(held - WRITTEN):
-        raise ValueError(
-            f"--output_dir is {name}; it also holds {others[0]}, which no preparation wrote and --overwrite would remove. Move it away."
-        )
+    def __post_init__(self) -> None:
+        if (self.validation_fraction or 0) + self.test_fraction >= 1:
+            raise ValueError("--validation_fraction and --test_fraction leave nothing to train on. Lower them.")

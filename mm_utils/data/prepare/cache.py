@@ -14,10 +14,12 @@ from datasets import Dataset, DatasetDict
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
+from mm_utils.cores import available_cores
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import REASONS
 from mm_utils.data.media import FEATURES
-from mm_utils.data.prepare.checks import PILLOW_PIXELS, CheckArguments
-from mm_utils.data.prepare.dedup_and_split import SAME_FROM_TRAIN, ReconcileArguments, reconcile
+from mm_utils.data.prepare.arguments import PILLOW_PIXELS, CheckArguments, ReconcileArguments
+from mm_utils.data.prepare.dedup_and_split import SAME_FROM_TRAIN, reconcile
 from mm_utils.data.prepare.ingest import (
     FIRST_CHUNK,
     IN_PLACE,
@@ -30,7 +32,7 @@ from mm_utils.data.prepare.ingest import (
 )
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
 from mm_utils.data.rows.records import BadRow, Record
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.files import flush
 from mm_utils.stored import open_rows, stored
 from mm_utils.text import redact
@@ -92,7 +94,7 @@ def _checked(sources: list[Source], paths: PathArguments, on_leakage: str) -> tu
             "%s: all %s rows and their images are checked, once; the result is kept in %s",
             names, f"{count:,}", folder.parent,
         )  # fmt: skip
-        workers = min(distributed.available_cores(), count // FIRST_CHUNK + 1)
+        workers = min(available_cores(), count // FIRST_CHUNK + 1)
         plan = IngestPlan(RAW_CHECKS, storage, workers, max_bad_fraction=0.5)
         _prepare(folder, folder.parent / key, sources, paths, plan, rules)
 

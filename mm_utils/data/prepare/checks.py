@@ -15,30 +15,9 @@ from typing import Any
 
 from PIL import Image
 
-from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault
-from mm_utils.model.reading import FORMATS, MOST_BYTES, UnreadableError, decode, decoder_message, read_header
-
-PILLOW_PIXELS = 178_956_970  # Pillow takes larger images for an attack
-
-
-@dataclass
-class CheckArguments:
-    """Limits of images and captions."""
-
-    max_image_pixels: int = arg(
-        40_000_000, "Set larger images aside, before they are decoded.", least=1, most=PILLOW_PIXELS
-    )
-    max_image_bytes: int = arg(
-        MOST_BYTES, "Set larger image files aside, before they are decoded.", least=1, most=2**40
-    )
-    min_image_side: int = arg(
-        16, "Set images with a shorter side below this aside: spacers and tracking pixels.", least=1
-    )
-    max_aspect_ratio: float = arg(
-        8.0, "Set images longer than this times their shorter side aside: rules and banners.", least=1
-    )
-    max_caption_characters: int = arg(2000, "Cut longer captions at a word border.", least=1)
+from mm_utils.data.prepare.arguments import CheckArguments
+from mm_utils.model.reading import FORMATS, UnreadableError, decode, decoder_message, read_header
 
 
 @dataclass(frozen=True)

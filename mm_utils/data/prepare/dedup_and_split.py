@@ -23,11 +23,12 @@ import pandas
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mm_utils.arguments import arg
+from mm_utils.data.arguments import SPLITS
 from mm_utils.data.faults import escaped
+from mm_utils.data.prepare.arguments import ReconcileArguments
 from mm_utils.data.prepare.ingest import Ingested, pieces, read_facts, refuse_hopeless
-from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, RADIUS, assign_splits, groups, leaks, near_pairs
-from mm_utils.data.rows.columns import HOLDOUT_FRACTION, SPLITS, least_held_out
+from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, assign_splits, groups, leaks, near_pairs
+from mm_utils.data.rows.columns import HOLDOUT_FRACTION, least_held_out
 
 logger = logging.getLogger(__name__)
 
@@ -43,33 +44,6 @@ LEAKS = {
     "by_id": "of the same id",
     "by_group": "of the same group",
 }
-
-
-@dataclass
-class ReconcileArguments:
-    """Handling of duplicates, of leaks between splits, and of rows whose source names no split."""
-
-    validation_fraction: float | None = arg(
-        None,
-        "Share of the rows without a split that is held out for validation. (default: 0.05, but at least 30 images, or a fifth "
-        "of fewer than 150)",
-        most=0.999,
-    )
-    test_fraction: float = arg(0.0, "Share of the rows without a split that is held out for the test.", most=0.999)
-    on_leakage: str = arg(
-        "error",
-        "The same image in two splits: error (stop and say which), drop (it stays in test, else in validation) or keep.",
-        choices=["error", "drop", "keep"],
-    )
-    near_duplicate_distance: int = arg(
-        RADIUS,
-        "Bits of 64 in which the perceptual hashes of images that look the same may differ; others differ in 20.",
-        most=16,
-    )
-
-    def __post_init__(self) -> None:
-        if (self.validation_fraction or 0) + self.test_fraction >= 1:
-            raise ValueError("--validation_fraction and --test_fraction leave nothing to train on. Lower them.")
 
 
 @dataclass

@@ -31,22 +31,23 @@ import pyarrow.compute as pc
 import torch
 from tqdm.auto import tqdm
 
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.batches.workers import end_with_parent
 from mm_utils.data.faults import REASONS, UNREAD, Fault, first_repeated, is_hopeless, storable
 from mm_utils.data.images import encode, shrink
-from mm_utils.data.prepare.checks import CheckArguments, CheckedImage, check_captions, check_image
+from mm_utils.data.prepare.arguments import OVERSIZE, CheckArguments, TimedArguments
+from mm_utils.data.prepare.checks import CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
-from mm_utils.data.prepare.timed import TimedArguments, store_medium, stored_moments, stored_regions
+from mm_utils.data.prepare.timed import store_medium, stored_moments, stored_regions
 from mm_utils.data.rows.columns import NEGATIVES, is_null
 from mm_utils.data.rows.detect import detect, read_rows
 from mm_utils.data.rows.records import BadRow, FileImage, ImageRef, Record
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.files import write_atomic
 from mm_utils.model.reading import MOST_PIXELS
 from mm_utils.stored import stamp, version_of
 from mm_utils.text import one_line
 
-OVERSIZE = 1.15  # stored short side over the model's image size: room for crops without enlarging them
 PART_SCHEMA = pa.schema(
     {
         "id": pa.string(),

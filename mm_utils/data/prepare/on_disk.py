@@ -37,11 +37,12 @@ from datasets import DatasetDict, DatasetInfo, Features
 from datasets.features.features import require_decoding
 from tqdm.auto import tqdm
 
+from mm_utils.data.arguments import SPLITS
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.paths import Jail
 from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.ingest import pieces, read_part
-from mm_utils.data.rows.columns import NEGATIVES, SPLITS
+from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.data.rows.stored import check_image_files, folders_of, is_saved, load_splits
 from mm_utils.text import one_line
 

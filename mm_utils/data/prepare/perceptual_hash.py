@@ -17,11 +17,9 @@ from PIL import Image
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from mm_utils.distributed import available_cores
+from mm_utils.cores import available_cores
+from mm_utils.data.prepare.arguments import RADIUS
 
-# Bits that may differ. Of 22 million pairs of real images 18 are within 7 bits, all of them copies or neighbouring shots;
-# of 50 more within 12 some 40 are neither. Copies cut by 5 % need about 6.
-RADIUS = 8
 FINGERPRINT = np.dtype([("hash", "<u8"), ("thumbnail", "u1", (8, 8, 3))])
 
 _SIDE = 32

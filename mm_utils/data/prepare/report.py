@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 
 from mm_utils.arguments import launch_command
-from mm_utils.data.batches.loaders import LoaderArguments
+from mm_utils.data.arguments import LoaderArguments
 from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.faults import NOTES, REASONS
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of

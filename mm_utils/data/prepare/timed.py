@@ -2,20 +2,16 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from mm_utils.arguments import arg
 from mm_utils.data.faults import Fault, unreadable_as_fault
 from mm_utils.data.media.riff import store_clip, write_wav
-from mm_utils.data.prepare.checks import CheckArguments, check_caption
+from mm_utils.data.prepare.arguments import CheckArguments, TimedArguments
+from mm_utils.data.prepare.checks import check_caption
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT
 from mm_utils.data.rows.records import Record
 from mm_utils.model.reading import (
-    CLIP_FPS,
-    LEAST_RATE,
     MOST_MEDIUM_BYTES,
-    MOST_RATE,
     TOLERANCE,
     check_cut,
     read_frames,
@@ -25,22 +21,6 @@ from mm_utils.model.reading import (
 _FOREVER = 1e9  # seconds
 Moved = tuple[list[dict[str, Any]] | None, list[Fault], list[str]]
 """What is stored, the faults of the others, and notes."""
-
-
-@dataclass
-class TimedArguments:
-    """How clips and sounds are kept: frames as JPEG at a constant rate, samples of 16 bits."""
-
-    clip_fps: float = arg(CLIP_FPS, "Frames a second that are kept of clips.", least=0.01, most=60)
-    sound_rate: int = arg(
-        16_000,
-        "Samples a second that are kept of sounds: what the sound tower takes.",
-        least=LEAST_RATE,
-        most=MOST_RATE,
-    )
-    max_seconds: float = arg(
-        60.0, "Set longer clips and sounds aside, or longer parts of them by start and end.", least=0.01, most=3600
-    )
 
 
 def store_medium(

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import Fault
 from mm_utils.data.rows.columns import Columns
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.text_files import (
     LONGEST_LINE,
     check_line,

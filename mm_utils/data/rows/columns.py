@@ -19,6 +19,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from mm_utils.data.arguments import SPLIT_NAMES, SPLITS
 from mm_utils.data.faults import Fault, excerpt, first_repeated, storable
 from mm_utils.data.media.medium import MEDIA, Image
 from mm_utils.text import shortened
@@ -43,12 +44,6 @@ _ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # column
 NEGATIVES = "negatives"
 BESIDE = ("regions", NEGATIVES)  # columns that a row may have under these names alone
 BESIDE_TIME = ("start", "end", "moments")  # and those of clips and sounds
-SPLITS = ("train", "validation", "test")
-SPLIT_NAMES = {
-    **dict.fromkeys(("train", "training", "restval"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "heldout"), "test"),
-}
 _OF_SETS = {"set", "split", "data", "dataset", "image", "images", "img", "imgs", "photos", "pictures", "files"}
 HOLDOUT_FRACTION, HOLDOUT_LEAST, HOLDOUT_MOST = 0.05, 30, 2000
 _LISTED = 40  # columns that a message names

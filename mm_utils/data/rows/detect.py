@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from mm_utils.arguments import load_own
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
@@ -16,7 +17,7 @@ from mm_utils.data.rows.columns import SUFFIXES, set_medium, tell_once
 from mm_utils.data.rows.folders import CAPTION_SUFFIXES, MEDIA_SUFFIXES, TABLES, Unread, is_service, walk
 from mm_utils.data.rows.media_folders import read_caption_files, read_classes
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
-from mm_utils.data.rows.source import FORMATS, TEMPLATES, PathArguments, Source
+from mm_utils.data.rows.source import FORMATS, TEMPLATES, Source
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import (
     METADATA_FILES,

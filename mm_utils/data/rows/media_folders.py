@@ -13,13 +13,14 @@ from typing import Any
 
 import yaml
 
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import Fault, excerpt
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import Jail, read_file
 from mm_utils.data.rows.columns import SUFFIXES, Columns, split_named
 from mm_utils.data.rows.folders import CAPTION_SUFFIXES, Unread, is_harmless, is_service, walk
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
-from mm_utils.data.rows.source import TEMPLATES, PathArguments, Source
+from mm_utils.data.rows.source import TEMPLATES, Source
 from mm_utils.data.rows.text_files import Rows, lines_of, made_rows
 from mm_utils.files import read_regular_file
 from mm_utils.text import one_line

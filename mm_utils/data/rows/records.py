@@ -10,13 +10,13 @@ from typing import Any
 import pyarrow as pa
 from datasets.table import MemoryMappedTable
 
+from mm_utils.data.arguments import SPLIT_NAMES, PathArguments
 from mm_utils.data.faults import Fault, excerpt, storable
 from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, is_url, read_file
 from mm_utils.data.rows.columns import (
     BESIDE,
-    SPLIT_NAMES,
     Columns,
     answers_of,
     captions_of,
@@ -27,7 +27,7 @@ from mm_utils.data.rows.columns import (
     split_of_path,
     texts_of,
 )
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.text_files import Rows
 from mm_utils.text import one_line
 

@@ -2,12 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from mm_utils.arguments import arg
+from mm_utils.data.arguments import SPLIT_NAMES
 from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
-from mm_utils.data.rows.columns import SPLIT_NAMES, Columns, close_to
+from mm_utils.data.rows.columns import Columns, close_to
 from mm_utils.text import redact
 
 FORMATS = (
@@ -16,87 +15,6 @@ FORMATS = (
 )
 TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")
-
-
-@dataclass
-class DataArguments:
-    """Image-caption pairs. Without a source, the embedded scenes.
-
-    Raw files are checked at the first start, every image decoded, and kept in the datasets cache; later starts are fast.
-    """
-
-    dataset_name: str | None = arg(
-        None,
-        "A data set on the Hub; a folder of one, of tar shards, of images with captions, or made by save_to_disk or prepare_data.",
-        decides="place",
-        usual=True,
-    )
-    train_file: str | None = arg(
-        None,
-        "Training pairs: JSONL, JSON, CSV, TSV or Parquet, one image and its caption a row, or COCO, Flickr or tar shards. "
-        "The first start checks all images; later ones read the datasets cache.",
-        decides="place",
-        usual=True,
-    )
-    validation_file: str | None = arg(
-        None, "Validation pairs; without any, some training images are held out.", decides="place", usual=True
-    )
-    image_column: str | None = arg(
-        None, "Column of the images, clips or sounds, paths or files; found by its usual names."
-    )
-    caption_column: str | None = arg(None, "Column of a caption or a list of captions; found by its usual names.")
-    image_root: str | None = arg(
-        None,
-        "Folder that image paths are relative to; default the data file's folder.",
-        decides="place",
-        per_machine=True,
-    )
-    allow_outside_root: bool = arg(
-        False, "Accept image paths that leave --image_root: absolute, by '..', by a link.", decides="place"
-    )
-    max_train_samples: int | None = arg(
-        None, "Keep the first N training images.", decides="place", usual=True, least=1
-    )
-    max_eval_samples: int | None = arg(
-        None, "Keep the first N images of validation and of test.", decides="place", least=1
-    )
-
-    def __post_init__(self) -> None:
-        for split, file in self.files.items():
-            if self.dataset_name and file:
-                raise ValueError(
-                    f"--dataset_name and --{split}_file are given together; pairs have one source. Keep one of them."
-                )
-
-    @property
-    def files(self) -> dict[str, str | None]:
-        """Return the file of each split."""
-        return {"train": self.train_file, "validation": self.validation_file}
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """Return the flags of columns, as `Source` takes them."""
-        return {"image_column": self.image_column, "caption_column": self.caption_column}
-
-
-@dataclass
-class EvaluatedDataArguments(DataArguments):
-    """Image-caption pairs, and a file of those to test on."""
-
-    test_file: str | None = arg(None, "Test pairs.", decides="place")
-
-    @property
-    def files(self) -> dict[str, str | None]:
-        """Return the file of each split."""
-        return {**super().files, "test": self.test_file}
-
-
-@dataclass
-class PathArguments:
-    """Files that the paths in a data file may reach."""
-
-    image_root: str | None = arg(None, "Folder that image paths are relative to; default the data file's folder.")
-    allow_outside_root: bool = arg(False, "Accept image paths that leave --image_root: absolute, by '..', by a link.")
 
 
 @dataclass(frozen=True)

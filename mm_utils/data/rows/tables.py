@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Audio, ClassLabel, Dataset, Features, Image, Video
 
+from mm_utils.data.arguments import SPLIT_NAMES, PathArguments
 from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import ParquetRows, cells_of
@@ -19,7 +20,6 @@ from mm_utils.data.paths import check_own_file
 from mm_utils.data.rows.columns import (
     BESIDE,
     BESIDE_TIME,
-    SPLIT_NAMES,
     Columns,
     find_columns,
     is_null,
@@ -29,7 +29,7 @@ from mm_utils.data.rows.columns import (
 )
 from mm_utils.data.rows.folders import TABLES, Unread, own_files, walk
 from mm_utils.data.rows.records import BadRow, CellImage, ImageRef, Record, RecordBuilder, StoredImage
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.stored import folders_of, load_splits
 from mm_utils.data.rows.text_files import Rows, text_rows
 from mm_utils.text import one_line

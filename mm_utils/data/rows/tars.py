@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import files_of_pattern, read_file
@@ -26,7 +27,7 @@ from mm_utils.data.rows.columns import (
 )
 from mm_utils.data.rows.folders import Unread, is_harmless, is_of_program, own_files
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.text_files import Rows, checked_object, lines_of, parse_json
 from mm_utils.model.reading import MOST_BYTES
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mm_utils.data.batches.order import BatchSizes
+from mm_utils.data.batches.sizes import BatchSizes
 
 
 class Slot(NamedTuple):

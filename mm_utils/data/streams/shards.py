@@ -22,16 +22,18 @@ import pyarrow as pa
 from datasets import Features, Image, Value
 from datasets import Sequence as ListOf
 
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.batches.order import OF_ANOTHER_SPLIT, SHOWN_IN_VALIDATION
 from mm_utils.data.faults import Fault, is_hopeless
 from mm_utils.data.images import raw_size
 from mm_utils.data.parquet import ParquetRows, cells_of
 from mm_utils.data.paths import files_of_pattern, shard_kind
-from mm_utils.data.prepare.checks import CheckArguments, check_captions
+from mm_utils.data.prepare.arguments import CheckArguments
+from mm_utils.data.prepare.checks import check_captions
 from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, is_null, is_split
 from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
-from mm_utils.data.rows.source import PathArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.tables import find_table_columns, read_columns, tell_table_splits
 from mm_utils.data.rows.tars import (
     KEY,

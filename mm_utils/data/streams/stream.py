@@ -27,20 +27,22 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed, arg
+from mm_utils.arguments import Parsed
+from mm_utils.data.arguments import SPLIT_NAMES, SPLITS, DataArguments, LoaderArguments
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.dataset import Batch, Collator, Example
-from mm_utils.data.batches.loaders import DeviceLoader, LoaderArguments, Loaders, make_loaders
-from mm_utils.data.batches.order import BatchSizes, replacement_rows
+from mm_utils.data.batches.loaders import DeviceLoader, Loaders, make_loaders
+from mm_utils.data.batches.order import replacement_rows
+from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_rows, tokenize_splits
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.faults import REASONS
 from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import SPLIT_NAMES, SPLITS, least_held_out, split_of_path
+from mm_utils.data.rows.columns import least_held_out, split_of_path
 from mm_utils.data.rows.detect import refuse_unread
 from mm_utils.data.rows.folders import Unread, own_files
-from mm_utils.data.rows.source import DataArguments, Source
+from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_builder
 from mm_utils.data.streams.order import InterleavedOrder, Slot
 from mm_utils.data.streams.shards import FEATURES, Row, Shard, ShardReader, check_columns, count_shards, expand
@@ -52,16 +54,6 @@ logger = logging.getLogger(__name__)
 GROUPS, BLOCK = 64, 256  # rows of a shard are shuffled among themselves in blocks
 SHARDS_PER_GROUP = 4  # a group of several shards reads them in another order in every epoch
 HELD_OUT, HELD_OUT_SHARE, HELD_OUT_SHARDS = 1000, 0.05, 50  # rows; share of all rows; from how many files
-
-
-@dataclass
-class StreamingArguments:
-    """Reading of a source larger than the disk."""
-
-    streaming: bool = arg(
-        False,
-        "Read shards of images while training instead of loading the data set first; sounds and clips come from prepared sets.",
-    )
 
 
 @dataclass

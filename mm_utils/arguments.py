@@ -23,7 +23,7 @@ import psutil
 import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
-from mm_utils.command import scripts_folder
+from mm_utils.command import scripts_folder, versions
 from mm_utils.places import missing
 from mm_utils.text import one_line, passes_own_code, printable, redact
 
@@ -229,7 +229,11 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{names[0]}{takes}" if names else super()._format_action_invocation(action)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        shown = f" (default: {action.default})" if action.default and action.dest not in ("help", "help_all") else ""
+        shown = (
+            f" (default: {action.default})"
+            if action.default and action.dest not in ("help", "help_all", "version")
+            else ""
+        )
         return "" if action.help is None else action.help.rstrip() + shown.replace("%", "%%")
 
 
@@ -264,6 +268,7 @@ def parse_args(
     for each in (parser, files):
         each.add_argument("--config", metavar="FILE", action="append", help="A flat YAML file of these flags.")
     parser.add_argument("--help-all", action="help", help="Show all flags.")
+    parser.add_argument("--version", action="version", version=versions(), help="Show the versions.")
     parser.shows_all = "--help-all" in argv
     found, words = files.parse_known_args(argv)
     path, *others = found.config or [None]

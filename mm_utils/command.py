@@ -1,10 +1,13 @@
 """The command `tandem`: every script by a short name, from any folder, in one process."""
 
 import difflib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from mm_utils import __version__
 
 COMMANDS = {
     "prepare": ("prepare_data", "check pairs, find duplicates and leaks, write a data set"),
@@ -28,12 +31,24 @@ def scripts_folder() -> Path:
     return beside if (beside / "pretrain.py").is_file() else package / "scripts"
 
 
+def versions() -> str:
+    """Return the versions of this project and of the libraries that a question about a run begins with, on one line."""
+    libraries = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers")]
+    return ", ".join([f"tandem {__version__}", *libraries])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Replace this process by the script's; without a command, print them."""
     name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         lines = [f"  {command:<10} {what}" for command, (_, what) in COMMANDS.items()]
-        sys.stdout.write("\n".join(["usage: tandem COMMAND [flags]", "", *lines, "", "tandem COMMAND --help"]) + "\n")
+        sys.stdout.write(
+            "\n".join(["usage: tandem COMMAND [flags]", "", *lines, "", "tandem COMMAND --help", "tandem --version"])
+            + "\n"
+        )
+        return
+    if name == "--version":
+        sys.stdout.write(f"{versions()}\n")
         return
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)

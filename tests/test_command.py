@@ -1,7 +1,9 @@
 """How a script is started: by `tandem`, by accelerate's files, and not at all where a path leads nowhere."""
 
+import contextlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,9 +15,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import write_basic_config
 
+import mm_utils
 from mm_utils import command
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.run.launched import refuse_settings
+from scripts import embed
 from tests.kit.processes import ROOT
 
 
@@ -29,6 +33,16 @@ def test_a_command_starts_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda _, words: calls.append([Path(word).name for word in words]))
     command.main(["search", "a fox"])
     assert calls == [[Path(sys.executable).name, "search.py", "a fox"]]
+
+
+def test_the_versions_are_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for main in (command.main, embed.main):  # embed has flags that are required
+        with contextlib.suppress(SystemExit):
+            main(["--version"])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert re.fullmatch(rf"tandem {mm_utils.__version__}, torch 2\.\S+, transformers 5\.\S+\n", shown[0])
 
 
 def test_an_unknown_command_is_named() -> None:

@@ -13,6 +13,7 @@ A page and a JSON API on this machine:
 """
 
 import json
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -32,8 +33,10 @@ class SearchArguments:
     )
     copies: bool = arg(False, "List the images that occur more than once, also compressed, scaled or brightened.")
     folder: str = arg("", "Search only below this folder of those that were embedded, such as 2024/italy.")
-    since: str = arg("", "Search only files last changed on or after this day (2024-05-31), month or year.")
-    until: str = arg("", "Search only files last changed on or before this day, month or year.")
+    since: str = arg(
+        "", "Search only photographs taken on or after this day (2024-05-31), month or year, by their EXIF."
+    )
+    until: str = arg("", "Search only photographs taken on or before this day, month or year.")
     top_k: int = arg(10, "Hits to show.", least=1)
     rerank_top_k: int = arg(
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
@@ -65,6 +68,17 @@ from mm_utils.search.searcher import Hit, Searcher
 from mm_utils.search.server import serve
 from mm_utils.text import printable, shortened
 
+logger = logging.getLogger(__name__)
+
+
+def answer(searcher: Searcher, args: SearchArguments) -> Any:
+    """Return the hits of the query, or groups of copies."""
+    if args.copies:
+        return searcher.copies()
+    if args.image:
+        return searcher.search_file(args.image, args.top_k)
+    return searcher.search_text(args.query or "", args.top_k)
+
 
 def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:
     """Return a head, and a line for each hit."""
@@ -74,7 +88,8 @@ def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:
         again = f"{again:>11}" if reranks else ""
         words = f"  ({shortened(hit.captions[0], 60)})" if hit.captions else ""
         words += f"  +{len(hit.copies)} near copies" if hit.copies else ""
-        lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {hit.path or hit.id}{words}"))
+        where = "  ".join(filter(None, [hit.id, hit.split, hit.path])) if hit.split else hit.path
+        lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {where}{words}"))
     return lines
 
 
@@ -128,15 +143,11 @@ def main(argv: list[str] | None = None) -> None:
         return
     searcher = searcher.within(args.folder, args.since, args.until)
     medium = searcher.info.medium
+    if searcher.undated:
+        logger.info("%s %ss have no day and are left out", f"{searcher.undated:,}", medium)
     if not searcher.searched:
         raise ValueError(f"--folder, --since and --until let no {medium} of {args.index_dir} through. Widen them.")
-    found: Any
-    if args.copies:
-        found = searcher.copies()
-    elif args.image:
-        found = searcher.search_file(args.image, args.top_k)
-    else:
-        found = searcher.search_text(args.query or "", args.top_k)
+    found = answer(searcher, args)
 
     # 4. Print.
     if args.json:

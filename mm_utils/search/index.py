@@ -31,7 +31,7 @@ from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 SKIPPED, PARTS = "skipped.jsonl", "parts-"
 KEY = ["id", "mtime_ns", "stamp", "captions"]  # a row is kept where these are equal
 _INFO = "index.json"
@@ -65,11 +65,13 @@ class IndexInfo:
         """The columns of the index."""
         vector = pa.list_(pa.float16(), self.width)
         columns = {
-            "id": pa.string(),  # the image's path in its folder, or its split and id
+            "id": pa.string(),  # the image's path in its folder, or its id in a set of pairs
+            "split": pa.string(),  # "" of a folder
             "path": pa.string(),  # absolute path of the file; "" if the bytes were stored in a data set
             "stamp": pa.string(),  # bytes of the file; for stored bytes their BLAKE2b-128, hexadecimal
             "captions": pa.list_(pa.string()),
             "mtime_ns": pa.int64(),  # the file's last change; 0 for stored bytes
+            "day": pa.string(),  # 2024-05-31, when a photograph was taken, by its EXIF, or a sound's file changed; else ""
             "embedding": vector,  # unit vector of the image tower
             "caption_embedding": vector,  # unit vector of the mean of the captions' embeddings; null without captions
             "print": pa.binary(),  # 200 bytes by which near copies are found: `mm_utils.data.prepare.perceptual_hash`
@@ -126,6 +128,10 @@ def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
         ValueError: if they are damaged, of another version, or not there, or the folder holds something else.
     """
     check_folder(folder)
+    if is_older(folder):
+        raise ValueError(
+            f"--index_dir is {folder}; an earlier version wrote this index. Run scripts/embed.py again, which makes it anew."
+        )
     if not has_index(folder):
         raise ValueError(
             f"--index_dir is {folder}; there is no index, or not all of it. Run scripts/embed.py to its end."
@@ -142,6 +148,14 @@ def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
 def has_index(folder: Path) -> bool:
     """Return whether a first run has ended."""
     return (folder / _INFO).is_file()
+
+
+def is_older(folder: Path) -> bool:
+    """Return whether there is an index that an earlier version wrote, whose rows lack what the present ones have."""
+    try:
+        return bool(json.loads((folder / _INFO).read_text(encoding="utf-8"))["version"] < VERSION)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _read(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:

@@ -1,9 +1,12 @@
 """List the media that an index should hold, of a folder or of pairs; and read them in data workers."""
 
+import datetime
 import io
+import itertools
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch.utils.data import Dataset
 
 from mm_utils.data.faults import REASONS, Fault, storable, unreadable_as_fault
@@ -36,6 +39,7 @@ from mm_utils.model.reading import (
     MOST_PIXELS,
     center_square,
     read_frames,
+    read_header,
     read_sound,
 )
 from mm_utils.places import missing
@@ -55,6 +59,7 @@ class Listing:
 
     Attributes:
         ids: their ids, each once.
+        splits: that of each, if they are pairs.
         rows: their `image` and `captions`, as `mm_utils.data.pairs` has them.
         skipped: lines of `skipped.jsonl` for files that cannot be taken.
     """
@@ -62,12 +67,18 @@ class Listing:
     ids: list[str]
     rows: datasets.Dataset
     skipped: list[Skip] = field(default_factory=list)
+    splits: list[str] | None = None
+
+    def about(self, place: int) -> dict[str, str]:
+        """Return id and split of the medium at a place."""
+        return {"id": self.ids[place], "split": self.splits[place] if self.splits else ""}
 
     def stamps(self) -> Iterator[dict[str, Any]]:
-        """Yield captions, path, and `mtime_ns` and `stamp`, which tell whether an image has changed; files are not read for it."""
+        """Yield id, split, captions, path, and `mtime_ns` and `stamp`, which tell whether an image has changed; files are not read for it."""
+        place = itertools.count()
         for block in self.rows.iter(1000):
             for image, captions in zip(block["image"], block["captions"], strict=True):
-                yield {"captions": captions, **_stamp(image)}
+                yield {**self.about(next(place)), "captions": captions, **_stamp(image)}
 
 
 def folder_listing(
@@ -118,11 +129,12 @@ def folder_listing(
 
 
 def pair_listing(splits: Mapping[str, datasets.Dataset]) -> Listing:
-    """Return the images of all splits; their ids are `split/id`."""
-    ids = [f"{split}/{name}" for split, rows in splits.items() for name in rows.select_columns(["id"])["id"]]
-    return Listing(
-        ids, datasets.concatenate_datasets([each.select_columns(list(_FEATURES)) for each in splits.values()])
-    )
+    """Return the images of all splits with their ids; an id that several splits have becomes `split/id`."""
+    places = [(split, name) for split, rows in splits.items() for name in rows.select_columns(["id"])["id"]]
+    times = Counter(name for _, name in places)
+    ids = [name if times[name] == 1 else f"{split}/{name}" for split, name in places]
+    rows = datasets.concatenate_datasets([each.select_columns(list(_FEATURES)) for each in splits.values()])
+    return Listing(ids, rows, splits=[split for split, _ in places])
 
 
 def skip(name: str, fault: Fault) -> Skip:
@@ -148,6 +160,23 @@ def jpeg(image: Image.Image) -> bytes:
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=85)
     return stream.getvalue()
+
+
+def day_taken(content: bytes) -> str:
+    """Return the day on which a photograph was taken, such as 2024-05-31, by its EXIF; "" if that has none."""
+    try:
+        header = read_header(content)
+        if header.format == "PNG" and "exif" not in header.info:  # Pillow would decode it to look behind the pixels
+            return ""
+        exif = header.getexif()
+        inside = exif.get_ifd(ExifTags.IFD.Exif)
+        taken = inside.get(ExifTags.Base.DateTimeOriginal) or inside.get(ExifTags.Base.DateTimeDigitized)
+        taken = str(taken or exif.get(ExifTags.Base.DateTime))
+        return str(datetime.date.fromisoformat(taken[:10].replace(":", "-")))
+    except (
+        Exception
+    ):  # no image file but its pixels, no such date, or a garbled block, at which Pillow raises anything
+        return ""
 
 
 def moments_of(content: bytes) -> list[Image.Image]:
@@ -181,14 +210,15 @@ class Reader(Dataset):
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return a row without embedding, with the `square`, or squares, to embed; or a `skipped.jsonl` line."""
         place = self.places[number]
-        name, row = self.listing.ids[place], self.listing.rows[place]
+        row = self.listing.rows[place]
         # If it changes while it is read, the next run embeds it again.
-        found = {"id": name, "captions": row["captions"], **_stamp(row["image"])}
+        found = {**self.listing.about(place), "captions": row["captions"], **_stamp(row["image"])}
+        changed = found["mtime_ns"] and str(datetime.date.fromtimestamp(found["mtime_ns"] // 10**9))
         try:
             with unreadable_as_fault():
-                return found | self._read(row["image"])
+                return {**found, "day": changed or "", **self._read(row["image"])}
         except Fault as fault:
-            return dict(skip(name, fault))
+            return dict(skip(found["id"], fault))
 
     def _read(self, image: dict[str, Any]) -> dict[str, Any]:
         path, content = image["path"] or "", image["bytes"]
@@ -197,16 +227,16 @@ class Reader(Dataset):
         is_clip = is_clip and name.endswith(SUFFIXES["clip"])  # a clip among images
         if not content:
             content = read_file(path, MOST_MEDIUM_BYTES if is_clip or self.medium.lasts else MOST_BYTES)
-        side, file = max(THUMBNAIL, self.side), {}
+        side, beside = max(THUMBNAIL, self.side), {}
         if self.medium.lasts:  # the part that evaluations take, and a picture of it
             stored = {"bytes": content if is_stored else stock_file(content, self.medium), "path": None}
-            square, file = self.medium.read(stored)[0], {"content": stored["bytes"]}
+            square, beside = self.medium.read(stored)[0], {"content": stored["bytes"]}
             shown, side = picture(stored, self.medium.kind, THUMBNAIL // 2), THUMBNAIL
         elif is_clip:
             frames = moments_of(content)
             square, shown = torch.stack([center_square(frame, self.side) for frame in frames]), frames[_FRAMES // 2]
         else:
-            image = {"bytes": content, "path": path}
+            image, beside = {"bytes": content, "path": path}, {"day": day_taken(content)}
             if raw_size(image) is None:
                 checked = check_image(content, CheckArguments(), self.side, MOST_PIXELS)
                 shown, shorter = checked.image, min(checked.width, checked.height)
@@ -219,4 +249,4 @@ class Reader(Dataset):
         small = shrink(shown, side)
         # Sounds and clips of their own models resemble nothing, as flat images do.
         near = bytes(FINGERPRINT.itemsize) if self.medium.lasts else fingerprint(small)
-        return {"square": square, "thumbnail": jpeg(small), "print": near, **file}
+        return {"square": square, "thumbnail": jpeg(small), "print": near, **beside}

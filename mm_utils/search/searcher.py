@@ -54,7 +54,7 @@ class Hit:
     """An image that was found.
 
     Attributes:
-        row, id, path, captions: as the index has them.
+        row, id, split, path, day, captions: as the index has them.
         rank: its place in the answer, from 1.
         score: what orders the hits: the cosine of the query with the image or, for a text, with the image and its captions (`fused`);
             1 more for an image whose id or captions have the text, if that is a code.
@@ -69,7 +69,9 @@ class Hit:
     cosine: float
     reranked: float | None
     id: str
+    split: str
     path: str
+    day: str
     captions: list[str]
     copies: list[str]
 
@@ -103,8 +105,9 @@ class Searcher:
     ):
         folder = Path(index_dir)
         self.info, self._rows = open_index(folder)
-        self._texts = self._rows.select_columns(["id", "path", "captions"])
+        self._texts = self._rows.select_columns(["id", "split", "path", "day", "captions"])
         self._lock, self._mask_N = threading.Lock(), np.ones(len(self._rows), dtype=bool)
+        self.undated = 0  # images without a day, which a filter of days leaves out
         self._embeddings = self._vectors("embedding")
         self._faiss = faiss_index(index_factory, torch.cat(self._embeddings).float()) if index_factory else None
         self._has_captions_N = torch.tensor(self._rows.data.column("caption_embedding").is_valid().to_numpy())
@@ -138,11 +141,11 @@ class Searcher:
 
         Args:
             folder: those whose id lies below it, such as `2024/italy`; an id is the path in the folder that was embedded.
-            since, until: those whose file was last changed from then to then, both included, in local time: a day
-                (2024-05-31), a month (2024-05) or a year. A row without a file has no date.
+            since, until: those of the days from then to then, both included: a day (2024-05-31), a month (2024-05) or a year.
+                Those without a day are left out, `undated` of them.
 
         Raises:
-            ValueError: for a folder that there is not, or a date of another form.
+            ValueError: for a folder that there is not, a date of another form, or days of an index without any.
         """
         ids, new = self._rows.data.column("id"), copy.copy(self)
         fits = pc.starts_with(ids, f"{folder.strip('/')}/".lstrip("/")).to_numpy()
@@ -158,13 +161,16 @@ class Searcher:
                     f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year."
                 ) from error
         if since or until:
-            changed, until = self._rows.data.column("mtime_ns").to_pylist(), until or "9999"
-            if not any(changed):
+            days, until = self._rows.data.column("day"), until or "9999"
+            has_day = pc.not_equal(days, "").to_numpy()
+            if not has_day.any():
                 raise ValueError(
-                    "--since and --until ask for days; the index is of a data set without. Embed its files by --images."
+                    f"--since and --until ask for days; no {self.info.medium} of the index has one. Photographs have it in their "
+                    "EXIF, which prepared sets do not keep: embed the files by --images."
                 )
-            days = [str(datetime.date.fromtimestamp(each // 10**9)) if each else "" for each in changed]
-            fits = fits & [bool(day) and since <= day and day[: len(until)] <= until for day in days]
+            new.undated = int((fits & ~has_day).sum())
+            fits &= has_day & pc.greater_equal(days, since).to_numpy()
+            fits &= pc.less_equal(pc.utf8_slice_codeunits(days, 0, len(until)), until).to_numpy()
         new._mask_N = fits
         return new
 

@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if isinstance(error.__cause__, UnidentifiedImageError):
                     reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
                 raise _Refused(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
-        answer = {"total": searcher.searched, "hits": [asdict(hit) for hit in hits]}
+        answer = {"total": searcher.searched, "undated": searcher.undated, "hits": [asdict(hit) for hit in hits]}
         return "application/json", json.dumps(answer).encode()
 
     def _count(self) -> int:

@@ -39,6 +39,7 @@ from mm_utils.search.index import (
     check_same_model,
     fingerprints,
     has_index,
+    is_older,
     open_index,
     read_parts,
     write_index,
@@ -85,7 +86,9 @@ def update_index(
             fingerprint, texts = fingerprints(embedder.model, embedder.medium)
             info = IndexInfo(name, fingerprint, texts, embedder.model.config.projection_dim, embedder.medium.kind)
             before, old = info, info.columns.empty_table()
-            if has_index(folder):
+            if is_older(folder):
+                logger.info("%s was written by an earlier version; all is embedded anew", folder)
+            elif has_index(folder):
                 before, rows = open_index(folder)
                 check_same_model(before, fingerprint, name, folder)
                 old = rows.data.table
@@ -115,8 +118,8 @@ class _Plan:
             for row, key in enumerate(known.select(KEY).to_pylist())
             if row >= len(old) or same_texts or not key["captions"]
         }
-        media = [{"id": name, **stamp} for name, stamp in zip(listing.ids, listing.stamps(), strict=True)]
-        self.paths = [each["path"] for each in media]
+        media = list(listing.stamps())
+        self.places = [(each["path"], each["split"]) for each in media]
         self.rows = [row_of.get(repr([each[name] for name in KEY])) for each in media]
         self.todo = [place for place, row in enumerate(self.rows) if row is None]
         self.removed = len({*old["id"].to_pylist()} - {*listing.ids})
@@ -132,23 +135,26 @@ class _Plan:
         rows = [
             row_of.get(name) if row is None else row for name, row in zip(self.listing.ids, self.rows, strict=True)
         ]
-        chosen = [(row, path) for row, path in zip(rows, self.paths, strict=True) if row is not None]
+        chosen = [(row, *place) for row, place in zip(rows, self.places, strict=True) if row is not None]
         lines = [*self.listing.skipped, *sorted(skipped, key=lambda line: line["id"])]
         if not chosen:
             reasons = "; ".join(line["detail"] for line in lines[:3])
             raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
-        is_old = self.info.rows and chosen == list(enumerate(self.old["path"].to_pylist()))
+        before = (range(len(self.old)), self.old["path"].to_pylist(), self.old["split"].to_pylist())
+        is_old = self.info.rows and chosen == list(zip(*before, strict=True))
         write_index(self.folder, self.info, None if is_old else self._blocks(known, chosen), lines)
         counts = {"embedded": len(self.todo) - len(skipped), "kept": len(self.rows) - len(self.todo)}
         return counts | {"removed": self.removed, "skipped": len(lines), "images": len(chosen)}
 
-    def _blocks(self, known: pa.Table, chosen: list[tuple[int, str]]) -> Iterator[pa.Table]:
-        """Yield the chosen rows with their present paths, as a folder may have moved."""
+    def _blocks(self, known: pa.Table, chosen: list[tuple[int, str, str]]) -> Iterator[pa.Table]:
+        """Yield the chosen rows with their present paths and splits, as a folder may have moved, and a pair."""
         rows, count = datasets.Dataset(known).with_format("arrow"), _ROWS[self.info.medium]
         for low in tqdm(range(0, len(chosen), count), desc="Writing", leave=False, delay=2):
-            places, paths = zip(*chosen[low : low + count], strict=True)
+            places, *present = zip(*chosen[low : low + count], strict=True)
             table = rows[list(places)]
-            yield table.set_column(table.column_names.index("path"), "path", pa.array(paths, pa.string()))
+            for name, values in zip(("path", "split"), present, strict=True):
+                table = table.set_column(table.column_names.index(name), name, pa.array(values, pa.string()))
+            yield table
 
 
 def embed_share(

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 from accelerate import Accelerator
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mm_utils.data.media.medium import read_by
 from mm_utils.files import SUMS_FILE
@@ -76,14 +76,17 @@ def bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
 
 
-def write_photos(folder: Path, numbers: range, seed: int = 0) -> None:
+def write_photos(folder: Path, numbers: range, seed: int = 0, taken: str = "") -> None:
     """Write pictures of random cells, none a near copy of another, in two folders."""
+    exif = Image.Exif()
+    if taken:
+        exif[ExifTags.Base.DateTime] = taken
     for number in numbers:
         place = folder / f"{number % 2}"
         place.mkdir(parents=True, exist_ok=True)
         cells = np.random.default_rng((number, seed)).integers(0, 256, (4, 4, 3), np.uint8)
         image = Image.fromarray(cells).resize((40 + number % 7, 36), Image.Resampling.NEAREST)
-        image.save(place / f"{number:03d}.png")
+        image.save(place / f"{number:03d}.png", exif=exif)
 
 
 def make_embedder(model: Path, batch_size: int = 8) -> Embedder:
@@ -136,6 +139,7 @@ def evil_searcher(reranking_model: Path, tmp_path_factory: pytest.TempPathFactor
     """An index of 40 pictures, whose captions, and one of whose names, would run a script on a careless page."""
     folder = tmp_path_factory.mktemp("served")
     write_photos(folder / "photos", range(39))
+    write_photos(folder / "photos", range(37, 38), taken="2024:05:31 23:59:59")
     write_photos(folder / "more", range(39, 40))
     (folder / "more/1/039.png").rename(folder / "photos" / EVIL_NAME)
     listing = folder_listing(str(folder / "photos"))

@@ -1,6 +1,5 @@
 """Answers equal a plain product over all images; the head reorders only where it helps; copies are folded; parts are searched alone."""
 
-import datetime
 import io
 import json
 import os
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from PIL import Image
+from PIL import ExifTags, Image
 from torch.nn import functional as F
 
 from mm_utils.data.images import open_image
@@ -240,7 +239,7 @@ def test_equal_scores_keep_the_order_of_the_index() -> None:
 
 # -- a part of an index, copies, and the script ------------------------------------------------------------------------
 
-FILTERS = [  # a filter, and which of 30 pictures it lets through: picture n lies in folder n % 2, changed on day n of May
+FILTERS = [  # a filter, and which of 30 pictures it lets through: picture n lies in folder n % 2, taken on day n of May
     ({"folder": "1"}, lambda n: n % 2 == 1),
     ({"folder": "/0/"}, lambda n: n % 2 == 0),
     ({"since": "2024-05-10"}, lambda n: n >= 9),
@@ -261,8 +260,13 @@ def dated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Image.open(folder / "photos/0/008.png") as image:
         image.resize((image.width * 3, image.height * 3)).save(folder / "photos/1/029.png")
     for path in folder.glob("photos/*/*.png"):
-        when = datetime.datetime(2024, 5, 1 + int(path.stem), 23, 59).timestamp()
-        os.utime(path, (when, when))
+        exif, number = Image.Exif(), int(path.stem)
+        taken = f"2024:05:{1 + number:02d} 23:59:00"
+        exif[ExifTags.Base.DateTime] = taken if number % 2 else "2025:01:01 00:00:00"  # else it is that of an edit
+        if number % 2 == 0:
+            exif[ExifTags.IFD.Exif] = {ExifTags.Base.DateTimeOriginal: taken}
+        with Image.open(path) as image:
+            image.save(path, exif=exif)
     update(folder / "index", model, folder / "photos")
     return folder / "index"
 
@@ -270,7 +274,7 @@ def dated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_part_is_searched_as_the_whole_is(dated: Path, capsys: pytest.CaptureFixture) -> None:
     searcher = Searcher(dated, device="cpu")
     every = {hit.id: hit for hit in searcher.search_text(QUERY, 30)}
-    cosine = plain(searcher.info.model, dated.parent / "photos")[0]
+    cosine = plain(Path(searcher.info.model), dated.parent / "photos")[0]
     for part, fits in FILTERS:
         right = sorted((name for name in cosine if fits(int(name[2:5]))), key=lambda name: -cosine[name])
         found = searcher.within(**part)
@@ -290,10 +294,26 @@ def test_a_part_is_searched_as_the_whole_is(dated: Path, capsys: pytest.CaptureF
         search.main(["--index_dir", str(dated), QUERY, "--until", "2023"])
 
 
+def test_what_has_no_day_is_left_out_of_days_and_counted(
+    dated: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_photos(tmp_path / "photos", range(40, 44))
+    shutil.copy(dated.parent / "photos/1/001.png", tmp_path / "photos/1")
+    Image.new("RGB", (40, 30)).save(tmp_path / "photos/1/garbled.jpg", exif=b"Exif\0\0garbage" * 3)
+    update(tmp_path / "index", model, tmp_path / "photos")
+    with caplog.at_level("INFO"):
+        search.main(["--index_dir", str(tmp_path / "index"), QUERY, "--since", "2024", "--folder", "1", "--json"])
+    [hit] = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (hit["id"], hit["day"]) == ("1/001.png", "2024-05-02")
+    assert "3 images have no day and are left out" in caplog.text
+
+
 def test_what_cannot_be_searched_for_is_named(searcher: Searcher) -> None:
     for wrong in ("yesterday", "2024-13", "2024-02-30", "24-01-01", "0000"):
         with pytest.raises(ValueError, match=f"--since is {wrong}; .* Give a day such as 2024-05-31"):
             searcher.within(since=wrong)
+    with pytest.raises(ValueError, match="--since and --until ask for days; no image of the index has one"):
+        searcher.within(until="2024")
     with pytest.raises(ValueError, match="--folder is 00; the index has folders such as 0, 1"):
         searcher.within("00")
     with pytest.raises(ValueError, match="The text is blank"):

@@ -26,7 +26,7 @@ from mm_utils.model.build import open_model
 from mm_utils.search import index as index_folder
 from mm_utils.search import updating
 from mm_utils.search.index import open_index, read_parts, write_index
-from mm_utils.search.listing import Listing, folder_listing
+from mm_utils.search.listing import Listing, folder_listing, pair_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import embed
@@ -200,7 +200,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "info cut": lambda folder: _cut(folder / "index.json", 40),
     "a file outside": lambda folder: _set(folder, rows="/etc/passwd"),
     "another width": lambda folder: _set(folder, width=7),
-    "another version": lambda folder: _set(folder, version=2),
+    "another version": lambda folder: _set(folder, version=99),
 }
 
 
@@ -259,9 +259,44 @@ def test_pairs_are_embedded_with_their_captions(model: Path, corpus: Path, own_c
     flags = ["--model_name_or_path", str(model), "--index_dir", str(tmp_path / "index"), "--train_file", str(corpus)]
     assert embed.main([*flags, "--dataloader_num_workers", "0"])["images"] == 24
     rows = contents(tmp_path / "index")
-    assert {name.split("/")[0] for name in rows} == {"train", "validation"}
+    assert {row["split"] for row in rows.values()} == {"train", "validation"}
     assert all(len(row["captions"]) == 2 for row in rows.values())
     assert embed.main([*flags, "--split", "validation"])["removed"] == 16
+
+
+def test_a_pair_keeps_its_id_and_its_embedding_where_its_split_changes(model: Path, tmp_path: Path) -> None:
+    """An id that two splits have is told apart by the split."""
+    write_photos(tmp_path / "photos", range(6))
+    images = folder_listing(str(tmp_path / "photos")).rows
+
+    def run(**ids: str) -> tuple[int, dict[str, str]]:
+        places, splits = iter(range(6)), dict[str, datasets.Dataset]()
+        for split, names in ids.items():
+            rows = images.select([next(places) for _ in names.split()])
+            splits[split] = rows.add_column("id", names.split())
+        listing, embedder = pair_listing(splits), make_embedder(model)
+        done = update_index(tmp_path / "index", str(model), listing, embedder, Accelerator(cpu=True))
+        return done["embedded"], {name: row["split"] for name, row in contents(tmp_path / "index").items()}
+
+    assert run(train="SKU-1 SKU-2", validation="SKU-3") == (
+        3,
+        {"SKU-1": "train", "SKU-2": "train", "SKU-3": "validation"},
+    )
+    assert run(train="SKU-1", validation="SKU-2 SKU-3 4") == (
+        1,
+        {"SKU-1": "train", "SKU-2": "validation", "SKU-3": "validation", "4": "validation"},
+    )
+    assert run(train="SKU-1 2", test="2 4")[1] == {"SKU-1": "train", "train/2": "train", "test/2": "test", "4": "test"}
+
+
+def test_an_index_of_an_earlier_version_is_made_anew(index: Path, model: Path, photos: Path, tmp_path: Path) -> None:
+    shutil.copytree(index, tmp_path / "index")
+    _set(tmp_path / "index", version=5)
+    with pytest.raises(ValueError, match=r"an earlier version wrote this index\. Run scripts/embed\.py again"):
+        open_index(tmp_path / "index")
+    assert update(tmp_path / "index", model, photos)["embedded"] == 30
+    assert len(list((tmp_path / "index").glob("rows-*.arrow"))) == 1
+    assert contents(tmp_path / "index").keys() == contents(index).keys()
 
 
 def repooled(

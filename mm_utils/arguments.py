@@ -15,11 +15,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
-import psutil
 import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
@@ -31,11 +29,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
-_YES = {"yes", "true", "t", "y", "1", "on"}
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
 _WIDTH, _HELP_COLUMN = 140, 35  # of a line of `--help`, and where its text begins
 _KINDS: dict[Any, str] = {int: "N", float: "X"}
 _MANY = 40  # flags, above which `--help` shows the usual ones
+_MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
 _MOST = 10**9  # of a number whose flag names no other bound
 _NAMES_HERE = {  # of flags that other trainers call otherwise, where letters that are alike would mislead
     **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "global_batch_size"),
@@ -58,7 +56,6 @@ _LEFT = {
     "overwrite_output_dir",
     "greater_is_better",
 }
-_MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
 
 Decides = Literal["learning", "place", "speed", "length", "report"]
 """What a flag decides: what is learnt, where things lie (and what is compared by what it leads to, as rows and weights are), how
@@ -438,22 +435,12 @@ def python() -> str:
 
 
 def launcher() -> str:
-    """Return what stands before the script in the command that starts this run once more, as the user's shell finds it."""
+    """Return what stands before the script in the command that starts this run once more, without the launcher's own flags."""
     if LAUNCH_VARIABLE in os.environ:
         return os.environ[LAUNCH_VARIABLE]
-    name = python()
-    is_on_path = name == "python"
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and is_alone:
-        return name
-    is_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES
-    variable = "ACCELERATE_USE_CPU=true " if is_on_cpu and not is_alone else ""
-    with suppress(psutil.Error, ValueError):  # ValueError: another process is in between
-        words = psutil.Process(os.getppid()).cmdline()  # python /venv/bin/accelerate launch --config_file FILE SCRIPT
-        _, started, *flags = words[: words.index(sys.argv[0])]
-        program = [name, started] if started == "-m" or not is_on_path else [Path(started).name]
-        return variable + shlex.join([*program, *flags])
-    return variable + ("accelerate launch" if is_on_path else f"{name} -m accelerate.commands.launch")
+    if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return python()
+    return "accelerate launch" if python() == "python" else f"{python()} -m accelerate.commands.launch"
 
 
 def launch_command(script: str, words: Sequence[str], before: str | None = None) -> str:
@@ -463,9 +450,6 @@ def launch_command(script: str, words: Sequence[str], before: str | None = None)
         path = scripts_folder() / f"{script}.py"
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f"{before or launcher()} {shlex.join([str(path), *words])}"
-
-
-# -- YAML that anyone may have written ----------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):

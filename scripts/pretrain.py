@@ -100,7 +100,7 @@ def main(
     model = build_model(model_args, data.processor.tokenizer, data.medium)
     fit_positions(model, data.max_seq_length)
     rows = data.splits.get("train")
-    objective = build_objective(model, objective_args, args.seed, rows, data.processor.tokenizer)
+    objective = build_objective(model, objective_args, args.seed, rows)
     is_model = has_baseline(given, data, attached)  # before the first step
     run = run.settled(data, is_model)
 

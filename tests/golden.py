@@ -118,7 +118,6 @@ CASES = [
     Case("lora", figures, [f"{CLIP} --lora_rank 2"]),
     Case("wise_ft", figures, [f"{CLIP} --wise_ft true"]),
     Case("matching", figures, [f"{HEAD} --objectives contrastive:1,matching:1"]),
-    Case("masked_lm", figures, [f"{HEAD} --objectives contrastive:1,masked_lm:1"]),
     Case("captioning", figures, [f"{HEAD} --objectives contrastive:1,captioning:1"]),
     Case("regions", figures, [f"{HEAD} --objectives contrastive:1,regions:1"]),
     Case("micro_batch", figures, [f"{HEAD} --micro_batch_size 3"]),

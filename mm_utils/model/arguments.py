@@ -33,7 +33,7 @@ TEXT_PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Terms of `mm_utils.objectives.build`, and those of them that compare images and texts:
-TERMS = "contrastive", "sigmoid", "captioning", "matching", "masked_lm", "regions", "moments", "distillation"
+TERMS = "contrastive", "sigmoid", "captioning", "matching", "regions", "moments", "distillation"
 COMPARING = "contrastive", "sigmoid", "distillation"
 COMPARES_NOTHING = (
     "--objectives is {!r}; no term of it compares images and texts. Add contrastive, sigmoid, or an EmbeddingTerm of your own, "
@@ -180,8 +180,8 @@ class ObjectiveArguments:
 
     objectives: str = arg(
         "contrastive:1,captioning:1",
-        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); masked_lm and "
-        "captioning (it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
+        "Terms and weights: contrastive (InfoNCE) or sigmoid (SigLIP); matching (the fusion head classifies pairs); captioning "
+        "(it predicts words); regions (phrases point into their boxes); moments (phrases find their spans of clips and "
         "sounds); distillation (soft targets of --teacher_name_or_path); or module.Class, a term of your own.",
         usual=True,
     )

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import datasets
-from transformers import PreTrainedTokenizerBase
 
 from mm_utils.arguments import load_own
 from mm_utils.data.batches.column_reader import ColumnReader
@@ -16,16 +15,12 @@ from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.contrastive import Distillation, InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
 from mm_utils.objectives.joint import JointObjective
-from mm_utils.objectives.masked_language import MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching
 from mm_utils.objectives.terms import EmbeddingTerm, Term
 
 logger = logging.getLogger(__name__)
 
-_TERMS = (
-    *(InfoNCE, PairwiseSigmoid, Captioning, Matching, MaskedLanguageModelling),
-    *(RegionPointing, MomentCovering, Distillation),
-)
+_TERMS = (InfoNCE, PairwiseSigmoid, Captioning, Matching, RegionPointing, MomentCovering, Distillation)
 TERMS: dict[str, type[Term]] = {term.name: term for term in _TERMS}
 HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
 """The parts of the model that only some terms train."""
@@ -56,11 +51,10 @@ def build_objective(
     args: ObjectiveArguments,
     seed: int,
     rows: datasets.Dataset | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> JointObjective:
     """Build the objective; add to the model what terms need, freeze what none trains.
 
-    `rows` are the tokenised training rows; None for a stream. Only `masked_lm` needs the tokenizer of the texts.
+    `rows` are the tokenised training rows; None for a stream.
 
     Raises:
         ValueError: if a term is not found, or needs a part that the model cannot have, such as a fusion head.
@@ -75,7 +69,6 @@ def build_objective(
                 f"--objectives asks for {term.name}, and the model has no fusion head. Set --fusion_layers above 0 "
                 "where backbones are joined; an earlier run without a head gets one by its folder dual_encoder/ as --model_name_or_path."
             )
-        term.tokenizer = tokenizer
         term.prepare(model)
         if rows is not None:
             term.read_captions(model, rows)

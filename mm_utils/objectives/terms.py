@@ -79,8 +79,6 @@ class Term:
     refuses: ClassVar[Mapping[str, str]] = {}  # flags, or a flag and a value, with the rest of a sentence about it
     has_bias: ClassVar[bool] = False  # whether it reads the bias of the logits, which the model then has
 
-    tokenizer: Any = None  # of the texts
-
     def __init__(self, seed: int = 0):
         self.seed = seed
 

@@ -52,7 +52,7 @@ OBJECTIVES = {
     "plain": "contrastive",
     "sigmoid": "sigmoid",
     "matching": "contrastive,matching",
-    "all": "sigmoid,matching,masked_lm:0.5,captioning:0.5",
+    "all": "sigmoid,matching,captioning:0.5",
     "clip": "contrastive,matching",
     "siglip": "sigmoid,matching",
 }
@@ -141,7 +141,7 @@ def train(
     torch.manual_seed(args.seed)
     loaders = make_loaders(LoaderArguments(dataloader_num_workers="0"), accelerator.device, processor, [Negatives()])
     model = build_model(arguments_of(root, name), processor.tokenizer, medium=loaders.medium.kind)
-    objective = build_objective(model, ObjectiveArguments(OBJECTIVES[name]), args.seed, tokenizer=processor.tokenizer)
+    objective = build_objective(model, ObjectiveArguments(OBJECTIVES[name]), args.seed)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
     order = GlobalOrder(len(rows), args.batch_sizes, args.seed)
     watched: list[Watched] = []

@@ -53,7 +53,6 @@ TERMS = {
     "sigmoid": "sigmoid:1",
     "sigmoid_matching": "sigmoid:1,matching:0.7",
     "matching_with_negatives": "contrastive:1,matching:0.7",
-    "masked_lm": "contrastive:1,masked_lm:0.5",
     "captioning": "contrastive:1,captioning:0.5",
     "captioning_on_resting_towers": "contrastive:1,captioning:0.5",
     "captioning_of_few_words": "contrastive:1,captioning:0.5",
@@ -62,7 +61,7 @@ TERMS = {
     "distillation": "contrastive:1,distillation:0.5",
     "mlp": "contrastive:1,matching:0.7,distillation:0.5",
     "own": "contrastive:1,tests.kit.objectives.Uniformity:0.3",
-    "everything": "sigmoid:1,matching:0.7,masked_lm:0.5,captioning:0.3,distillation:0.5",
+    "everything": "sigmoid:1,matching:0.7,captioning:0.3,distillation:0.5",
 }
 KINDS = tuple(TERMS)
 
@@ -86,21 +85,14 @@ def tiny_model(fusion_layers: int = 2, projection: str = "linear") -> FusionDual
     return model.double().train()
 
 
-class Words(list):
-    """The tokenizer of 50 words, as far as terms read it."""
-
-    mask_token_id, all_special_ids = 4, (0, 1, 2, 3, 4)
-
-
 def tiny_objective(kind: str) -> JointObjective:
     teacher = "larger" if "distillation" in TERMS[kind] else None
     args = ObjectiveArguments(TERMS[kind], teacher)
     model = tiny_model(
-        fusion_layers=2 if set(args.weights) & {"matching", "masked_lm", "captioning", "regions", "moments"} else 0,
+        fusion_layers=2 if set(args.weights) & {"matching", "captioning", "regions", "moments"} else 0,
         projection="mlp" if kind == "mlp" else "linear",
     )
-    tokenizer: Any = Words(range(50))
-    objective = build_objective(model, args, 3, tokenizer=tokenizer)
+    objective = build_objective(model, args, 3)
     model.double()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():

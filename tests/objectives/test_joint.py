@@ -20,7 +20,6 @@ from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.grad_cache import TooManyPairsError, backward_that_fits
 from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.losses import gather_batch, same_pair
-from mm_utils.objectives.masked_language import MaskedLanguageModelling
 from mm_utils.objectives.matching import Matching
 from mm_utils.objectives.workload import Workload
 from tests.kit.objectives import (
@@ -98,33 +97,6 @@ def test_matching_is_the_cross_entropy_of_its_pairs(kind: str, number: int) -> N
     total = sum(pair[-1] for pair in pairs)
     assert total == (PAIRS + 7 if kind.endswith("one image") else 3 * PAIRS)
     assert step(objective, batch, number)["report"]["matching_loss"] == pytest.approx(sum(losses) / total, rel=1e-5)
-
-
-def test_masked_lm_is_the_cross_entropy_of_what_it_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mm_utils.objectives.masked_language.PROBABILITY", 0.4)
-    objective, batch = tiny_objective("masked_lm"), global_batch()
-    model, term = objective.model, next(t for t in objective.weights if isinstance(t, MaskedLanguageModelling))
-    shared = gather_batch(*(objective.encode(batch).embeds[name] for name in ("image", "text")), batch["ids"])
-    plan, again, later = (term.plan(batch, shared, torch.tensor(1.0), number) for number in (5, 5, 6))
-    assert torch.equal(plan.is_target, again.is_target)
-    assert not torch.equal(plan.is_target, later.is_target)
-    asked, seen, real = plan.is_target, plan.input_ids, batch["input_ids"]
-    assert plan.total == asked.sum() > 10
-    assert not (asked & (batch["attention_mask"] == 0)).any()
-    assert not (asked & (real < 5)).any()  # special tokens
-    assert torch.equal(seen[~asked], real[~asked])
-    assert (seen[asked] == 4).float().mean() > 0.5
-    _, keys_values = model.encode_image(batch["pixel_values"])
-    _, states = model.encode_text(seen, batch["attention_mask"])
-    fused = model.fusion(keys_values, states, batch["attention_mask"])[:, 1:]
-    words = model.text_model.get_input_embeddings().weight
-    losses = [
-        torch.nn.functional.cross_entropy(model.token_head(fused[row, place][None], words), real[row, place][None])
-        for row, place in asked.nonzero()
-    ]
-    report = step(objective, batch, 5)["report"]
-    assert report["masked_lm_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    assert set(report) >= {"masked_lm_loss", "masked_lm_accuracy"}
 
 
 def test_build_objective() -> None:

@@ -42,7 +42,6 @@ from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_split
 from mm_utils.evaluation.metrics import half_widths
-from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
 from mm_utils.model.build import open_model
 from mm_utils.objectives.grounding.evaluation import of_split
@@ -79,8 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     logger.info("%s: %s %ss, %s captions", split, f"{len(rows):,}", loaders.medium.kind, f"{captions:,}")
 
     # 4. Evaluate.
-    probes = caption_probes(rows, processor.tokenizer, loader_args.max_seq_length)
-    evaluator = RetrievalEvaluator(eval_args, probes)
+    evaluator = RetrievalEvaluator(eval_args)
     loader = loaders.evaluation(rows, EVALUATION_BATCH)
     model = accelerator.unwrap_model(accelerator.prepare(model))
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)

@@ -43,7 +43,6 @@ from transformers import TrainerCallback
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.streams.stream import open_streamed
 from mm_utils.data.training_data import TrainingData, open_data
-from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
 from mm_utils.model.build import build_model, fit_positions
 from mm_utils.model.compile import compile_if_repaid
@@ -105,8 +104,7 @@ def main(
     run = run.settled(data, is_model)
 
     # 4. Train, first the encoders, then the fusion head.
-    probes = caption_probes(data.splits["validation"], data.processor.tokenizer, data.max_seq_length)
-    retrieval = RetrievalEvaluator(given[EvaluationArguments], probes, fits=True)
+    retrieval = RetrievalEvaluator(given[EvaluationArguments], fits=True)
     loss = ValidationLoss(objective.weights, retrieval, run.args.batch_sizes.sizes[-1])
     own = given[EvaluationArguments].own_evaluators()
     measures: list[Evaluate] = [retrieval, loss, *objective.evaluators(data.medium), *own, *evaluators]

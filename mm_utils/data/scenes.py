@@ -26,7 +26,7 @@ from mm_utils.stored import stored
 
 logger = logging.getLogger(__name__)
 
-GENERATOR_VERSION = "1"
+GENERATOR_VERSION = "2"
 """Part of the cache folder's name; raise it with every change of a generated row."""
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "diamond")
@@ -96,7 +96,6 @@ _FEATURES = datasets.Features({
     "image": datasets.Image(decode=False),
     "captions": [datasets.Value("string")],
     "regions": [{"box": [datasets.Value("float32")], "phrase": datasets.Value("string")}],
-    "order_pair": {"true": datasets.Value("string"), "false": datasets.Value("string")},
 })  # fmt: skip
 
 
@@ -128,9 +127,8 @@ def load_scenes(
 ) -> datasets.DatasetDict:
     """Load the splits train, validation and test from the cache; generate them on first use.
 
-    A row has `id`, `image` (PNG bytes, not decoded), four `captions`, the first two in English, `regions`
-    (a `box` as x, y, width, height in pixels and a `phrase` for each object) and `order_pair`: a true English caption, and the
-    same words in a false order. Mirror twins are neighbouring rows. The cache is `cache_dir`, or else the one of `datasets`.
+    A row has `id`, `image` (PNG bytes, not decoded), four `captions`, the first two in English, and `regions`
+    (a `box` as x, y, width, height in pixels and a `phrase` for each object). Mirror twins are neighbouring rows. The cache is `cache_dir`, or else the one of `datasets`.
     """
 
     def generate(folder: Path) -> None:
@@ -206,13 +204,11 @@ def _row(scene: _Scene, split: str, number: int) -> dict[str, Any]:
     pixels, boxes = _draw(scene, random.Random(f"0 {split} {number}"))
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, format="PNG")
-    captions = _captions(scene)
     return {
         "id": f"scene-{split}-{number:05d}",
         "image": {"bytes": png.getvalue(), "path": None},
-        "captions": captions,
+        "captions": _captions(scene),
         "regions": [{"box": box, "phrase": " ".join(thing)} for box, thing in zip(boxes, scene.things, strict=True)],
-        "order_pair": {"true": captions[0], "false": _captions(scene.twin())[0]},
     }
 
 

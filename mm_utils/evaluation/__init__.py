@@ -1,1 +1,1 @@
-"""Metrics of a trained model: retrieval, re-ranking, probes of captions."""
+"""Metrics of a trained model: retrieval and re-ranking."""

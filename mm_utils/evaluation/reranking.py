@@ -129,9 +129,9 @@ def without_priors(candidates: dict[str, Listed], voice: int) -> dict[str, Liste
     return candidates
 
 
-def find_candidates(split: Embeddings, top_k: int, texts: int, scale: float) -> dict[str, Listed]:
-    """Find the candidates of each direction, with pair numbers among `texts` texts."""
-    found = {}
+def find_candidates(split: Embeddings, top_k: int, scale: float) -> dict[str, Listed]:
+    """Find the candidates of each direction."""
+    found, texts = {}, len(split.text_TE)
     for direction, (queries, items) in split.directions.items():
         cosine_QK, item_QK = top_candidates(queries, items, top_k)
         query_Q1 = torch.arange(len(item_QK), device=item_QK.device)[:, None]
@@ -167,7 +167,6 @@ def rank_directions(
 def score_pairs(
     model: FusionDualEncoderModel,
     split: Embeddings,
-    text_T2L: Tensor,
     pairs: Tensor,
     loader: Iterable,
     accelerator: Accelerator,
@@ -178,7 +177,7 @@ def score_pairs(
     Every rank scores the pairs of its own images, one share of images at a time. Pairs are sorted by text, so that a text is
     encoded once per share. The keys and values are removed from `split`, which was embedded from `loader`.
     """
-    pairs = pairs.unique()
+    pairs, text_T2L = pairs.unique(), split.text_T2L
     scored, scores = [pairs[:0]], [torch.empty(0, len(voices), device=pairs.device)]
     progress = tqdm(desc="Re-ranking", unit="pair", leave=False, disable=not accelerator.is_main_process, delay=2)
     for images, keys_values in image_shares(model, split, loader, accelerator):

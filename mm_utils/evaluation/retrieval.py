@@ -1,7 +1,6 @@
 """Measure retrieval in both directions, text to image and image to text.
 
-`mm_utils.evaluation.embeddings` says how ranks are counted, `mm_utils.evaluation.reranking` how the fusion head changes them, and
-`mm_utils.evaluation.probes` asks whether a true caption scores above a false one.
+`mm_utils.evaluation.embeddings` says how ranks are counted, and `mm_utils.evaluation.reranking` how the fusion head changes them.
 """
 
 import logging
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.arguments import EvaluationArguments
-from mm_utils.evaluation.embeddings import Embeddings, cat_texts, embed_split
+from mm_utils.evaluation.embeddings import Embeddings, embed_split
 from mm_utils.evaluation.metrics import helps, mean_recall, retrieval_metrics, spread
-from mm_utils.evaluation.probes import Probes, probe_cosines
 from mm_utils.evaluation.reranking import (
     FOLDS,
     DirectionRanks,
     Listed,
-    combine,
     describe_weights,
     find_candidates,
     fit_weights,
@@ -45,20 +42,14 @@ class RetrievalEvaluator:
     candidates of each query.
 
     Args:
-        probes: of `mm_utils.evaluation.probes.caption_probes`; with them, also measure `order_accuracy` and so on.
         fits: fit the weights of re-ranking on this split, cross-fitted, and write them into the model's config.
     """
 
     split: Embeddings  # of the last evaluation
     reads_features = True  # it reads batches with the output of frozen towers in place of the media
 
-    def __init__(
-        self,
-        args: EvaluationArguments | None = None,
-        probes: Probes | None = None,
-        fits: bool = False,
-    ):
-        self.args, self.probes = args or EvaluationArguments(rerank_top_k=0), probes or Probes.none()
+    def __init__(self, args: EvaluationArguments | None = None, fits: bool = False):
+        self.args = args or EvaluationArguments(rerank_top_k=0)
         self.fits = fits
         self.directions: dict[str, DirectionRanks] = {}  # its ranks
         self.first: dict[str, Tensor] = {}  # the ranks of the first evaluation
@@ -79,18 +70,14 @@ class RetrievalEvaluator:
         if split.skipped:
             logger.warning("%d images were left out of the evaluation: %s", len(split.skipped), split.skipped[:3])
         scale = full_tensor(model.logit_scale.detach()).float().exp().item()
-        probes = self.probes.of(split)
-        cosine_P2 = probe_cosines(model, split, probes, accelerator)
         others = {"image_spread": spread(split.image_ME), "text_spread": spread(split.text_TE)}
-        others |= probes.share(cosine_P2, "order_accuracy")
         if not reranks:
             self.directions = rank_directions(split)
             return retrieval_metrics(split, self.directions) | others
-        texts = cat_texts([split.text_T2L, probes.text_T2L])
-        candidates, pair_P2 = find_candidates(split, self.args.rerank_top_k, len(texts), scale), probes.pairs(split)
+        candidates = find_candidates(split, self.args.rerank_top_k, scale)
         listed = {name: found.pair_QK for name, found in candidates.items() if found.pair_QK is not None}
-        pairs = torch.cat([*(pair_QK.flatten() for pair_QK in listed.values()), pair_P2.flatten()])
-        scores = score_pairs(model, split, texts, pairs, loader, accelerator, list(weights))
+        pairs = torch.cat([pair_QK.flatten() for pair_QK in listed.values()])
+        scores = score_pairs(model, split, pairs, loader, accelerator, list(weights))
         candidates = {name: found._replace(voices_VQK=scores(listed[name])) for name, found in candidates.items()}
         if "caption" in weights:
             candidates = without_priors(candidates, list(weights).index("caption"))
@@ -98,8 +85,6 @@ class RetrievalEvaluator:
         if self.fits:
             weight_FV, of_head = self._fit(model, split, candidates, list(weights))
         ranked = self.directions = rank_directions(split, candidates, weight_FV)
-        score_P2 = combine(scale * cosine_P2, scores(pair_P2), weight_FV, split.group_M[probes.image_P])
-        others |= probes.share(score_P2, "rerank_order_accuracy")
         # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
         judged = [each.reranked_Q for each in (of_head or ranked).values() if each.reranked_Q is not None]
         metrics = retrieval_metrics(split, ranked) | {"head_mean_recall": mean_recall(judged)}

@@ -17,7 +17,6 @@ from mm_utils.evaluation import embeddings, reranking, retrieval
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, count_right
 from mm_utils.evaluation.metrics import retrieval_metrics, wilson_interval
-from mm_utils.evaluation.probes import Probes
 from mm_utils.evaluation.reranking import rank_directions
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.finetuning import evaluator as classification
@@ -125,24 +124,6 @@ def head(case: Case, top_k: int = 5, weight: float = 1.0) -> tuple[Figures, Figu
     return found, by_definition(cosine, right, "rerank_", logits, top_k, model.logit_scale.exp().item() / weight)
 
 
-def order(case: Case) -> tuple[Figures, Figures]:
-    """The first caption of each image as the true one, and the first of the next image as the false one."""
-    model = spoiled(case)
-    first = [model.owner.index(image) for image in range(case.images)]
-    pairs = [(first[image], first[(image + 1) % case.images]) for image in range(case.images)]
-    ids = [[1, text, model.owner[text]] for pair in pairs for text in pair]
-    texts = torch.stack([torch.tensor(ids), torch.ones(len(ids), 3, dtype=torch.long)], 1)
-    measure = RetrievalEvaluator(EvaluationArguments(rerank_top_k=4), Probes(texts, torch.arange(case.images)))
-    found = measure(model, model.batches(case.batch_size, case.unreadable), ACCELERATOR)
-    cosine = model.logit_scale.exp() * model.image @ model.text.T
-    expected: Figures = {}
-    for name, score in {"order_accuracy": cosine, "rerank_order_accuracy": cosine + model.logits}.items():
-        right = [bool(score[image, pairs[image][0]] > score[image, pairs[image][1]]) for image in case.readable]
-        expected[name] = mean(right)
-        expected[f"{name}_low"], expected[f"{name}_high"] = wilson_interval(sum(right), len(right))
-    return found, expected
-
-
 # -- classes ------------------------------------------------------------------------------------------------------------
 CLASSES = ["cat", "dog", "sea lion", "owl", "goat", "ant", "bee"]
 TEMPLATES = ["a photo of a {}.", "{}", "one large {} beside a small {} again"]
@@ -229,14 +210,14 @@ def by_classifier(case: Case) -> tuple[Figures, Figures]:
 
 
 METRICS: dict[str, Callable[[Case], tuple[Figures, Figures]]] = {
-    "towers": towers, "head": head, "order of words": order, "names of classes": by_names, "classifier": by_classifier,
+    "towers": towers, "head": head, "names of classes": by_names, "classifier": by_classifier,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_metric_equals_its_definition(metric: str, case: str) -> None:
-    if case == "NaN" and metric in ("towers", "order of words", "names of classes"):
+    if case == "NaN" and metric in ("towers", "names of classes"):
         with pytest.raises(RunError, match="not finite"):
             METRICS[metric](CASES[case])
         return

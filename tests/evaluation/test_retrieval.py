@@ -1,4 +1,4 @@
-"""The `evaluate` metric, probes, what training gained, and re-ranking; figures: tests/contracts/test_metrics.py."""
+"""The `evaluate` metric, what training gained, and re-ranking; figures: tests/contracts/test_metrics.py."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import datasets
 import evaluate
 import pytest
 import torch
@@ -14,17 +13,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
 import mm_utils
-from mm_utils.data.scenes import load_scenes
 from mm_utils.distributed import RunError
 from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
 from mm_utils.evaluation.gained import recall_gained
 from mm_utils.evaluation.metrics import summarise_ranks
-from mm_utils.evaluation.probes import caption_probes
 from mm_utils.evaluation.reranking import Listed, combine, fit_weights, rank_directions
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
-from mm_utils.model.processor import train_tokenizer
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.validation_loss import ValidationLoss
 from tests.kit.processes import run_on_ranks
@@ -94,18 +90,6 @@ def gap_by_the_docs() -> float:
 
 def test_the_evaluator_of_the_docs_is_the_same_on_any_number_of_processes() -> None:
     assert run_on_ranks(2, gap_by_the_docs) == [pytest.approx(gap_by_the_docs())] * 2
-
-
-def test_scenes_have_probes(tmp_path: Any) -> None:
-    rows = load_scenes(num_train=1, num_eval=30, cache_dir=tmp_path)["validation"]
-    tokenizer: Any = train_tokenizer([caption for row in rows["captions"] for caption in row], 400)
-    probes = caption_probes(rows, tokenizer, 64)
-    ids = [row[mask.bool()].tolist() for row, mask in probes.text_T2L]
-    assert ids == [tokenizer(pair[side]).input_ids for pair in rows["order_pair"] for side in ("true", "false")]
-    for others in (rows.remove_columns("order_pair"), datasets.Dataset.from_dict({"order_pair": ["something else"]})):
-        assert len(caption_probes(others, tokenizer, 64).image_P) == 0
-    # Captions cut to their common beginning are not a probe.
-    assert len(caption_probes(rows, tokenizer, 3).image_P) == 0
 
 
 @pytest.mark.parametrize("value", [{"recall": 0.4}, {"own": "good"}, {"own": None}])

@@ -119,7 +119,6 @@ def test_the_screen_has_recalls_and_warns_of_training_rows(flags: list[str], cap
     assert f"R@1 {found['text_to_image_recall@1']:.3f} (" in shown
     assert "by chance" in shown
     assert "mean_rank" not in caplog.text
-    assert not any(name.endswith("_rows") for name in found), "probes of fewer than 30 rows"
 
 
 def test_reranking_without_a_head_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_captions
-from mm_utils.evaluation.probes import Probes
 from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -206,7 +205,6 @@ def test_a_run_between_frozen_towers_runs_each_tower_once(
             return run(self, first, *args, **kwargs)
 
         monkeypatch.setattr(FusionDualEncoderModel, name, noted)
-    monkeypatch.setattr(pretrain, "caption_probes", lambda *_, **__: Probes.none())
     flags = ["--config", "recipes/two_encoders.yaml", "--train_file", str(corpus)]
     towers = write_towers(tmp_path, "resnet", ["red", "blue", "round"], new_tokenizer())
     flags += [word for name, folder in towers.items() for word in (f"--{name}", folder)]

@@ -13,7 +13,6 @@ COMMANDS = {
     "prepare": ("prepare_data", "check pairs, find duplicates and leaks, write a data set"),
     "pretrain": ("pretrain", "train an image encoder and a text encoder together"),
     "finetune": ("finetune", "train a classifier on top of a model"),
-    "mine": ("mine_negatives", "find hard negatives for a further training"),
     "eval": ("eval_retrieval", "measure retrieval"),
     "zero-shot": ("eval_zero_shot", "classify by the names of classes"),
     "embed": ("embed", "embed media into an index, or update one"),

@@ -48,7 +48,6 @@ MISTAKES = [
     ("scripts.prepare_data", "--sources x --output_dir s3://b/set", "--output_dir is s3://b/set; a folder of this machine is written"),
     ("scripts.prepare_data", "--sources x --output_dir y --store webp", "--store"),
     ("scripts.prepare_data", "--sources x --output_dir y --validation_fraction 0.5 --test_fraction 0.5", "leave nothing to train on"),
-    ("scripts.mine_negatives", "--model_name_or_path x --dataset_name y --output_dir z --num_negatives 9 --num_candidates 8", "--num_negatives is 9"),
     ("scripts.pretrain", "--dataloader_num_workers many", "--dataloader_num_workers is many; give a number of processes from 0 to 1024, or auto"),
     ("scripts.launch_ray", "--num_workers 0", "--num_workers is 0"),
     ("scripts.launch_ray", "--mixed_precision int8", "invalid choice: 'int8'"),
@@ -75,7 +74,6 @@ NEEDED = {  # what a script asks for before it looks at numbers
     "embed": "--model_name_or_path x --index_dir y",
     "export": "--model_name_or_path x --output_dir y",
     "search": "--index_dir x",
-    "mine_negatives": "--model_name_or_path x --output_dir y --dataset_name z",
 } | dict.fromkeys(["eval_retrieval", "eval_zero_shot", "finetune"], "--model_name_or_path x")
 
 

@@ -11,7 +11,7 @@ column                meaning
 ``width, height``     of the stored image; ``original_width, original_height`` of the source's, upright
 ``captions``          one or more, none empty, none twice
 ``regions``           boxes (x, y, width, height in stored pixels) with phrases; if any source has them
-``negatives``         captions that are wrong for the image; if any source has them, or scripts/mine_negatives.py found some
+``negatives``         captions that are wrong for the image; if any source has them
 ``seconds``           of the stored clip or sound
 ``moments``           spans of seconds from its beginning, with phrases; if any source has them
 ``source``            name of the source

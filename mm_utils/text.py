@@ -182,6 +182,11 @@ def no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.lstrip()[:1] in ("=", "+", "-", "@") else value
 
 
+def sentence_case(text: str) -> str:
+    """Return a sentence with a capital in front."""
+    return text[0].upper() + text[1:]
+
+
 def byte_size(number: float) -> str:
     """Format a number of bytes in MiB or GiB."""
     return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"

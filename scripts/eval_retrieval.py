@@ -42,10 +42,10 @@ from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_split
 from mm_utils.evaluation.metrics import half_widths
+from mm_utils.evaluation.recall_table import recall_lines
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
 from mm_utils.model.build import open_model
 from mm_utils.objectives.grounding.evaluation import of_split
-from mm_utils.run.finish import recall_lines
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
 logger = logging.getLogger(__name__)

@@ -157,25 +157,3 @@ class StreamingArguments:
         False,
         "Read shards of images while training instead of loading the data set first; sounds and clips come from prepared sets.",
     )
-
-
-@dataclass
-class MiningArguments:
-    """Which captions are negatives of an image."""
-
-    num_negatives: int = arg(5, "Captions for each training image, at most.", least=1)
-    num_candidates: int = arg(
-        50, "Captions of other images among which these are chosen: the most similar ones.", least=1
-    )
-    relative_margin: float = arg(
-        0.05,
-        "Leave out captions that score above (1 - this) x the image's best own caption: they may be true of it.",
-        most=0.999,
-    )
-
-    def __post_init__(self) -> None:
-        if self.num_negatives > self.num_candidates:
-            raise ValueError(
-                f"--num_negatives is {self.num_negatives} and --num_candidates {self.num_candidates}; negatives are chosen among the "
-                "candidates. Give at least as many candidates."
-            )

@@ -23,8 +23,8 @@ from mm_utils.run.finish import (
     describe_towers,
     finish,
     run_card,
-    sentence_case,
 )
+from mm_utils.text import sentence_case
 from mm_utils.training.arguments import METRICS_FILE
 
 logger = logging.getLogger(__name__)

@@ -35,9 +35,9 @@ from transformers import (
     VisionTextDualEncoderProcessor,
 )
 
-from mm_utils.data.media.medium import CLIP_FRAMES, MOST_SECONDS
 from mm_utils.model.arguments import ModelArguments, check_reads, vision_preset
 from mm_utils.model.pretrained import check_words, complete, explained, load_config
+from mm_utils.model.reading import CLIP_FRAMES, MOST_SECONDS
 from mm_utils.stored import key_of, stored, version_of
 from mm_utils.text import one_line
 

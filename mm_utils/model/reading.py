@@ -52,6 +52,8 @@ _STRIP = 8  # ratio of sides
 _LARGE = 8_000_000  # pixels; resizing more in one step would take twelve bytes a pixel
 _SECONDS = 30  # to wait for an address
 CHARACTERS_PER_TOKEN = 32  # that are read of a text, so that none takes long
+MOST_SECONDS = 10.0  # of a sound's window, where nothing else is asked for
+CLIP_FRAMES = 16
 
 
 class UnreadableError(ValueError):

@@ -15,10 +15,6 @@ from mm_utils.data.media import COLUMNS
 from mm_utils.files import optional_file
 from mm_utils.text import markdown_table, markdown_text, printable, publishable, redact, without_secrets
 
-DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
-MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
-
-
 EXAMPLES = {  # of code: the folder of a person's files, which files, and a text
     "image": ("pictures", "*.jpg", "something red"),
     "clip": ("clips", "*.mp4", "something turns red"),  # pip install av

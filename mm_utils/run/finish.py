@@ -22,8 +22,9 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, right_items
-from mm_utils.evaluation.gained import Gain, chance, recall_gained
-from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
+from mm_utils.evaluation.gained import Gain, recall_gained
+from mm_utils.evaluation.metrics import CUTOFFS
+from mm_utils.evaluation.recall_table import independent_queries, recall_lines, retrieval_rows
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.hub import licence_of
@@ -32,8 +33,6 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import UnreadableError
 from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
-    DIRECTIONS,
-    MEASURED,
     CardInfo,
     an,
     encoders,
@@ -44,7 +43,7 @@ from mm_utils.reports.model_card import (
 )
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.restarts import device_name
-from mm_utils.text import markdown_text, printable
+from mm_utils.text import markdown_text, printable, sentence_case
 from mm_utils.training.arguments import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ def retrieval_card(context: RunContext, split: Embeddings, gain: Gain, argv: Seq
         about=f"{about} It finds {medium}s for a text and texts for {an(medium)}.",
         usage=search_code(run.model, medium, has_fusion, dual_encoder),
         medium=medium,
-        table=(["recall among the first", *map(str, CUTOFFS)], _retrieval_rows(shown, split, queries, medium, gain)),
+        table=(["recall among the first", *map(str, CUTOFFS)], retrieval_rows(shown, split, queries, medium, gain)),
         table_note=" ".join(filter(None, note)),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
@@ -144,50 +143,6 @@ def chosen_on_validation(context: RunContext, model: FusionDualEncoderModel | No
     too_high = "so its figures are slightly too high; those of a test split are not."
     also = f"The validation split also chose {listed(chosen)}, {too_high}" if chosen else ""
     return " ".join(filter(None, [context.choice, also]))
-
-
-def _retrieval_rows(
-    metrics: Mapping[str, float], split: Embeddings, queries: int, medium: str, gain: Gain | None = None
-) -> list[list[str]]:
-    """Return both directions' recalls: before training, encoders, re-ranked, the head's gain, by chance."""
-    rows: list[list[str]] = []
-    for direction, title in DIRECTIONS.items():
-        shown = title.replace("image", medium)
-        found = {
-            prefix: [metrics[name] for k in CUTOFFS if (name := f"{prefix}{direction}_recall@{k}") in metrics]
-            for prefix in MEASURED
-        }
-        names = [f"eval_{direction}_recall@{k}" for k in CUTOFFS]
-        if gain and gain.starts and names[0] in gain.starts[0]:
-            rows.append(
-                [f"{shown}, before training", *(_with_interval(gain.starts[0][name], queries) for name in names)]
-            )
-        named = dict(MEASURED) if found["eval_rerank_"] or gain is None else {"eval_": "after training"}
-        for prefix, words in named.items():
-            if recalls := found[prefix]:
-                rows.append([f"{shown}, {words}", *(_with_interval(recall, queries) for recall in recalls)])
-        gains = [after - before for before, after in zip(*found.values(), strict=False)]
-        if gains:
-            rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
-        rows.append([f"{shown}, by chance", *(f"{value:.3f}" for value in chance(split, direction))])
-    return rows
-
-
-def independent_queries(split: Embeddings, medium: str) -> tuple[str, int]:
-    """Return what the intervals of recalls count as a query, in words, and how many; 0 if there are too few for intervals."""
-    images, groups = len(split.group_M), len(split.group_M.unique())
-    if groups < min(images, FEW_GROUPS):
-        return f"equal captions leave {groups} independent groups of {medium}s, too few for intervals", 0
-    counted = medium if groups == images else f"group of {medium}s with equal captions"
-    return f"95 % intervals in brackets, counting one query per {counted}", groups
-
-
-def _with_interval(recall: float, queries: int) -> str:
-    """Format a recall with its interval, of independent queries; without if there are 0."""
-    if not queries:
-        return f"{recall:.3f}"
-    low, high = wilson_interval(recall * queries, queries)
-    return f"{recall:.3f} ({low:.2f} to {high:.2f})"
 
 
 def run_card(context: RunContext, argv: Sequence[str] | None, **values: Any) -> CardInfo:
@@ -309,23 +264,6 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 # -- summaries ----------------------------------------------------------------------------------------------------------
 
 
-def recall_lines(
-    metrics: Mapping[str, float], split: Embeddings, medium: str, name: str, gain: Gain | None = None
-) -> list[str]:
-    """Return the lines of a screen with recalls on `name`, such as "the test split", their intervals, and chance."""
-    images = len(split.image_key_M)
-    counted, queries = independent_queries(split, medium)
-    rows = _retrieval_rows(metrics, split, queries, medium, gain)
-    width = max((len(name) for name, *_ in rows), default=0) + 2
-    lines = [
-        f"  {name:<{width}}" + "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False)).rstrip()
-        for name, *cells in rows
-    ]
-    few = too_few(images, medium, "The split")
-    title = f"Retrieval on the {images:,} {medium}s of {name}:"
-    return ["", title, *lines, f"  {sentence_case(counted)}.", *([f"  {few}"] if few else [])]
-
-
 def _retrieval_summary(context: RunContext, evaluator: RetrievalEvaluator, gain: Gain) -> list[str]:
     model, held_out = context.model, "the validation split, which were not trained on"
     metrics = _with_head(context.metrics, model)
@@ -334,11 +272,6 @@ def _retrieval_summary(context: RunContext, evaluator: RetrievalEvaluator, gain:
         *(f"  {sentence_case(said)}" for said in (gain.sentence, describe_weights(model)) if said),
         *closing_lines(context, next_commands(context), model),
     ]
-
-
-def sentence_case(text: str) -> str:
-    """Return a sentence with a capital in front."""
-    return text[0].upper() + text[1:]
 
 
 def closing_lines(

@@ -23,6 +23,7 @@ from PIL import Image
 
 from mm_utils.arguments import LAUNCH_VARIABLE, launcher
 from mm_utils.evaluation.arguments import EvaluationArguments
+from mm_utils.evaluation.recall_table import independent_queries
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.plots import RetrievalExample
 from mm_utils.run import finish
@@ -243,6 +244,6 @@ def test_examples_are_in_the_order_that_was_measured(
 @pytest.mark.parametrize(("groups", "counted"), [(30, 30), (20, 20), (19, 0)])
 def test_intervals_count_groups_of_equal_captions(groups: int, counted: int) -> None:
     split: Any = SimpleNamespace(group_M=torch.arange(60) % groups)
-    said, queries = finish.independent_queries(split, "sound")
+    said, queries = independent_queries(split, "sound")
     assert queries == counted
     assert ("group of sounds with equal captions" in said) if counted else f"{groups} independent groups" in said

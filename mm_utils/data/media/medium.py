@@ -30,14 +30,12 @@ from typing_extensions import override
 
 from mm_utils.data.images import read_pixels
 from mm_utils.data.media.riff import read_avi, read_wav
-from mm_utils.model.reading import UnreadableError, center_of, center_square, sound_input
+from mm_utils.model.reading import MOST_SECONDS, UnreadableError, center_of, center_square, sound_input
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 
-MOST_SECONDS = 10.0  # of a sound's window, where nothing else is asked for
-CLIP_FRAMES = 16
 _USUAL = 0.95  # quantile of the lengths of sounds
 SOUND_JITTER = 6.0  # decibels, in training
 _KNOTS = (3, 6)  # least and most points of a curve over the frequencies

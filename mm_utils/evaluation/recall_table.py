@@ -1,0 +1,73 @@
+"""The recalls of both directions as a table: before training, by the encoders, re-ranked, and by chance."""
+
+from collections.abc import Mapping
+
+from mm_utils.data.rows.columns import too_few
+from mm_utils.evaluation.embeddings import Embeddings
+from mm_utils.evaluation.gained import Gain, chance
+from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
+from mm_utils.text import sentence_case
+
+DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
+MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
+
+
+def recall_lines(
+    metrics: Mapping[str, float], split: Embeddings, medium: str, name: str, gain: Gain | None = None
+) -> list[str]:
+    """Return the lines of a screen with recalls on `name`, such as "the test split", their intervals, and chance."""
+    images = len(split.image_key_M)
+    counted, queries = independent_queries(split, medium)
+    rows = retrieval_rows(metrics, split, queries, medium, gain)
+    width = max((len(name) for name, *_ in rows), default=0) + 2
+    lines = [
+        f"  {name:<{width}}" + "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False)).rstrip()
+        for name, *cells in rows
+    ]
+    few = too_few(images, medium, "The split")
+    title = f"Retrieval on the {images:,} {medium}s of {name}:"
+    return ["", title, *lines, f"  {sentence_case(counted)}.", *([f"  {few}"] if few else [])]
+
+
+def retrieval_rows(
+    metrics: Mapping[str, float], split: Embeddings, queries: int, medium: str, gain: Gain | None = None
+) -> list[list[str]]:
+    """Return both directions' recalls: before training, encoders, re-ranked, the head's gain, by chance."""
+    rows: list[list[str]] = []
+    for direction, title in DIRECTIONS.items():
+        shown = title.replace("image", medium)
+        found = {
+            prefix: [metrics[name] for k in CUTOFFS if (name := f"{prefix}{direction}_recall@{k}") in metrics]
+            for prefix in MEASURED
+        }
+        names = [f"eval_{direction}_recall@{k}" for k in CUTOFFS]
+        if gain and gain.starts and names[0] in gain.starts[0]:
+            rows.append(
+                [f"{shown}, before training", *(_with_interval(gain.starts[0][name], queries) for name in names)]
+            )
+        named = dict(MEASURED) if found["eval_rerank_"] or gain is None else {"eval_": "after training"}
+        for prefix, words in named.items():
+            if recalls := found[prefix]:
+                rows.append([f"{shown}, {words}", *(_with_interval(recall, queries) for recall in recalls)])
+        gains = [after - before for before, after in zip(*found.values(), strict=False)]
+        if gains:
+            rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
+        rows.append([f"{shown}, by chance", *(f"{value:.3f}" for value in chance(split, direction))])
+    return rows
+
+
+def independent_queries(split: Embeddings, medium: str) -> tuple[str, int]:
+    """Return what the intervals of recalls count as a query, in words, and how many; 0 if there are too few for intervals."""
+    images, groups = len(split.group_M), len(split.group_M.unique())
+    if groups < min(images, FEW_GROUPS):
+        return f"equal captions leave {groups} independent groups of {medium}s, too few for intervals", 0
+    counted = medium if groups == images else f"group of {medium}s with equal captions"
+    return f"95 % intervals in brackets, counting one query per {counted}", groups
+
+
+def _with_interval(recall: float, queries: int) -> str:
+    """Format a recall with its interval, of independent queries; without if there are 0."""
+    if not queries:
+        return f"{recall:.3f}"
+    low, high = wilson_interval(recall * queries, queries)
+    return f"{recall:.3f} ({low:.2f} to {high:.2f})"

@@ -1,7 +1,6 @@
-"""Every benchmark prints, in seconds, its table; what is compared is the same loss of the same model."""
+"""What benchmarks compare is the same loss and the same model, and a step reads nothing of its device."""
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -14,10 +13,9 @@ import torch
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import gpu, harness, learning, loading, loss, peers, processes, reliability, training
+from benchmarks import gpu, harness, loss, peers, processes
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.objectives.losses import gather_batch, info_nce
-from tests.kit.corpora import draw
 
 READING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal"}
 _INDEXING = {"index", "index_put", "index_put_"}
@@ -60,10 +58,6 @@ class HostReads(TorchDispatchMode):
             self.found[place] += 1
 
 
-TINY = ["--vision_config", "tiny", "--text_config", "tiny", "--image_size", "32", "--vocab_size", "100"]
-SHORT = ["--rounds", "1", "--steps", "2"]
-
-
 class InThisProcess:
     """A contestant without a process of its own, which would import everything again."""
 
@@ -79,7 +73,7 @@ class InThisProcess:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    for module in (harness, learning, loss):
+    for module in (harness, loss):
         monkeypatch.setattr(module, "Contestant", InThisProcess)
     monkeypatch.setattr("logging.disable", lambda *_: None)
 
@@ -130,23 +124,6 @@ def test_gradients_are_compared_with_those_in_fp64(corpus, capsys):
         assert row["cosine"] == pytest.approx(1, abs=high)
 
 
-def test_training_loops(corpus, in_this_process, capsys):
-    """From equal weights, and with a rate that changes nothing, the same pairs have the same loss in one part or eight."""
-    rows = training.main([*flags_for(corpus), *SHORT])
-    assert [row["contestant"] for row in rows] == [*training.CONTESTANTS][:-1]
-    assert len(table(capsys)) == len(rows)
-    assert all(row["pairs/s"] > 0 and row["tokens computed / real"] >= 1 for row in rows)
-    whole, *_ = ours = [row["loss"] for row in rows if row["contestant"].startswith("tandem")]
-    assert ours == pytest.approx([whole] * 4, rel=1e-3)
-
-
-def test_loops_on_a_gpu(capsys):
-    rows = gpu.main([*TINY, *SHORT, "--pairs", "8", "--objectives", "contrastive", "--compiled", "false"])
-    assert [row["loop"] for row in rows] == ["tandem", "bare"]
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=0.02)
-    assert len(table(capsys)) == 2
-
-
 @pytest.mark.parametrize("objectives", ["contrastive", "contrastive,captioning", "contrastive,matching"])
 def test_a_step_waits_for_its_device_at_its_ends(objectives):
     """A read between them would drain a GPU's queue; a change that adds one must be seen here."""
@@ -158,31 +135,3 @@ def test_a_step_waits_for_its_device_at_its_ends(objectives):
         step(10**6 - 1)
     of_cpu = {"optimizer.py:step"}  # which a fused one, as on a GPU, does not read
     assert set(reads.found) - of_cpu == {"losses.py:call_roll", "skipped.py:may_move"}, reads.found
-
-
-def test_loading(tmp_path, in_this_process, capsys):
-    flags = ["--images", "16", "--batch_size", "8", "--image_size", "32", "--num_workers", "0", "--rounds", "1"]
-    rows = loading.main([*flags, "--batches", "2", "--cache_dir", str(tmp_path)])
-    assert [row["reader"] for row in rows][:3] == ["datasets", "tandem_originals", "tandem"]
-    assert all(row["images/s"] > 0 for row in rows)
-    assert len(table(capsys)) == len(rows)
-
-
-def test_learning(in_this_process, capsys, tmp_path):
-    rows = []
-    for number in range(60):
-        image = draw(("red", "green", "blue")[number % 3], ("circle", "square")[number % 2], 40 + number)
-        image.save(tmp_path / f"{number}.png")
-        split = ("train", "train", "train", "validation", "test")[number // 12]
-        rows.append({"image": f"{number}.png", "caption": f"picture {number}", "split": split})
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--minutes", "0.01", "--points", "1", "--seeds", "1", "--contestants", "cca,tuned,transformers"]
-    rows = learning.main([*flags_for(tmp_path / "pairs.jsonl"), *flags])
-    assert all("text to image R@1" in row for row in rows)
-    assert len(table(capsys)) == 3
-
-
-def test_resuming(capsys):
-    row, _ = reliability.main(["--cases", "13", "--contestants", "accelerate"])
-    assert row["accelerate"] == "**no**"  # random augmentation is not resumed
-    assert len(table(capsys)) == 2

@@ -37,30 +37,6 @@ def card(**changes: object) -> CardInfo:
     return CardInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_card_says_how_the_model_was_made_how_to_load_it_and_what_was_measured(tmp_path: Path) -> None:
-    path = write_model_card(tmp_path, card())
-    data, text = ModelCard.load(path).data, path.read_text(encoding="utf-8")
-    assert (data.library_name, data.pipeline_tag) == ("transformers", "feature-extraction")
-    assert (data.datasets, data.base_model) == (["me/pairs"], ["me/base"])
-    for part in (
-        'folder = "me/tiny-retriever"  # where',
-        "AutoModel.from_pretrained(folder, trust_remote_code=True)",
-        'VisionTextDualEncoderModel.from_pretrained(folder, subfolder="dual_encoder")',
-        "| text to image, encoders alone | 0.432 |",
-        "| `eval_text_to_image_recall@1` | 0.4321 |",
-        "| train | 29,000 |",
-        "`0f3a9c`",
-        "accelerate launch scripts/pretrain.py --config recipes/tiny.yaml",
-        "| `learning_rate` | `0.001` |",
-        "| precision | bf16 |",
-        "An image encoder (google/vit) and a frozen text encoder (bert-base-uncased)",
-        "## Limitations",
-    ):
-        assert part in text
-    assert ".png" not in text
-    assert "eval_image_spread" not in text
-
-
 @pytest.mark.parametrize(
     ("medium", "column", "call"),
     [

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -137,8 +138,8 @@ def table(paths: list[str], contents: list[bytes] | None = None) -> Dataset:
     return Dataset.from_dict(rows, FEATURES)
 
 
-def write_card(folder: Path, key: str = "data_files", value: Any = "../private/notes.csv") -> Path:
-    config = {"config_name": "default", "data_files": "*.csv", key: value}
+def write_card(folder: Path) -> Path:
+    config = {"config_name": "default", "data_files": "../private/notes.csv"}
     return write(folder / "README.md", f"---\nconfigs: {json.dumps([config])}\n---\n")
 
 
@@ -153,15 +154,6 @@ def write_parquet(folder: Path, private: Path) -> None:
     pq.write_table(table([str(private / f"{at}.png") for at in range(30)]).data.table, folder / "train.parquet")
 
 
-UP = [{"split": "train", "path": ["*.csv", "sub/../../private/*.csv"]}]
-BY_CARD = [
-    *(("data_files", name) for name in ("../private/notes.csv", "/private/notes.csv", UP, "file:/private/notes.csv")),
-    *(("data_files", "zip://notes.csv::../private/a.zip"), ("data_dir", "/private"), ("data_dir", "../private")),
-    *(
-        ("data_files", f"{address}/latest/meta-data/x.csv")
-        for address in ("http://169.254.169.254", "s3://b", "hf://x")
-    ),
-]
 WAYS: dict[str, tuple[Callable[[Path, Path], object], str]] = {  # what is written, and what the message says
     "Parquet": (write_parquet, "outside"),
     "a link": (lambda folder, private: (folder / "train.csv").symlink_to(private / "notes.csv"), "outside"),
@@ -220,22 +212,15 @@ def port() -> Iterator[int]:
             server.accept()
 
 
-@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
-def test_a_card_on_the_hub_names_files_of_its_own(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetched(_: str, name: str, **__: Any) -> str:
-        if name != file:
-            raise OSError(f"no {name}")
-        return str(card)
-
-    monkeypatch.setattr(stored, "hf_hub_download", fetched)
-    monkeypatch.setattr(stored, "load_dataset_builder", lambda *_: pytest.fail("it is opened"))
-    for key, value in BY_CARD:
-        card = write_card(tmp_path, key, value)
-        if file != "README.md":
-            card = write(tmp_path / file, card.read_text().strip("-\n"))
-        for flags in ({}, {"allow_outside_root": True}):
-            with pytest.raises(ValueError, match=rf"^--dataset_name is a/set; {file} names the {key}[^\n]*$"):
-                load_pairs(DataArguments(dataset_name="a/set", **flags))
+@pytest.mark.parametrize("file", ["https://host.example/a.csv", "/private/notes.csv", "s3://b/a.csv"])
+def test_a_set_of_the_hub_has_files_of_its_own_alone(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": ["hf://datasets/a/set/b.csv", file]}))
+    monkeypatch.setattr(stored, "load_dataset_builder", lambda *_: builder)
+    for flags in ({}, {"allow_outside_root": True}):
+        with pytest.raises(
+            ValueError, match=r"^--dataset_name is a/set; its data file .* is not in the data set[^\n]*$"
+        ):
+            load_pairs(DataArguments(dataset_name="a/set", **flags))
 
 
 def test_files_of_the_folder_are_read_and_others_when_that_is_asked_for(private: Path, tmp_path: Path) -> None:

@@ -1,17 +1,14 @@
 """Open what `save_to_disk` wrote, and data sets of the Hub, with no file elsewhere.
 
-Anyone may publish such data. Cards, JSON files and columns of images name files, and `datasets` would open them wherever they
-are, on the disk or in the network; so they are judged here before.
+Anyone may publish such data. Cards, JSON files and columns of images name files; those outside of the data set are refused.
 """
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import datasets
 import pyarrow as pa
@@ -20,12 +17,10 @@ import yaml
 from datasets import Dataset, DatasetBuilder, DatasetDict, load_dataset_builder
 from datasets.exceptions import DatasetsError
 from datasets.table import MemoryMappedTable, concat_tables
-from huggingface_hub import DatasetCard, hf_hub_download
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import HfHubHTTPError
 
 from mm_utils.data.faults import REASONS, Fault
-from mm_utils.data.paths import Jail, is_url
+from mm_utils.data.paths import Jail
 from mm_utils.data.rows.records import image_path
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
@@ -68,12 +63,6 @@ def open_builder(name: str, config: str | None = None) -> DatasetBuilder:
 
     Raises a `Fault` if one is not, or the errors of `datasets`.
     """
-    for file in ("README.md", ".huggingface.yaml"):
-        try:
-            path = hf_hub_download(name, file, repo_type="dataset")
-        except (HfHubHTTPError, OSError, ValueError):  # there is none, or `datasets` cannot reach the Hub either
-            continue
-        check_card(Path(path))
     builder = load_dataset_builder(name, config)
     for file in (str(file) for files in (builder.config.data_files or {}).values() for file in files):
         if not file.startswith("hf://datasets/"):
@@ -148,35 +137,3 @@ def _open_saved(folder: Path, jail: Jail) -> DatasetDict:
         ]
         splits[split or "train"] = Dataset(concat_tables(tables), fingerprint=state["_fingerprint"])
     return splits
-
-
-def check_card(path: Path) -> None:
-    """Check the data files that the card or .huggingface.yaml of a data set of the Hub names, before `datasets` looks for them.
-
-    Patterns are judged by their text: no address, no absolute path, no step upwards. Raises a `Fault`, or an error of YAML.
-    """
-    if path.suffix == ".md":
-        configs = DatasetCard.load(path).data.get("configs")
-    else:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        configs = content.get("configs") if isinstance(content, dict) else None
-    for config in configs if isinstance(configs, list) else [configs]:
-        for key in ("data_files", "data_dir"):
-            for name in _strings(config.get(key) if isinstance(config, dict) else None):
-                # One letter before a colon is a drive of Windows; "::" joins addresses of fsspec.
-                if len(urlsplit(name).scheme) > 1 or "::" in name or is_url(name):
-                    raise Fault("url_not_allowed", f"{path.name} names the {key} {name}, an address")
-                if os.path.isabs(name) or name.startswith("~") or ".." in re.split(r"[\\/]", name):
-                    raise Fault("outside_root", f"{path.name} names the {key} {name}, outside the data set")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in lists and mappings, each looked at once, whatever its aliases."""
-    waiting, seen = [value], set[int]()
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, (list, tuple, dict)) and id(item) not in seen:
-            seen.add(id(item))
-            waiting += item.values() if isinstance(item, dict) else item

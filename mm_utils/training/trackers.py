@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from transformers import TrainerControl, TrainerState
@@ -49,9 +48,11 @@ class Tracking(RunCallback):
             self.trackers.append(tracker)
             tracker.store_init_configuration(config)
 
-        with mock.patch.object(sys, "argv", sys.argv[:1]):  # some trackers publish it
-            for name in self.names:
-                self._try(name, start, name)
+        words = sys.argv[1:]
+        del sys.argv[1:]  # some trackers publish them
+        for name in self.names:
+            self._try(name, start, name)
+        sys.argv += words
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Send a row of the log as `train/loss`, `eval/mean_recall` ..."""

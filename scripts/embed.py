@@ -1,7 +1,10 @@
-"""Embed images, clips or sounds into an index, which scripts/search.py searches by text or by what is like them.
+"""Embed images, clips or sounds into an index, which scripts/search.py searches by text or by what is like them; or classify them.
 
 A folder of images, with all folders in it; run it again after changes, and only new and changed images are embedded:
     python scripts/embed.py --model_name_or_path outputs/mine --images photos/ --index_dir outputs/index
+
+The class of every picture in a folder, as a table, by a classifier that scripts/finetune.py trained:
+    python scripts/embed.py --model_name_or_path outputs/classes --images photos/ --output_file classes.csv
 
 A prepared data set with its captions, or any other source that scripts/pretrain.py takes:
     python scripts/embed.py --model_name_or_path outputs/mine --dataset_name data/mine --index_dir outputs/index
@@ -20,7 +23,11 @@ class EmbedArguments:
     """The model, the index, and a folder of images, clips or sounds."""
 
     model_name_or_path: str = required("The model: a run's folder, a checkpoint, or a Hub id.")
-    index_dir: str = required("The folder of the index; a new one, or one that is brought up to date.")
+    index_dir: str | None = arg(None, "The folder of the index; a new one, or one that is brought up to date.")
+    output_file: str | None = arg(
+        None,
+        "With a classifier of scripts/finetune.py, in place of an index: a CSV with path, class and probability of each file of --images.",
+    )
     images: str | None = arg(
         None, "A folder of images, with all folders in it, instead of pairs. For a model of clips or sounds, of these."
     )
@@ -32,6 +39,15 @@ class EmbedArguments:
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
 
     def __post_init__(self) -> None:
+        if self.output_file is None and self.index_dir is None:
+            raise ValueError(
+                "--index_dir is missing; it is the folder of the index. Give one, or a classifier's --output_file."
+            )
+        if self.output_file and (self.index_dir or not self.images):
+            raise ValueError(
+                f"--output_file is {self.output_file}; it takes the classes of --images, in place of an --index_dir. Give the "
+                "folder of images alone."
+            )
         if self.images and self.split:
             raise ValueError(f"--split is {self.split}; a folder of images has no splits. Drop one of the two.")
 
@@ -45,6 +61,8 @@ from mm_utils import distributed
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
 from mm_utils.data.batches.tokens import unread_captions
 from mm_utils.data.pairs import load_pairs
+from mm_utils.finetuning.classifier import open_classifier
+from mm_utils.finetuning.folder import classify_folder
 from mm_utils.model.build import open_model
 from mm_utils.run.start import make_accelerator, run_script
 from mm_utils.search.index import SKIPPED
@@ -59,7 +77,7 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     args, data_args = given[EmbedArguments], given[EvaluatedDataArguments]
-    model_name, folder = str(args.model_name_or_path), Path(str(args.index_dir))
+    model_name = str(args.model_name_or_path)
     source = data_args.dataset_name or data_args.train_file
     if args.images and source:
         raise ValueError(f"--images is {args.images}, and {source} is given too; images have one source. Drop one.")
@@ -68,11 +86,14 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         given.refuse(unread, "--images are media without captions")
     else:
         given.refuse("with_clips", "--images is not given")
+    if args.output_file:
+        given.refuse("with_clips", "--output_file is given")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
     accelerator = make_accelerator()
 
     # 2. Model.
-    model, processor = open_model(model_name)
+    model = open_classifier(model_name) if args.output_file else open_model(model_name)[0]
+    processor = model.processor
     loaders = make_loaders(workers, accelerator.device, processor)
     medium = loaders.medium
     if medium.kind != "image":
@@ -94,8 +115,15 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         ):
             logger.warning("%s", said)
 
-    # 4. Embed what is new.
+    # 4. Classify all, or embed what is new.
     embedder = Embedder(model.to(accelerator.device), medium, EVALUATION_BATCH, workers.num_workers)
+    if args.output_file:
+        done = classify_folder(args.output_file, listing, embedder, accelerator)
+        counts = f"{done['classified']:,} {medium.kind}s have a class; {done['skipped']:,} could not be read"
+        logger.info("%s: %s", args.output_file, counts)
+        accelerator.end_training()
+        return done
+    folder = Path(str(args.index_dir))
     done = update_index(folder, model_name, listing, embedder, accelerator)
 
     # 5. Report.

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.evaluation.metrics import evaluation_module, share_with_interval
+from mm_utils.finetuning.classifier import classify
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.text import no_formula
 
@@ -52,6 +53,8 @@ class ClassificationEvaluator:
     Also measured is `majority`, the share of the most frequent class. The interval treats rows as independent.
     """
 
+    reads_features = True
+
     def __init__(self, rows: datasets.Dataset):
         self.label_M = torch.tensor(rows["label"][:])
         self.guesses = torch.empty(0, 2, dtype=torch.long)  # label and prediction of every row of the last evaluation
@@ -61,12 +64,12 @@ class ClassificationEvaluator:
         """Classify the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
         assert isinstance(model, FusionDualEncoderForClassification)
 
-        def classify(batch: dict[str, Any]) -> list[Tensor]:
+        def guess(batch: dict[str, Any]) -> list[Tensor]:
             with accelerator.autocast():
-                logits_bC = model.classify(batch["pixel_values"], batch["input_ids"], batch["attention_mask"])
+                logits_bC = classify(model, batch)
             return [logits_bC.float().argmax(1)]
 
-        rows, guess_M = gather_rows(loader, accelerator, classify, 2).cpu()
+        rows, guess_M = gather_rows(loader, accelerator, guess, 2).cpu()
         label_M = self.label_M[rows]
         self.guesses = torch.stack([label_M, guess_M], 1)
         found = evaluation_module("accuracy_and_f1").compute(predictions=guess_M.numpy(), references=label_M.numpy())

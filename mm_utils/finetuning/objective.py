@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils import distributed
+from mm_utils.finetuning.classifier import classify
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.row_noise import set_row_keys
 from mm_utils.objectives.joint import Objective, Plan, blank_pair
@@ -30,12 +31,18 @@ class ClassificationObjective(Objective):
     """
 
     row_ids = "rows"  # a row without text has no `ids`
+    reranks = False
     model: FusionDualEncoderForClassification
     label_M: Tensor  # class of each row of the training split
 
     def __init__(self, model: FusionDualEncoderForClassification, label_M: Tensor, seed: int = 0):
         super().__init__(model, seed)
         self.register_buffer("label_M", label_M, persistent=False)
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True if the classifier reads what the fusion head makes of a row."""
+        return self.model.config.classifier_inputs == "fused"
 
     def encode(self, batch: Batch, for_backward: bool = True) -> Encoded:
         """Return nothing, as `part` runs the model."""
@@ -53,8 +60,7 @@ class ClassificationObjective(Objective):
         own = len(batch["rows"])
         shown = batch if own else blank_pair(batch)
         set_row_keys(self.model, shown.get("row_keys"))
-        logits = self.model.classify(shown["pixel_values"], shown["input_ids"], shown["attention_mask"])
-        logits_nC, label_n = logits[:own].float(), self.label_M[batch["rows"]]
+        logits_nC, label_n = classify(self.model, shown)[:own].float(), self.label_M[batch["rows"]]
         loss = F.cross_entropy(logits_nC, label_n, reduction="none").sum()
         correct = (logits_nC.argmax(1) == label_n).sum()
         sums = torch.stack([loss.detach(), correct.to(loss)])

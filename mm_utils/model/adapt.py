@@ -92,7 +92,7 @@ def switch_off_dropout(model: FusionDualEncoderModel) -> None:
     Raises:
         ValueError: if a backbone still draws random numbers in training.
     """
-    for name, tower in (("vision", model.vision_model), ("text", model.text_model)):
+    for name, tower in model.towers.items():
         highest = 0.0
         for module in tower.modules():
             own_config = vars(module).get("config")
@@ -151,8 +151,8 @@ def add_adapters(model: FusionDualEncoderModel, rank: int) -> None:
         raise ValueError(
             f"--lora_rank is {rank}; adapters need peft, which is not installed. Run pip install peft."
         ) from error
-    both = {"vision": image_backbone(model.vision_model), "text": model.text_model}
-    towers = {name: both[name] for name in both if is_trained(both[name])}
+    every = {**model.towers, "vision": image_backbone(model.vision_model)}
+    towers = {name: tower for name, tower in every.items() if is_trained(tower)}
     if not towers:
         raise ValueError(f"--lora_rank is {rank}; both towers are frozen. Freeze less, or give no rank.")
     for name, tower in towers.items():

@@ -49,6 +49,11 @@ class TowerArguments:
     freeze_text: bool = arg(
         False, "Do not train the text backbone, nor the projection of a run's text encoder.", usual=True
     )
+    cache_features: bool = arg(
+        False,
+        "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
+        "then seen as their centre square, without crops, and clips as the mean of their frames.",
+    )
     lora_rank: int = arg(
         0,
         "Train adapters of this rank in the attention of the towers that are not frozen, and nothing else in these; 0 = no adapters.",
@@ -119,11 +124,6 @@ class ModelArguments(TowerArguments):
         "linear",
         "From a backbone's output to the embedding: linear; or mlp, linear and beside it a small network with much dropout, for "
         "frozen backbones and some thousand images. Stock transformers classes have only linear ones.",
-    )
-    cache_features: bool = arg(
-        False,
-        "Run the towers frozen by --freeze_vision or --freeze_text once, and train from their stored output. Images are "
-        "then seen as their centre square, without crops, and clips as the mean of their frames.",
     )
     fusion_layers: int = arg(2, "Blocks of the cross-attention head; 0 = no head.", usual=True, most=100)
     torch_compile: bool | None = arg(

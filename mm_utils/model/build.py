@@ -67,8 +67,6 @@ def build_model(
                     f"trained weights. Give --{tower}_model_name_or_path."
                 )
     make_trainable(model, args)
-    if args.freeze_vision and args.cache_features:
-        model.vision_model.requires_grad_(False)  # layers over frames too, since what is stored is the tower's output
     return model
 
 
@@ -91,9 +89,11 @@ def _add_rows(model: FusionDualEncoderModel, tokenizer: PreTrainedTokenizerBase)
 def make_trainable(model: Any, args: TowerArguments) -> None:
     """Freeze what flags and outputs leave out, add adapters, and let the towers compute as is fastest."""
     switch_off_dropout(model)
-    for tower, frozen in (("vision", args.freeze_vision), ("text", args.freeze_text)):
-        if frozen:
+    for tower in model.towers:
+        if getattr(args, f"freeze_{tower}"):
             model.freeze(tower)
+    if args.freeze_vision and args.cache_features:
+        model.vision_model.requires_grad_(False)  # layers over frames too, since what is stored is the tower's output
     if args.lora_rank:
         add_adapters(model, args.lora_rank)
     freeze_unused(model)
@@ -188,10 +188,14 @@ def _joined(
     return model
 
 
-def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
+def load_model(
+    name: str, *, kind: type[FusionDualEncoderModel] = FusionDualEncoderModel, needs_texts: bool = True, **head: Any
+) -> Any:
     """Load a model: a run's folder, a checkpoint, a stock model of `DUAL_ENCODERS`, a Hub id.
 
     Args:
+        kind: the class to load a model of ours with.
+        needs_texts: whether a classifier of media alone, which has no text encoder, is refused.
         head: fields of `FusionDualEncoderConfig` for the new fusion head of a stock model; others have theirs.
 
     Raises:
@@ -202,11 +206,16 @@ def load_model(name: str, **head: Any) -> FusionDualEncoderModel:
     if config.model_type in DUAL_ENCODERS:
         return load_stock(name, config, **head)
     with explained(title, name):
-        model = FusionDualEncoderModel.from_pretrained(name, use_safetensors=True)
+        model = kind.from_pretrained(name, use_safetensors=True)
+    if needs_texts and model.text_model is None:
+        raise ValueError(
+            f"{name} is a classifier of {model.config.medium}s, without a text encoder. Give the model that it started from; for "
+            "the classes of a folder, see scripts/embed.py --output_file."
+        )
     check_weights(name, model)
     with explained(title, name):
-        probe(model.vision_model, "vision")
-        probe(model.text_model, "text")
+        for tower, backbone in model.towers.items():
+            probe(backbone, tower)
     return model
 
 

@@ -64,7 +64,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
     """Two backbone configs, pooling and projection, and the shape of the fusion head.
 
     Args:
-        vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries.
+        vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries; a classifier of media alone
+            has no text_config, nor a text tower.
         medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
         projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
         projection: one of `PROJECTIONS`, of new models between backbones: `mlp` is `ResidualProjection`.
@@ -447,10 +448,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.vision_model: Any = vision_model if vision_model is not None else vision_tower(config.vision_config)
         if config.medium == "clip" and len(input_shape(self.vision_model)) == 3:
             self.vision_model = FramesTower(self.vision_model, config.vision_pooling, config.vision_pooled_width)
-        self.text_model = text_model if text_model is not None else _made(config.text_config)
-        self.config.vision_config, self.config.text_config = self.vision_model.config, self.text_model.config
+        has_texts = config.text_config is not None
+        self.text_model: Any = _made(config.text_config) if has_texts and text_model is None else text_model
+        configs = {name: tower.config for name, tower in self.towers.items()}
+        self.config.vision_config, self.config.text_config = configs["vision"], configs.get("text")
         self.visual_projection = _projection(config, "vision", config.vision_pooled_width)
-        self.text_projection = _projection(config, "text", config.text_width)
+        self.text_projection: Any = _projection(config, "text", config.text_width) if has_texts else None
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
         bias = config.logit_bias_init_value
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
@@ -465,7 +468,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if any(module is part for tower in (self.vision_model, self.text_model) for part in tower.modules()):
+        if any(module is part for tower in self.towers.values() for part in tower.modules()):
             return
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -510,15 +513,26 @@ class FusionDualEncoderModel(PreTrainedModel):
             logger.warning("%s has %d weights that are not of its model: %s", model.name_or_path, len(names), shown)
         return (model, info) if output_loading_info else model
 
+    @property
+    def towers(self) -> dict[str, Any]:
+        """The backbones by name, `vision` and, unless it is a classifier of media alone, `text`."""
+        both = {"vision": self.vision_model, "text": self.text_model}
+        return {name: tower for name, tower in both.items() if tower is not None}
+
     def train(self, mode: bool = True) -> "FusionDualEncoderModel":
         """Set the mode, except for frozen towers, frozen projections and fixed batch norms, which stay in evaluation."""
         super().train(mode)
-        towers = (self.vision_model, image_backbone(self.vision_model), self.text_model)
-        for part in (*towers, self.visual_projection, self.text_projection):
-            if not is_trained(part):
+        parts = (
+            *self.towers.values(),
+            image_backbone(self.vision_model),
+            self.visual_projection,
+            self.text_projection,
+        )
+        for part in parts:
+            if part is not None and not is_trained(part):
                 part.eval()
         if self.config.freeze_batch_norm:
-            for module in itertools.chain(self.vision_model.modules(), self.text_model.modules()):
+            for module in itertools.chain(*(tower.modules() for tower in self.towers.values())):
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.eval()
         return self
@@ -604,6 +618,7 @@ class FusionDualEncoderModel(PreTrainedModel):
 
         Without `with_taps`, the states are those of the last layer.
         """
+        self._check_texts()
         taps = self.config.fusion_text_taps if self.fusion is not None and with_taps else (-1,)
         mask: Tensor | None = attention_mask
         columns = None
@@ -856,6 +871,7 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def text_inputs(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask `[B, L]` of texts, read as in training; ValueError if one is not text."""
+        self._check_texts()
         for text in texts:
             if not isinstance(text, str) or text != text.encode(errors="replace").decode():
                 raise ValueError(f"The text is {text!r}; a text is a string of UTF-8. Give one, or a list of these.")
@@ -867,6 +883,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         mask = [[int(at < len(each)) for at in range(length)] for each in ids]
         return tuple(torch.tensor(rows, device=self.logit_scale.device) for rows in (padded, mask))  # type: ignore[return-value]
 
+    def _check_texts(self) -> None:
+        if self.text_model is None:
+            raise ValueError(
+                f"This is a classifier of {self.config.medium}s alone; it has no text encoder. Take the model that it started from."
+            )
+
     def most_tokens(self, tokenizer: Any) -> int:
         """Return how many tokens of a text are read: as many as in training, which the tokenizer's file says."""
         return min(tokenizer.model_max_length, text_positions(self.text_model) or _MOST_TOKENS)
@@ -876,7 +898,7 @@ class FusionDualEncoderModel(PreTrainedModel):
 
         The folders that its towers were loaded from are not saved: nobody else has them.
         """
-        for tower in (self.vision_model, self.text_model):
+        for tower in self.towers.values():
             tower.config.name_or_path = ""
         if type(self) is FusionDualEncoderModel:
             known = getattr(self.config, "auto_map", None) or {}
@@ -937,17 +959,36 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
             if value is None and (name, reads) != ("input_ids", "image"):
                 raise ValueError(f"{name} is missing; classifier_inputs is {reads!r}. Pass it.")
         assert pixel_values is not None
-        image_embeds, keys_values = self.encode_image(pixel_values, with_keys_values=reads == "fused")
+        image = self.encode_image(pixel_values, with_keys_values=reads == "fused")
         if reads == "image":
-            return self.classifier(image_embeds)
+            return self.classify_encoded(image)
         assert input_ids is not None
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        text_embeds, text_states = self.encode_text(input_ids, attention_mask)
-        if reads == "pair":
-            return self.classifier(torch.cat([image_embeds, text_embeds], -1))
+        return self.classify_encoded(image, self.encode_text(input_ids, attention_mask), attention_mask)
+
+    def classify_encoded(
+        self,
+        image: tuple[Tensor, KeysValues | None],
+        text: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `classify` does, of what `encode_image` and, unless media are all it reads, `encode_text` return."""
+        embeds, keys_values = image
+        if text is None:
+            return self.classifier(embeds)
+        if self.config.classifier_inputs == "pair":
+            return self.classifier(torch.cat([embeds, text[0]], -1))
         assert self.fusion is not None
         assert keys_values is not None
-        return self.classifier(self.fusion(keys_values, text_states, attention_mask)[:, 0])
+        return self.classifier(self.fusion(keys_values, text[1], attention_mask)[:, 0])
+
+    def leave_texts_out(self) -> None:
+        """Drop the text tower and all that reads it, which a classifier of media alone never runs."""
+        self.text_model = self.text_projection = self.fusion = None
+        self.region_head = self.token_head = self.caption_adapter = None
+        config = self.config
+        config.text_config = config.text_padding = config.rerank_weights = None
+        config.fusion_layers, config.token_head, config.caption_head, config.region_head = 0, False, False, False
 
     @torch.no_grad()
     def predict(self, media: Any, texts: Any = None, batch_size: int = 32) -> Tensor:

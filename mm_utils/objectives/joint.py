@@ -42,6 +42,7 @@ class Objective(nn.Module):
     groups_texts = True  # by about one length; not where all ranks must run the tower equally often, as in FSDP
     row_ids = "ids"  # the name of the ids of a batch's rows, from which dropout by row draws
     pairs_per_image = 0  # that the fusion head scores
+    reranks = True  # whether an evaluation gives chosen pairs to the fusion head; else it reads rows as training does
     embeds_taps = False  # whether a term reads intermediate levels of the vision tower without the head
 
     def __init__(self, model: FusionDualEncoderModel, seed: int = 0, added: frozenset[str] = frozenset()):

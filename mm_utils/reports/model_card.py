@@ -108,12 +108,14 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
 
 
 def encoders(names: Sequence[str], frozen: Sequence[bool], medium: str) -> str:
-    """Return what the encoders of media and of texts are, as the beginning of a sentence in Markdown."""
-    image, text = (
-        f"a frozen {kind} encoder ({_text(name)})" if is_frozen else f"{an(kind)} encoder ({_text(name)})"
-        for kind, name, is_frozen in zip((medium, "text"), names, frozen, strict=True)
+    """Return what the encoders of media and, if there is one, of texts are, as the beginning of a sentence in Markdown."""
+    every = listed(
+        [
+            f"a frozen {kind} encoder ({_text(name)})" if is_frozen else f"{an(kind)} encoder ({_text(name)})"
+            for kind, name, is_frozen in zip((medium, "text"), names, frozen, strict=False)
+        ]
     )
-    return f"{image[0].upper()}{image[1:]} and {text}"
+    return f"{every[0].upper()}{every[1:]}"
 
 
 def millions(count: int) -> str:

@@ -100,13 +100,13 @@ def describe_towers(context: RunContext, model: Any) -> str:
     """Return what the encoders are, what they started from and whether a stage trained them, as the beginning of a sentence."""
     trained = [name for stage in context.stages for name in stage.trains]
     names, frozen = [], []
-    for tower, base in zip(("vision_model", "text_model"), _bases(context), strict=True):
+    for (tower, backbone), base in zip(model.towers.items(), _bases(context), strict=False):
         start = f"the local folder {Path(base).absolute().name}" if base and Path(base).exists() else base
         if base and (licence := licence_of(base)):
             start = f"{start}, licence {licence}"
-        kind = model.get_submodule(tower).config.model_type
+        kind = backbone.config.model_type
         names.append(f"{kind} of {start}" if start else f"{kind}, from scratch")
-        frozen.append(not any(name.startswith(f"model.{tower}.") for name in trained))
+        frozen.append(not any(name.startswith(f"model.{tower}_model.") for name in trained))
     return encoders(names, frozen, context.data.medium)
 
 

@@ -171,22 +171,31 @@ def embed_share(
     Raises:
         RunError: if an embedding is not finite.
     """
-    reader = Reader(listing, mine, embedder.medium)
-    workers = min(embedder.workers, -(-len(mine) // embedder.batch_size))
-    loader = worker_loader(reader, workers, batch_size=embedder.batch_size, collate_fn=list)
     skipped: list[Skip] = []
     held: list[dict[str, Any]] = []
     flushed = time.monotonic()
-    is_quiet = not (accelerator.is_main_process and total)
-    with tqdm(total=total, desc="Embedding", unit=f" {info.medium}s", disable=is_quiet) as bar:
-        for number, batch in enumerate(loader, 1):
-            skipped += [each for each in batch if "reason" in each]
-            held += embed_batch([each for each in batch if "square" in each], embedder, accelerator)
-            bar.update(min(len(batch) * accelerator.num_processes, total - bar.n))
-            if held and (time.monotonic() - flushed > FLUSH_SECONDS or number == len(loader)):
-                write_part(folder, held, info)
-                held, flushed = [], time.monotonic()
+    for examples, others in read_share(listing, mine, total, embedder, accelerator, "Embedding"):
+        skipped += others
+        held += embed_batch(examples, embedder, accelerator)
+        if held and time.monotonic() - flushed > FLUSH_SECONDS:
+            write_part(folder, held, info)
+            held, flushed = [], time.monotonic()
+    if held:
+        write_part(folder, held, info)
     return skipped
+
+
+def read_share(
+    listing: Listing, mine: Sequence[int], total: int, embedder: Embedder, accelerator: Accelerator, title: str
+) -> Iterator[tuple[list[dict[str, Any]], list[Skip]]]:
+    """Yield this rank's media in batches, those that could be read and the lines of the others; the main process shows a bar."""
+    reader, size = Reader(listing, mine, embedder.medium), embedder.batch_size
+    loader = worker_loader(reader, min(embedder.workers, -(-len(mine) // size)), batch_size=size, collate_fn=list)
+    is_quiet = not (accelerator.is_main_process and total)
+    with tqdm(total=total, desc=title, unit=f" {embedder.medium.kind}s", disable=is_quiet) as bar:
+        for batch in loader:
+            yield [each for each in batch if "square" in each], [each for each in batch if "reason" in each]
+            bar.update(min(len(batch) * accelerator.num_processes, total - bar.n))
 
 
 @torch.no_grad()

@@ -72,24 +72,25 @@ def cache_features(
     """Put frozen towers' output beside the rows of splits, as `data.features`.
 
     Called on all ranks, before the model is prepared. Rows that are evaluated have image taps too, for a head that re-ranks;
-    states of their captions are computed there, for the chosen pairs alone.
+    states of their captions are computed there, for the chosen pairs alone. A classifier reads the same of all rows.
 
     Raises:
         ValueError: if no tower is frozen, if a tower's output is not finite, or if processes share no cache.
     """
     model, config = objective.model, objective.model.config
-    towers = [name for name in ("vision", "text") if not is_trained(model.get_submodule(f"{name}_model"))]
+    towers = [name for name, tower in model.towers.items() if not is_trained(tower)]
     if not towers:
+        flags = " or ".join(f"--freeze_{name}" for name in model.towers)
         raise ValueError(
-            "--cache_features is set, and both towers are trained; only the output of a frozen tower can be kept. Set "
-            "--freeze_vision or --freeze_text, or drop --cache_features."
+            "--cache_features is set, and no tower is frozen; only the output of a frozen tower can be kept. Set "
+            f"{flags}, or drop --cache_features."
         )
     for split in splits:
         found = rows = data.splits[split]
         batches, trains = evaluation_batches(len(rows), data.eval_batch_size), split == "train"
         store = partial(stored_features, model=model, batches=batches, accelerator=accelerator)
         if "vision" in towers:
-            with_taps = objective.reads_taps or (not trains and bool(model.voices))
+            with_taps = objective.reads_taps or (not trains and objective.reranks and bool(model.voices))
             head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if with_taps else None
             depends_on = data.loaders.medium.key, config.vision_pooling, head, fingerprint(rows), image_digest(rows)
             blocks = _image_features(model, data, rows, batches, with_taps, accelerator)
@@ -99,7 +100,7 @@ def cache_features(
                 logger.warning(text, len(skipped), split, skipped[:3].to_pylist())
             found = datasets.concatenate_datasets([rows.remove_columns("image"), features], axis=1)
         if "text" in towers:
-            with_states = objective.reads_pairs and trains
+            with_states = objective.reads_pairs and (trains or not objective.reranks)
             head = config.fusion_text_taps if with_states else None
             words = config.text_pooling, head, column_digest(rows, "input_ids")
             blocks = _text_features(model, data, rows, batches, with_states, accelerator)

@@ -13,6 +13,7 @@ from mm_utils import distributed
 from mm_utils.finetuning.arguments import ClassifierArguments
 from mm_utils.finetuning.classifier import build_classifier
 from mm_utils.finetuning.objective import ClassificationObjective
+from mm_utils.model.build import load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification, FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout
 from tests.kit.objectives import step_in_parts, tiny_model
@@ -60,8 +61,11 @@ def reference(model: FusionDualEncoderForClassification, batch: dict[str, Any]) 
 def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, inputs: str, tmp_path: Path) -> None:
     model = build(folder, inputs).eval()
     base = FusionDualEncoderModel.from_pretrained(folder)
-    for name, value in base.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
+    kept = {name: value for name, value in model.state_dict().items() if not name.startswith("classifier.")}
+    parts = {"vision_model", "visual_projection", "logit_scale"}
+    assert {name for name in base.state_dict() if inputs != "image" or name.split(".")[0] in parts} == kept.keys()
+    for name, value in kept.items():
+        assert torch.equal(value, base.state_dict()[name]), name
     loaded: Any = FusionDualEncoderForClassification.from_pretrained(
         folder, classifier_inputs=inputs, num_labels=3, output_loading_info=True
     )
@@ -83,7 +87,13 @@ def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, in
     torch.testing.assert_close(found.logits, expected)
     torch.testing.assert_close(found.loss, F.cross_entropy(expected, LABELS[:ROWS]))
     assert (AutoConfig.from_pretrained(tmp_path).auto_map or {}).keys() >= {"AutoModelForSequenceClassification"}
-    AutoModel.from_pretrained(tmp_path)  # the encoders alone
+    encoders = AutoModel.from_pretrained(tmp_path)  # alone
+    if inputs == "image":
+        alone = "a classifier of images.* Give the model that it started from|a classifier of images alone.* Take the model"
+        for reads_texts in (lambda: load_model(str(tmp_path)), lambda: encoders.encode(texts="a cat")):
+            with pytest.raises(ValueError, match=alone):
+                reads_texts()
+        assert build(str(tmp_path), texts=False).text_model is None  # it may be trained on
 
 
 def test_classifier_inputs_depend_on_the_data_and_the_model(folder: str, tmp_path: Path) -> None:

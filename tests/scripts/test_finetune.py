@@ -1,19 +1,24 @@
 """A trained model is evaluated and fine-tuned, in process; test_runs.py has what such a run leaves and resumes."""
 
+import csv
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from mm_utils.files import SUMS_FILE
-from scripts import eval_retrieval, eval_zero_shot, finetune
+from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from scripts import embed, eval_retrieval, eval_zero_shot, finetune
 from tests.kit.corpora import COLOURS, SHAPES, draw
 from tests.kit.hub import Hub
 from tests.kit.media_files import tone
 from tests.kit.models import save_model
+from tests.kit.processes import losses
 from tests.kit.reading import write_tar
 from tests.kit.stock_folders import write_stock
 
@@ -70,8 +75,8 @@ def test_a_task_of_sounds_is_measured_and_its_card_has_code_for_it(
     assert [line.split()[1] in ("yes", "no") for line in printed] == [True] * 8
 
 
-def test_a_folder_per_class(sound_model: str, tmp_path: Path) -> None:
-    """It is learnt, and the same folder is measured without training."""
+def test_a_folder_per_class(sound_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is learnt, files get the classes that are learnt, and the same folder is measured without training."""
     for name, hertz in PITCHES.items():
         for split, count in (("train", 6), ("validation", 2)):
             (tmp_path / "media" / split / name).mkdir(parents=True)
@@ -83,9 +88,58 @@ def test_a_folder_per_class(sound_model: str, tmp_path: Path) -> None:
         [*data, *SHORT, "--learning_rate", "1e-3", "--max_steps", "48", "--output_dir", str(tmp_path / "out")]
     )
     assert metrics["eval_accuracy"] == 1.0
+    (tmp_path / "media/0.wav").write_bytes(b"RIFF")
+    table = tmp_path / "new/classes.csv"
+    own = ["--model_name_or_path", str(tmp_path / "out"), "--images", str(tmp_path / "media")]
+    assert embed.main([*own, "--output_file", str(table)]) == {"classified": 16, "skipped": 1}
+    head, broken, *rows = list(csv.reader(table.read_text().splitlines()))
+    assert (head, broken) == (["path", "class", "probability"], ["0.wav", "", ""])
+    assert "0.wav has no class: " in caplog.text
+    shares = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").predict(
+        [str(tmp_path / "media" / path) for path, *_ in rows]
+    )
+    assert [name for _, name, _ in rows] == [Path(path).parent.name for path, *_ in rows]
+    assert [float(share) for *_, share in rows] == pytest.approx(shares.max(1).values.tolist(), abs=1e-4)
+    with pytest.raises(ValueError, match=r"is .*model; that is no classifier\. Train one with scripts/finetune\.py"):
+        embed.main(["--model_name_or_path", sound_model, *own[2:], "--output_file", str(table)])
+    with pytest.raises(ValueError, match=r"is a classifier of sounds, without a text encoder"):
+        embed.main([*own, "--index_dir", str(tmp_path / "index")])
     before = eval_zero_shot.main([*data, "--dataloader_num_workers", "0"])
     assert before["accuracy@1"] in (0.0, 0.25, 0.5, 0.75, 1.0)
     assert before["chance@1"] == 0.5
+
+
+@pytest.mark.parametrize("inputs", ["fused", "pair", "image"])
+def test_frozen_towers_run_once_and_what_is_learnt_is_the_same(
+    inputs: str, pretrained: str, folders: str, finetuning_flags: list[str], tmp_path: Path, monkeypatch
+) -> None:
+    of_folders = ["--model_name_or_path", pretrained, "--dataset_name", folders, *SHORT]
+    flags = [
+        *(of_folders if inputs == "image" else finetuning_flags),
+        "--classifier_inputs",
+        inputs,
+        "--eval_steps",
+        "2",
+    ]
+    flags += ["--freeze_vision", "--freeze_text", "--learning_rate", "1e-2"]
+    shown: list[int] = []
+    run = FusionDualEncoderModel.vision_features
+
+    def noted(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool = True) -> Any:
+        shown.append(len(pixels))
+        return run(self, pixels, with_taps)
+
+    monkeypatch.setattr(FusionDualEncoderModel, "vision_features", noted)
+    found, runs = [], []
+    for own in (["--min_crop_area", "1"], ["--cache_features"]):
+        folder, _ = tmp_path / own[0].strip("-"), shown.clear()
+        metrics = finetune.main([*flags, *own, "--output_dir", str(folder)])
+        found.append([*losses(folder).values(), *metrics.values()])
+        runs.append(sum(shown))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert len({*found[0][:4]}) == 4
+    rows = 24 if inputs == "image" else 64
+    assert rows <= runs[1] < rows + 8 < runs[0]  # and some blanks, for the shapes
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

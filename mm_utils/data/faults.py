@@ -19,7 +19,7 @@ REASONS = {
     "unmatched_image": "No caption belongs to the file. Add a row for it, or remove it.",
     "unmatched_caption": "No file belongs to the caption. Add the file, or remove the caption.",
     "unknown_split": "The split is not train, validation or test. Rename it.",
-    "bad_regions": "The regions are not a list of boxes inside the image with phrases. Write x, y, width, height.",
+    "bad_regions": "The regions are not a list of boxes inside the image with phrases. Write x, y, width, height in pixels.",
     # paths, archives
     "image_missing": "There is no such file. Check the path, and set --image_root to the folder where paths begin.",
     "not_a_file": "The path is not a regular file. Point it at one.",
@@ -74,7 +74,7 @@ REASONS = {
     "caption_null": "The caption is null. Write one, or remove the row.",
     "caption_empty": "The caption has no readable text. Write one, or remove the row.",
     "caption_nan": "The caption is a program's placeholder for no value. Write one, or remove the row.",
-    "caption_not_text": "The caption is not text. Set caption_column to the column that holds text.",
+    "caption_not_text": "The caption is not text. Write texts there, or in a column that caption_column names.",
     "caption_list": "A program wrote a list of captions as text. Write a JSON list, or a row a caption.",
     "caption_is_file_name": "The caption is a file name or web address. Write what is to be seen or heard.",
     "no_caption_left": "The row has no usable caption. Write one, or remove the row.",

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from mm_utils.data.arguments import SPLITS, DataArguments, PathArguments
 from mm_utils.data.prepare.cache import load_or_prepare
-from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
+from mm_utils.data.prepare.on_disk import is_grouped, is_prepared, open_prepared
 from mm_utils.data.rows.columns import hold_out
 from mm_utils.data.rows.detect import detect
 from mm_utils.data.rows.source import Source
@@ -51,6 +51,12 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool 
         ids = pairs["train"].with_format("arrow")[:]["id"].to_pylist()
         parts["train"], parts["validation"] = hold_out(pairs["train"], ids)
         logger.info("%s: no validation split; %s images are held out for it", title, f"{len(parts['validation']):,}")
+        if args.dataset_name is not None and is_prepared(args.dataset_name) and is_grouped(args.dataset_name):
+            logger.warning(
+                "%s; it was prepared with group_column=, and rows of one group may now be in train and held out. Name the split of each "
+                "group in a column split, and prepare it anew",
+                title,
+            )
     return first_rows({split: parts[split] for split in SPLITS if split in parts}, args, title, need_train)
 
 
@@ -77,8 +83,8 @@ def first_rows(splits: Mapping[str, Dataset], args: DataArguments, title: str, n
         kept[name] = rows if most is None else rows.take(min(most, len(rows)))
     if need_train and len(kept["train"]) < 2:
         raise ValueError(
-            f"{title}; train has {len(kept['train'])} pairs, and contrastive training needs at least 2 pairs. Add some, "
-            "or raise --max_train_samples."
+            f"{title}; train has {len(kept['train'])} pairs, and contrastive training needs at least 2 pairs. Add some"
+            f"{'' if args.max_train_samples is None else ', or raise --max_train_samples'}."
         )
     return kept
 

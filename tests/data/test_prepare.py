@@ -124,7 +124,7 @@ def test_a_row_survives_bad_captions_and_negatives(tmp_path: Path) -> None:
     items = [*(record(content, negatives=each) for each in given), record(content, "good", None)]
     rows, result = stored(tmp_path, *items)
     assert rows[-1]["captions"] == ["good"]
-    assert [row["negatives"] for row in rows] == [["a dog"], ["a cat"], None, None, [], None]
+    assert [row["negatives"] for row in rows] == [["a dog"], ["a cat"], None, None, None, None]
     reasons = [fault["reason"] for fault in result.faults]
     assert reasons == ["caption_null", "caption_empty", "caption_not_text", "caption_null"]
     assert not sum(result.bad.values())
@@ -281,14 +281,15 @@ FEATURES = Features({
 SOURCE = {"name": "one", "path": "a.jsonl", "format": "jsonl", "rows": 1000, "bad": 109, "kept": 891}
 LINE = {"source": "a.jsonl", "where": "line 7", "detail": "cut"}
 SUMMARY: dict[str, Any] = {
-    "settings": {"short_side": 258, "near": True},
+    "settings": {"short_side": 258, "near": True, "validation_fraction": None, "test_fraction": 0.0},
+    "ungrouped": {},
     "medium": "image",
     "sources": [SOURCE],
     "quarantined": {"image_truncated": {"count": 109, "explanation": "The image ends too early.", "examples": [LINE]}},
     "notes": {"exif_rotated": 4321},
     "own_splits": False,
     "duplicates": {"near_pairs": 22, "largest_group": 33, "merged_rows": 44, "examples": []}
-    | {"neighbours": {"count": 0, "outside": 0}},
+    | {"neighbours": {"count": 0, "outside": 0}, "groups": 9, "merged_files": ""},
     "leakage": {"policy": "drop", "exact": 51, "near": 52, "by_id": 53, "dropped": {"train": 1560}, "examples": []},
     "storage": {"store": "jpeg"},
 }
@@ -331,7 +332,7 @@ def test_the_report_shows_its_figures_and_says_what_matters_first(tmp_path: Path
         "35 images share one caption, which tells none from the others: another",
         "One image occurs 33 times",
         "The split train has 30 images, few to train on",
-        "There is no validation split; training will hold out 6 images of train.",
+        "There is no validation split, and training will hold out 6 images of train; the rows are in 9 groups of equal",
         "| train | 30 | 60 | 0.0 MiB |",
         "| image_truncated | 109 | The image ends too early. | a.jsonl, line 7, cut |",
         "| exif_rotated | 4,321 | The camera's rotation was applied. |",

@@ -179,14 +179,17 @@ def test_templates_and_groups_are_read_of_any_table(folder: Path) -> None:
     template = {"caption_template": "{brand} {title}, for {who}", "group_column": "who"}
     rows: list[dict[str, Any]] = [
         {"image": "a.jpg", "brand": "Acme", "title": "red {shoe}", "who": 7, "price": 1},
-        {"image": "b.jpg", "brand": None, "title": "bag", "who": None, "price": 2},
+        {"image": "b.jpg", "brand": "Acme", "title": "bag", "who": None, "price": 2},
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet")
-    for path in (folder / "p.parquet", listed(folder, *rows, {"image": "c.jpg", "title": "hat"})):
+    odd: list[Any] = ["", ["hat"], {"en": "hat"}, "['hat', 'cap']", "['hat' 'cap']"]
+    others = [{**rows[0], "title": title} for title in odd]
+    for path in (folder / "p.parquet", listed(folder, *rows, *others)):
         good, bad = read(path, **template)
-        assert not bad
-        wanted = [(["Acme red {shoe}, for 7"], "7"), (["bag, for"], None)]
-        assert [(row.captions, row.group) for row in good][:2] == wanted
+        assert [row.captions for row in good] == [["Acme red {shoe}, for 7"]]
+        assert good[0].group == "7"
+        assert "the column who of the template is empty" in str(bad[0].fault)
+    assert [row.fault.reason for row in bad[1:]] == ["caption_empty", *["caption_not_text"] * 3, "caption_list"]
     for wrong, message in (
         ({"caption_template": "{brnd}"}, r"no such column .*Did you mean 'brand'"),
         ({"caption_template": "shoe"}, "Name columns in braces"),
@@ -310,6 +313,8 @@ def test_names_of_classes_are_read_in_the_usual_forms_or_refused(folder: Path) -
         assert [record.captions[0] for record in good] == ["cat", "dog", "red fox"], form
     with pytest.raises(ValueError, match=r"it names 0, 1, 2, and no folder has such a name"):
         read(folder / "other", format="classes", classes=names)
+    with pytest.raises(ValueError, match=r"the folder 02 is named by a number, .* has a name for it"):
+        read(folder / "set", format="classes", classes=str(write(folder / "names.txt", "cat\n")))
     for form, message in {
         "2010 cat\n1999 dog": "every line begins with a number, which may be a label or part of the name",
         '{"a": {"b": 1}}': "it cannot be read",

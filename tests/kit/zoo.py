@@ -99,16 +99,13 @@ _IDS = [
     *_good(line(id=2**70), line(id="../../etc/passwd")),
 ]
 _BOX, _NO_BOXES = [4, 4, 20, 20], ([1, 2, 3], ["a", "b", "c", "d"], [float("nan"), 2, 3, 4])
-_WRONG_BOXES = [*_NO_BOXES, [900, 900, 20, 20], [4, 4, 0, 20], [40, 4, -9, 20]]
+_WRONG_BOXES = [*_NO_BOXES, [900, 900, 20, 20], [4, 4, 0, 20], [40, 4, -9, 20], [0.1, 0.2, 0.5, 0.5]]
 _REGIONS = [
-    *_values("regions", {
-        "bad_regions": [
-            *("a dog", [1, 2, 3, 4], [{"box": _BOX}], [{"phrase": "a dog"}]),
-            *([{"box": box, "phrase": "a dog"}] for box in _WRONG_BOXES),
-        ],
-        "caption_null": [[{"box": _BOX, "phrase": None}]],
-    }),
-    *_good(line(regions=[]), line(regions=[{"box": _BOX, "phrase": "a dog"}])),
+    *(Row(line(regions=value), "bad_regions", (_CAPTION,)) for value in [
+        *("a dog", {"box": _BOX}, [7], [{"box": _BOX}], [{"phrase": "a dog"}], [{"box": _BOX, "phrase": None}]),
+        *([{"box": _BOX, "phrase": "a dog"}, {"box": box, "phrase": "a dog"}] for box in _WRONG_BOXES),
+    ]),
+    *_good(line(regions=[]), line(regions=[{"box": _BOX, "phrase": "a dog"}]), line(regions='[{"box": [1, 2, 3, 4], "phrase": "a"}]')),
 ]  # fmt: skip
 _CLEANED = [  # a caption, what is kept of it, the notes
     ("<p>{caption}</p> &amp; [x](javascript:1)", "", "caption_markup"),
@@ -434,7 +431,7 @@ def _classes(corpus: Corpus) -> None:
     for where, reason, count in [
         ("file dog/empty.png", "image_empty", 1),
         ("file dog/gone.png", "image_missing", 1),
-        (f"folder {folder}", "unmatched_image", 1),
+        ("file stray.png", "unmatched_image", 1),
         ("folder .", "hidden", 0),
         ("folder .", "not_read", 0),
     ]:
@@ -595,5 +592,5 @@ def _cells(corpus: Corpus) -> None:
     for split in ("train", "validation"):
         rows = Dataset(_table_of_cells(corpus, "saved", f"split {split}, row {{}}"))
         splits[split] = rows.cast_column("image", ImageFeature())
-    corpus.expect("saved", "a split of another name", "split gallery", "unknown_split")
+    corpus.expect("saved", "a split of another name", "split gallery, row 0", "unknown_split")
     DatasetDict({**splits, "gallery": splits["train"].select([0])}).save_to_disk(str(path))

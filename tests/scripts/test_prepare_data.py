@@ -65,6 +65,26 @@ def test_every_row_comes_out_in_its_size(flags: list[str], caplog: pytest.LogCap
     assert not Path(flags[3] + ".partial").exists()
 
 
+def test_groups_that_no_share_divides_and_files_that_are_one_image_are_said(
+    flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{**json.loads(row), "site": "A"} for row in Path(flags[1]).read_text().splitlines()]
+    rows[7]["site"] = None
+    shutil.copy(tmp_path / "raw/0.jpg", tmp_path / "raw/1.jpg")
+    Path(flags[1]).write_text("\n".join(map(json.dumps, rows)))
+    with caplog.at_level("INFO"):
+        main(["--sources", f"{flags[1]},group_column=site", *flags[2:], "--validation_fraction", "0.01"])
+        load_pairs(DataArguments(dataset_name=flags[3]))
+    for said in (
+        "1 rows of pairs.jsonl have no value in its group_column",
+        "1 rows were merged into an earlier one whose file is the very same, though names and captions differ, such as 1.jpg and 0.jpg",
+        "no validation split, and training will hold out 7 images of train; the rows are in 2 groups of equal images or of group_column",
+        "no test split; the rows are in 2 groups",
+        "rows of one group may now be in train and held out",
+    ):
+        assert said in caplog.text
+
+
 def test_what_a_failed_preparation_leaves_is_named_or_removed(
     flags: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

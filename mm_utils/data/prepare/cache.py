@@ -132,6 +132,8 @@ def _prepare(
             raise ValueError(f"{fault['source']}, {fault['where']}: {fault['detail']}. {REASONS[fault['reason']]}")
         if merged := found.duplicates["merged_rows"]:
             logger.info("%s rows merged into an earlier row of the same image", f"{merged:,}")
+        if other_files := found.duplicates["merged_files"]:
+            warnings.append(other_files)
         if found.leaks:
             what = "what is measured there is no measure of unseen images"
             if count := found.leakage["dropped"].get("train"):

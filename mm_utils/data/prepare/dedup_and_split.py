@@ -13,7 +13,7 @@ Only the small columns of the parts are read, and they stay in their files, as i
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def reconcile(
         "examples": [alike[at : at + 2] for at in range(0, len(alike), 2)],
     }
     _resolve_leaks(found, state, args.on_leakage, leak_file)
-    _fill_splits(state, facts, args.validation_fraction, args.test_fraction, earlier)
+    found.duplicates["groups"] = _fill_splits(state, facts, args.validation_fraction, args.test_fraction, earlier)
 
     rows = np.flatnonzero(state.keep_N & (state.id_N >= 0))
     first = _first_of(state.in_split(state.id_N), rows)
@@ -98,10 +98,19 @@ def reconcile(
         found.faults.append(row_fault(facts, row, "duplicate_id", why))
     rows = np.flatnonzero(state.keep_N)
     first = _first_of(state.in_split(state.image_N), rows)
+    others = list[tuple[int, int]]()
     for row, earlier in zip(rows[first != rows].tolist(), first[first != rows].tolist(), strict=True):
         found.merged.setdefault(earlier, [earlier]).append(row)
         state.keep_N[row] = False
+        if state.id_N[row] != state.id_N[earlier] and facts["captions"][row] != facts["captions"][earlier]:
+            others.append((row, earlier))
     found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
+    found.duplicates["merged_files"] = (
+        f"{len(others):,} rows were merged into an earlier one whose file is the very same, though names and captions differ, such as "
+        f"{' and '.join(_names(facts, others[0]))}; look for a placeholder."
+        if others
+        else ""
+    )
     kept = state.keep_N
     places = {split: np.flatnonzero(kept & (state.split_N == number)) for number, split in enumerate(SPLITS)}
     found.rows = {split: rows for split, rows in places.items() if len(rows)}
@@ -252,8 +261,11 @@ def places_of(rows: pa.Table, earlier: pa.Table) -> np.ndarray:
 
 def _fill_splits(
     state: _State, facts: pa.Table, validation: float | None, test: float, earlier: pa.Table | None
-) -> None:
-    """Assign to rows without a split that of their group, that which it had `earlier`, or one by the hash of their group."""
+) -> int:
+    """Assign to rows without a split that of their group, that which it had `earlier`, or one by the hash of their group.
+
+    Returns the number of these groups.
+    """
     is_default = validation is None
     unknown = state.split_N < 0
     name, share = ("validation", validation) if validation else ("test", test)
@@ -268,7 +280,7 @@ def _fill_splits(
             *(name, share, f"{np.count_nonzero(unknown):,}", f"{len(unknown):,}"),
         )
     if not unknown.any():
-        return
+        return 0
     validation = HOLDOUT_FRACTION if validation is None else validation
     links_U2 = np.stack([state.group_U, np.arange(len(state.group_U))], axis=1)
     files_U = _codes(facts["file_hash"])[state.first_U]
@@ -292,6 +304,7 @@ def _fill_splits(
     by_hash_U = assign_splits(group_U, keys, (max(0.0, 1 - validation - test), validation, test), least=least)
     chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
     state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
+    return len(np.unique(group_N[unknown]))
 
 
 def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
@@ -332,7 +345,7 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
     return found
 
 
-def _names(facts: pa.Table, rows: np.ndarray) -> list[str]:
+def _names(facts: pa.Table, rows: Iterable[int]) -> list[str]:
     return [facts["name"][int(row)].as_py() for row in rows]
 
 

@@ -39,7 +39,7 @@ from mm_utils.data.prepare.arguments import OVERSIZE, CheckArguments, TimedArgum
 from mm_utils.data.prepare.checks import CheckedImage, check_captions, check_image
 from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.timed import store_medium, stored_moments, stored_regions
-from mm_utils.data.rows.columns import NEGATIVES, is_null
+from mm_utils.data.rows.columns import NEGATIVES, is_null, texts_of
 from mm_utils.data.rows.detect import detect, read_rows
 from mm_utils.data.rows.records import BadRow, FileImage, ImageRef, Record
 from mm_utils.data.rows.source import Source
@@ -75,7 +75,7 @@ PART_SCHEMA = pa.schema(
 )
 _OWN = ("id", "medium", "source", "where", "split", "group", "answers")  # columns that records have
 FIRST_CHUNK = 64  # rows
-_VERSION = 11  # part of every key; raise it with every change of the rows that are written
+_VERSION = 12  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
 _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end
@@ -414,11 +414,14 @@ class Worker:
         return good
 
     def _kept(self, record: Record, check: Callable[..., Any], *given: Any) -> Any:
-        """Return what is good of boxes, moments or negatives; bad ones are set aside alone."""
-        good, faults, notes = check(record, *given, self.checks)
+        """Return what is good of boxes, moments or negatives, None if nothing is; bad ones are set aside alone, and the row stays."""
+        try:
+            good, faults, notes = check(record, *given, self.checks)
+        except Fault as fault:  # of all of them
+            good, faults, notes = None, [fault], []
         self.result.notes.update(notes)
         self._set_aside(record, *faults)
-        return good
+        return good or None
 
     def _image(self, record: Record) -> dict[str, Any]:
         """Return the columns of a record's image, clip or sound; raises a `Fault`."""
@@ -475,8 +478,7 @@ class Worker:
 
 def _negatives(record: Record, checks: CheckArguments) -> tuple[list[str], list[Fault], list[str]]:
     """Return the good captions that are wrong for the image, once each, and the faults of the others."""
-    given = record.negatives if isinstance(record.negatives, list) else [record.negatives]
-    return (*check_captions(given, checks)[:2], [])
+    return (*check_captions(texts_of(record.negatives), checks)[:2], [])
 
 
 def _labelled_text(record: Record) -> list[str]:

@@ -68,6 +68,12 @@ def is_prepared(name: str) -> bool:
     return isinstance(content, dict) and content.get("format") == PREPARED_FORMAT
 
 
+def is_grouped(name: str) -> bool:
+    """Return whether rows of a prepared data set are of groups that no split divided."""
+    settings = json.loads((Path(name) / "report.json").read_text(encoding="utf-8")).get("settings", {})
+    return any("group_column=" in source for source in settings.get("sources", ()))
+
+
 def open_prepared(name: str, title: str, allow_outside: bool = False) -> DatasetDict:
     """Open a prepared data set, memory-mapped, without a look at rows that hold their image.
 

@@ -34,6 +34,7 @@ from mm_utils.text import byte_size, markdown_table, markdown_text, publishable,
 
 CARD = "README.md"
 _SHARED, _SHOWN_PAIRS = 3, 24
+_FEW_GROUPS = 10  # of which a tenth is none
 _FEW_TRAINING = 300  # the README's "Start with 300"
 _FEW_NEIGHBOURS = 5  # rows outside train that are like one of train by chance
 _MANY_NEIGHBOURS = 0.1  # share of them that is worth a word
@@ -58,6 +59,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage, as they may be published."""
     of_source = Counter(found.facts["source"].take(np.concatenate(list(found.rows.values()))).to_pylist())
+    ungrouped = Counter(found.facts["source"].filter(pc.is_null(found.facts["group"])).to_pylist())
     splits, captions = measure(pairs)
     if all(source.format == "classes" for source in ingested.sources.values()):
         captions["shared"] = []  # as their templates are meant to be
@@ -75,6 +77,7 @@ def summarize(
         ],
         "splits": splits,
         "own_splits": found.facts["split"].null_count == 0,
+        "ungrouped": {name: ungrouped[name] for name, source in ingested.sources.items() if source.group_column},
         "quarantined": {
             reason: {"count": len(faults), "explanation": REASONS[reason]}
             | {"examples": [{name: fault[name] for name in ("source", "where", "detail")} for fault in faults[:3]]}
@@ -230,6 +233,8 @@ def _look_first(summary: dict[str, Any]) -> list[str]:
     found += _of_captions(summary["captions"], captions, kind)
     if (times := summary["duplicates"]["largest_group"]) > 10:
         found.append(f"One {kind} occurs {times:,} times; look for a placeholder or a logo.")
+    if other_files := summary["duplicates"]["merged_files"]:
+        found.append(other_files)
     found += _splits_first(summary)
     if markup := summary["notes"].get("caption_markup"):
         found.append(
@@ -244,7 +249,11 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
     splits = summary["splits"]
     has_own = summary["own_splits"]
     beside = summary["duplicates"]["neighbours"]
-    found = list[str]()
+    found = [
+        f"{count:,} rows of {name} have no value in its group_column; each is divided by itself."
+        for name, count in summary["ungrouped"].items()
+        if count
+    ]
     if beside["count"] >= max(_FEW_NEIGHBOURS, _MANY_NEIGHBOURS * beside["outside"]):
         found.append(
             f"{beside['count']:,} {kind}s outside train look like, or are captioned like, one in train whose name differs in a number "
@@ -255,16 +264,25 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
         found.append(f"The split train has {_plural(images, kind)}, few to train on.")
     if "validation" not in splits:
         held = f"training will hold out {_plural(count_held_out(images), kind)} of train"
-        remedy = "" if has_own else " --validation_fraction 0.1 makes one."
-        found.append(f"There is no validation split; {held}.{remedy}")
+        found.append(f"There is no validation split, and {held}; {_missing_split('validation', summary)}.")
     elif few := too_few(splits["validation"]["images"], kind):
         found.append(
             f"{few} {'Name more rows validation in the column split.' if has_own else 'Add pairs, or set --validation_fraction.'}"
         )
     if "test" not in splits:
-        remedy = "name some rows test in the column split" if has_own else "--test_fraction 0.1 makes one"
-        found.append(f"There is no test split; {remedy}.")
+        found.append(f"There is no test split; {_missing_split('test', summary)}.")
     return found
+
+
+def _missing_split(split: str, summary: dict[str, Any]) -> str:
+    """Return what makes a split, or why its share made none."""
+    if summary["own_splits"]:
+        return f"name some rows {split} in the column split"
+    groups = summary["duplicates"]["groups"]
+    if summary["settings"][f"{split}_fraction"] == 0 and groups >= _FEW_GROUPS:
+        return f"--{split}_fraction 0.1 makes one"
+    held = f"{_plural(groups, 'group')} of equal {summary['medium']}s or of group_column"
+    return f"the rows are in {held}, none of which is divided: name some of them {split} in a column split"
 
 
 def _of_captions(captions: dict[str, Any], total: int, kind: str) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """Store clips and sounds, and move what a row says about places and times onto what is stored of its medium."""
 
 import hashlib
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from mm_utils.data.faults import Fault, unreadable_as_fault
@@ -61,31 +63,32 @@ def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArgume
     """Return a record's boxes as x, y, width, height in pixels of the stored `image`, each with its phrase; raises bad_regions."""
     if image.get("width") is None:
         return None, [], []
-    across = image["width"] / image["original_width"]
-    down = image["height"] / image["original_height"]
-    boxes = []
-    try:
-        for region in record.regions:
-            x, y, w, h = map(float, region["box"])
+    width, height = image["original_width"], image["original_height"]
+    across, down = image["width"] / width, image["height"] / height
+    boxes, faults = [], list[Fault]()
+    for region in _listed(record.regions, "bad_regions"):
+        try:
+            try:
+                x, y, w, h = map(float, region["box"])
+                text = region["phrase"]
+            except (TypeError, ValueError, KeyError):
+                raise Fault("bad_regions", f"{str(region)[:200]} has no box of four numbers, or no phrase") from None
             # In its image, up to a pixel of rounding.
-            inside = min(x, y) >= -1 and x + w <= image["original_width"] + 1 and y + h <= image["original_height"] + 1
+            inside = min(x, y) >= -1 and x + w <= width + 1 and y + h <= height + 1
             if not (w > 0 and h > 0 and inside):
-                size = f"{image['original_width']} x {image['original_height']} pixels"
-                raise ValueError(f"box {[x, y, w, h]} of an image of {size}")
-            phrase = check_caption(region["phrase"], checks)[0]
+                raise Fault("bad_regions", f"box {[x, y, w, h]} of an image of {width} x {height} pixels")
+            if max(x + w, y + h) <= 1:
+                raise Fault("bad_regions", f"box {[x, y, w, h]} is a share of 0 to 1: multiply it by width and height")
+            phrase, _ = _phrase(text, "bad_regions", checks)
             boxes.append({"box": [x * across, y * down, w * across, h * down], "phrase": phrase})
-    except (TypeError, ValueError, KeyError) as error:
-        if isinstance(error, Fault):
-            raise
-        raise Fault("bad_regions", f"not a list of box (x, y, width, height) and phrase: {error!r}") from error
-    return boxes, [], []
+        except Fault as fault:
+            faults.append(fault)
+    return boxes, faults, []
 
 
 def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArguments) -> Moved:
     """Return a record's moments, on the clock of its file, as spans of the part that is stored; raises bad_moments."""
-    moments, cut, seconds = record.moments, record.cut, medium.get("seconds", 0.0)
-    if not isinstance(moments, list):
-        raise Fault("bad_moments", f"moments are a {type(moments).__name__}, not a list")
+    moments, cut, seconds = _listed(record.moments, "bad_moments"), record.cut, medium.get("seconds", 0.0)
     begin, is_cut = seconds_of(cut[0] or 0), cut != (None, None)
     good, faults, notes = [], list[Fault](), list[str]()
     for moment in moments:
@@ -100,12 +103,30 @@ def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArgum
             if is_cut and (low, high) != (start - begin, end - begin):
                 notes.append("moment_cut")
             if low < high:
-                text, found = check_caption(moment["phrase"], checks)
+                text, found = _phrase(moment["phrase"], "bad_moments", checks)
                 good.append({"span": [low, high], "phrase": text})
                 notes += found
         except Fault as fault:
             faults.append(fault)
     return good, faults, notes
+
+
+def _listed(value: Any, reason: str) -> list[Any]:
+    """Return a list, or one that a CSV file has as JSON; raises `reason` of anything else."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value, list):
+        raise Fault(reason, f"{str(value)[:80]!r} is a {type(value).__name__}, not a list")
+    return value
+
+
+def _phrase(text: Any, reason: str, checks: CheckArguments) -> tuple[str, tuple[str, ...]]:
+    """Return what `check_caption` does of a phrase; raises `reason` of one that says nothing."""
+    try:
+        return check_caption(text, checks)
+    except Fault as fault:
+        raise Fault(reason, f"the phrase {text!r:.80} says nothing") from fault
 
 
 def seconds_of(value: Any) -> float:

@@ -295,10 +295,20 @@ def captions_of(values: Mapping[str, Any], columns: Columns) -> list[Any]:
     if columns.labelled and columns.caption is None:
         return []
     value = values.get(str(columns.caption))
-    if columns.template:  # a cell that is empty leaves no gap
-        cells = ("" if is_null(cell := values.get(part)) else str(cell) for part in columns.parts)
+    if columns.template:
+        cells = (_cell_of_template(part, values.get(part)) for part in columns.parts)
         value = " ".join(re.sub(r"{[^{}]*}", lambda _: next(cells), columns.template).split())
     return value if isinstance(value, list) else [value]
+
+
+def _cell_of_template(column: str, cell: Any) -> str:
+    if is_null(cell):
+        raise Fault("caption_empty", f"the column {column} of the template is empty")
+    if isinstance(cell, (list, dict)) or texts_of(cell) != [cell]:
+        raise Fault(
+            "caption_not_text", f"the column {column} of the template is a list or an object: {str(cell)[:80]}"
+        )
+    return str(cell)
 
 
 def id_of(values: Mapping[str, Any], columns: Columns) -> str | None:

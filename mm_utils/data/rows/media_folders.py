@@ -114,7 +114,8 @@ def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
             continue
         if not parts or parts == ["."]:
             detail = f"{len(images):,} {medium}s lie in no class's folder, such as {images[0]}"
-            yield f"folder {place}", Fault("bad_label" if source.labelled else "unmatched_image", detail)
+            fault = Fault("bad_label" if source.labelled else "unmatched_image", detail)
+            yield from ((f"file {name}", fault) for name in images)
             continue
         if len(parts) > 1 and not nested:
             nested = os.path.relpath(place, source.path)
@@ -126,7 +127,8 @@ def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
         label = parts[0] if source.labelled else _class_name(parts[0], names, source)
         matched = matched or class_key(parts[0]) in names or label in names.values()
         if not label:
-            yield f"folder {place}", Fault("caption_empty", f"the folder {parts[0]} names no class")
+            fault = Fault("caption_empty", f"the folder {parts[0]} names no class")
+            yield from ((f"file {os.path.relpath(os.path.join(place, name), source.path)}", fault) for name in images)
             continue
         captions = [] if source.labelled else [template.replace("{}", label) for template in templates]
         for name in images:
@@ -243,9 +245,10 @@ def readable(name: str) -> str:
 
 
 def _class_name(folder: str, names: dict[str, str], source: Source) -> str:
-    if class_key(folder) not in names and WORDNET_ID.fullmatch(folder):
+    is_number = bool(names) and folder.isdecimal()
+    if class_key(folder) not in names and (is_number or WORDNET_ID.fullmatch(folder)):
         raise ValueError(
-            f"{source.title}; the folder {folder} is named by a WordNet id, which is not a caption. Set classes= to a "
-            "file of lines 'id name'."
+            f"{source.title}; the folder {folder} is named by a {'number' if is_number else 'WordNet id'}, which is not a caption. Set "
+            "classes= to a file of lines 'id name' that has a name for it."
         )
     return names.get(class_key(folder), readable(folder))

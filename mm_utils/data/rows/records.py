@@ -221,10 +221,11 @@ class RecordBuilder:
             split = split_of(stated)
         elif by_folder and not os.path.isabs(written := str(values[str(columns.image)])):
             split = split_of_path(written)
-        beside: dict[str, Any] = {name: values.get(name) for name in BESIDE}
+        known = {name: value for name, value in values.items() if not is_null(value)}
+        beside: dict[str, Any] = {name: known.get(name) for name in BESIDE}
         if self.medium != "image":
             cut = tuple(_time_of(values.get(name)) for name in ("start", "end"))
-            beside |= {"cut": cut, "moments": values.get("moments")}
+            beside |= {"cut": cut, "moments": known.get("moments")}
             if key is not None and cut != (None, None):
                 key = storable(f"{key}#{'-'.join('' if time is None else str(time) for time in cut)}")
         if columns.group and not is_null(group := values.get(columns.group)):

@@ -135,8 +135,10 @@ def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | Ba
     for given, dataset in splits.items():
         split = source.split or SPLIT_NAMES.get(str(given).lower())
         if split is None:
-            detail = f"the split {given} of {len(dataset):,} rows is not train, validation or test"
-            yield builder.bad(f"split {given}", Fault("unknown_split", detail))
+            fault = Fault(
+                "unknown_split", f"the split {given} of {len(dataset):,} rows is not train, validation or test"
+            )
+            yield from (builder.bad(f"split {given}, row {row}", fault) for row in range(len(dataset)))
             continue
         table = _dataset_table(dataset, f"{source.title}, split {given}", source)
         yield from builder.records(*table, f"split {given}", split)
